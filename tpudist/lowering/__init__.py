@@ -1,1 +1,1 @@
-"""Makes one program for all replicas from the jaxpr of one replica."""
+"""Builds one program for all replicas from the jaxpr of one replica; see README.md here."""

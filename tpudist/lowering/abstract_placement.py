@@ -1,42 +1,62 @@
-"""Where arrays would lie on the mesh of other devices."""
+"""Places the shapes of arrays on a mesh of other devices, without their data.
 
-from typing import Any
+The planner and `Strategy.on` use this to compile a step for devices that this process lacks.
+"""
+
+from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
+from tpudist.array_types import Shape
+from tpudist.xla import random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def array_on(
-    mesh: ReplicaMesh, x: Any, name: str, home: ReplicaMesh | None = None
-) -> jax.ShapeDtypeStruct:
-    """An array without its data on `mesh`, split as it was; whole on all devices if it was not.
+class _Variable(Protocol):
+    """A Variable or a captured PerReplica; their classes are in a higher layer."""
 
-    `run` copies an array that lives elsewhere than on the mesh `home` to all devices, whole.
+    _value: jax.Array
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def on_read(self) -> bool: ...
+
+
+def array_on(
+    mesh: ReplicaMesh,
+    x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic,
+    name: str,
+    home: ReplicaMesh | None = None,
+) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array with a sharding on `mesh`.
+
+    An array that was split keeps its partition spec; any other is replicated. An array that is
+    not on the devices of `home` is replicated too, because `run` would copy it to all devices.
     """
-    weak = bool(getattr(x, "weak_type", False))
-    sharding = getattr(x, "sharding", None)
     if isinstance(x, np.ndarray | np.generic):
-        # Where the program wants it: JAX moves it with the call.
+        # Without a sharding: JAX moves the value with the call to where the program wants it.
         dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "biufc" else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype)
-    if isinstance(x, jax.Array) and home is not None:
-        if sharding.device_set not in (home.device_set, mesh.device_set):  # type: ignore[union-attr]
+    sharding: Sharding | None = x.sharding
+    if isinstance(x, jax.Array) and home is not None and sharding is not None:
+        if sharding.device_set not in (home.device_set, mesh.device_set):
             sharding = None
-    where = mesh.replicated
+    placed = mesh.replicated
     if isinstance(sharding, NamedSharding):
-        where = sharding_on(mesh, sharding, name)
-        _check_divides(where, x.shape, name)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=weak)
+        placed = sharding_on(mesh, sharding, name)
+        _check_divides(placed, x.shape, name)
+    weak = not random_keys.is_key(x) and bool(x.weak_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=weak)
 
 
 def sharding_on(mesh: ReplicaMesh, sharding: NamedSharding, name: str) -> NamedSharding:
-    """The same partition spec on `mesh`, in the same kind of memory.
+    """Returns the same partition spec on `mesh`, in the same kind of memory.
 
     Raises:
-        ValueError: It names an axis that the mesh does not have.
+        ValueError: If the spec has an axis that `mesh` does not have.
     """
     named = {axis for part in sharding.spec if part for axis in np.atleast_1d(part)}
     unknown = sorted(named - set(mesh.mesh.axis_names))
@@ -46,30 +66,31 @@ def sharding_on(mesh: ReplicaMesh, sharding: NamedSharding, name: str) -> NamedS
             f"'{name}' is split over {', '.join(unknown)}, but the mesh of the plan has the axes "
             f"{axes}. Make it with this strategy, or with strategy.on(devices)."
         )
-    # The devices' own memory has other names elsewhere.
-    own = sharding.mesh.devices.flat[0].default_memory().kind  # type: ignore[union-attr]
-    kind = None if sharding.memory_kind == own else sharding.memory_kind
+    # The default memory has another name on other platforms ("device" on a TPU), so a sharding in
+    # the default memory gets no memory kind.
+    assert isinstance(sharding.mesh, jax.sharding.Mesh)
+    default = sharding.mesh.devices.flat[0].default_memory().kind
+    kind = None if sharding.memory_kind == default else sharding.memory_kind
     return NamedSharding(mesh.mesh, sharding.spec, memory_kind=kind)
 
 
-def _check_divides(where: NamedSharding, shape: tuple[int, ...], name: str) -> None:
+def _check_divides(sharding: NamedSharding, shape: Shape, name: str) -> None:
     try:
-        where.shard_shape(tuple(shape))
+        sharding.shard_shape(tuple(shape))
     except ValueError as error:
         raise ValueError(
-            f"'{name}' of shape {list(shape)} does not split as {where.spec} on the mesh of the "
-            f"plan, {dict(where.mesh.shape)}: {error}"
+            f"'{name}' of shape {list(shape)} does not split as {sharding.spec} on the mesh of the "
+            f"plan, {dict(sharding.mesh.shape)}: {error}"
         ) from error
 
 
-def value_on(mesh: ReplicaMesh, variable: Any, home: ReplicaMesh) -> jax.ShapeDtypeStruct:
-    """What a Variable (or a captured PerReplica) of `home` would hold on `mesh`."""
+def value_on(mesh: ReplicaMesh, variable: _Variable, home: ReplicaMesh) -> jax.ShapeDtypeStruct:
+    """Returns the shape and sharding that a Variable or PerReplica of `home` has on `mesh`."""
     value, name = variable._value, variable.name
     if not variable.on_read:
         return array_on(mesh, value, name, home)
-    sharding = getattr(value, "sharding", None)
-    where = mesh.stacked
-    if isinstance(sharding, NamedSharding):
-        where = sharding_on(mesh, sharding, name)
+    placed = mesh.stacked
+    if isinstance(value.sharding, NamedSharding):
+        placed = sharding_on(mesh, value.sharding, name)
     shape = (mesh.num_replicas, *value.shape[1:])
-    return jax.ShapeDtypeStruct(shape, value.dtype, sharding=where)
+    return jax.ShapeDtypeStruct(shape, value.dtype, sharding=placed)

@@ -1,27 +1,36 @@
-"""Global arrays in host memory, and copies of them on one device."""
-
-from typing import Any
+"""Copies global arrays to host memory, and to a mesh of one device."""
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from tpudist.xla import random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 
-def fetch(x: Any) -> np.ndarray:
-    """Returns a global array in host memory, also in several processes."""
+def fetch(x: ArrayLike) -> np.ndarray:
+    """Returns a global array in host memory.
+
+    With several processes, all must call this: an array that is split is gathered first.
+    """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
-            where = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore
-            x = jax.jit(lambda value: value, out_shardings=where)(x)
-        x = x.addressable_data(0)
+            assert isinstance(x.sharding, NamedSharding), x.sharding
+            replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+            x = jax.jit(lambda value: value, out_shardings=replicated)(x)
+            assert isinstance(x, jax.Array)
+        return np.asarray(x.addressable_data(0))
     return np.asarray(jax.device_get(x))
 
 
-def put(mesh: ReplicaMesh, x: Any) -> jax.Array:
-    """Returns a copy of an array on the device of a mesh of one device."""
-    if random_keys.is_key(x):
+def put(mesh: ReplicaMesh, x: ArrayLike) -> jax.Array:
+    """Returns a copy of an array on the device of a mesh of one device.
+
+    The copy shares no memory with `x`, so it may be donated.
+    """
+    # `device_put` does not accept key arrays with `may_alias`.
+    if isinstance(x, jax.Array) and random_keys.is_key(x):
         data = put(mesh, jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and x.is_fully_addressable:

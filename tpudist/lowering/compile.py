@@ -1,15 +1,13 @@
-"""From a function written for one replica to one program for all of them.
+"""Turns a function written for one replica into one program for all replicas.
 
-`trace` calls the function once, abstractly, as one replica would see it, and gives its jaxpr. The
-proof of what is equal (`replica_equality`) and the compiled program (`spread`) both read that
-jaxpr, so the user's Python runs once per signature.
-
-Every compile is recorded with its cause; see `tpudist.compile_log`.
+`trace` calls the function once, with abstract values of one replica's shapes, and returns its
+jaxpr. The proof of equal values (`replica_equality`) and the global program (`spread`) both read
+that jaxpr, so the user's Python runs once per signature. `run` compiles the result.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import ArrayLike
 
 from tpudist.lowering import logical_replicas
 from tpudist.lowering.workarounds import (
@@ -39,10 +38,14 @@ from tpudist.programs import (
 )
 from tpudist.xla import collectives, internals
 from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.ordered_sums import Block
 
-# Constants above this are refused: they would be copied into the program and never change again.
+# Larger constants are an error: they would be copied into the program, and a change of the array
+# would have no effect on later calls.
 MAX_CONSTANT_BYTES = 1 << 20
 _NO_MESH = AbstractMesh((), ())
+
+Arrays = Sequence[jax.Array | jax.ShapeDtypeStruct | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,8 @@ class ReplicaProgram:
     """The program of one replica.
 
     Attributes:
-        closed: Its jaxpr: local inputs to local outputs.
-        stacked: For each input, whether it is a stacked array, of which a replica sees its part.
+        closed: Jaxpr from local inputs to local outputs.
+        stacked: Whether each input is a stacked array, so that a replica sees only its part.
     """
 
     closed: jaxprs.ClosedJaxpr
@@ -68,34 +71,35 @@ def trace(
     """Calls `function` once, as one replica: axis names and meshes are real, values abstract.
 
     Args:
-        function: Takes the local inputs, gives a flat list of local outputs.
+        function: Called with the local inputs; returns a flat list of local outputs.
         mesh: The replicas.
         inputs: Global shapes and dtypes; stacked ones have a leading replica dim.
-        stacked: Which inputs are stacked.
-        name: What the user calls the function, for errors.
+        stacked: Whether each input is stacked.
+        name: Name of the user's function, for errors.
 
     Raises:
-        ValueError: It captures an array of a mesh with Explicit axes.
-        NameError: It names an axis in a collective that replicas do not have.
+        ValueError: If `function` captures an array of a mesh with Explicit axes.
+        NameError: If a collective uses an axis that the mesh does not have.
     """
     if mesh.block is not None:
         local = [_shape_of_part(x, s) for x, s in zip(inputs, stacked, strict=True)]
         with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
-    found = []
+    traced: list[jaxprs.ClosedJaxpr] = []
     result_shapes.leave_out_manual_meshes()
 
     def body(*values):
-        # Traced within the shard_map, where the axis has its name and values the shapes of one
-        # replica; what the shard_map itself would give is not asked for.
+        # The inner trace runs inside the shard_map, because only there the axis has a name and the
+        # values have the shapes of one replica. The shard_map's own result is not used: its jaxpr
+        # would have global shapes, and `spread` builds the shard_map that is compiled.
         local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
         with (
             internals.leave_devices(),
             axis_names.name_replicas(mesh),
             out_shardings.honour_out_shardings(),
         ):
-            traced = jax.make_jaxpr(function)(*local)
-        found.append(library_operations.expand(axis_names.use_replica_axis(mesh, traced)))
+            closed = jax.make_jaxpr(function)(*local)
+        traced.append(library_operations.expand(axis_names.use_replica_axis(mesh, closed)))
 
     replicas = jax.shard_map(
         body,
@@ -105,9 +109,19 @@ def trace(
         axis_names=mesh.manual_axes,
         check_vma=False,
     )
+    with (
+        _explain_explicit_axes(name),
+        axis_errors.explain_axes(mesh, name),
+        value_errors.explain_values(name),
+    ):
+        jax.eval_shape(replicas, *inputs)
+    return ReplicaProgram(traced[0], tuple(stacked))
+
+
+@contextlib.contextmanager
+def _explain_explicit_axes(name: str) -> Iterator[None]:
     try:
-        with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
-            jax.eval_shape(replicas, *inputs)
+        yield
     except NotImplementedError as error:
         if "sharded on `Explicit` axes" not in str(error):
             raise
@@ -118,7 +132,6 @@ def trace(
             f"'{name}', which is moved; or make the mesh with "
             "axis_types=(jax.sharding.AxisType.Auto,) for each of its axes."
         ) from error
-    return ReplicaProgram(found[0], tuple(stacked))
 
 
 def spread(
@@ -127,34 +140,41 @@ def spread(
     stack_outputs: Sequence[bool],
     finish: Callable[[list[jax.Array]], list[jax.Array]] = list,
 ) -> Callable[..., list[jax.Array]]:
-    """The global function of a replica's program, to be called inside `jit`.
+    """Returns the global function of a replica's program, to be called inside `jit`.
 
     Args:
-        program: What each replica does.
+        program: Program of one replica.
         mesh: The replicas.
-        stack_outputs: Which outputs leave as stacked arrays `[num_replicas, ...]`. The others must
-            be equal on every replica (`replica_equality.prove`), or the arrays would claim what is
-            not so.
-        finish: What each replica does to its outputs at the end; it may communicate.
+        stack_outputs: Whether each output leaves as a stacked array `[num_replicas, ...]`. Every
+            other output must be equal on all replicas (`replica_equality.prove`): JAX declares it
+            replicated without a check, so devices would disagree unnoticed.
+        finish: Called with the outputs of each replica; returns the final ones. It may communicate.
     """
-    closed = program.closed
-    if callable(closed):
-        evaluate: Any = closed
-    else:
-        # Here and not in `trace`: what is proven and what people read is their own program.
-        evaluate = core.jaxpr_as_fun(_as_xla_takes_it(closed, program.stacked, mesh))
+    # The workarounds belong here and not in `trace`: the proof and the error messages should refer
+    # to the operations that the user wrote.
+    closed = _lower_around_bugs(program.closed, program.stacked, mesh)
+    return _spread(core.jaxpr_as_fun(closed), program.stacked, mesh, stack_outputs, finish)
 
+
+def _spread(
+    run_replica: Callable[..., list[jax.Array]],
+    stacked: Sequence[bool],
+    mesh: ReplicaMesh,
+    stack_outputs: Sequence[bool],
+    finish: Callable[[list[jax.Array]], list[jax.Array]],
+) -> Callable[..., list[jax.Array]]:
     def body(*values):
         if mesh.block is not None:
-            return body_of_several(mesh.block, *values)
-        local = [_part(x) if s else x for x, s in zip(values, program.stacked, strict=True)]
-        outputs = finish(evaluate(*local))
+            return body_of_block(mesh.block, *values)
+        local = [_part(x) if s else x for x, s in zip(values, stacked, strict=True)]
+        outputs = finish(run_replica(*local))
         return [x[None] if s else x for x, s in zip(outputs, stack_outputs, strict=True)]
 
-    def body_of_several(block, *values):
-        shapes = [_shape_of_part(x, s) for x, s in zip(values, program.stacked, strict=True)]
-        one = _trace_one(lambda *local: finish(evaluate(*local)), mesh, shapes)
-        outputs, varying = logical_replicas.evaluate(one, block, values, program.stacked)
+    def body_of_block(block: Block, *values: jax.Array):
+        # `finish` is part of this trace, since its collectives too need the parts of all replicas.
+        shapes = [_shape_of_part(x, s) for x, s in zip(values, stacked, strict=True)]
+        closed = _trace_one(lambda *local: finish(run_replica(*local)), mesh, shapes)
+        outputs, varying = logical_replicas.evaluate(closed, block, values, stacked)
         return [
             _as_output(x, varies, s, block.size)
             for x, varies, s in zip(outputs, varying, stack_outputs, strict=True)
@@ -163,25 +183,26 @@ def spread(
     return jax.shard_map(
         body,
         mesh=mesh.mesh,
-        in_specs=_specs(mesh, program.stacked),
+        in_specs=_specs(mesh, stacked),
         out_specs=list(_specs(mesh, stack_outputs)),
         axis_names=mesh.manual_axes,
-        # `replica_equality` has proven what JAX would check, which asks for casts in users' loops.
+        # `replica_equality` has proven what JAX would check. JAX's check would also require users
+        # to cast the carries of their loops, and turns gradients into sums over the replicas.
         check_vma=False,
     )
 
 
-def evaluate(closed: jaxprs.ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
-    """The outputs of a jaxpr, as a part of the trace that is under way."""
+def evaluate(closed: jaxprs.ClosedJaxpr, values: Sequence[ArrayLike]) -> list[jax.Array]:
+    """Returns the outputs of a jaxpr; inside a trace, its operations become part of that trace."""
     return core.jaxpr_as_fun(closed)(*values)
 
 
 def last_outputs(
-    program: ReplicaProgram, mesh: ReplicaMesh, count: int, values: Sequence[Any]
+    program: ReplicaProgram, mesh: ReplicaMesh, count: int, values: Arrays
 ) -> list[jax.Array] | None:
-    """Runs a program for its last `count` outputs, as the first replica computes them.
+    """Runs a program and returns its last `count` outputs, from the first replica.
 
-    Inputs may be abstract if these do not depend on them; otherwise the answer is None.
+    Returns None if these outputs depend on an input whose value is abstract.
     """
 
     def finish(outputs):
@@ -193,29 +214,28 @@ def last_outputs(
         causes = replica_equality.prove(program.closed, depend).causes
         if any(cause is not None for cause in causes[-count:]):
             return None
-        # Proven not to matter, so they may be anything.
-        values = [x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known)]  # noqa: B905
-    # Arrays that are captured may be those of other processes too: they are inputs here.
-    consts = program.closed.consts
-    run = spread(_with_consts_first(program, mesh), mesh, [False] * count, finish)
+        # The outputs provably do not depend on the abstract inputs, so zeros will do.
+        values = [
+            x if k else np.zeros(x.shape, x.dtype) for x, k in zip(values, known, strict=True)
+        ]
+    # Constants are passed as inputs: `jit` rejects a captured array that spans other processes.
+    jaxpr, consts = program.closed.jaxpr, program.closed.consts
+
+    def run_replica(*values: jax.Array) -> list[jax.Array]:
+        closed = jaxprs.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
+        closed = _lower_around_bugs(closed, program.stacked, mesh)
+        return core.jaxpr_as_fun(closed)(*values[len(consts) :])
+
+    stacked = (*[False] * len(consts), *program.stacked)
+    run = _spread(run_replica, stacked, mesh, [False] * count, finish)
     return jax.jit(run)(*consts, *values)
 
 
-def _with_consts_first(program: ReplicaProgram, mesh: ReplicaMesh) -> ReplicaProgram:
-    jaxpr, consts = program.closed.jaxpr, program.closed.consts
-
-    def evaluate(*values):
-        closed = jaxprs.ClosedJaxpr(jaxpr, list(values[: len(consts)]))
-        closed = _as_xla_takes_it(closed, program.stacked, mesh)
-        return core.jaxpr_as_fun(closed)(*values[len(consts) :])
-
-    return ReplicaProgram(evaluate, (*[False] * len(consts), *program.stacked))  # type: ignore
-
-
-def _as_xla_takes_it(
+def _lower_around_bugs(
     closed: jaxprs.ClosedJaxpr, stacked: Sequence[bool], mesh: ReplicaMesh
 ) -> jaxprs.ClosedJaxpr:
-    """The same program, lowered around what JAX and XLA do not take; see `partitioner_bugs`."""
+    # See `partitioner_bugs`. Branches come last, because a constraint that another rewrite adds may
+    # be the end of a branch. The other rewrites are about different operations.
     closed = collective_layouts.lower_collectives(closed, mesh)
     closed = callback_layouts.lower_callbacks(closed)
     closed = convolution_layouts.lay_out_convolutions(closed)
@@ -225,16 +245,17 @@ def _as_xla_takes_it(
 
 
 def large_constants(program: ReplicaProgram) -> list[jax.Array | np.ndarray]:
-    """The arrays above `MAX_CONSTANT_BYTES` that a program, or a jit in it, has as constants."""
+    """Returns the constants above `MAX_CONSTANT_BYTES` of a program and of each `jit` in it."""
     return [
         x
         for x in jaxprs.constants_of(program.closed)
+        # A constant may be any object with a rule in JAX, such as a Python number.
         if not isinstance(x, Tracer) and getattr(x, "nbytes", 0) > MAX_CONSTANT_BYTES
     ]
 
 
 def constant_arrays(program: ReplicaProgram) -> list[jax.Array]:
-    """The `jax.Array`s that a program, or a jit in it, has as constants."""
+    """Returns the constants of a program, and of each `jit` in it, that are `jax.Array`s."""
     return [
         x
         for x in jaxprs.constants_of(program.closed)
@@ -242,20 +263,23 @@ def constant_arrays(program: ReplicaProgram) -> list[jax.Array]:
     ]
 
 
-def shape_of(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that an array has in a program: a float64 of NumPy's is a float32 there.
+def shape_of(value: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype that an array has in a program.
 
-    Unless 64-bit numbers are enabled. JAX itself would do the same with a warning.
+    The dtype of a NumPy float64 is float32, unless 64-bit numbers are enabled. JAX would convert
+    it too, with a warning.
     """
-    aval: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _trace_one(
-    function: Callable[..., Any], mesh: ReplicaMesh, local: Sequence[jax.ShapeDtypeStruct]
+    function: Callable[..., Sequence[jax.Array]],
+    mesh: ReplicaMesh,
+    local: Sequence[jax.ShapeDtypeStruct],
 ) -> jaxprs.ClosedJaxpr:
-    """The program of one of several replicas that share devices: they have an axis, and no mesh."""
+    """Traces one of several replicas that share a device."""
+    # The replica axis is larger than the mesh here, so it is a name without a mesh.
     with (
         jax.sharding.use_abstract_mesh(_NO_MESH),
         internals.leave_devices(),
@@ -267,17 +291,19 @@ def _trace_one(
         return library_operations.expand(axis_names.use_replica_axis(mesh, traced))
 
 
-def _shape_of_part(x: Any, is_stacked: bool) -> jax.ShapeDtypeStruct:
+def _shape_of_part(x: jax.Array | jax.ShapeDtypeStruct, is_stacked: bool) -> jax.ShapeDtypeStruct:
     whole = shape_of(x)
     shape = whole.shape[1:] if is_stacked else whole.shape
     return jax.ShapeDtypeStruct(shape, whole.dtype, weak_type=whole.weak_type)
 
 
-def _as_output(x: Any, varies: bool, is_stacked: bool, size: int) -> jax.Array:
-    """A result as it leaves a device: each replica's, or one that is equal on all."""
+def _as_output(x: ArrayLike, varies: bool, is_stacked: bool, size: int) -> jax.Array:
+    # A value that varies is `[size, ...]`, with one row per replica of the device. If the output
+    # must be equal on all replicas, the first row stands for all.
+    x = jnp.asarray(x)
     if is_stacked:
-        return x if varies else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-    return x[0] if varies else jnp.asarray(x)
+        return x if varies else jnp.broadcast_to(x, (size, *x.shape))
+    return x[0] if varies else x
 
 
 def _part(stacked: jax.Array) -> jax.Array:

@@ -1,19 +1,21 @@
-"""Compiles a program in another process first, where XLA might end the one that compiles it.
+"""Compiles a program in another process first if XLA might end the process that compiles it.
 
-XLA's partitioner has checks that end the process, and a notebook with it. What `known_operations`
-lists has been tried in replicas of several devices, on the jaxlibs that it names. A program with
-anything else, or for another jaxlib, is compiled for emulated devices in a process of its own
-before it is compiled in this one: if that process ends, the error says so, and why.
+XLA's partitioner has checks that end the process, including a notebook. `known_operations` lists
+the operations that were tested in replicas of several devices, and the tested jaxlibs. A program
+with another operation, or on another jaxlib, is first compiled for emulated devices in a separate
+process. If that process ends, this one raises `CompilerDied` with the cause.
 """
 
 import logging
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
+from jax import stages
+from jax.extend import core
 from jax.sharding import AxisType
 
+from tpudist.array_types import PyTree
 from tpudist.lowering.workarounds import known_operations
 from tpudist.programs import jaxprs, replica_equality
 from tpudist.xla import versions
@@ -22,19 +24,18 @@ from tpudist.xla.compiler.compiler_process import CompilerDied
 from tpudist.xla.mesh import ReplicaMesh
 
 _log = logging.getLogger("tpudist.compile")
-_MOST_DOUBTS = 5
+_MAX_LISTED_DOUBTS = 5  # in the error message
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
-    """Why a replica's program might end the process that compiles it, for people; may be empty.
-
-    For replicas of emulated devices only: no other process can compile for a GPU or a TPU that this
-    one holds, or an operation that XLA partitions by a call into this one.
-    """
+    """Returns the reasons why compiling a replica's program might end the process, as texts."""
+    # Nothing is partitioned in a replica of one device. A GPU or TPU belongs to this process, so
+    # no other process could compile for it.
     if mesh.devices_per_replica == 1 or mesh.platform != "cpu":
         return []
     operations = set(_walk_with_lines(closed, ""))
+    # XLA partitions these by a call into this process, which does not work in another one.
     if known_operations.COMPILED_HERE.intersection(name for name, _ in operations):
         return []
     jaxlib = versions.version_of("jaxlib")
@@ -48,35 +49,40 @@ def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
     )
 
 
-def _walk_with_lines(jaxpr: Any, called_at: str) -> Iterator[tuple[str, str]]:
-    """The operations that XLA partitions, at all depths, each with the innermost line of a user's.
-
-    What JAX has traced before, such as `jnp.sort`, has none of its own.
-    """
+def _walk_with_lines(
+    jaxpr: core.Jaxpr | jaxprs.ClosedJaxpr, called_at: str
+) -> Iterator[tuple[str, str]]:
+    """Yields each operation that XLA partitions, at all depths, with the user's innermost line."""
     for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        # The line of an operation inside a library call, such as `jnp.sort`, is in the library, or
+        # is missing if JAX traced the call before. Then the line of the call is used.
         line = replica_equality.line_of(eqn)
-        where = called_at if _INSTALLED.intersection(pathlib.Path(line).parts) else line
+        user_line = called_at if _INSTALLED.intersection(pathlib.Path(line).parts) else line
         with eqn.ctx.manager:
             if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
-                yield eqn.primitive.name, where or line
+                yield eqn.primitive.name, user_line or line
         for inner in jaxprs.programs_of(tuple(eqn.params.values())):
-            yield from _walk_with_lines(inner, where or line)
+            yield from _walk_with_lines(inner, user_line or line)
 
 
 def try_program(
-    closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh, jitted: Any, arguments: Sequence[Any], name: str
+    closed: jaxprs.ClosedJaxpr,
+    mesh: ReplicaMesh,
+    jitted: stages.Wrapped,
+    arguments: Sequence[PyTree],
+    name: str,
 ) -> None:
-    """Compiles a program in another process, if there are doubts about it.
+    """Compiles a program in another process if `find_doubts` returns any.
 
     Args:
-        closed: What a replica computes.
-        mesh: Of the replicas.
-        jitted: The program of all of them.
-        arguments: What it will be called with.
-        name: What the user calls the function.
+        closed: Program of one replica.
+        mesh: The replicas.
+        jitted: Program of all replicas.
+        arguments: Arguments of the first call of `jitted`.
+        name: Name of the user's function.
 
     Raises:
-        CompilerDied: XLA ended that process, as it would have ended this one.
+        CompilerDied: If XLA ended that process; it would have ended this one, too.
     """
     doubts = find_doubts(closed, mesh)
     if not doubts:
@@ -86,9 +92,9 @@ def try_program(
     try:
         compiler_process.try_elsewhere(lowered, mesh.mesh.size)
     except CompilerDied as error:
-        listed = "".join(f"\n- {doubt}" for doubt in doubts[:_MOST_DOUBTS])
-        if len(doubts) > _MOST_DOUBTS:
-            listed += f"\n- and {len(doubts) - _MOST_DOUBTS} more"
+        listed = "".join(f"\n- {doubt}" for doubt in doubts[:_MAX_LISTED_DOUBTS])
+        if len(doubts) > _MAX_LISTED_DOUBTS:
+            listed += f"\n- and {len(doubts) - _MAX_LISTED_DOUBTS} more"
         axes = ", ".join(f"{axis}={mesh.mesh.shape[axis]}" for axis in mesh.inner_axes)
         raise CompilerDied(
             f"XLA ends the process that compiles '{name}' for replicas of several devices "

@@ -1,10 +1,10 @@
-"""Evaluates the program of one replica for several that share a device, one after the other.
+"""Evaluates the program of one replica for several replicas that share a device.
 
-Each computes by itself what it would on a device of its own, in a loop over the replicas, so that
-XLA compiles the same operations however many there are. At a collective the loop ends: what the
-replicas say to each other is computed from the parts of all of them, in an order that no mesh
-changes (`ordered_sums`), and another loop goes on from there. What does not depend on the replica
-is computed once. So a program gives the same bits on every mesh.
+The result is bitwise identical on every mesh. Each replica computes what it would compute on a
+device of its own, in a loop over the replicas, so XLA compiles the same operations for any number
+of them. A collective ends the loop: its result is computed from the parts of all replicas in an
+order that does not depend on the mesh (`ordered_sums`), and another loop follows. A value that does
+not depend on the replica (`varying_values`) is computed once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +15,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from tpudist.programs import flat_program, jaxprs
+from tpudist.lowering.varying_values import (
+    REDUCTIONS,
+    VaryingValues,
+    has_equal_results,
+    programs_of,
+)
+from tpudist.programs import jaxprs
 from tpudist.programs.flat_program import (
     AXES,
     FlatProgram,
     Operation,
     find_needed,
     is_collective,
-    make_error,
     split_into_rounds,
 )
 from tpudist.programs.jaxpr_structure import Cond, Scan, While
@@ -30,31 +35,31 @@ from tpudist.xla import ordered_sums
 from tpudist.xla.mesh import REPLICA_AXIS
 from tpudist.xla.ordered_sums import Block
 
-# An axis of `jax.vmap`, for collectives that are computed from the parts of all replicas.
-_OF_ALL = "replicas of all devices"
-_REDUCTIONS = ("psum", "pmin", "pmax")
+# Axis of the `jax.vmap` over all replicas in which a collective is computed. With spaces, so that
+# no axis of a user's mesh has this name.
+_ALL_REPLICAS = "replicas of all devices"
 
 
 def evaluate(
-    closed: jaxprs.ClosedJaxpr, block: Block, values: Sequence[Any], varying: Sequence[bool]
-) -> tuple[list[Any], list[bool]]:
-    """The outputs of a replica's program, for the replicas of this device.
+    closed: jaxprs.ClosedJaxpr, block: Block, values: Sequence[jax.Array], varying: Sequence[bool]
+) -> tuple[list[jax.Array], list[bool]]:
+    """Computes the outputs of a replica's program for the replicas of this device.
 
     Args:
         closed: The program, with collectives over the replica axis.
         block: The replicas.
-        values: The inputs: `[block.size, ...]` where each replica has its own, else what all have.
-        varying: Where each has its own.
+        values: Inputs; `[block.size, ...]` if each replica has its own value.
+        varying: Whether each replica has its own value of an input.
 
     Returns:
-        The outputs, and which of them are each replica's own, in the same way.
+        The outputs, and whether each replica has its own value of an output.
 
     Raises:
-        ValueError: It does what replicas that share a device cannot, with the line.
+        ValueError: If the program does what replicas that share a device cannot, with the line.
     """
     evaluation = _Evaluation(block)
-    program = evaluation.flatten(closed)
-    flags = evaluation.find_varying(program, varying)
+    program = evaluation.varying.flatten(closed)
+    flags = evaluation.varying.find(program, varying)
     return evaluation.run(program, flags, values), [flags[i] for i in program.outputs]
 
 
@@ -63,319 +68,246 @@ class _Evaluation:
 
     def __init__(self, block: Block):
         self._block = block
-        # With the program, lest its id become another's.
-        self._known: dict[int, tuple[Any, FlatProgram]] = {}
+        self.varying = VaryingValues()
 
-    def flatten(self, closed: Any) -> FlatProgram:
-        """What a program does."""
-        if id(closed) not in self._known:
-            self._known[id(closed)] = closed, flat_program.flatten(closed)
-        return self._known[id(closed)][1]
-
-    # Which values are each replica's own.
-
-    def find_varying(self, program: FlatProgram, varying: Sequence[bool]) -> list[bool]:
-        """For each value, whether it may be another on each replica of a device."""
-        flags = [False] * program.count
-        for number, flag in zip(program.inputs, varying, strict=True):
-            flags[number] = flag
-        for step in program.steps:
-            for number, flag in zip(
-                step.outputs, self._outputs_that_vary(step, flags), strict=True
-            ):
-                flags[number] = flag
-        return flags
-
-    def _outputs_that_vary(self, step: Operation, flags: Sequence[bool]) -> list[bool]:
-        given, count = [flags[i] for i in step.inputs], len(step.outputs)
-        if not step.communicates:
-            return [any(given) or bool(step.eqn.effects)] * count
-        structure = jaxprs.structure_of(step.eqn)
-        if isinstance(structure, Scan):
-            carry, outputs = self._find_in_scan(step.eqn, structure, given)
-            return [*carry, *outputs[structure.num_carry :]]
-        if isinstance(structure, While):
-            return self._find_in_while(step.eqn, structure, given)
-        if isinstance(structure, Cond):
-            if given[0]:
-                raise make_error(
-                    step.eqn, "each replica takes its own branch, and one communicates."
-                )
-            found = [
-                self._results_that_vary(x, given[1:]) for x in _programs_of(step.eqn, "branches")
-            ]
-            return [any(x) for x in zip(*found, strict=True)]
-        if not is_collective(step.eqn):
-            raise make_error(step.eqn, f"a collective is inside of '{step.eqn.primitive}'.")
-        return [not _gives_the_same(step.eqn)] * count
-
-    def _results_that_vary(self, closed: Any, varying: Sequence[bool]) -> list[bool]:
-        program = self.flatten(closed)
-        flags = self.find_varying(program, varying)
-        return [flags[i] for i in program.outputs]
-
-    def _find_in_scan(
-        self, eqn: core.JaxprEqn, scan: Scan, given: Sequence[bool]
-    ) -> tuple[list[bool], list[bool]]:
-        """What of the carry varies in the end, and which results of the body do."""
-        (closed,) = _programs_of(eqn, "jaxpr")
-        first, last = scan.num_consts, scan.num_consts + scan.num_carry
-        carry = list(given[first:last])
-        while True:
-            results = self._results_that_vary(closed, [*given[:first], *carry, *given[last:]])
-            after = [x or y for x, y in zip(carry, results, strict=False)]
-            if after == carry:
-                return carry, results
-            carry = after
-
-    def _find_in_while(self, eqn: core.JaxprEqn, loop: While, given: Sequence[bool]) -> list[bool]:
-        cond, body = _programs_of(eqn, "cond_jaxpr", "body_jaxpr")
-        first = loop.num_cond_consts
-        last = first + loop.num_body_consts
-        carry = list(given[last:])
-        while True:
-            results = self._results_that_vary(body, [*given[first:last], *carry])
-            after = [x or y for x, y in zip(carry, results, strict=True)]
-            if after == carry:
-                break
-            carry = after
-        if self._results_that_vary(cond, [*given[:first], *carry])[0]:
-            raise make_error(
-                eqn, "each replica makes its own number of iterations, and one communicates."
-            )
-        return carry
-
-    # The values.
-
-    def run(self, program: FlatProgram, flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-        """The outputs of a program; those that vary with a leading dim of this device's."""
+    def run(
+        self, program: FlatProgram, flags: Sequence[bool], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns the outputs of a program; an output that varies is `[block.size, ...]`."""
         env = dict(program.constants) | dict(zip(program.inputs, values, strict=True))
+        # A round is as many operations as possible, followed by collectives that depend on them.
+        # A round's loop returns only what a later round, or the caller, needs (`later`).
         rounds = split_into_rounds(program)
         needed = find_needed(program, rounds)
         for steps, later in zip(rounds, needed, strict=True):
             varying = [x for x in steps if not x.communicates and _varies(x, flags)]
             for step in steps:
                 if not step.communicates and not _varies(step, flags):
-                    env |= zip(
-                        step.outputs, _bind(step, [env[i] for i in step.inputs]), strict=True
-                    )
+                    results = _bind(step, [env[i] for i in step.inputs])
+                    env |= zip(step.outputs, results, strict=True)
             self._run_per_replica(varying, flags, env, later)
             self._communicate([x for x in steps if x.communicates], flags, env)
         return [env[i] for i in program.outputs]
 
     def _run_per_replica(
-        self, steps: list[Operation], flags: Sequence[bool], env: dict[int, Any], later: set[int]
+        self,
+        steps: list[Operation],
+        flags: Sequence[bool],
+        env: dict[int, jax.Array],
+        later: set[int],
     ) -> None:
-        """A loop over the replicas, in which each does these steps."""
+        """Runs the operations in a loop over the replicas, and adds their results to `env`."""
         if not steps:
             return
-        made = {i for step in steps for i in step.outputs}
-        given = sorted({i for x in steps for i in x.inputs if i not in made and flags[i]})
-        wanted = sorted(made & later)
+        produced = {i for step in steps for i in step.outputs}
+        inputs = sorted({i for x in steps for i in x.inputs if i not in produced and flags[i]})
+        outputs = sorted(produced & later)
 
-        def one(values: list[Any]) -> list[Any]:
-            inner = env | dict(zip(given, values, strict=True))
+        def run_replica(values: list[jax.Array]) -> list[jax.Array]:
+            inner = env | dict(zip(inputs, values, strict=True))
             for step in steps:
                 results = _bind(step, [inner[i] for i in step.inputs])
                 inner |= zip(step.outputs, results, strict=True)
-            return [inner[i] for i in wanted]
+            return [inner[i] for i in outputs]
 
-        env |= zip(wanted, _map(one, self._block.size, [env[i] for i in given]), strict=True)
+        stacked = _map_replicas(run_replica, self._block.size, [env[i] for i in inputs])
+        env |= zip(outputs, stacked, strict=True)
 
     def _communicate(
-        self, steps: list[Operation], flags: Sequence[bool], env: dict[int, Any]
+        self, steps: list[Operation], flags: Sequence[bool], env: dict[int, jax.Array]
     ) -> None:
+        """Computes the collectives of a round, and adds their results to `env`."""
         reductions: dict[str, list[Operation]] = {}
         for step in steps:
             name = step.eqn.primitive.name
-            if name in _REDUCTIONS and _gives_the_same(step.eqn) and is_collective(step.eqn):
+            if name in REDUCTIONS and has_equal_results(step.eqn) and is_collective(step.eqn):
                 reductions.setdefault(name, []).append(step)
-                continue
-            given = [env[i] for i in step.inputs]
-            varying = [flags[i] for i in step.inputs]
-            env |= zip(step.outputs, self._one_by_one(step, flags, given, varying), strict=True)
-        for name, alike in reductions.items():
-            pairs = [x for step in alike for x in zip(step.inputs, step.outputs, strict=True)]
+            else:
+                env |= zip(step.outputs, self._communicate_one(step, flags, env), strict=True)
+        # Reductions of a round share messages between devices. The barriers keep XLA from fusing
+        # a sum with its neighbors, which would round differently on another number of devices.
+        for name, same_kind in reductions.items():
+            pairs = [x for step in same_kind for x in zip(step.inputs, step.outputs, strict=True)]
             parts = [self._stack(env[i], flags[i]) for i, _ in pairs]
             results = ordered_sums.reduce(self._block, name, lax.optimization_barrier(parts))
             env |= zip((i for _, i in pairs), lax.optimization_barrier(results), strict=True)
 
-    def _one_by_one(
-        self, step: Operation, flags: Sequence[bool], given: list[Any], varying: list[bool]
-    ) -> Sequence[Any]:
-        eqn, wanted = step.eqn, [flags[i] for i in step.outputs]
+    def _communicate_one(
+        self, step: Operation, flags: Sequence[bool], env: Mapping[int, jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Returns the results of control flow that communicates, or of one collective."""
+        eqn, inputs = step.eqn, [env[i] for i in step.inputs]
+        varying, results_vary = [flags[i] for i in step.inputs], [flags[i] for i in step.outputs]
         structure = jaxprs.structure_of(eqn)
         if isinstance(structure, Scan):
-            return self._scan(eqn, structure, given, varying, wanted)
+            return self._scan(eqn, structure, inputs, varying, results_vary)
         if isinstance(structure, While):
-            return self._while(eqn, structure, given, varying, wanted)
+            return self._while(eqn, structure, inputs, varying, results_vary)
         if isinstance(structure, Cond):
-            return self._cond(eqn, given, varying, wanted)
+            branches = [
+                self._function_of(x, varying[1:], results_vary)
+                for x in programs_of(eqn, "branches")
+            ]
+            return lax.switch(inputs[0], branches, *inputs[1:])
         if eqn.primitive.name == "axis_index":
             return [self._block.first() + jnp.arange(self._block.size, dtype=jnp.int32)]
-        parts = [self._stack(x, o) for x, o in zip(given, varying, strict=True)]
-        if eqn.primitive.name == "all_gather" and _gives_the_same(eqn):
-            return [_join(self._block.gather(x), eqn) for x in parts]
+        parts = [self._stack(x, v) for x, v in zip(inputs, varying, strict=True)]
+        if eqn.primitive.name == "all_gather" and has_equal_results(eqn):
+            return [_concatenate_parts(self._block.gather(x), eqn) for x in parts]
         if eqn.primitive.name == "ppermute":
             return [ordered_sums.permute(self._block, x, eqn.params["perm"]) for x in parts]
-        params = {k: _rename(v) if k in AXES else v for k, v in eqn.params.items()}
-        groups = params.get("axis_index_groups")
+        # Any other collective: all parts are gathered, and a vmap over them evaluates it. There is
+        # one vmap per group of replicas, so the collective itself is bound without groups.
+        params = {k: _rename_axis(v) if k in AXES else v for k, v in eqn.params.items()}
+        groups = eqn.params.get("axis_index_groups")
         if groups:
             params["axis_index_groups"] = None
 
-        def bind(*operands: Any) -> list[Any]:
+        def bind(*operands: jax.Array) -> list[jax.Array]:
             return _bind(step, operands, params)
 
-        return ordered_sums.evaluate_for_all(self._block, bind, parts, _OF_ALL, groups)
+        return ordered_sums.evaluate_for_all(self._block, bind, parts, _ALL_REPLICAS, groups)
 
-    def _stack(self, value: Any, varies: bool) -> Any:
-        """A value as each replica's own."""
+    def _stack(self, value: jax.Array, varies: bool) -> jax.Array:
+        """Returns a value with the leading dim of the device's replicas."""
         if varies:
             return value
         return jnp.broadcast_to(value, (self._block.size, *jnp.shape(value)))
 
-    def _as_wanted(
-        self, values: Iterable[Any], varying: Iterable[bool], wanted: Iterable[bool]
-    ) -> list:
-        pairs = zip(values, varying, wanted, strict=True)
-        return [self._stack(x, o) if w else x for x, o, w in pairs]
+    def _stack_if(
+        self, values: Iterable[jax.Array], varying: Iterable[bool], must_vary: Iterable[bool]
+    ) -> list[jax.Array]:
+        triples = zip(values, varying, must_vary, strict=True)
+        return [self._stack(x, varies) if must else x for x, varies, must in triples]
 
-    def _results(
-        self, closed: Any, values: Sequence[Any], varying: Sequence[bool], wanted: Any
-    ) -> list:
-        """The results of a program inside, varying where that is wanted."""
-        program = self.flatten(closed)
-        flags = self.find_varying(program, varying)
-        results = self.run(program, flags, values)
-        return self._as_wanted(results, [flags[i] for i in program.outputs], wanted)
+    def _function_of(
+        self, closed: jaxprs.ClosedJaxpr, varying: Sequence[bool], must_vary: Sequence[bool]
+    ) -> Callable[..., list[jax.Array]]:
+        # Results of a body go into the carry of the next iteration, and branches must agree in
+        # shape. So a result that does not vary here is stacked if it varies elsewhere.
+        def run(*values: jax.Array) -> list[jax.Array]:
+            program = self.varying.flatten(closed)
+            flags = self.varying.find(program, varying)
+            results = self.run(program, flags, values)
+            return self._stack_if(results, [flags[i] for i in program.outputs], must_vary)
+
+        return run
 
     def _scan(
         self,
         eqn: core.JaxprEqn,
         scan: Scan,
-        given: list[Any],
+        inputs: list[jax.Array],
         varying: list[bool],
-        wanted: list[bool],
-    ) -> list[Any]:
-        (closed,) = _programs_of(eqn, "jaxpr")
+        results_vary: list[bool],
+    ) -> list[jax.Array]:
+        (closed,) = programs_of(eqn, "jaxpr")
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
-        carried = wanted[: scan.num_carry]
-        carry = self._as_wanted(given[first:last], varying[first:last], carried)
+        carry_varies = results_vary[: scan.num_carry]
+        carry = self._stack_if(inputs[first:last], varying[first:last], carry_varies)
+        # The dim of iterations is the first for `lax.scan`; the dim of replicas is first elsewhere.
         xs = [
-            jnp.moveaxis(x, 1, 0) if o else x
-            for x, o in zip(given[last:], varying[last:], strict=True)
+            jnp.moveaxis(x, 1, 0) if v else x
+            for x, v in zip(inputs[last:], varying[last:], strict=True)
         ]
+        body = self._function_of(
+            closed, [*varying[:first], *carry_varies, *varying[last:]], results_vary
+        )
 
-        def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            values = [*given[:first], *carry, *xs]
-            results = self._results(
-                closed, values, [*varying[:first], *carried, *varying[last:]], wanted
-            )
+        def iterate(
+            carry: list[jax.Array], xs: list[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            results = body(*inputs[:first], *carry, *xs)
             return results[: scan.num_carry], results[scan.num_carry :]
 
         carry, ys = lax.scan(
-            turn,
+            iterate,
             carry,
             xs,
             length=scan.length,
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
-        places = zip(ys, wanted[scan.num_carry :], strict=True)
-        return [*carry, *(jnp.moveaxis(y, 0, 1) if o else y for y, o in places)]
+        pairs = zip(ys, results_vary[scan.num_carry :], strict=True)
+        return [*carry, *(jnp.moveaxis(y, 0, 1) if v else y for y, v in pairs)]
 
     def _while(
         self,
         eqn: core.JaxprEqn,
         loop: While,
-        given: list[Any],
+        inputs: list[jax.Array],
         varying: list[bool],
-        wanted: list[bool],
-    ) -> list[Any]:
-        cond, body = _programs_of(eqn, "cond_jaxpr", "body_jaxpr")
+        results_vary: list[bool],
+    ) -> list[jax.Array]:
+        cond, body = programs_of(eqn, "cond_jaxpr", "body_jaxpr")
         first = loop.num_cond_consts
         last = first + loop.num_body_consts
-        carry = self._as_wanted(given[last:], varying[last:], wanted)
-
-        def goes_on(carry: list[Any]) -> Any:
-            return self._results(
-                cond, [*given[:first], *carry], [*varying[:first], *wanted], [False]
-            )[0]
-
-        def turn(carry: list[Any]) -> list[Any]:
-            flags = [*varying[first:last], *wanted]
-            return self._results(body, [*given[first:last], *carry], flags, wanted)
-
-        return lax.while_loop(goes_on, turn, carry)
-
-    def _cond(
-        self, eqn: core.JaxprEqn, given: list[Any], varying: list[bool], wanted: list[bool]
-    ) -> list[Any]:
-        def branch(closed: Any) -> Callable[..., list[Any]]:
-            return lambda *values: self._results(closed, values, varying[1:], wanted)
-
-        return lax.switch(given[0], [branch(x) for x in _programs_of(eqn, "branches")], *given[1:])
+        carry = self._stack_if(inputs[last:], varying[last:], results_vary)
+        # `VaryingValues` has checked that the condition does not vary.
+        condition = self._function_of(cond, [*varying[:first], *results_vary], [False])
+        iterate = self._function_of(body, [*varying[first:last], *results_vary], results_vary)
+        return lax.while_loop(
+            lambda carry: condition(*inputs[:first], *carry)[0],
+            lambda carry: iterate(*inputs[first:last], *carry),
+            carry,
+        )
 
 
-def _map(one: Callable[..., list[Any]], size: int, stacked: Sequence[Any]) -> list[Any]:
-    """What `one` gives for each of `size` replicas, `[size, ...]`, in a loop.
-
-    XLA is not shown how many turns there are, nor that all are alike where there is one: it would
-    make no loop, and what it computes together with other things it rounds in another way.
-    """
-    shapes = jax.eval_shape(one, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked])
+def _map_replicas(
+    run_replica: Callable[[list[jax.Array]], list[jax.Array]],
+    size: int,
+    stacked: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Calls `run_replica` for each of `size` replicas in a loop; returns `[size, ...]` each."""
+    shapes = jax.eval_shape(
+        run_replica, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
+    )
     results = [jnp.zeros((size, *x.shape), x.dtype) for x in shapes]
 
-    def turn(i: Any, results: list[Any]) -> list[Any]:
-        given = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacked]
-        given, _ = lax.optimization_barrier((given, i))
-        made = lax.optimization_barrier(one(given))
-        pairs = zip(results, made, strict=True)
-        return [lax.dynamic_update_index_in_dim(x, new, i, 0) for x, new in pairs]
+    # The barriers hide the number of iterations and the connection between index and operands.
+    # Otherwise XLA would unroll a loop of one iteration, or hoist work out of it, and fuse that
+    # with other operations: then the rounding would depend on the number of replicas per device.
+    def iterate(i: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+        values = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacked]
+        values, _ = lax.optimization_barrier((values, i))
+        rows = lax.optimization_barrier(run_replica(values))
+        pairs = zip(results, rows, strict=True)
+        return [lax.dynamic_update_index_in_dim(x, row, i, 0) for x, row in pairs]
 
-    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(size)), turn, results)
-
-
-def _programs_of(eqn: core.JaxprEqn, *names: str) -> tuple[Any, ...]:
-    """The programs under these parameters, with their constants."""
-    return tuple(jaxprs.programs_of(tuple(eqn.params[name] for name in names)))
-
-
-def _gives_the_same(eqn: core.JaxprEqn) -> bool:
-    """Whether a collective gives the same to all replicas."""
-    known = (*_REDUCTIONS, "all_gather")
-    return eqn.primitive.name in known and not eqn.params.get("axis_index_groups")
+    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(size)), iterate, results)
 
 
 def _varies(step: Operation, flags: Sequence[bool]) -> bool:
-    """Whether each replica takes a step by itself: also for what it does beside its results."""
+    # An operation with effects, such as a print, runs once per replica even if its results are
+    # equal on all.
     return bool(step.eqn.effects) or any(flags[i] for i in (*step.inputs, *step.outputs))
 
 
 def _bind(
-    step: Operation, values: Sequence[Any], params: Mapping[str, Any] | None = None
-) -> list[Any]:
-    """What an operation gives for these operands."""
+    step: Operation, values: Sequence[jax.Array], params: Mapping[str, object] | None = None
+) -> list[jax.Array]:
+    """Returns the results of an operation for these operands."""
     if step.adds:
         return [values[0] + values[1]]
     primitive = step.eqn.primitive
-    # Custom derivatives are bound with functions, in jax 0.10 as arguments of their own.
-    found: Any = primitive.get_bind_params(dict(step.eqn.params if params is None else params))
-    functions, named = found if isinstance(found, tuple) else ((), found)
+    # Custom derivatives are bound with functions. In jax 0.10 `get_bind_params` returns them
+    # separately; newer versions return only a dict.
+    bound: Any = primitive.get_bind_params(dict(step.eqn.params if params is None else params))
+    functions, named = bound if isinstance(bound, tuple) else ((), bound)
     result = primitive.bind(*functions, *values, **named)
     return list(result) if primitive.multiple_results else [result]
 
 
-def _rename(axes: Any) -> Any:
+def _rename_axis(axes: object) -> object:
     if isinstance(axes, tuple):
-        return tuple(map(_rename, axes))
-    return _OF_ALL if axes == REPLICA_AXIS else axes
+        return tuple(map(_rename_axis, axes))
+    return _ALL_REPLICAS if axes == REPLICA_AXIS else axes
 
 
-def _join(of_all: jax.Array, eqn: core.JaxprEqn) -> jax.Array:
-    """What an all-gather makes of the parts of all replicas."""
+def _concatenate_parts(parts: jax.Array, eqn: core.JaxprEqn) -> jax.Array:
+    """Returns the result of an all-gather from the parts `[replica, ...]` of all replicas."""
     dim = eqn.params["all_gather_dimension"]
-    moved = jnp.moveaxis(of_all, 0, dim)
+    moved = jnp.moveaxis(parts, 0, dim)
     if not eqn.params["tiled"]:
         return moved
     shape = moved.shape

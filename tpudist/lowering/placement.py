@@ -1,23 +1,22 @@
 """Moves host values onto a mesh of replicas, as global arrays.
 
-A value is *replicated* (every device holds it whole), *stacked* (`[num_replicas, ...]`, each
-replica holds its own part), or *sharded* as a partition spec says. Nothing here assumes that a
-process can see all of an array.
+A value is *replicated* (every device has a full copy), *stacked* (`[num_replicas, ...]`, each
+replica has its own part), or *sharded* by a partition spec. The functions also work if a process
+addresses only some of the devices. `replica_parts` reads the part of one replica.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
 from tpudist.xla import integers, internals, random_keys, tree_depth
@@ -28,9 +27,9 @@ _HOST = jax.memory.Space.Host
 
 
 def replicate(mesh: ReplicaMesh, value: PyTree, *, memory_kind: str | None = None) -> PyTree:
-    """Puts every leaf of `value` whole on every device of the mesh; see `shard`."""
+    """Copies every leaf of `value` to every device of the mesh; see `shard`."""
     if memory_kind is None and _is_on_the_only_device(mesh, value):
-        # What `device_put` would give, in a third of the time.
+        # Same array as from `device_put`, in a third of the time.
         return jax.make_array_from_single_device_arrays(value.shape, mesh.replicated, [value])
     return shard(mesh, value, PartitionSpec(), memory_kind=memory_kind)
 
@@ -38,19 +37,19 @@ def replicate(mesh: ReplicaMesh, value: PyTree, *, memory_kind: str | None = Non
 def shard(
     mesh: ReplicaMesh, value: PyTree, spec: PartitionSpec, *, memory_kind: str | None = None
 ) -> PyTree:
-    """Puts every leaf of `value` on the mesh, split as `spec` says.
+    """Puts every leaf of `value` on the mesh, split according to `spec`.
 
-    In several processes all must hold the same value, and agree that they do.
+    With several processes, all must pass the same value. They compare it before it is placed.
 
     Args:
-        mesh: Where to.
+        mesh: The replicas.
         value: Pytree of host values or arrays.
         spec: Mesh axes for the leading dims of each leaf.
-        memory_kind: Which of the devices' memories, such as `pinned_host`; by default their own.
+        memory_kind: Memory of the devices, such as `pinned_host`; their default memory if None.
 
     Raises:
-        ValueError: The devices have no such memory.
-        ProcessesDifferError: The processes place different values, or do something else.
+        ValueError: If the devices have no such memory.
+        ProcessesDifferError: If the processes place different values, or call something else.
     """
     tree_depth.check_depth(value, "A value to be replicated")
     leaves = jax.tree.leaves(value)
@@ -61,17 +60,22 @@ def shard(
         sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))
     if not process_agreement.is_needed(mesh) or not any(map(_is_local, leaves)):
         return jax.device_put(value, sharding)
-    # Later values of this kind JAX compares itself, but for those that are on the mesh already.
-    kinds = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
-    process_agreement.agree_once(mesh, (spec, kinds), lambda: _describe_values(value, spec))
+    # We compare the first value of each signature (spec, shapes and dtypes), which also catches a
+    # process that places something else. Later values of a signature are compared by `device_put`,
+    # which is cheaper, unless they are on the mesh already.
+    # A leaf without a dtype is a Python number.
+    signature = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    process_agreement.agree_once(mesh, (spec, signature), lambda: _describe_values(value, spec))
     try:
         return jax.device_put(value, sharding)
-    except AssertionError:  # JAX's, in all processes: their values differ
+    except AssertionError:
+        # JAX raises this in every process if their values differ, so every process arrives here
+        # and can take part in the exchange that finds out which value it is.
         process_agreement.agree(mesh, _describe_values(value, spec))
         raise
 
 
-def _is_on_the_only_device(mesh: ReplicaMesh, value: Any) -> bool:
+def _is_on_the_only_device(mesh: ReplicaMesh, value: PyTree) -> bool:
     if mesh.mesh.size != 1 or not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
     sharding, device = value.sharding, mesh.mesh.devices.flat[0]
@@ -82,34 +86,35 @@ def _is_on_the_only_device(mesh: ReplicaMesh, value: Any) -> bool:
     )
 
 
-def _is_local(value: Any) -> bool:
-    """Whether a value may be this process's alone: all the others must hold the same."""
+def _is_local(value: object) -> bool:
+    """Whether a value belongs to this process only, so that another process may have another."""
     if isinstance(value, Tracer):
         return False
     return not isinstance(value, jax.Array) or program_digest.is_readable(value)
 
 
 def _describe_values(value: PyTree, spec: PartitionSpec) -> process_agreement.Intention:
-    found = jax.tree_util.tree_flatten_with_path(value)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(value)[0]
     facts = {
-        f"the value{jax.tree_util.keystr(path)}": program_digest.write_value(x) for path, x in found
+        f"the value{jax.tree_util.keystr(path)}": program_digest.write_value(x)
+        for path, x in leaves
     }
-    how = f"split as {tuple(spec)}" if any(spec) else "whole"
-    return process_agreement.Intention(f"{len(found)} value(s) to all devices, {how}", facts)
+    layout = f"split as {tuple(spec)}" if any(spec) else "whole"
+    return process_agreement.Intention(f"{len(leaves)} value(s) to all devices, {layout}", facts)
 
 
 def memory_kinds(mesh: ReplicaMesh) -> tuple[str, ...]:
-    """The memories that the mesh's devices can address, their own first."""
+    """Returns the memories that the mesh's devices can address, their default memory first."""
     device = mesh.mesh.devices.flat[0]
-    own = device.default_memory().kind
-    return (own, *(m.kind for m in device.addressable_memories() if m.kind != own))
+    default = device.default_memory().kind
+    return (default, *(m.kind for m in device.addressable_memories() if m.kind != default))
 
 
 def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
-    """`memory_kind`, if the mesh's devices can address it.
+    """Returns `memory_kind`.
 
     Raises:
-        ValueError: They cannot.
+        ValueError: If the mesh's devices cannot address that memory.
     """
     known = memory_kinds(mesh)
     if memory_kind not in known:
@@ -120,43 +125,52 @@ def check_memory_kind(mesh: ReplicaMesh, memory_kind: str) -> str:
     return memory_kind
 
 
-def is_on_host(value: Any) -> bool:
-    """Whether an array, or the shape of one, lives in another memory than its devices' own."""
-    kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
-    return kind is not None and kind.endswith("host")
+def is_on_host(value: object) -> bool:
+    """Whether an array, or the shape of one, is in host memory rather than on its devices."""
+    return _host_memory_kind(value) is not None
 
 
-def match_memory(value: Any, sharding: NamedSharding) -> NamedSharding:
-    """`sharding`, in the memory that an array lives in."""
-    return sharding.with_memory_kind(value.sharding.memory_kind) if is_on_host(value) else sharding
+def _host_memory_kind(value: object) -> str | None:
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    kind = None if value.sharding is None else value.sharding.memory_kind
+    return kind if kind is not None and kind.endswith("host") else None
+
+
+def match_memory(value: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """Returns `sharding` with the memory kind of an array."""
+    kind = _host_memory_kind(value)
+    return sharding if kind is None else sharding.with_memory_kind(kind)
 
 
 def to_device(value: jax.Array) -> jax.Array:
-    """A traced array that lives in host memory, brought to its devices; any other one as it is."""
-    space = getattr(jax.typeof(value), "memory_space", None)
-    return jax.device_put(value, jax.memory.Space.Device) if space is _HOST else value
+    """Copies a traced array from host memory to its devices; returns any other array unchanged."""
+    return jax.device_put(value, jax.memory.Space.Device) if _is_traced_on_host(value) else value
 
 
 def to_memory_of(value: jax.Array, before: jax.Array) -> jax.Array:
-    """A traced array, brought to host memory if that is where the one lived that it replaces."""
-    space = getattr(jax.typeof(before), "memory_space", None)
-    return jax.device_put(value, _HOST) if space is _HOST else value
+    """Moves a traced array to host memory if `before`, the array that it replaces, was there."""
+    return jax.device_put(value, _HOST) if _is_traced_on_host(before) else value
 
 
-def prepare_step_input(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstract: bool) -> Any:
-    """An input of a step where the step has it: on the mesh, and placed by it.
+def _is_traced_on_host(value: jax.Array) -> bool:
+    aval = jax.typeof(value)
+    return isinstance(aval, ShapedArray) and aval.memory_space is _HOST
 
-    A value of NumPy's is not moved (JAX does it with the call), nor a traced one. In a mesh with
-    Explicit axes, JAX's default, the type of an array says how it is split, and a replica function
-    would be traced for that: the array keeps its place, and loses the type. Where a replica is one
-    device, it has all of what is not its own part of something: an array that is split over devices
-    is copied to each.
+
+def prepare_step_input(
+    mesh: ReplicaMesh, value: PyTree, *, is_stacked: bool, abstract: bool
+) -> PyTree:
+    """Returns one input of a step, moved to the mesh if it is a `jax.Array` elsewhere.
+
+    Returns NumPy values unchanged, because JAX moves them with the call. Also returns traced
+    values unchanged.
 
     Args:
-        mesh: That of the step.
-        value: Any input.
-        is_stacked: Whether it may hold one part per replica, and so belong where it is.
-        abstract: Whether to give the shape of what is out of reach, rather than to move it.
+        mesh: Mesh of the step.
+        value: An input.
+        is_stacked: Whether the input may have one part per replica and so stays where it is.
+        abstract: Whether to return only the shape of an array that is not on the mesh.
     """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
@@ -167,38 +181,44 @@ def prepare_step_input(mesh: ReplicaMesh, value: Any, *, is_stacked: bool, abstr
         return replicate_from_host(mesh, value)
     if is_stacked or not isinstance(sharding, NamedSharding):
         return value
+    # With Explicit axes, JAX's default, the split of an array is part of its type, and a replica
+    # function would be traced for that type. So the same devices get a mesh with Auto axes: the
+    # data stays in place and only the type changes.
     if AxisType.Explicit in sharding.mesh.axis_types:
+        assert isinstance(sharding.mesh, Mesh)  # the mesh of a concrete array is not abstract
         names = sharding.mesh.axis_names
-        kinds = (AxisType.Auto,) * len(names)
-        same = Mesh(sharding.mesh.devices, names, axis_types=kinds)  # type: ignore[attr-defined]
-        sharding = NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
+        auto = (AxisType.Auto,) * len(names)
+        auto_mesh = Mesh(sharding.mesh.devices, names, axis_types=auto)
+        sharding = NamedSharding(auto_mesh, sharding.spec, memory_kind=sharding.memory_kind)
         value = jax.device_put(value, sharding)
+    # A replica of one device sees complete arrays, so an array that is split is copied to each.
     if mesh.devices_per_replica == 1 and not sharding.is_fully_replicated:
         value = jax.device_put(value, match_memory(value, mesh.replicated))
     return value
 
 
 def mesh_of(array: jax.Array) -> ReplicaMesh:
-    """The mesh of replicas that holds a stacked array."""
+    """Returns the mesh of replicas of a stacked array."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding), sharding
-    mesh = ReplicaMesh(sharding.mesh)  # type: ignore[arg-type]
-    replicas = array.shape[0]
-    return (
-        mesh if replicas == mesh.num_replicas else dataclasses.replace(mesh, deterministic=replicas)
-    )
+    assert isinstance(sharding.mesh, Mesh), sharding
+    mesh = ReplicaMesh(sharding.mesh)
+    # More rows than places along the replica axis: several replicas share each device.
+    if array.shape[0] != mesh.num_replicas:
+        return dataclasses.replace(mesh, deterministic=array.shape[0])
+    return mesh
 
 
 def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> jax.Array:
-    """Gives each replica its part of a stacked host value; returns before the copy has ended.
+    """Sends each replica its part of a stacked host value; returns before the copy has ended.
 
     Args:
-        mesh: Where to.
-        local: `[num_local_replicas, ...]`: the parts of this process's replicas, in order.
-        split_rows: Also split dim 1 over the mesh's batch axes, if it divides.
+        mesh: The replicas.
+        local: Parts of this process's replicas, in order: `[num_local_replicas, ...]`.
+        split_rows: Whether to split dim 1 over the mesh's batch axes too, if they divide it.
 
     Returns:
-        `[num_replicas, ...]`, sharded over the replica axis.
+        Array `[num_replicas, ...]`, sharded over the replica axis.
     """
     integers.check_fit(local, "A value for each replica")
     sharding = sharding_of_stack(mesh, local.shape, split_rows=split_rows)
@@ -206,29 +226,27 @@ def stack(mesh: ReplicaMesh, local: np.ndarray, *, split_rows: bool = False) -> 
 
 
 def from_local(
-    sharding: NamedSharding, shape: tuple[int, ...], local: np.ndarray, positions: tuple[int, ...]
+    sharding: NamedSharding, shape: Shape, local: np.ndarray, positions: tuple[int, ...]
 ) -> jax.Array:
-    """A global array of `shape`, whose rows at `positions` of dim 0 are this process's `local`.
+    """Returns a global array of `shape` whose rows at `positions` of dim 0 come from `local`.
 
-    Its devices take no other rows. They share the memory of `local` where they can; otherwise it is
-    being read until the array is ready.
+    The devices of this process read no other rows. They share the memory of `local` if they can.
+    Otherwise do not change `local` before the array is ready, because it is still being read.
     """
     # A third faster than `make_array_from_process_local_data` and `device_put`, which on 8 devices
     # spend more time in Python than on a batch of 100 KB.
     if len(positions) == shape[0]:
         return make_array(shape, sharding, local.__getitem__)
 
-    def part(index: Any) -> np.ndarray:
-        where = positions.index(index[0].start)
-        return local[(slice(where, where + index[0].stop - index[0].start), *index[1:])]
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        first = positions.index(index[0].start)
+        return local[(slice(first, first + index[0].stop - index[0].start), *index[1:])]
 
-    return make_array(shape, sharding, part)
+    return make_array(shape, sharding, read)
 
 
-def make_array(
-    shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[Any], np.ndarray]
-) -> jax.Array:
-    """Makes a global array of the parts that `read` returns for their indices.
+def make_array(shape: Shape, sharding: NamedSharding, read: Callable[..., np.ndarray]) -> jax.Array:
+    """Returns a global array of the parts that `read` returns for their tuples of slices.
 
     Same as `jax.make_array_from_callback`, but `jax.transfer_guard` treats it as `jax.device_put`.
     """
@@ -237,9 +255,9 @@ def make_array(
 
 
 def sharding_of_stack(
-    mesh: ReplicaMesh, shape: tuple[int, ...], *, split_rows: bool = False
+    mesh: ReplicaMesh, shape: Shape, *, split_rows: bool = False
 ) -> NamedSharding:
-    """The sharding of a stacked array of `shape`; with `split_rows`, see `stack`."""
+    """Returns the sharding of a stacked array of `shape`; see `stack` for `split_rows`."""
     if split_rows and len(shape) > 1:
         return _sharding_of_rows(mesh, shape[1])
     return mesh.stacked
@@ -255,58 +273,60 @@ def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
 
 @functools.lru_cache(maxsize=4096)
 def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
-    """`counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
+    """Returns `counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
     local = np.asarray([counts[i] for i in mesh.local_replicas], np.int32)
     return stack(mesh, local)
 
 
 def abstract_counts(mesh: ReplicaMesh) -> jax.ShapeDtypeStruct:
-    """What `stack_counts` gives, without the numbers."""
+    """Returns the shape, dtype and sharding of the result of `stack_counts`."""
     return jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
 
 
 def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
-    """Puts an array that lives elsewhere (on one device, as a rule) whole on every device.
+    """Copies an array from elsewhere (usually from one device) to every device of the mesh.
 
-    The result shares no memory with `array`, and may be donated.
+    The result shares no memory with `array`, so it may be donated.
     """
     if mesh.num_processes > 1 and not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return replicate(mesh, np.asarray(array))
-    # `device_put` shares memory on the devices that have the array already, may_alias or not.
+    # `device_put` shares memory on devices that have the array already, even with may_alias=False.
     return replicate(mesh, array).copy()
 
 
 def without_mesh() -> contextlib.AbstractContextManager:
-    """Takes the mesh in scope out of force: JAX refuses to compute there on other devices."""
+    """Returns a context without a mesh: inside the scope of one, JAX rejects other devices."""
     return jax.set_mesh(_NO_MESH)
 
 
-def value_of_chief(mesh: ReplicaMesh, what: str, value: jax.Array) -> jax.Array:
-    """What the first process of the mesh holds as `value`: of one shape and dtype on all.
+def value_of_chief(mesh: ReplicaMesh, owner: str, value: jax.Array) -> jax.Array:
+    """Returns the `value` of the first process of the mesh, in every process.
 
     Args:
         mesh: The replicas.
-        what: Of which it is the value, for people.
-        value: This process's own.
+        owner: Text for errors, such as the name of the Variable that has the value.
+        value: Value of this process. All processes must pass the same shape and dtype.
 
     Raises:
-        ProcessesDifferError: The others hold another shape or dtype, or do something else.
+        ProcessesDifferError: If shapes or dtypes differ, or a process calls something else.
     """
     if not process_agreement.is_needed(mesh):
         return value
     if not (value.is_fully_addressable or value.is_fully_replicated):
-        return value  # in parts, which are each process's own
-    value = program_digest.addressable_copy(value)  # of any size: it is done once
+        return value  # split over processes, so there is no other copy of a part
+    value = program_digest.addressable_copy(value)  # even of a large array: this happens once
     facts = {"its type": f"{value.dtype}[{','.join(map(str, value.shape))}]"}
-    intention = process_agreement.Intention(what, facts)
-    said = process_agreement.exchange(mesh, intention, program_digest.write_value(value))
-    if len(set(said)) == 1:
+    intention = process_agreement.Intention(owner, facts)
+    # The exchange compares digests. Only if they differ do the processes send the value itself,
+    # and all take the same branch because all see the same digests.
+    digests = process_agreement.exchange(mesh, intention, program_digest.write_value(value))
+    if len(set(digests)) == 1:
         return value
     is_key = random_keys.is_key(value)
     local = np.asarray(jax.random.key_data(value) if is_key else value)
     devices = NamedSharding(mesh.mesh, PartitionSpec(mesh.mesh.axis_names))
     shape = (mesh.mesh.size, *local.shape)
-    every = make_array(shape, devices, lambda _: local[None])
-    first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(every)
-    chiefs = jax.numpy.asarray(first.addressable_shards[0].data)
+    values = make_array(shape, devices, lambda _: local[None])  # one row per device
+    first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(values)
+    chiefs = jnp.asarray(first.addressable_shards[0].data)
     return jax.random.wrap_key_data(chiefs, impl=jax.random.key_impl(value)) if is_key else chiefs

@@ -1,22 +1,21 @@
-"""The part of a stacked array, or the copy of a mirrored one, that one replica holds."""
-
-from typing import Any
+"""Reads and replaces what one replica has: its part of a stacked array, or its mirrored copy."""
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import placement
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 
 
 def component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array:
-    """The part `[...]` of a stacked array that a replica of this process holds.
+    """Returns the part `[...]` of a stacked array of one replica of this process.
 
-    It lives on that replica's devices. Reads no other replica and communicates nothing.
+    The part is on that replica's devices. No other replica is read, nothing is communicated.
     """
-    # The mesh in scope has more devices than one replica: JAX refuses to index its part there.
+    # The mesh in scope has more devices than one replica, and JAX rejects indexing its part there.
     with placement.without_mesh():
         return _component(mesh, stacked, replica)
 
@@ -26,7 +25,9 @@ def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array
     devices = mesh.devices_of(replica)
     if len(devices) == 1:
         shard = by_device[devices[0]]
-        # A replicated stacked array (every device holds all of it) is also a stacked array.
+        # A shard has one row, or the rows of the replicas that share the device, or all rows (a
+        # replicated array may be used as a stacked one). In each case the remainder is the row:
+        # replicas are spread over devices in order, in blocks of equal size.
         return shard[replica % shard.shape[0]]
     spec = _spec(stacked)
     position = 0 if spec and spec[0] is not None else replica
@@ -37,10 +38,11 @@ def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array
     )
 
 
-def move_part(mesh: ReplicaMesh, part: Any) -> Any:
-    """A replica's part on the devices of this process's first replica, split as it is.
+def move_part(mesh: ReplicaMesh, part: PyTree) -> PyTree:
+    """Moves a replica's part to the devices of this process's first replica, split as before.
 
-    So that parts can be computed with. One of which this process has not all stays where it is.
+    JAX computes only with arrays on the same devices. A part that is not fully addressable in
+    this process stays where it is.
     """
     if not isinstance(part, jax.Array) or isinstance(part, Tracer):
         return part
@@ -54,8 +56,8 @@ def move_part(mesh: ReplicaMesh, part: Any) -> Any:
     return jax.device_put(part, NamedSharding(first, sharding.spec))
 
 
-def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
-    """A mirrored array as this process's first replica has it: where `move_part` moves parts."""
+def copy_of_first_replica(mesh: ReplicaMesh, value: PyTree) -> PyTree:
+    """Returns the copy of a mirrored array on the devices to which `move_part` moves parts."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
     on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh
@@ -64,10 +66,7 @@ def copy_of_first_replica(mesh: ReplicaMesh, value: Any) -> Any:
 
 
 def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
-    """The copy of a mirrored array that a replica of this process holds, on its devices.
-
-    It shares the array's memory.
-    """
+    """Returns one replica's copy of a mirrored array, on its devices; it shares the memory."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     devices = mesh.devices_of(replica)
     if len(devices) == 1:
@@ -82,25 +81,24 @@ def copy_of(mesh: ReplicaMesh, array: jax.Array, replica: int) -> jax.Array:
 def replace_component(
     mesh: ReplicaMesh, stacked: jax.Array, replica: int, value: jax.Array
 ) -> jax.Array:
-    """A stacked array with another part for one replica of this process."""
+    """Returns a stacked array in which one replica of this process has another part."""
     with placement.without_mesh():
         inner = NamedSharding(_inner_mesh(mesh, replica), PartitionSpec(*_spec(stacked)[1:]))
         part = jax.device_put(value, inner)
-        # Copies: a step may overwrite the new array in place while somebody holds the old one.
+        # Copies, because a step may donate the new array while the caller still uses the old one.
         old = {shard.device: shard.data.copy() for shard in stacked.addressable_shards}
         parts = {}
         for shard in part.addressable_shards:
             parts[shard.device] = shard.data[None]
-            if mesh.block is not None:  # others have theirs on this device
-                at = replica % mesh.block.size
-                parts[shard.device] = old[shard.device].at[at].set(shard.data)
+            if mesh.block is not None:  # the device also has the parts of other replicas
+                row = replica % mesh.block.size
+                parts[shard.device] = old[shard.device].at[row].set(shard.data)
         return jax.make_array_from_single_device_arrays(
             stacked.shape, stacked.sharding, list((old | parts).values())
         )
 
 
 def _inner_mesh(mesh: ReplicaMesh, replica: int) -> Mesh:
-    """The mesh of one replica's devices."""
     names = mesh.inner_axes
     return Mesh(
         np.asarray(mesh.devices_of(replica)).reshape([mesh.mesh.shape[name] for name in names]),

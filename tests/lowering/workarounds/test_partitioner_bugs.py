@@ -1,4 +1,4 @@
-"""Which bugs of XLA are still there: when a test fails, what is done against its bug can go."""
+"""Each known bug of XLA still occurs; when a test fails, its workaround can be deleted."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tpudist.lowering.workarounds.partitioner_bugs import BUGS
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "pick" else pytest.mark.slow) for x in BUGS]
 )
-def test_the_bug_is_still_there(name):
+def test_the_bug_still_occurs(name):
     bug = BUGS[name]
     done = subprocess.run(
         [sys.executable, "-m", "tpudist.lowering.workarounds.partitioner_bugs", name],
@@ -30,13 +30,13 @@ def test_the_bug_is_still_there(name):
     seen = jaxlib.__version__ in bug.versions
     assert (done.returncode != 0) == seen, (
         f"jaxlib {jaxlib.__version__} {'no longer has' if seen else 'has'} the bug '{name}'. Name "
-        f"the version in BUGS, or, when no supported jaxlib has it, take {bug.answer} back."
+        f"the version in BUGS, or, when no supported jaxlib has it, delete {bug.workaround}."
     )
     if seen:
-        assert bug.check in done.stderr
+        assert bug.message in done.stderr
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_the_module_that_lowers_around_a_bug_is_there(name):
-    path = ROOT / (BUGS[name].answer.replace(".", "/") + ".py")
+def test_the_module_with_the_workaround_exists(name):
+    path = ROOT / (BUGS[name].workaround.replace(".", "/") + ".py")
     assert path.exists()

@@ -1,1 +1,1 @@
-"""Ways around bugs of XLA: one file per bug, with the program that shows when it is gone."""
+"""Workarounds for bugs of XLA, one file per bug; `partitioner_bugs` reproduces each bug."""

@@ -1,15 +1,13 @@
-"""Calls back into Python from replicas of several devices, once for each replica.
+"""Calls back into Python from replicas of several devices, once per replica.
 
-JAX lowers `jax.debug.print`, `pure_callback` and `io_callback` where all mesh axes are manual, or
-none: in a replica of several devices it refuses them, or fails over two axes. So here each is in a
-part of its own in which all axes are manual: the first device of a replica calls, and hands on what
-it was told; what is pure each device calls, and has the whole of its operands for it.
+JAX lowers `jax.debug.print`, `pure_callback` and `io_callback` only if all mesh axes are manual, or
+none is: in a replica of several devices it raises an error, or fails with two axes. So each
+callback gets an inner shard_map in which all axes are manual. The first device of a replica calls
+Python and sends the result to the others. A pure callback runs on every device, each with the
+complete operands.
 
-XLA fails over a part without operands, as of `jax.debug.print("here")`: it gets a zero. It also
-fails over callbacks in a program of replicas that computes nothing else; see `run.outputs.results`.
+XLA also fails if a program of replicas has only callbacks; see `run.outputs.results`.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist.programs import jaxpr_rewrite, jaxprs
+from tpudist.xla.avals import array_aval
 from tpudist.xla.axis_constraint import axes_of
 
 _PURE = "pure_callback"
@@ -26,11 +25,11 @@ _CALLBACKS = (_PURE, "io_callback", *_DEBUG)
 
 
 def lower_callbacks(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
-    """A jaxpr with its callbacks as XLA takes them, those in loops, branches and calls too."""
-    return jaxpr_rewrite.rewrite(closed, _is_wanted, _lower)
+    """Puts each callback into a fully manual shard_map, at all depths."""
+    return jaxpr_rewrite.rewrite(closed, _needs_lowering, _lower)
 
 
-def _is_wanted(eqn: core.JaxprEqn) -> bool:
+def _needs_lowering(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name not in _CALLBACKS:
         return False
     with eqn.ctx.manager:
@@ -39,6 +38,8 @@ def _is_wanted(eqn: core.JaxprEqn) -> bool:
 
 def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     axes = axes_of(AxisType.Auto)
+    avals = [array_aval(x) for x in eqn.outvars]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         if eqn.invars:
@@ -46,20 +47,18 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
         if eqn.primitive.name in _DEBUG:
             jax.debug.callback(lambda _: eqn.primitive.bind(**eqn.params) and None, *operands)
             return []
-        avals: list[Any] = [x.aval for x in eqn.outvars]
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        ask = jax.pure_callback if eqn.primitive.name == _PURE else io_callback
-        return ask(lambda _: list(eqn.primitive.bind(**eqn.params)), results, *operands)
+        callback = jax.pure_callback if eqn.primitive.name == _PURE else io_callback
+        return callback(lambda _: list(eqn.primitive.bind(**eqn.params)), shapes, *operands)
 
     def call_once(*operands: jax.Array) -> list[jax.Array]:
-        results: list[Any] = [x.aval for x in eqn.outvars]
+        def skip(*_: jax.Array) -> list[jax.Array]:
+            return [jnp.zeros(x.shape, x.dtype) for x in shapes]
 
-        def wait(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(x.shape, x.dtype) for x in results]
+        results = jax.lax.cond(jax.lax.axis_index(axes) == 0, call, skip, *operands)
+        return [_broadcast_from_first(x, axes) for x in results]
 
-        found = jax.lax.cond(jax.lax.axis_index(axes) == 0, call, wait, *operands)
-        return [_sum_of_one(x, axes) for x in found]
-
+    # XLA fails if a shard_map has no operands, as for `jax.debug.print("here")`: it gets a zero,
+    # and a callback that ignores it and binds the original one.
     if not eqn.invars:
         operands = (jnp.zeros(1),)
     return jax.shard_map(
@@ -71,8 +70,8 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     )(*operands)
 
 
-def _sum_of_one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What the first device has, on all of them; the others have zeros."""
+def _broadcast_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    # All devices but the first contribute zeros, so the sum is the first device's value.
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int8), axes).astype(jnp.bool_)
     return jax.lax.psum(x, axes)

@@ -1,14 +1,13 @@
-"""Lays out convolutions so that XLA's partitioner counts nothing twice.
+"""Lays out convolutions so that XLA's partitioner counts no part twice.
 
-`partitioner_bugs` has the bug: where some mesh axes split a spatial dim, or the rows of a gradient
-of grouped kernels, and another axis does not, XLA adds up the copies along that other axis too: the
-result is a multiple of what it should be, without a word. So here spatial dims are not split, and
-the gradient of grouped kernels (depthwise convolutions, for one) is written out: each device
-convolves its part of the rows and of the groups, and parts of rows are summed.
+`partitioner_bugs` reproduces the bugs; XLA reports none of them.
 
-Where an axis splits groups of features, and the channels are not the last dims, as in gradients per
-example, the numbers are wrong too, also if there is one axis. There the dims are put in the usual
-order.
+- If some mesh axes split a spatial dim, or the rows of a gradient of grouped kernels, and another
+  axis does not, XLA also adds the copies along that other axis: the result is a multiple of the
+  correct one. So spatial dims are not split. The gradient of grouped kernels (such as depthwise
+  convolutions) is written out: each device convolves its rows and groups, and a psum adds the rows.
+- If an axis splits groups of features and the channels are not the last dims, as in gradients per
+  example, the result is wrong even with one axis. So the dims are transposed to the usual order.
 """
 
 import functools
@@ -27,7 +26,7 @@ from tpudist.xla.mesh import BATCH_AXES
 
 
 def lay_out_convolutions(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
-    """A jaxpr with its convolutions laid out, those in loops, branches and calls too."""
+    """Lays out the convolutions of a jaxpr, at all depths."""
     if not any(map(_needs_layout, jaxprs.walk(closed))):
         return closed
     return jaxpr_rewrite.rewrite(closed, _needs_layout, _lay_out)
@@ -42,29 +41,31 @@ def _needs_layout(eqn: core.JaxprEqn) -> bool:
 
 
 def _has_groups_in_another_order(eqn: core.JaxprEqn) -> bool:
-    """Whether it has groups of features, and its channels are not the last dims."""
+    """Whether a convolution has groups of features, and its channels are not the last dims."""
     numbers = eqn.params["dimension_numbers"]
     return eqn.params["feature_group_count"] > 1 and numbers != _usual_order(numbers)
 
 
 def _usual_order(numbers: jax.lax.ConvDimensionNumbers) -> jax.lax.ConvDimensionNumbers:
-    """That of batch, spatial dims, channels, and of kernels with the channels in and out last."""
+    """Returns the order batch, spatial dims, channels; in kernels the channels in and out last."""
+    # JAX lists positions: of batch and channels, then of the spatial dims. For kernels: of the
+    # channels out and in, then of the spatial dims.
     last = len(numbers.lhs_spec) - 1
     images = (0, last, *range(1, last))
     return jax.lax.ConvDimensionNumbers(images, (last, last - 1, *range(last - 1)), images)
 
 
 def _convolve_in_usual_order(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
-    given = eqn.params["dimension_numbers"]
-    usual = _usual_order(given)
+    original = eqn.params["dimension_numbers"]
+    usual = _usual_order(original)
 
-    def order(old: Sequence[int], new: Sequence[int]) -> list[int]:
+    def permutation(old: Sequence[int], new: Sequence[int]) -> list[int]:
         return [old[new.index(dim)] for dim in range(len(new))]
 
-    image = jax.lax.transpose(image, order(given.lhs_spec, usual.lhs_spec))
-    kernel = jax.lax.transpose(kernel, order(given.rhs_spec, usual.rhs_spec))
-    found = eqn.primitive.bind(image, kernel, **eqn.params | {"dimension_numbers": usual})
-    return jax.lax.transpose(found, order(usual.out_spec, given.out_spec))
+    image = jax.lax.transpose(image, permutation(original.lhs_spec, usual.lhs_spec))
+    kernel = jax.lax.transpose(kernel, permutation(original.rhs_spec, usual.rhs_spec))
+    result = eqn.primitive.bind(image, kernel, **eqn.params | {"dimension_numbers": usual})
+    return jax.lax.transpose(result, permutation(usual.out_spec, original.out_spec))
 
 
 def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -85,10 +86,9 @@ def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Arr
 
 
 def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The gradient of grouped kernels: of groups of channels, summed over rows.
-
-    The channels are where a convolution has rows, and the rows where it has channels.
-    """
+    """Computes the gradient of grouped kernels: per group of channels, summed over rows."""
+    # In this gradient the channels are in the batch dim of the convolution, and the rows in its
+    # feature dims. So the first two positions of each spec have swapped roles.
     dims, num_groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
     (channels, rows), (features, rows_too) = dims.lhs_spec[:2], dims.rhs_spec[:2]
     automatic = axes_of(AxisType.Auto)
@@ -100,11 +100,12 @@ def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.A
     }
 
     def convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
-        found = eqn.primitive.bind(image, kernel, **params)
+        part = eqn.primitive.bind(image, kernel, **params)
         if not by_rows:
-            return found
-        wide = found.astype(jnp.float32) if is_16_bit_float(found.dtype) else found
-        return jax.lax.psum(wide, by_rows).astype(found.dtype)
+            return part
+        # XLA:CPU aborts on 16-bit sums; see `partitioner_bugs`.
+        wide = part.astype(jnp.float32) if is_16_bit_float(part.dtype) else part
+        return jax.lax.psum(wide, by_rows).astype(part.dtype)
 
     split = functools.partial(_spec, image.ndim)
     return jax.shard_map(

@@ -1,38 +1,41 @@
-"""Picks one entry of each row by comparison instead of by index, so that rows may be split.
+"""Selects one entry of each row by comparison instead of by index, so that rows may be split.
 
-`jnp.take_along_axis(logits, targets[..., None], axis=-1)` is a gather, for which rows would have to
-be whole on each device. A sum over where the index is compares each entry instead, which XLA fuses
-with what made the rows: nothing is gathered, and the entry is the same number to the last bit.
+`jnp.take_along_axis(logits, targets[..., None], axis=-1)` is a gather, for which each device would
+need complete rows. Instead, the position of each entry is compared with the index, and a masked sum
+returns the entry. XLA fuses this with the operation that computes the rows, and gathers nothing.
+The result is bitwise identical, because all other terms of the sum are zero.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from tpudist.xla.avals import array_aval
+
 _Mode = jax.lax.GatherScatterMode
 
 
 def picks_entries(eqn: core.JaxprEqn) -> bool:
-    """Whether a gather or a scatter-add is about one entry of each row, told by one number."""
-    table, indices = (_aval(x) for x in eqn.invars[:2])
-    numbers, is_gather = eqn.params["dimension_numbers"], eqn.primitive.name == "gather"
-    if is_gather:
+    """Whether a gather or scatter-add reads or changes one entry per row, with one index each."""
+    table, indices = map(array_aval, eqn.invars[:2])
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "gather":
         looked_up, rows = numbers.start_index_map, numbers.start_indices_batching_dims
-        one_each = not numbers.offset_dims and numbers.collapsed_slice_dims == looked_up
+        is_entry = not numbers.offset_dims and numbers.collapsed_slice_dims == looked_up
     elif eqn.primitive.name == "scatter-add":
         looked_up = numbers.scatter_dims_to_operand_dims
         rows = numbers.scatter_indices_batching_dims
-        one_each = not numbers.update_window_dims and numbers.inserted_window_dims == looked_up
+        is_entry = not numbers.update_window_dims and numbers.inserted_window_dims == looked_up
     else:
         return False
     return (
-        one_each
+        is_entry
         and len(looked_up) == 1
+        # Integers are left alone: in practice only floats, such as logits, are split along rows.
         and jnp.issubdtype(table.dtype, jnp.floating)
-        # All other dims are those of rows, in the same order in both.
+        # All other dims are dims of rows, in the same order in table and indices.
         and len(numbers.operand_batching_dims) == len(table.shape) - 1
         and list(rows) == sorted(rows)
         and list(numbers.operand_batching_dims) == sorted(numbers.operand_batching_dims)
@@ -41,25 +44,24 @@ def picks_entries(eqn: core.JaxprEqn) -> bool:
     )
 
 
-def pick(eqn: core.JaxprEqn, table: jax.Array, indices: jax.Array, *updates: Any) -> jax.Array:
-    """What the equation computes, of which `picks_entries` is true."""
+def pick(
+    eqn: core.JaxprEqn, table: jax.Array, indices: jax.Array, *updates: jax.Array
+) -> jax.Array:
+    """Computes the result of an equation for which `picks_entries` is true."""
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-    names = ("start_index_map", "scatter_dims_to_operand_dims")
-    (dim,) = getattr(numbers, names[bool(updates)])
+    looked_up = numbers.scatter_dims_to_operand_dims if updates else numbers.start_index_map
+    (dim,) = looked_up
     size = table.shape[dim]
     rows = tuple(1 if i == dim else n for i, n in enumerate(table.shape))
-    at = indices.reshape(rows)
+    index = indices.reshape(rows)
     if mode == _Mode.CLIP:
-        at = jnp.clip(at, 0, size - 1)
-    is_it = jax.lax.broadcasted_iota(at.dtype, table.shape, dim) == at
+        index = jnp.clip(index, 0, size - 1)
+    is_selected = jax.lax.broadcasted_iota(index.dtype, table.shape, dim) == index
     if updates:
-        return table + jnp.where(is_it, updates[0].reshape(rows), 0)
-    found = jnp.sum(jnp.where(is_it, table, 0), axis=dim, keepdims=True, dtype=table.dtype)
+        return table + jnp.where(is_selected, updates[0].reshape(rows), 0)
+    entry = jnp.sum(jnp.where(is_selected, table, 0), axis=dim, keepdims=True, dtype=table.dtype)
     if mode == _Mode.FILL_OR_DROP:
         fill = eqn.params["fill_value"]
-        found = jnp.where((at >= 0) & (at < size), found, jnp.nan if fill is None else fill)
-    return found.astype(table.dtype).reshape(_aval(eqn.outvars[0]).shape)
-
-
-def _aval(x: Any) -> Any:
-    return x.aval
+        is_inside = (index >= 0) & (index < size)
+        entry = jnp.where(is_inside, entry, jnp.nan if fill is None else fill)
+    return entry.astype(table.dtype).reshape(array_aval(eqn.outvars[0]).shape)

@@ -1,8 +1,8 @@
-"""Computes Fourier transforms on each device by itself, of what is split inside a replica.
+"""Computes Fourier transforms of split arrays on each device separately.
 
-XLA's partitioner splits a transform over a mesh axis, and on CPU what it makes is refused by checks
-of XLA's own, when it is compiled or when it runs (`partitioner_bugs`). So here each device has the
-whole of the dims that are transformed, and its part of the rows where there are such.
+XLA's partitioner splits a transform over a mesh axis. On CPU the result fails a check of XLA, at
+compile time or at run time (`partitioner_bugs`). So each device gets the complete dims that are
+transformed, and its part of the rows if the array has rows.
 """
 
 import jax
@@ -15,7 +15,7 @@ from tpudist.xla.mesh import BATCH_AXES
 
 
 def lay_out_transforms(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
-    """A jaxpr with its Fourier transforms laid out, those in loops, branches and calls too."""
+    """Lays out the Fourier transforms of a jaxpr, at all depths."""
     return jaxpr_rewrite.rewrite(closed, _needs_layout, _lay_out)
 
 
@@ -28,6 +28,7 @@ def _needs_layout(eqn: core.JaxprEqn) -> bool:
 
 def _lay_out(eqn: core.JaxprEqn, x: jax.Array) -> jax.Array:
     automatic = axes_of(AxisType.Auto)
+    # XLA transforms the last dims, so the first dim has rows unless all dims are transformed.
     has_rows = x.ndim > len(eqn.params["fft_lengths"])
     of_rows = [axis for axis in automatic if axis in BATCH_AXES]
     rows = PartitionSpec(axes_that_divide(x.shape[0], of_rows) if has_rows else None)

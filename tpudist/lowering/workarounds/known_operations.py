@@ -1,14 +1,14 @@
-"""The operations that are known to compile in replicas of several devices, on what they were tried.
+"""Lists the operations that are known to compile in replicas of several devices.
 
-`docs/constructs.md` has what was tried: models of these operations, on replicas of each kind. XLA's
-partitioner ends the process over some others (`partitioner_bugs`), so a program with an operation
-that is not here, or for another jaxlib, is compiled in a process of its own first.
+`docs/constructs.md` lists the tested models, on replicas of each kind. XLA's partitioner ends the
+process for some other operations (`partitioner_bugs`). So `first_compile` compiles a program with
+an operation that is not listed here, or for another jaxlib, in a separate process first.
 """
 
 from tpudist.programs import elementwise
 
-# No model of docs/constructs.md has them.
-_NOT_TRIED = frozenset(
+# Elementwise operations that no model of docs/constructs.md has.
+_NOT_TESTED = frozenset(
     """
     bessel_i0e bessel_i1e copy_p device_put eq_to igamma igamma_grad_a igammac imag
     layout_constraint log2 lt_to mulhi name nextafter pcast philox2x32 philox4x32 pvary
@@ -16,8 +16,8 @@ _NOT_TRIED = frozenset(
     vary_unreduced_cast xla_metadata_value zeros_like zeta
     """.split()
 )
-# `tests/models/test_constructs.py` compares them with those of the models.
-KNOWN = (elementwise.ALL - _NOT_TRIED) | frozenset(
+# `tests/models/test_constructs.py` compares this set with the operations of the models.
+KNOWN = (elementwise.ALL - _NOT_TESTED) | frozenset(
     """
     all_gather all_to_all argmax argmin axis_index broadcast_in_dim call_hi_primitive cholesky
     concatenate cond conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum
@@ -29,6 +29,6 @@ KNOWN = (elementwise.ALL - _NOT_TRIED) | frozenset(
     split squeeze stack tile top_k transpose triangular_solve unstack while
     """.split()
 )
-# XLA calls back into Python to partition these: another process that compiles them ends.
+# XLA calls into Python to partition these. Another process has no such function, and would end.
 COMPILED_HERE = frozenset({"custom_partitioning", "inspect_sharding"})
 JAXLIBS = ("0.10.2", "0.12.0.1")

@@ -1,10 +1,10 @@
-"""Lays out what a lookup by index works on, so that XLA's partitioner does not end the process.
+"""Lays out the operands of lookups by index so that XLA's partitioner does not end the process.
 
-`partitioner_bugs` has the bug: a gather or a scatter fails to be partitioned where mesh axes meet
-on its table and on its indices, beside a manual axis. So here each axis inside a replica splits one
-of the two: axes that split a batch split the indices, and the others split the table, along dims
-that are not looked up in. Indices that have nothing to do with the batch are not split at all. What
-XLA chooses within that is left to it. Where there is one axis, or one replica, nothing is done.
+`partitioner_bugs` reproduces the bug: partitioning a gather or a scatter fails if there is a manual
+axis and another mesh axis splits both the table and the indices. So each axis inside a replica
+splits only one of the two. Axes that split a batch split the indices. The others split the table,
+along dims without lookup. Indices that do not depend on the batch are not split at all. XLA chooses
+everything else. With one axis inside a replica, or one replica, this module changes nothing.
 """
 
 import functools
@@ -20,18 +20,18 @@ from tpudist.xla.axis_constraint import axes_of, constrain_axes
 from tpudist.xla.mesh import BATCH_AXES
 from tpudist.xla.settings import Setting
 
-# Axes of tokens: they split what looks up, and not what is looked up in.
+# Axes that split tokens: they split the indices and not the table.
 _TOKEN_AXES = (*BATCH_AXES, "sequence")
-_KINDS = ("add", "sub", "mul", "min", "max")
-_LOOKUPS = ("gather", "scatter", *(f"scatter-{kind}" for kind in _KINDS))
+_COMBINERS = ("add", "sub", "mul", "min", "max")
+_LOOKUPS = ("gather", "scatter", *(f"scatter-{combiner}" for combiner in _COMBINERS))
 
 
 def lay_out_lookups(closed: jaxprs.ClosedJaxpr, stacked: Sequence[bool]) -> jaxprs.ClosedJaxpr:
-    """A jaxpr with its lookups laid out, those in loops, branches and calls too; see above.
+    """Lays out the lookups of a jaxpr, at all depths.
 
     Args:
-        closed: What a replica computes.
-        stacked: Which of its inputs are the replica's own, as rows of a batch are.
+        closed: Program of one replica.
+        stacked: Whether each input belongs to one replica, such as rows of a batch.
     """
     if not Setting.USE_SHARDY_PARTITIONER.read():  # the older partitioner does not have the bug
         return closed
@@ -46,7 +46,7 @@ def lay_out_lookups(closed: jaxprs.ClosedJaxpr, stacked: Sequence[bool]) -> jaxp
 
 
 def _needs_layout(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a lookup, in a place where the partitioner may fail over it."""
+    """Whether an equation is a lookup under a mesh with which the partitioner may fail."""
     if eqn.primitive.name not in _LOOKUPS:
         return False
     with eqn.ctx.manager:
@@ -54,7 +54,7 @@ def _needs_layout(eqn: core.JaxprEqn) -> bool:
 
 
 def _lay_out(eqn: core.JaxprEqn, *operands: jax.Array, by_rows: bool) -> jax.Array:
-    """What the equation computes, with its operands laid out; to be called in its mesh."""
+    """Computes the lookup with its operands laid out, under the mesh of the equation."""
     if entry_selection.picks_entries(eqn):
         return entry_selection.pick(eqn, *operands)
     numbers = eqn.params["dimension_numbers"]
@@ -66,28 +66,29 @@ def _lay_out(eqn: core.JaxprEqn, *operands: jax.Array, by_rows: bool) -> jax.Arr
     automatic = axes_of(AxisType.Auto)
     of_tokens = [axis for axis in automatic if axis in _TOKEN_AXES]
     of_tables = [axis for axis in automatic if axis not in _TOKEN_AXES]
-    # The first dim that a table shares with the indices stays split, as that of the batch.
+    # The first dim that the table shares with the indices is the batch, which stays split.
     shared = numbers.operand_batching_dims
     table, indices, *updates = operands
     if by_rows or shared:
-        # A batch comes first. Left to XLA, the axes may split another dim, and the bug is back.
+        # The first dims are the batch. Without a constraint XLA may split another dim of the
+        # indices by these axes, and then the bug occurs again.
         dims = in_indices if shared else range(indices.ndim - 1)
         indices = constrain_axes(indices, of_tokens, dims, whole_axes=of_tables)
         of_table = functools.partial(constrain_axes, axes=of_tokens, dims=shared)
     else:
-        # Of numbers such as positions every device has all, and the table may have the rows.
+        # Indices such as positions are small: every device has all, and the table may be split.
         indices = constrain_axes(indices, automatic)
         of_table = functools.partial(constrain_axes, axes=())
         updates = [_keep_whole_but_windows(x, numbers.update_window_dims) for x in updates]
     table = of_table(table, whole_dims=looked_up)
-    found = eqn.primitive.bind(table, indices, *updates, **eqn.params)
+    result = eqn.primitive.bind(table, indices, *updates, **eqn.params)
     if updates:
-        return of_table(found, whole_dims=looked_up)
+        return of_table(result, whole_dims=looked_up)
     if not by_rows:
-        return found
-    # What is done with the result does not reach back to its operands.
-    of_indices = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
-    return constrain_axes(found, of_tokens, of_indices[:1], whole_dims=of_indices[1:])
+        return result
+    # Shardings propagate backward, too. This keeps a later operation from splitting the operands.
+    of_indices = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
+    return constrain_axes(result, of_tokens, of_indices[:1], whole_dims=of_indices[1:])
 
 
 def _keep_whole_but_windows(updates: jax.Array, windows: Sequence[int]) -> jax.Array:

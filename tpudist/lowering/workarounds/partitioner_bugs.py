@@ -1,7 +1,7 @@
-"""The bugs of XLA that end a process, or give wrong numbers: what each is, and plain JAX with it.
+"""Reproduces, in plain JAX, the bugs of XLA that end a process or give wrong numbers.
 
-tpudist lowers around them, for every model. `tests/lowering/workarounds/test_partitioner_bugs.py`
-runs each in a process of its own and fails when one is gone, so that its workaround can go too.
+tpudist works around them for every model. `tests/lowering/workarounds/test_partitioner_bugs.py`
+runs each in a separate process, and fails when a bug is fixed: then you can delete its workaround.
 
     export XLA_FLAGS=--xla_force_host_platform_device_count=8
     python -m tpudist.lowering.workarounds.partitioner_bugs lookup
@@ -20,27 +20,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """A program that fails on 8 devices of a CPU.
+    """A program that fails on 8 emulated CPU devices.
 
     Attributes:
-        what: Which programs have it.
-        check: What is written last: by XLA, or of the wrong numbers.
-        versions: Of jaxlib, where it has been seen.
-        answer: The module that lowers around it.
-        reproduce: Compiles or runs the smallest program that was found.
+        affected: Programs that have the bug, as a sentence.
+        message: Part of the last line of output, from XLA or from our comparison of numbers.
+        versions: Versions of jaxlib that have the bug.
+        workaround: Module with the workaround.
+        reproduce: Called without arguments; compiles or runs the smallest known program.
     """
 
-    what: str
-    check: str
+    affected: str
+    message: str
     versions: tuple[str, ...]
-    answer: str
+    workaround: str
     reproduce: Callable[[], object]
 
 
 def _mesh(**axes: int) -> Mesh:
     grid = np.asarray(jax.devices()[: int(np.prod(list(axes.values())))])
-    kinds = (AxisType.Auto,) * len(axes)
-    return Mesh(grid.reshape(tuple(axes.values())), tuple(axes), axis_types=kinds)
+    automatic = (AxisType.Auto,) * len(axes)
+    return Mesh(grid.reshape(tuple(axes.values())), tuple(axes), axis_types=automatic)
 
 
 def _in_replicas(mesh: Mesh, body: Callable[..., jax.Array], *specs: PartitionSpec):
@@ -91,7 +91,7 @@ def _add_16_bit_floats(sizes: tuple[int, int]) -> object:
 
 
 def _count_twice(rows: bool) -> object:
-    """Sums over what one axis splits; along the other one there are two copies."""
+    """Sums over a dim that one axis splits; there are two copies along the other axis."""
     mesh = _mesh(a=2, b=2)
 
     def gradient(x: jax.Array, groups: int) -> jax.Array:
@@ -108,9 +108,9 @@ def _count_twice(rows: bool) -> object:
     kernel = jnp.ones((3, 4 // groups, 4))
     split = NamedSharding(mesh, PartitionSpec("a") if rows else PartitionSpec(None, "a"))
     computed = jax.jit(gradient, static_argnums=1)
-    wanted, found = computed(x, groups), computed(jax.device_put(x, split), groups)
-    assert np.allclose(found, wanted, rtol=1e-3), "a sum counts copies"
-    return found
+    expected, actual = computed(x, groups), computed(jax.device_put(x, split), groups)
+    assert np.allclose(actual, expected, rtol=1e-3), _COPIES
+    return actual
 
 
 def _convolve_groups() -> object:
@@ -125,10 +125,10 @@ def _convolve_groups() -> object:
     x = jnp.cos(jnp.arange(4 * 5 * 5, dtype=jnp.float32)).reshape(4, 5, 5, 1)
     kernel = jnp.sin(jnp.arange(3 * 3 * 16, dtype=jnp.float32)).reshape(1, 3, 3, 16)
     computed = jax.jit(convolve)
-    wanted = computed(x, kernel)
-    found = computed(jax.device_put(x, NamedSharding(mesh, PartitionSpec("a"))), kernel)
-    assert np.allclose(found, wanted, rtol=1e-3), "groups are other ones"
-    return found
+    expected = computed(x, kernel)
+    actual = computed(jax.device_put(x, NamedSharding(mesh, PartitionSpec("a"))), kernel)
+    assert np.allclose(actual, expected, rtol=1e-3), _GROUPS
+    return actual
 
 
 def _transform() -> object:
@@ -157,71 +157,73 @@ def _branch_in_two_ways() -> object:
 
 _LOOKUP = "Check failed: partition_group_list.num_replica_groups()"
 _COPIES = "a sum counts copies"
+_GROUPS = "the groups differ"
+_VERSIONS = ("0.10.2", "0.12.0.1")
 BUGS = {
     "lookup": Bug(
         "A gather or a scatter in a function that is manual over an axis of several devices and "
-        "leaves two or more to XLA, where one of these splits the table and the indices.",
+        "leaves two or more axes to XLA, if one of these splits both the table and the indices.",
         _LOOKUP,
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.lookup_layouts",
         _look_up,
     ),
     "pick": Bug(
-        "The same where the table shares dims with the indices: a logit by its index.",
+        "The same if the table shares dims with the indices, as in a logit by its index.",
         _LOOKUP,
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.entry_selection",
         _pick,
     ),
     "grouped kernels": Bug(
-        "The gradient of the kernels of a grouped convolution, where one axis splits the rows and "
-        "another one does not: it is a multiple of what it should be.",
+        "The gradient of the kernels of a grouped convolution, if one axis splits the rows and "
+        "another one does not: the result is a multiple of the correct one.",
         _COPIES,
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
         functools.partial(_count_twice, True),
     ),
     "a split spatial dim": Bug(
         "A convolution with a spatial dim that one axis splits and another one does not: its "
-        "gradient, and with groups its result, is a multiple of what it should be.",
+        "gradient, and with groups its result, is a multiple of the correct one.",
         _COPIES,
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
         functools.partial(_count_twice, False),
     ),
     "groups of features": Bug(
-        "A convolution with groups of features that an axis splits, whose channels are not its "
-        "last dims: its result is wrong.",
-        "groups are other ones",
-        ("0.10.2", "0.12.0.1"),
+        "A convolution whose channels are not the last dims, with groups of features that an axis "
+        "splits: its result is wrong.",
+        _GROUPS,
+        _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
         _convolve_groups,
     ),
     "transform": Bug(
         "The gradient of a Fourier transform over a dim that an axis splits (CPU only).",
         "IsMonotonicWithDim0Major",
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.fft_layouts",
         _transform,
     ),
     "branches": Bug(
-        "A `cond` of one result whose branches end with constraints that differ.",
+        "A `cond` of one result whose branches end with different sharding constraints.",
         "Inconsistent conditional sharding",
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.branch_layouts",
         _branch_in_two_ways,
     ),
     "sum of 16-bit floats": Bug(
         "A sum of bfloat16 over a manual axis, next to an axis that is left to XLA (CPU only).",
         "Invalid binary instruction opcode copy",
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.lowering.workarounds.collective_layouts",
         functools.partial(_add_16_bit_floats, (2, 2)),
     ),
     "next to an axis of one device": Bug(
-        "The same, where the axis that is left to XLA has one device (CPU only).",
+        "The same if the axis that is left to XLA has one device (CPU only).",
         "Invalid binary instruction opcode copy",
-        ("0.10.2", "0.12.0.1"),
+        _VERSIONS,
         "tpudist.xla.mesh",
         functools.partial(_add_16_bit_floats, (2, 1)),
     ),
