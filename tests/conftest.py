@@ -1,4 +1,4 @@
-"""What all tests share. The devices are emulated by tpudist's own plugin (see pyproject.toml)."""
+"""Fixtures and options of all tests. The plugin of tpudist emulates the devices."""
 
 import collections
 import gc
@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("tpudist")
 
 # A worker emulates 8 devices and holds 2 to 3 GB; more of them than this gain little.
 _MOST_WORKERS = 4
-# Tests that watch the clock, or whose processes do: beside each other they would be late.
+# Tests that depend on the clock, or whose processes do: in parallel they would be late.
 _WATCH_THE_CLOCK = (
     "test_child test_coordination test_coordinator_faults test_device_check test_engine_contract "
     "test_exact_resume test_forgotten_coordinator "

@@ -13,7 +13,7 @@ from example_programs import FOLDER
 
 @pytest.fixture
 def load(monkeypatch):
-    """Runs the file anew, as a module that the data classes in it find."""
+    """Runs the file again, as a module that its data classes find."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")

@@ -67,12 +67,12 @@ def test_a_distributed_program_changes_few_lines(name):
     "name", [pytest.param(x, marks=[] if x in CORE else [pytest.mark.exhaustive]) for x in NAMES]
 )
 def test_an_example_gives_the_losses_of_one_device_in_one_program(name, monkeypatch):
-    if name == "vae_nnx":  # its noise is drawn anew for the rows of each replica
+    if name == "vae_nnx":  # each replica draws noise for its own rows
         monkeypatch.setattr(jax.random, "normal", lambda key, shape: jnp.zeros(shape))
     plain, distributed, compiles = run_both(name, **SMALL[name])
     assert len(compiles) == (2 if name in TAILS else 1), [x.cause for x in compiles]
     if name in RANDOM:
-        # Means of 10 steps; single ones differ by 10 %, as those of two seeds do.
+        # Means of 10 steps; single ones differ by 10 %, like those of two seeds.
         np.testing.assert_allclose(_tenths(distributed), _tenths(plain), rtol=0.05)
     else:
         np.testing.assert_allclose(distributed, plain, rtol=1e-5)

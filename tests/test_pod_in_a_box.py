@@ -126,7 +126,7 @@ def test_processes_are_stopped_resumed_and_killed_from_outside(tpudist_pod, ligh
 
 
 @pytest.mark.slow
-def test_another_program_and_one_that_never_starts(tpudist_pod, program, tmp_path):
+def test_a_different_program_and_a_process_that_never_starts(tpudist_pod, program, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(PROGRAM.replace('"sum", x', '"sum", 2 * x'))
     with tpudist_pod(program, "400", devices_per_process=1, programs={1: other}) as pod:
@@ -198,7 +198,7 @@ def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
 
 
 @pytest.mark.slow
-def test_hosts_that_are_cut_off_say_so(tpudist_pod, program):
+def test_disconnected_hosts_report_the_failure(tpudist_pod, program):
     if why := isolated_hosts.why_not():
         pytest.skip(why)
     soon = "from tpudist.processes import process_lines\nprocess_lines.LINK_S = 6.0\n"
@@ -211,7 +211,7 @@ def test_hosts_that_are_cut_off_say_so(tpudist_pod, program):
     for index, one in enumerate(ended):
         assert f"[tpudist p{index}] Process {1 - index}" in one.output
         assert "Restart all processes" in one.output
-    # The first to notice ends; both kernels are one here, and it says so to the other.
+    # The first to notice ends; both share one kernel here, which notifies the other.
     assert any("or its host or network failed" in x.output for x in ended)
 
 

@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers: what was written is read, and errors say what is wrong.
+"""The wire format of protocol buffers: round trips, and errors that name the problem.
 
 Bytes are written here as in the examples of protobuf.dev/programming-guides/encoding.
 """
@@ -100,7 +100,7 @@ def test_bits_beyond_64_are_dropped_as_protobuf_drops_them():
 
 
 @given(st.lists(UINT64, max_size=20))
-def test_packed_numbers_are_those_that_were_written(numbers):
+def test_packed_numbers_survive_a_round_trip(numbers):
     data = b"".join(map(encode_varint, numbers))
     found = read_varints(memoryview(data))
     assert (found.dtype, found.tolist()) == (np.uint64, numbers)
@@ -113,8 +113,8 @@ def test_packed_numbers_are_those_that_were_written(numbers):
 
 
 @given(st.integers(1, 2**29 - 1), UINT64, st.lists(UINT64, max_size=5))
-def test_fields_are_those_that_were_written(field, number, numbers):
-    """What a field holds without being there is not written, as proto3 has it."""
+def test_fields_survive_a_round_trip(field, number, numbers):
+    """A default value is not written, as in proto3."""
     expected = [(field, VARINT, number)] if number else []
     assert fields_of(encode_number(field, number)) == expected
     packed = fields_of(encode_packed(field, numbers))

@@ -70,7 +70,7 @@ def test_the_fixture_without_a_number_says_how_to_give_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
+def test_emulation_after_the_start_of_jax_fails_before_any_test_runs(tmp_path):
     code, output = run_pytest(
         tmp_path,
         COUNTS.format(count=3),
@@ -89,7 +89,7 @@ def test_devices_asked_for_too_late_are_refused_before_any_test_runs(tmp_path):
         ("many", "tpudist_devices = many: not a number of devices"),
     ],
 )
-def test_a_number_that_is_none_is_refused(tmp_path, number, complaint):
+def test_an_invalid_number_is_rejected(tmp_path, number, complaint):
     code, output = run_pytest(tmp_path, "", setting=f"tpudist_devices = {number}")
     assert code == pytest.ExitCode.USAGE_ERROR
     assert complaint in output

@@ -1,4 +1,4 @@
-"""Between two steps: which elements begin one, and who is told."""
+"""Boundaries between steps: which elements begin a step, and which callbacks run."""
 
 import threading
 
@@ -31,7 +31,7 @@ class Iterator:
 
 
 def boundaries_of(turns: str, counted: Counted) -> list[bool]:
-    """For each letter, an iterator that is polled: whether that was a boundary."""
+    """Polls one iterator per letter; returns which polls were boundaries."""
     iterators = {letter: Iterator() for letter in turns}
     found = []
     for letter in turns:
@@ -48,7 +48,7 @@ def boundaries_of(turns: str, counted: Counted) -> list[bool]:
         ("ababab", "__a_a_"),  # two elements per step: only the first begins one
         ("abcabc", "___a__"),
         ("aaaeeeaaa", "_aa_ee_aa"),  # an evaluation between steps
-        ("aabaabaab", "_a_aa_aa_"),  # each element of `a` is a step, some of which take from `b`
+        ("aabaabaab", "_a_aa_aa_"),  # each element of `a` is a step; some steps take from `b`
     ],
 )
 def test_of_iterators_taken_from_in_turn_the_first_begins_a_step(turns, expected, counted):
@@ -57,7 +57,7 @@ def test_of_iterators_taken_from_in_turn_the_first_begins_a_step(turns, expected
     assert "".join(x if y else "_" for x, y in zip(turns, found, strict=True)) == expected
 
 
-def test_what_is_taken_for_one_step_comes_to_one_boundary(counted):
+def test_elements_of_one_step_have_one_boundary(counted):
     a, b = Iterator(), Iterator()
     for _ in range(3):
         with step_boundaries.one_step():
@@ -99,7 +99,7 @@ def test_what_acts_at_a_boundary_may_iterate_itself():
     assert polls == [1]
 
 
-def test_what_is_raised_ends_the_loop_and_the_next_poll_is_heard_again():
+def test_an_exception_ends_the_loop_and_the_next_poll_runs_callbacks_again():
     def act():
         raise KeyError("now")
 
@@ -112,7 +112,7 @@ def test_what_is_raised_ends_the_loop_and_the_next_poll_is_heard_again():
         step_boundaries.unregister(act)
 
 
-def test_an_object_that_is_forgotten_is_told_no_more():
+def test_a_deleted_object_gets_no_more_callbacks():
     calls = []
 
     class Listener:

@@ -1,4 +1,4 @@
-"""What `test_child.py` starts as another process: it does as it is asked, until it dies."""
+"""The process that `test_child.py` starts: it obeys requests until it dies."""
 
 import importlib.util
 import os

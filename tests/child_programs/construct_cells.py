@@ -39,9 +39,9 @@ Cell = tuple[str, str]
 def run_cells(
     cells: Sequence[Cell], slice_name: str = "", workers: int = 2, program: str = __file__
 ) -> dict[Cell, str]:
-    """What becomes of each cell: "exact", or what went wrong, such as "aborted: Check failed".
+    """Returns the outcome of each cell: "exact", or the problem, such as "aborted: Check failed".
 
-    Cells of one geometry share a process; one that is ended goes on after the cell that ended it.
+    Cells of one geometry share a process. If a cell ends it, a new process continues after it.
     """
     groups = [[x for x in cells if x[1] == geometry] for geometry in GEOMETRIES]
     with concurrent.futures.ThreadPoolExecutor(min(workers, os.cpu_count() or 1)) as pool:

@@ -3,7 +3,7 @@
     cd tests/child_programs && PYTHONPATH=../..:..:../shared python constructs_page.py
 
 It trains all of them, which takes about ten minutes. Run it before a release, and after a change of
-what is compiled. The tests train a share of them.
+the compiled program. The tests train a share of them.
 """
 
 from collections.abc import Mapping

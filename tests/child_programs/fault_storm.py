@@ -16,7 +16,7 @@ from survival_runs import Run, require_outcome, run_with_fault
 
 
 def listening_ports() -> set[str]:
-    """Those of this host at which somebody listens."""
+    """Ports of this host on which a process listens."""
     found = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:]:
@@ -28,7 +28,7 @@ def listening_ports() -> set[str]:
 
 def main(folder: Path, first: int, last: int, env: dict[str, str]) -> int:
     if folder.exists():
-        sys.exit(f"{folder} is there: give another one, for the files of this storm alone.")
+        sys.exit(f"{folder} exists: pass a new folder, only for the files of this storm.")
     temporary = folder / "temporary"
     temporary.mkdir(parents=True)
     os.environ["TMPDIR"] = str(temporary)  # of all that it starts

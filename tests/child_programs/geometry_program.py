@@ -21,15 +21,15 @@ LENGTH = 33
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How a model is trained, beside where: what changes no loss, but for `experts`.
+    """Options of training that do not change the loss, except `experts`.
 
     Attributes:
-        changes: Of the transformer's configuration.
+        changes: Changes of the transformer's configuration.
         experts: Whether it has experts, with room for every token.
         annotated: Whether its parameters name their dims.
         microbatches: Parts of a replica's batch.
-        reduce_dtype: What gradients travel in.
-        memory_kind: Where the optimizer's state lives.
+        reduce_dtype: Dtype of the reduced gradients.
+        memory_kind: Memory of the optimizer's state.
     """
 
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -41,7 +41,7 @@ class Setup:
 
     @property
     def config(self) -> TransformerConfig:
-        """Of the model."""
+        """Configuration of the model."""
         more = {"num_experts": 4, "expert_capacity": 4.0} if self.experts else {}
         return dataclasses.replace(CONFIG, **more, **self.changes)
 
@@ -112,6 +112,6 @@ def weights_of(strategy, model) -> dict[str, np.ndarray]:
 
 
 def abstract_args(strategy, setup: Setup):
-    """What the step takes, as shapes: the model, the optimizer and a global batch."""
+    """Abstract arguments of the step: the model, the optimizer and a global batch."""
     batch = jax.ShapeDtypeStruct((GLOBAL_BATCH, LENGTH), np.uint8)
     return *make_state(strategy, setup, "create_abstract"), GlobalBatch(batch)

@@ -1,4 +1,4 @@
-"""Trains, is interrupted at random moments, and looks each time at what is left.
+"""Trains, is interrupted at random moments, and checks the state each time.
 
     python interrupted_program.py NUM_INTERRUPTIONS NUM_DEVICES:run|run_steps...
 
@@ -25,7 +25,7 @@ tpudist.emulate(2)
 
 
 class Interruption(Exception):
-    """What a handler raises."""
+    """The exception that a handler raises."""
 
 
 def handle(number, frame):
@@ -48,12 +48,12 @@ def interrupt():
         time.sleep(rng.uniform(0, 4e-3))
         number = rng.choice(SIGNALS)
         os.kill(os.getpid(), number)
-        while not arrived.wait(2):  # Python drops what is raised in a destructor
+        while not arrived.wait(2):  # Python drops exceptions of destructors
             os.kill(os.getpid(), number)
 
 
 def interrupt_training(num_devices: int, way: str) -> tuple[int, int]:
-    """Returns the number of interruptions, and the number of those that lost state."""
+    """Returns the number of interruptions, and how many of them lost state."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:num_devices])
     model = strategy.create(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
     optimizer = strategy.create(lambda: tpudist.Optimizer(optax.adam(1e-3), model))

@@ -22,7 +22,7 @@ from tpudist.xla.hlo import collective_ops
 
 
 class Sent(NamedTuple):
-    """A collective: what it is, the mesh axes it crosses, its bytes, and who asked for it."""
+    """A collective: its kind, the mesh axes it crosses, its bytes, and the code that needs it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -36,11 +36,11 @@ def sent_by_step(
     """The collectives of one step, on the emulated devices or for those of a TPU slice.
 
     Args:
-        config: Of the model.
-        axes: Those of a replica.
-        rows: Of each replica's batch.
-        length: Of each row.
-        slice_name: Of the TPU slice, for which libtpu is needed.
+        config: Configuration of the model.
+        axes: Mesh axes of a replica.
+        rows: Rows of each replica's batch.
+        length: Tokens of each row.
+        slice_name: Name of the TPU slice; needs libtpu.
     """
     devices = topology.devices(slice_name) if slice_name else None
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=devices)
@@ -61,7 +61,7 @@ def sent_by_step(
 
 
 def crossed(groups, mesh) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group lie, of those that have several."""
+    """The mesh axes along which the members of a group differ."""
     places = [np.stack(np.unravel_index(group, mesh.devices.shape)) for group in groups]
     return tuple(
         axis

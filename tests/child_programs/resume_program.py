@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()
     tpudist.emulate()
-    enable_compilation_cache(args.cache)  # starting anew is most of the time of the test
+    enable_compilation_cache(args.cache)  # most of the time of the test is start-up
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     run(

@@ -7,7 +7,7 @@ unless it says otherwise, and 2 servers. With `--speculate` one closure in 50 ta
 5 s of which their worker is given up, and
 every fourth kill of processes of Ray stops one (SIGSTOP), be it a worker or a server. Closure i
 adds 1 to row i of two variables on two servers, and gives an optimizer the gradient -1 of row i of
-a third one: all rows must be 1 at the end. It goes on where an earlier program with this folder has
+a third one: all rows must be 1 at the end. It continues where an earlier program with this folder
 ended; and when all is done it starts once more, to find all as it was. With `--tensorflow` a Python
 that has TensorFlow runs as many closures first, of which a fifth of the kills takes workers, and
 its line comes before.
@@ -34,7 +34,7 @@ from server_faults import Cluster
 from tpudist.engine.engine import ActorDied
 
 STALLS_S = {"speculate": 3.0, "stop": 10.0}
-"""How long one in `ONE_IN` closures takes, by what is tried."""
+"""Seconds that one in `ONE_IN` closures takes, by kind of storm."""
 ONE_IN = 50
 OF_STOPS = {"closure_timeout_s": 5.0, "server_timeout_s": 3.0}
 _RETRIES = collections.Counter()
@@ -42,7 +42,7 @@ _log = logging.getLogger("tpudist")
 
 
 class Variables:
-    """What the closures of the storm change."""
+    """The variables that the closures of the storm change."""
 
     def __init__(self, cluster, size):
         with cluster.strategy.scope():
@@ -53,7 +53,7 @@ class Variables:
             self.optimizer = tpudist.Optimizer(optax.sgd(1.0))
 
     def wrong_rows(self):
-        """How many rows are not 1, by variable."""
+        """Number of rows that are not 1, by variable."""
         found = {}
         for v in (self.a, self.b, self.c):
             rows = v.numpy()
@@ -166,7 +166,7 @@ def run(folder, engine, num_closures, num_kills, seed, num_workers, tried=()):
     work = make_work(variables, [STALLS_S[x] for x in tried])
     first = coordinator.num_finished
     start_s = time.monotonic() - began
-    print(f"goes on at {first}", file=sys.stderr, flush=True)
+    print(f"continues at {first}", file=sys.stderr, flush=True)
     began = time.monotonic()
     killer = Killer(cluster, num_closures, num_kills, seed, may_stop="stop" in tried)
     outputs = {}
@@ -206,7 +206,7 @@ def _rounded(of, times_s):
 
 
 def find_again(folder, engine, num_closures):
-    """What a program finds that is started after the end."""
+    """Checks the state in a program that starts after the end."""
     cluster = Cluster(engine, num_workers=1, log=folder)
     variables = Variables(cluster, num_closures)
     found = {

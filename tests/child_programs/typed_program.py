@@ -1,6 +1,6 @@
-"""A program of somebody who uses tpudist, for type checkers: what they see is what is offered.
+"""A program of a user of tpudist, for type checkers: they must see the public names.
 
-`scripts/release.sh` has two of them read it beside the installed wheel, strictly.
+`scripts/release.sh` lets two of them check it strictly against the installed wheel.
 """
 
 from typing import Any, assert_type
@@ -13,7 +13,7 @@ from tpudist import checkpoint, errors, planner
 
 
 def train(strategy: tpudist.Strategy, batches: tpudist.DistributedDataset) -> list[jax.Array]:
-    """Steps of one's own, as a function of a strategy."""
+    """Custom steps, as a function of a strategy."""
 
     def step(batch: dict[str, jax.Array]) -> jax.Array:
         loss = tpudist.compute_average_loss(batch["x"])

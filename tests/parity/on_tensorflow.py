@@ -24,7 +24,7 @@ def start() -> None:
 
 
 class Api:
-    """What a case may use."""
+    """The functions that a case may use."""
 
     library = "tensorflow"
     aborted = False  # TensorFlow ends all collective operations of a process after an error in one
@@ -89,7 +89,7 @@ class Api:
         return gradients[0] if len(at) == 1 else tuple(gradients)
 
     def repeat(self, num_times: int, body: Callable[[Any], Any], start: Any) -> Any:
-        """`body` applied so many times, by a loop that is part of the program."""
+        """`body` applied several times, by a loop that is part of the program."""
         step = lambda i, x: (i + 1, body(x))  # noqa: E731
         return tf.while_loop(lambda i, _: i < num_times, step, (0, start))[1]
 
@@ -109,7 +109,7 @@ class Api:
         return plain.plain(value, _unwrap)
 
     def outcome(self, function: Callable[[], Any]) -> Any:
-        """What `function` gives, or the kind of its error."""
+        """Returns the result of `function`, or the kind of its error."""
         try:
             return self.plain(function())
         except Exception as exception:
@@ -129,7 +129,7 @@ class Api:
         return tf.nn.embedding_lookup(params, ids)
 
     def start_afresh(self) -> None:
-        """What follows is run in another process: the case has left something behind in this."""
+        """Runs the following cases in another process, because this case changed global state."""
         self.aborted = True
 
     def parts(self, strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
@@ -161,7 +161,9 @@ _servers: list[tf.distribute.Server] = []  # which end when they are forgotten
 
 def _unwrap(x: Any) -> Any:
     if isinstance(x, values.PerReplica):
-        raise TypeError("A PerReplica is no result of a case: take api.parts(strategy, value).")
+        raise TypeError(
+            "A PerReplica cannot be the result of a case: use api.parts(strategy, value)."
+        )
     if isinstance(x, values.Mirrored) and not hasattr(x, "assign"):
         first, *others = (v.numpy() for v in x.values)
         assert all(np.array_equal(first, other) for other in others), "a Mirrored value differs"

@@ -16,7 +16,7 @@ from . import plain, rules
 
 
 class Api:
-    """What a case may use; the members of `on_tensorflow.Api`."""
+    """The functions that a case may use: the members of `on_tensorflow.Api`."""
 
     library = "tpudist"
     dist = tpudist
@@ -102,7 +102,7 @@ class Api:
         return gradients[0] if len(at) == 1 else tuple(gradients)
 
     def repeat(self, num_times: int, body: Callable[[Any], Any], start: Any) -> Any:
-        """`body` applied so many times, by a loop that is part of the program."""
+        """`body` applied several times, by a loop that is part of the program."""
         return jax.lax.fori_loop(0, num_times, lambda _, x: body(x), start)
 
     def dataset(
@@ -118,7 +118,7 @@ class Api:
         return plain.plain(value, _unwrap)
 
     def outcome(self, function: Callable[[], Any]) -> Any:
-        """What `function` gives, or the kind of its error."""
+        """Returns the result of `function`, or the kind of its error."""
         try:
             return self.plain(function())
         except Exception as exception:
@@ -136,7 +136,7 @@ class Api:
         return tpudist.ps.embedding_lookup(params, np.asarray(ids))
 
     def start_afresh(self) -> None:
-        """For TensorFlow."""
+        """Does nothing: only TensorFlow needs it."""
 
     def parts(self, strategy: tpudist.Strategy, value: Any) -> list[Any]:
         """The value on each replica, also where it is equal on all of them."""
@@ -146,7 +146,9 @@ class Api:
 
 def _unwrap(x: Any) -> Any:
     if isinstance(x, tpudist.PerReplica):
-        raise TypeError("A PerReplica is no result of a case: take api.parts(strategy, value).")
+        raise TypeError(
+            "A PerReplica cannot be the result of a case: use api.parts(strategy, value)."
+        )
     if hasattr(x, "read_value"):  # a Variable, or a component of one
         return np.asarray(x.read_value())
     if isinstance(x, jax.Array):

@@ -34,11 +34,11 @@ def error(exception: BaseException) -> dict[str, str]:
 
 
 def plain(value: Any, unwrap: Callable[[Any], Any] = lambda x: x) -> Any:
-    """`value` of numbers, strings, lists and dicts alone.
+    """Converts `value` to numbers, strings, lists and dicts.
 
     Args:
         value: Nests of arrays, variables, enums, numbers.
-        unwrap: Makes arrays of what is a library's own.
+        unwrap: Called with objects of the library; returns arrays.
     """
     value = unwrap(value)
     if value is None or isinstance(value, bool | int | str):
@@ -54,9 +54,9 @@ def plain(value: Any, unwrap: Callable[[Any], Any] = lambda x: x) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "biufSU":
-            raise TypeError(f"An array of {value.dtype} is no result of a case.")
+            raise TypeError(f"An array of {value.dtype} cannot be the result of a case.")
         return plain(value.tolist(), unwrap)
-    raise TypeError(f"{type(value).__name__} is no result of a case: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be the result of a case: {value!r}")
 
 
 def same(a: Any, b: Any, rel_tol: float = 1e-5, abs_tol: float = 1e-6) -> bool:

@@ -24,7 +24,7 @@ RECORDED = Path(__file__).with_name("porting.json")
 
 
 def run(name: str, side: str) -> list[dict[str, Any]]:
-    """What one program prints as its last line, in each of its processes."""
+    """Returns the last line that a program prints, in each of its processes."""
     finished = run_processes(
         PROGRAMS / f"{name}_{side}.py",
         num_processes=NUM_PROCESSES[name],
@@ -37,7 +37,7 @@ def run(name: str, side: str) -> list[dict[str, Any]]:
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    """What the program for TensorFlow printed when it was recorded."""
+    """Returns the recorded output of the program for TensorFlow."""
     return json.loads(RECORDED.read_text())[name]
 
 

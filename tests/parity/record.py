@@ -1,7 +1,7 @@
 """Records what TensorFlow gives for every case: `python -m tests.parity.record`.
 
 Each strategy runs in a process of its own, since TensorFlow's strategies disturb each other in one.
-`--check` compares with what is recorded instead of recording. The environment variable
+`--check` compares with the recorded results instead of recording. The environment variable
 PARITY_PYTHON names an interpreter that has TensorFlow, if this one has not.
 """
 
@@ -29,10 +29,10 @@ def recorded(section: str) -> dict[str, Any]:
 
 
 def _results_on(strategy: str) -> dict[str, Any]:
-    """What TensorFlow gives on one strategy; by rule.
+    """Returns the results of TensorFlow on one strategy, by rule.
 
-    An error in a collective operation leaves TensorFlow's process without any. What comes after
-    is run in another one, forked before TensorFlow has started its devices.
+    An error in a collective operation leaves TensorFlow's process without any. The following cases
+    run in another process, forked before TensorFlow has started its devices.
     """
     from . import on_tensorflow
 
@@ -75,7 +75,7 @@ def _run_until_aborted(strategy: str, names: set[str], sender: Any) -> None:
 
 
 def _in_process(*arguments: str) -> Any:
-    """What this module prints as the last line, in a process of its own."""
+    """Returns the last line that this module prints, in a separate process."""
     done = subprocess.run(
         [PYTHON, "-m", "parity.record", *arguments],
         cwd=_TESTS,
@@ -90,7 +90,7 @@ def _in_process(*arguments: str) -> Any:
 
 
 def files() -> dict[Path, str]:
-    """What TensorFlow gives now, as the files that are to hold it."""
+    """Returns the current results of TensorFlow, as the contents of files."""
     names = {s for rule in rules.all_rules() for s in rule.strategies} - rules.RECORDED_ON.keys()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         on = dict(zip(sorted(names), pool.map(_in_process, sorted(names)), strict=True))

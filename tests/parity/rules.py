@@ -31,13 +31,13 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where tpudist is meant to differ from TensorFlow.
+    """A deliberate difference between tpudist and TensorFlow.
 
     Attributes:
-        symbol: Of tf.distribute, which it is about.
-        tensorflow: What TensorFlow does.
-        tpudist: What tpudist does.
-        why: Why that is better here.
+        symbol: Symbol of tf.distribute.
+        tensorflow: Behavior of TensorFlow.
+        tpudist: Behavior of tpudist.
+        why: Reason for the difference.
     """
 
     symbol: str
@@ -53,9 +53,9 @@ class Rule:
     Attributes:
         section: The file that it is in.
         name: The rule, as a sentence.
-        program: `program(api, strategy)` gives what is compared.
-        strategies: On which it runs.
-        differs: Why tpudist gives something else, and what it gives, for each such strategy.
+        program: Called with an API and a strategy; returns the values to compare.
+        strategies: Strategies on which it runs.
+        differs: For each strategy on which tpudist differs, the reason and its result.
     """
 
     section: str
@@ -75,9 +75,9 @@ def rule(
 
     Args:
         on: The strategies; by default `MIRRORED`.
-        differs: Why tpudist gives something else than TensorFlow.
-        gives: What it gives, on every strategy; or a function of the number of replicas.
-        differs_on: The strategies on which it does; by default all.
+        differs: Reason why tpudist differs from TensorFlow.
+        gives: Result of tpudist on every strategy, or a function of the number of replicas.
+        differs_on: Strategies on which it differs (default: all).
     """
     strategies = on or (MIRRORED,)
 
@@ -96,7 +96,7 @@ def rule(
 
 
 def all_rules() -> list[Rule]:
-    """Those of all files in `cases/`, in the order in which they are written."""
+    """Returns the rules of all files in `cases/`, in source order."""
     package = importlib.import_module(f"{__package__}.cases")
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
         importlib.import_module(f"{package.__name__}.{module}")

@@ -1,7 +1,7 @@
 """The parameters of everything that can be called in tf.distribute, as `inspect` has them.
 
 A signature is a list of parameters: `name`, `name=` if it has a default, `*name` and `**name`;
-after `*` they are keyword-only. The names are those of `data/surface.json`, where tpudist has them.
+after `*` they are keyword-only. `data/surface.json` has the names.
 `signatures.json` holds TensorFlow's, and `tests/policy/test_public_api.py` compares ours.
 """
 
@@ -46,7 +46,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def violations(ours: list[str], theirs: list[str]) -> list[str]:
-    """Why calls that fit `theirs` may not fit `ours`: the names that are not where they should be.
+    """Returns the reasons why calls that fit `theirs` may not fit `ours`, one per name.
 
     Theirs come first, in their order and by their names, and none has lost its default. What we
     have beyond them is keyword-only and has a default.
@@ -67,7 +67,7 @@ def violations(ours: list[str], theirs: list[str]) -> list[str]:
     for p in their_keywords:
         names = {k if p.endswith("=") else k.rstrip("=") for k in keywords + positional}
         if p not in names and not p.startswith("**"):
-            found.append(f"keyword {p} is not there, or has no default")
+            found.append(f"keyword {p} is missing, or has no default")
     num_theirs = sum(not p.startswith("**") for p in their_positional)
     for p in positional[num_theirs:]:
         if not p.startswith("*"):
@@ -79,7 +79,7 @@ def violations(ours: list[str], theirs: list[str]) -> list[str]:
 
 
 def _split(parameters: list[str]) -> tuple[list[str], list[str]]:
-    """Those that can be given by position, and those that are keyword-only."""
+    """Returns the parameters that may be positional, and the keyword-only ones."""
     for i, p in enumerate(parameters):
         if p == "*":
             return parameters[:i], parameters[i + 1 :]

@@ -40,7 +40,7 @@ def recorded():
     return {section: record.recorded(section) for section in {rule.section for rule in RULES}}
 
 
-# Old names warn, and so does what XLA decides: other tests check that.
+# Old names warn, and options that XLA ignores warn, too: other tests check that.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*has no effect:UserWarning")
 @pytest.mark.parametrize(("rule", "strategy"), PARAMETERS)
 def test_tpudist_gives_what_tensorflow_gives(rule, strategy, api, recorded):
@@ -55,7 +55,7 @@ def test_tpudist_gives_what_tensorflow_gives(rule, strategy, api, recorded):
 
 
 def test_no_name_of_a_rule_is_cut_short_in_the_record(recorded):
-    """What is recorded for no case would never be compared."""
+    """A record without a case would never be compared."""
     of_rules = {(rule.section, rule.name) for rule in RULES}
     assert {(section, name) for section in recorded for name in recorded[section]} == of_rules
 
@@ -84,7 +84,7 @@ def test_results_are_the_same_if_types_and_numbers_are(a, b, expected):
 
 @pytest.mark.parity
 def test_the_record_is_what_tensorflow_gives():
-    """The marked job: records anew, in processes of its own, and compares."""
+    """The job of the marker: records again, in separate processes, and compares."""
     if record.PYTHON == sys.executable and importlib.util.find_spec("tensorflow") is None:
         pytest.skip("TensorFlow is not installed: pip install 'tpudist[parity]'")
     assert record.changed() == []

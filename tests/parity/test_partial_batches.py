@@ -120,7 +120,7 @@ def test_only_what_needs_a_row_raises_in_tensorflow():
 
 
 def different(found, expected, path=""):
-    """Where two results differ, as lines."""
+    """Returns the differences of two results, as lines."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if found.keys() != expected.keys():
             return [f"{path}: {found.get('message', sorted(found))}, not {sorted(expected)}"]

@@ -1,6 +1,6 @@
 """The programs of docs/complete_programs.md print the same numbers before and after.
 
-The diffs and the outputs in the guides are those of the programs.
+The guides show the diffs and the outputs of the programs.
 
 What the programs for TensorFlow print is recorded; the marker `parity` runs them again.
 """
@@ -47,7 +47,7 @@ def are_in_order(lines, program):
     return all(line in rest for line in lines if line)
 
 
-def test_the_diffs_of_the_guides_are_those_of_the_programs():
+def test_the_guides_show_the_diffs_of_the_programs():
     diffs = list(blocks_of("diff"))
     assert [name for name, _ in diffs] == [
         "custom_loop",
@@ -72,7 +72,7 @@ def test_what_a_diff_adds_is_in_the_code_of_its_page(page):
     assert set(added) <= set(code)
 
 
-def test_the_outputs_of_the_guides_are_those_of_the_programs():
+def test_the_guides_show_the_outputs_of_the_programs():
     outputs = list(blocks_of("text"))
     assert [name for name, _ in outputs] == ["custom_loop", "batch_norm", "multi_worker"]
     for name, output in outputs:

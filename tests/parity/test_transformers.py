@@ -1,4 +1,4 @@
-"""What is recorded of the package `transformers` is what it gives, and it reads what we write.
+"""The records of the package `transformers` are right, and it reads models that we write.
 
 Only with `-m parity`. The environment variable PARITY_TORCH_PYTHON names an interpreter that has
 the extra `parity-torch`, if this one has not. `tests/models/pretrained` compares with the record.
@@ -48,8 +48,8 @@ def test_the_record_is_what_transformers_gives(tmp_path):
         np.testing.assert_allclose(found, recorded_logits(name), rtol=0, atol=5e-6)
 
 
-def test_transformers_reads_what_is_written(tmp_path):
-    """Models that were read, with a configuration of ours; a merged one; one of ones own."""
+def test_transformers_reads_saved_models(tmp_path):
+    """Loaded models with a configuration of tpudist; a merged model; a new model."""
     models = {name: load_pretrained(RECORDED / name, dtype="float32") for name in NAMES}
     merged = lora.add(load_pretrained(RECORDED / "qwen2"), rank=2)
     for name, value in vars(merged.blocks).items():

@@ -26,7 +26,7 @@ from tpudist import cluster_resolver
 # What a caller may expect; of the machine: MemoryError is none of them.
 EXPECTED = (ValueError, TypeError, RuntimeError, NotImplementedError, KeyError, OSError)
 EXPECTED += (OverflowError, StopIteration)
-# Subclasses of those that are mistakes all the same.
+# Subclasses of expected errors that are bugs all the same.
 UNEXPECTED = (RecursionError, UnicodeError)
 
 
@@ -164,7 +164,7 @@ def _s():
 
 
 # Left out, for they do more than look at their argument: `emulate` and the strategies of several
-# processes start backends and servers; checkpoints and plans write files where they are told.
+# processes start backends and servers; checkpoints and plans write files to given paths.
 ENTRIES = {
     "run": lambda x: _s().run(x),
     "run(args)": lambda x: _s().run(lambda *a: 1.0, x),
@@ -260,7 +260,7 @@ def strategy():
 
 
 def problem_of(entry, value):
-    """What a call raises that no caller expects, or None."""
+    """Returns the unexpected exception of a call, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ CI = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
 
 def test_ci_ends_with_the_commands_of_contributing():
     (lines,) = blocks("CONTRIBUTING.md")
-    # CI runs each command on a line of its own, since bash goes on after a failed `a && b`.
+    # CI runs each command on its own line, because bash continues after a failed `a && b`.
     commands = [command for line in lines for command in line.split(" && ")]
     # CI checks the format, and does not change it.
     assert CI[-5:] == [re.sub(r"^ruff format", "ruff format --check", x) for x in commands]
@@ -93,7 +93,7 @@ def test_always(): pass
 
 
 def collect(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What is collected of `SAMPLED`, with the options and hooks of tests/conftest.py."""
+    """Collects `SAMPLED` with the options and hooks of tests/conftest.py."""
     (folder / "test_sampled.py").write_text(SAMPLED)
     command = ["-p", "conftest", "-c", os.devnull, "--rootdir", str(folder), "-n", "0"]
     command += ["--collect-only", "-q", *options]
@@ -146,7 +146,7 @@ def interpreters(folder: Path, *, on_path=(), in_pyenv=()) -> dict[str, str]:
         tools[f"python{version}"] = f"case $2 in *{version}*) exit 0; esac; exit 1"
     for version in in_pyenv:
         minor = version.rpartition(".")[0]
-        tools[f"python{minor}"] = "exit 127"  # what its shims answer for one that is not chosen
+        tools[f"python{minor}"] = "exit 127"  # as pyenv does for other versions
         tools[f"../pyenv/versions/{version}/bin/python"] = (
             f"case $2 in *{minor}*) exit 0; esac; exit 1"
         )

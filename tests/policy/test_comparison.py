@@ -22,7 +22,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("library", NAMES)
-def test_the_lines_of_each_program_are_those_of_the_page(library):
+def test_each_program_has_as_many_lines_as_the_page_says(library):
     (row,) = re.findall(rf"^\| {re.escape(NAMES[library])} \|.* (\d+) \|$", PAGE, re.M)
     assert comparison.lines_of(uneven_epochs.LIBRARIES[library]) == int(row)
 

@@ -159,7 +159,7 @@ os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["by TF_CONFIG", "by Slurm"])
 def test_the_program_for_gpus_gives_the_losses_of_one_process_however_it_is_started(how):
-    """On emulated devices: no GPU has run it."""
+    """Checked on emulated devices: it has not run on a GPU."""
     program = "\n".join(x.code for x in blocks_of("gpus"))
     for_slurm = program.replace(
         "Resolver()", 'Resolver(port_base=int(os.environ["PORT"]), gpus_per_node=0)'

@@ -1,8 +1,8 @@
 """Docstrings have the form that readers and tools expect: one entry a line, each where it belongs.
 
-`Args`, `Attributes` and `Raises` hold entries such as `name: What it is.`; what does not fit in a
-line goes on in the next, four spaces deeper. An entry in the middle of a line was joined to the one
-before by mistake, and nobody finds it.
+`Args`, `Attributes` and `Raises` have entries such as `name: Description.`. Continuation lines are
+indented by four more spaces. An entry in the middle of a line was joined to the one before by
+mistake, and readers do not find it.
 """
 
 import ast
@@ -21,7 +21,7 @@ _ERROR = re.compile(r"\S.*\s[A-Z]\w*(?:Error|Exception|Warning|Exit|Interrupt): 
 
 
 def problems(docstring: str, parameters: set[str] = frozenset()) -> list[str]:
-    """What is wrong with a docstring, by the lines that are."""
+    """Returns the problems of a docstring, by line."""
     found, section = [], None
     for line in docstring.splitlines():
         text, indent = line.strip(), len(line) - len(line.lstrip())
@@ -34,7 +34,7 @@ def problems(docstring: str, parameters: set[str] = frozenset()) -> list[str]:
             section = None
         if section is None:
             if text.split(" ")[0] in SECTIONS:
-                found.append(f"a section that does not stand alone: {text}")
+                found.append(f"a section header with other text: {text}")
             continue
         if section in ENTRIES:
             if indent == depth + 4 and not _ENTRY.match(text):
@@ -49,7 +49,7 @@ def problems(docstring: str, parameters: set[str] = frozenset()) -> list[str]:
 
 
 def documented() -> Iterator[tuple[str, str, set[str]]]:
-    """Where each docstring stands, its text, and the parameters of what it explains."""
+    """Yields the place and text of each docstring, and the parameters that it may document."""
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in statements(file.read_text()):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -78,13 +78,13 @@ def test_every_docstring_has_the_form():
         ("It.\n\nRaises:\n    ValueError: One. TypeError: Two.", "two entries in one line"),
         ("It.\n\nArgs:\n    a: One\n    that goes on.", "no entry begins with"),
         ("It.\n\nArgs:\n      a: One.", "indented by 6"),
-        ("It. Args: a: One.\n\nRaises: ValueError: Two.", "does not stand alone"),
+        ("It. Args: a: One.\n\nRaises: ValueError: Two.", "a section header with other text"),
     ],
 )
 def test_a_mistake_is_found(docstring, complaint):
     assert any(complaint in what for what in problems(docstring, {"a", "b"}))
 
 
-def test_what_is_well_formed_is_not_complained_of():
+def test_a_well_formed_docstring_has_no_problems():
     text = "It.\n\nArgs:\n    a: One,\n        and more: much.\n    b: Two.\n\nReturns:\n    A: it."
     assert problems(text, {"a", "b"}) == []

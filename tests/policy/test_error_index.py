@@ -1,4 +1,4 @@
-"""The index of errors (docs/errors.md) has every class that users meet, and what is raised."""
+"""The index of errors (docs/errors.md) has every class and message that users meet."""
 
 import re
 
@@ -10,14 +10,14 @@ from policy.test_reference import hook
 
 INDEX = hook("error_index")
 
-# Classes that no user meets, and what is met instead.
+# Classes that users never see, and what they see instead.
 INTERNAL = {
     "ActorDied": "UnavailableError, or the function is run again",
     "ActorKilled": "ends a thread that was killed",
     "AllWait": "of tests of the engine",
     "ArgumentsChanged": "the call is looked at again",
-    "CallError": "a code and a text for who has called",
-    "Cancelled": "a wait that nobody needs any more",
+    "CallError": "a code and a text for the caller",
+    "Cancelled": "a wait that is no longer needed",
     "CannotPort": "WrongUse",
     "Died": "CompilerDied",
     "FailedElsewhere": "the cause of a CheckpointError",
@@ -39,7 +39,7 @@ INTERNAL = {
     "TraceFailed": "the error of the trace",
     "_CannotTrace": "the operation of the library stays",
     "_Enough": "the call of `fit` ends, with its first batches",
-    "_NotUnderstood": "what cannot be read may differ between replicas",
+    "_NotUnderstood": "unknown values may differ between replicas",
     "_OutOfTime": "the result of the search so far",
 }
 
@@ -90,7 +90,7 @@ def test_a_message_that_is_raised_is_found_in_the_index(messages):
 
 
 def test_few_errors_are_without_a_message_of_their_own(messages):
-    """What is computed is not in the index; most is written somewhere in the sources."""
+    """Computed parts are not in the index; most of the text is a literal in the sources."""
     raised = sum(file.read_text().count("raise ") for file in PACKAGE.rglob("*.py"))
     assert sum(map(len, messages.values())) > 0.9 * raised
 
@@ -103,7 +103,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 def quotes(page):
-    """Yields the lines of messages that a page shows; rows of a table in a message are none."""
+    """Yields the lines of messages that a page shows; without the rows of tables in messages."""
     for code, output in BLOCK.findall(page):
         if re.search(r"^ *except .* as (\w+):(?:\n .*)*\n? .*print\(.*\b\1\b", code, re.MULTILINE):
             yield from (x for x in output.splitlines() if len(x.split()) > 4 and "  " not in x)
@@ -112,7 +112,7 @@ def quotes(page):
 
 
 def segments(text):
-    """Splits a text at what is computed, and keeps the parts of at least three words."""
+    """Splits a text at its computed parts, and keeps parts of at least three words."""
     return [x.strip() for x in re.split(r"\.{3,}", text) if len(x.split()) > 2]
 
 

@@ -1,4 +1,4 @@
-"""What tpudist needs of JAX and Flax beyond their public interfaces: each is asked for by name.
+"""The parts of JAX and Flax that tpudist uses beyond their public interfaces, by name.
 
 Where a test here fails, a new version has closed a door or lost a setting. The place to change is
 the one that the test names; see "A new version of JAX" in docs/development.md.
@@ -43,8 +43,8 @@ def version_of(package: str) -> tuple[int, ...]:
 def test_this_jax_has_the_setting(setting):
     gone = setting in LOST and version_of("jax") >= LOST[setting]
     assert setting.is_known != gone, (
-        f"jax {jax.__version__} has {'' if setting.is_known else 'lost '}{setting.jax_name}: say "
-        f"so in LOST here, and beside the setting in tpudist/xla/settings.py."
+        f"jax {jax.__version__} has {'' if setting.is_known else 'lost '}{setting.jax_name}: "
+        f"update LOST here, and the setting in tpudist/xla/settings.py."
     )
     if gone:
         assert setting.read() == setting.value[1]
@@ -209,7 +209,7 @@ def end_of_the_main_thread():
 
 
 def out_shardings_of_jax():
-    """Where one is gone, what needs it is refused: see `tpudist/programs/out_shardings.py`."""
+    """Without one, `tpudist/programs/out_shardings.py` raises an error."""
     assert out_shardings.list_missing_parts() == []
 
 
@@ -286,15 +286,15 @@ OF_OTHERS = {
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name
-    "_current_frames": "processes/process_watch.py",  # sys._current_frames, likewise
-    "_replace": None,  # as are those of named tuples
+    "_current_frames": "processes/process_watch.py",  # sys._current_frames, also public
+    "_replace": None,  # of named tuples
     "_fields": None,
     "_asdict": None,
 }
 
 
 def underscored_and_defined(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """The names with one underscore that are reached from outside, and those that a file defines.
+    """The names with one underscore that a file uses from elsewhere, and those it defines.
 
     The first are `x._name` and `getattr(x, "_name")`.
     """
@@ -338,7 +338,7 @@ def test_settings_of_jax_are_named_in_one_place():
             assert "jax.config" not in file.read_text(), file
 
 
-# What is promised to be supported, and what is installed.
+# Supported versions, and installed versions.
 
 
 def test_the_classifiers_name_the_pythons_that_are_supported():
@@ -355,7 +355,7 @@ def test_jax_is_pinned_nowhere():
 
 
 @pytest.mark.libtpu
-def test_described_devices_are_of_jax_experimental_topologies():
+def test_described_devices_come_from_jax_experimental_topologies():
     """The way in is public; only the class of the client is not."""
     assert callable(topologies.get_topology_desc)
 

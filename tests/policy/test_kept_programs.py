@@ -5,7 +5,7 @@ from jax._src import lru_cache
 import kept_programs
 
 
-def test_jax_loads_what_is_saved_and_no_unfinished_file_stays(tmp_path, monkeypatch):
+def test_jax_loads_saved_programs_and_no_partial_file_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(lru_cache.LRUCache, "put", kept_programs._put_whole)
     cache = lru_cache.LRUCache(str(tmp_path), max_size=-1)
     cache.put("program", b"its bytes")

@@ -2,8 +2,8 @@
 
 A new file belongs to a package; a new package needs a place in `PACKAGES`, and choosing it is the
 moment to decide what it may know. There is no cycle of imports at any level: between packages,
-between the folders and files of a package, between files. Imports inside functions count, and so do
-those under `if TYPE_CHECKING`: what a type annotation names stands below.
+between the folders and files of a package, between files. Imports inside functions count, and
+imports under `if TYPE_CHECKING`, too: a type annotation names a lower layer.
 """
 
 from pathlib import Path
@@ -64,7 +64,7 @@ OF_ALL_STRATEGIES = ("strategies.__init__", "strategies.deprecated_strategies")
 
 # Who may import which library (a dotted name covers everything beneath it).
 ONLY_IN = {
-    "jax._src": ("xla.internals",),  # what has no public door
+    "jax._src": ("xla.internals",),  # private API without a public equivalent
     "jax.experimental": ("xla", "programs", "lowering"),
     "jax.extend": ("xla", "programs", "lowering"),
     "jaxlib": ("xla", "programs", "lowering"),
@@ -89,7 +89,7 @@ ONLY_WHEN_USED += ("datasets", "grpc", "pyarrow", "safetensors", "tokenizers", "
 
 
 def violations(package: Path) -> list[str]:
-    """What the modules under `package` import against the rules above, one sentence each."""
+    """Returns the imports of modules under `package` that break the rules above, as sentences."""
     modules = layers.modules_of(package)
     found: list[str | None] = []
     arrows: dict[str, set[str]] = {name: set() for name in modules}

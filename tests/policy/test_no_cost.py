@@ -1,6 +1,6 @@
 """`strategy.run` costs nothing against hand-written JAX: both compile to the same program.
 
-The two steps are those of scripts/bench.py (`benchmarks.pairs`), which also measures Python time.
+scripts/bench.py (`benchmarks.pairs`) defines the two steps, and measures Python time, too.
 """
 
 import functools
@@ -68,7 +68,7 @@ def test_all_gradients_cross_the_mesh_in_one_all_reduce(task):
 @pytest.mark.parametrize("task", EVERY_TASK)
 def test_the_state_that_a_step_replaces_is_overwritten_in_place(task, geometry):
     pair = lower_both(task, geometry)
-    step_count = 4  # of nnx.Optimizer, beside that of Optax
+    step_count = 4  # of nnx.Optimizer, in addition to that of Optax
     assert read(pair.ours).figures.alias_bytes == pair.state_bytes + step_count
 
 
@@ -184,7 +184,7 @@ def test_the_benchmark_of_the_training_loop_compares_it_with_one_by_hand(tmp_pat
 @pytest.mark.libtpu
 @pytest.mark.slow
 def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
-    """Of a slice of 8 chips, of a small run, and of one that does not fit."""
+    """Plans of 8 chips, of a small run, and of a run that does not fit."""
     file = tmp_path / "figures.json"
     runs = {
         name: published.Run(name, "nowhere", "v5e-4", {"fsdp": 4}, SMALL, batch, 32, step_s=1e-3)
@@ -207,7 +207,7 @@ def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, mon
 
 
 def print_missed_on_tpu(task: str, geometry: str) -> None:
-    """What the test below runs in a process of its own: libtpu may end it."""
+    """The program of the test below, in a separate process: libtpu may end it."""
     pair = pairs.lower_both(TASKS[task], geometry, topology.devices("v5e:2x4"))
     print(missed_targets(task, pair))
 

@@ -1,4 +1,4 @@
-"""What the package says of itself: one version, types, extras, and links that lead somewhere."""
+"""Metadata of the package: one version, types, extras, and working links."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)]+)\)")
 
 
 def long_description(text: str) -> str:
-    """What the page of the package shows of README.md, by the rules that pyproject.toml gives."""
+    """Returns README.md as the package's page shows it, by the rules of pyproject.toml."""
     for rule in README["substitutions"]:
         text = re.sub(rule["pattern"], rule["replacement"], text)
     return text
@@ -29,7 +29,7 @@ def test_the_version_is_the_same_everywhere():
     assert [x["name"] for x in citation["authors"]] == [x["name"] for x in PROJECT["authors"]]
 
 
-def test_type_checkers_are_told_that_the_package_has_types():
+def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").read_text() == ""
     assert "Typing :: Typed" in PROJECT["classifiers"]
 

@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
     "name",
     [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in pictures.NAMES],
 )
-def test_a_picture_is_drawn_from_what_there_is_today(name):
+def test_a_picture_is_up_to_date(name):
     """`python scripts/pictures.py NAME` draws it again."""
     for path, text in pictures.draw(name).items():
         assert path.read_text() == text, path.name

@@ -111,7 +111,7 @@ def _ends(pid: int, within_s: float = 5) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except FileNotFoundError:
             return True
-        if state == "Z":  # dead; whoever adopted it has not read its exit code yet
+        if state == "Z":  # dead; its new parent has not read its exit code yet
             return True
         time.sleep(0.05)
     os.kill(pid, 9)

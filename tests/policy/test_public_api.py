@@ -26,7 +26,7 @@ SURFACE: dict[str, list[str]] = json.loads(SURFACE_FILE.read_text())["surface"]
 
 
 def is_offered(dotted: str) -> bool:
-    """Whether `tpudist.A.b` can be reached: an attribute of `A`, or one that its objects have."""
+    """Whether `tpudist.A.b` can be reached: an attribute of `A` or of its objects."""
     owner: Any = tpudist
     *owners, last = dotted.split(".")[1:]
     for name in owners:
@@ -35,7 +35,7 @@ def is_offered(dotted: str) -> bool:
 
 
 def _attributes_of_objects(owner: Any) -> set[str]:
-    """What a class annotates, or assigns to `self` when it makes an object."""
+    """Returns the names that a class annotates, or assigns to `self` in its constructor."""
     names: set[str] = set()
     for cls in inspect.getmro(owner)[:-1] if inspect.isclass(owner) else ():
         names |= inspect.get_annotations(cls).keys()
@@ -119,7 +119,7 @@ def test_packages_need_no_import_of_their_own():
 THEIRS = json.loads(signatures.RECORDED.read_text())["signatures"]
 
 
-# What users do not call: strategies make these objects, and one's own strategy is made of a mesh.
+# Constructors that users do not call: strategies create these objects, or take a mesh.
 MADE_BY_US = {
     "tpudist.DistributedDataset",
     "tpudist.DistributedIterator",
@@ -160,7 +160,7 @@ def test_a_signature_is_compatible_with_tensorflows(dotted):
         (["a", "b"], ["a", "b="], ["b has no default"]),
         (["a", "b="], ["a"], ["b is ours and not keyword-only"]),
         (["a", "*", "b"], ["a"], ["b is ours and has no default"]),
-        (["a"], ["a", "*", "b="], ["keyword b= is not there, or has no default"]),
+        (["a"], ["a", "*", "b="], ["keyword b= is missing, or has no default"]),
         (["*args", "b="], ["*args", "**kwargs"], []),
         ([], ["a"], ["a is not parameter 0"]),
     ],
@@ -241,13 +241,13 @@ def test_what_lacks_a_docstring_is_found():
 
 
 def others(modules: list[str]) -> set[str]:
-    """The libraries of loaded modules, but for Python's and tpudist."""
+    """The libraries of loaded modules, except Python's and tpudist."""
     first = {name.partition(".")[0] for name in modules}
     return first - sys.stdlib_module_names - {"tpudist", "__main__"}
 
 
 def test_importing_tpudist_loads_no_other_library_but_the_lazy_loader():
-    """So it costs next to nothing in addition to the program's imports of JAX, Flax and Optax."""
+    """It costs next to nothing in addition to the program's imports of JAX, Flax and Optax."""
     nothing = modules_after("import sys")
     assert others(modules_after("import tpudist")) - others(nothing) == {"lazy_loader"}
 
@@ -256,7 +256,7 @@ def test_importing_tpudist_loads_no_other_library_but_the_lazy_loader():
 def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_use):
     """Nothing for the terminal, for data, checkpoints or processes, before they are used.
 
-    Flax loads rich itself, for notebooks, so that tpudist does not is to be seen in its own files.
+    Flax loads rich itself, for notebooks; so the test looks at the modules of tpudist that use it.
     """
     base = modules_after("import jax, lazy_loader, optax; from flax import nnx")
     assert others(modules_after_use) - others(base) == set()
@@ -266,7 +266,7 @@ def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_u
 
 
 def test_public_names_start_no_backend_and_change_no_setting(modules_after_use):
-    """Users' functions run beside ours, and `emulate` must still be possible."""
+    """A program must still be able to call `emulate` and to change settings."""
     assert "tpudist.strategies.mirrored" in modules_after_use
 
 

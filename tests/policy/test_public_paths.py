@@ -1,4 +1,4 @@
-"""Paths that a user may have written go on to work, wherever the code behind them lives."""
+"""Module paths that users may have written keep working, wherever the code moves."""
 
 import importlib
 import inspect

@@ -1,6 +1,6 @@
 """The reference (docs/reference/) shows each public name once, and the site's links are right.
 
-`mkdocs build --strict` reads docstrings and follows links; what is here needs no MkDocs.
+`mkdocs build --strict` reads docstrings and follows links; these tests need no MkDocs.
 """
 
 import importlib
@@ -42,12 +42,12 @@ MODULES = (
     "tpudist.testing",
     "tpudist.training",
 )
-# Whose docstring is shown, and some of what is in them.
+# Modules whose docstring a page shows, with some of their names.
 MORE_MODULES = ("tpudist.compat.v1", "tpudist.pytest_plugin", "tpudist.xla.topology")
 
 
 def found(dotted: str) -> Any:
-    """What a dotted name stands for: a module, or what is in one."""
+    """Returns the module or the object that a dotted name names."""
     owner: Any = tpudist
     parts = dotted.split(".")
     for i, name in enumerate(parts[1:], 2):
@@ -76,7 +76,7 @@ def test_each_name_of_tpudist_is_shown_once():
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_what_is_shown_exists():
+def test_every_name_on_a_page_exists():
     for name in NAMES:
         assert found(name) is not None, name
 
@@ -177,7 +177,7 @@ def test_a_link_leads_to_the_page_of_the_site(path, link, on_site):
 
 
 def test_links_between_files_lead_to_files():
-    """On GitHub, where no build checks them."""
+    """GitHub shows them, too, and no build checks them there."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for document in documents:
         prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)

@@ -1,4 +1,4 @@
-"""What texts refer to is there: files, and names of tpudist in backticks.
+"""Files and names of tpudist that texts mention exist.
 
 Texts are the pages and guides, and the docstrings and comments of the library, its tests and its
 scripts. A file that moves leaves its name in them, and no other test reads it.
@@ -70,7 +70,7 @@ def explanations(source: str) -> Iterator[tuple[int, str]]:
 def lost_files(line: str) -> list[str]:
     """The files that a line names and the repository lacks.
 
-    A path counts if it begins as one of ours does, and a name without a folder if it is quoted.
+    A path counts if it begins like a path of this repository; a name without a folder, if quoted.
     """
     found = [name for name in _FILE.findall(line) if "/" in name and _is_ours(name)]
     found = [name for name in found if not any((base / name).exists() for base in _bases())]
@@ -114,7 +114,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _exists(parts: list[str]) -> bool:
-    """Whether there is such a name; one that does not begin as ours do is not looked for."""
+    """Whether a name exists; names of other projects count as existing."""
     if parts[0] == "tpudist":
         return _reachable(importlib.import_module("tpudist"), parts[1:])
     found = _classes().get(parts[0])
@@ -195,5 +195,5 @@ def test_a_reference_to_nothing_is_found(line, lost):
         "`PerReplica.rows`, `trainer.step`, `jax.jit`",
     ],
 )
-def test_what_is_there_or_is_none_of_ours_is_not_complained_of(line):
+def test_existing_names_and_names_of_other_projects_are_accepted(line):
     assert lost_files(line) + lost_names(line) == []

@@ -1,6 +1,6 @@
 """The site is whole and asks nobody for anything: `docs/hooks/site_check.py` ends its build if not.
 
-CI builds it (`mkdocs build --strict`); what is here are sites that would not be let through.
+CI builds it (`mkdocs build --strict`); these tests check that broken sites fail.
 """
 
 import tarfile
@@ -63,7 +63,7 @@ def test_a_site_that_is_whole_has_no_problems(make_site, text):
         ),
     ],
 )
-def test_what_is_missing_or_asked_elsewhere_is_a_problem(make_site, text, problem):
+def test_a_missing_file_or_a_request_to_another_host_is_a_problem(make_site, text, problem):
     assert SITE.problems(make_site(guide=text)) == [f"guide/index.html {problem}"]
 
 

@@ -1,8 +1,8 @@
-"""Names say what they name, in the field's words: nouns for objects, verbs for what is done.
+"""Names are words of the field: nouns for objects, verbs for actions.
 
-A reader who knows JAX and TensorFlow guesses from the name alone. A function named by a participle
-(`placed`, `told`) says what has become of something, and not what it does; so functions are named
-by verbs (`place`, `describe`), or by what they give as in NumPy (`num_parts`, `mesh_shape`).
+A reader who knows JAX and TensorFlow should guess the meaning from the name. A participle
+(`placed`, `described`) names a state, not an action. So functions are named by verbs (`place`,
+`describe`) or, as in NumPy, by their result (`num_parts`, `mesh_shape`).
 Properties may be participles, as adjectives are (`replicated`), and so may what answers yes or no
 (`is_padded`). A context manager is a verb too (`run_eagerly`).
 """
@@ -21,7 +21,7 @@ from places import PACKAGE
 DIALECT = {"beside", "lend", "lent", "made", "making", "moved", "opened", "own", "owned", "pardon"}
 DIALECT |= {"tell", "telling", "tells", "told", "wording"}
 
-# Participles that do not end in -ed or -ing, but for those that are verbs or nouns as well.
+# Participles that do not end in -ed or -ing, except words that are verbs or nouns, too.
 IRREGULAR = set(
     """
     begun being born borne broken brought built caught chosen come done drawn driven eaten fallen
@@ -62,7 +62,7 @@ PROPERTIES = re.compile(r"(\w+\.)*(cached_)?property|\w+\.(setter|deleter)")
 
 
 def is_participle(word: str) -> bool:
-    """By its form: a regular one, or one that is listed."""
+    """Whether a word is a participle: by its ending, or by the list."""
     if word in NO_PARTICIPLES:
         return False
     return word in IRREGULAR or (len(word) > 3 and word.endswith(("ed", "ing")))
@@ -89,7 +89,7 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def faults_of(source: str) -> dict[str, str]:
-    """What is wrong with names in a module, by qualified name."""
+    """Returns the problems of names in a module, by qualified name."""
     found = {}
     for name, node in definitions(ast.parse(source)):
         last = name.split(".")[-1]
@@ -140,7 +140,7 @@ def test_functions_are_verbs_or_what_they_give():
         for name, fault in faults_of(path.read_text()).items()
     }
     assert {name: fault for name, fault in found.items() if name not in ALLOWED} == {}
-    assert sorted(set(ALLOWED) - set(found)) == [], "these are allowed, and are not there"
+    assert sorted(set(ALLOWED) - set(found)) == [], "these are allowed, and do not exist"
 
 
 def test_a_file_is_named_by_a_noun_and_has_its_name_alone():

@@ -28,7 +28,7 @@ class Construct:
         loss: `loss(model, batch)`, of each row.
         of_batch: Whether the loss of a row depends on the other rows of its replica, as those
             before a batch norm of each replica do.
-        relative: How far its numbers may be apart, of the largest of each array: sums in another
+        relative: Tolerance, as a share of the largest number of each array: sums in another
             order.
     """
 

@@ -11,7 +11,7 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/plain.py"))
 
 
 def load(name: str, kind: str) -> ModuleType:
-    """Runs the file anew: functions of their own, which nothing has compiled yet."""
+    """Runs the file again: it defines new functions, which nothing has compiled yet."""
     path = FOLDER / name / f"{kind}.py"
     spec = importlib.util.spec_from_file_location(f"{name}_{kind}", path)
     assert spec is not None

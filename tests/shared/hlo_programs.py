@@ -4,7 +4,7 @@ from tpudist.xla.hlo import hlo_module
 
 
 def program(*lines, computations=""):
-    """A program of which `lines` are the instructions, the last of them its result."""
+    """A program with the instructions `lines`; the last is its result."""
     *most, last = lines
     body = "\n".join(f"  {line}" for line in [*most, f"ROOT {last}"])
     return hlo_module.parse(
@@ -14,7 +14,7 @@ def program(*lines, computations=""):
 
 
 def last(module):
-    """The instruction whose result is that of the program."""
+    """The instruction that computes the result of the program."""
     return module.entry.root
 
 

@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 CALLBACKS: dict[str, Case] = {}
 FEATURES: dict[str, Case] = {}
-# Of those that compute in fewer bits: a sum in another order differs in the last one.
+# For cases in lower precision: a sum in another order differs in the last bit.
 ROUNDING = {"mixed_bfloat16": 2e-2, "mixed_float16, with loss scaling": 2e-3}
 
 
@@ -44,7 +44,7 @@ def _split_by_pattern() -> Any:
 
 
 def run(case: Case, strategy: Any = None) -> dict[str, np.ndarray]:
-    """What a case gives in the scope of a strategy, or on one device."""
+    """Result of a case in the scope of a strategy, or on one device."""
     with tempfile.TemporaryDirectory() as folder:
         keras.utils.set_random_seed(0)
         with strategy.scope() if strategy else contextlib.nullcontext():
@@ -53,7 +53,7 @@ def run(case: Case, strategy: Any = None) -> dict[str, np.ndarray]:
 
 
 def compare(name: str, strategy: Any, wanted: dict[str, np.ndarray]) -> str:
-    """What becomes of a case under a strategy: "equal", or how it is not."""
+    """Outcome of a case under a strategy: "equal", or the difference."""
     try:
         found = run({**CALLBACKS, **FEATURES}[name], strategy)
         rtol = ROUNDING.get(name, 1e-5)

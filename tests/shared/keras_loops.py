@@ -1,4 +1,4 @@
-"""A loop of one's own over a Keras model, as it is written for one device."""
+"""A custom loop over a Keras model, as written for one device."""
 
 import jax
 import keras
@@ -14,7 +14,7 @@ Y = (X.sum(1, keepdims=True) > 0).astype(np.float32)
 class Loop:
     """A model, its optimizer and metrics, and a step that changes them.
 
-    Each metric makes the step larger to trace and to compile: pass those that the claim needs.
+    Each metric adds time to trace and compile the step: pass only the ones that the test needs.
     """
 
     def __init__(self, strategy, *layers, optimizer=None, is_built=True, metrics=()):
@@ -45,7 +45,7 @@ class Loop:
         return self.strategy.reduce("sum", self.strategy.run(self.step, args=batch), axis=None)
 
     def train(self, batch_size, num_epochs=1, around=lambda f: f):
-        """The losses of all steps; after each epoch what the metrics say, which begin anew."""
+        """The losses of all steps, and the metrics of each epoch, which are then reset."""
         batches = tpudist.NumpyDataset((X, Y)).batch(batch_size)
         dataset = self.strategy.experimental_distribute_dataset(batches)
         run, found = around(self.run), []

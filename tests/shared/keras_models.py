@@ -48,7 +48,7 @@ def mlp(optimizer="sgd", loss=None, **options):
 
 
 def convolutions(**options):
-    """With all that depends on the batch as a whole, and noise."""
+    """A model with every layer that depends on the whole batch, and noise."""
     model = keras.Sequential(
         [
             layers.Input((6, 6, 1)),
@@ -106,7 +106,7 @@ def make(build, strategy=None, policy="float32", **options):
 
 
 def train(model, x, y, batch_size, *, epochs=2, seed=2, **options):
-    """What `fit` and the others give, each by a name: arrays."""
+    """Arrays that `fit` and the other methods return, by name."""
     keras.utils.set_random_seed(seed)
     history = model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0, **options).history
     found = {_unnumbered(name): np.asarray(value) for name, value in history.items()}
@@ -115,7 +115,7 @@ def train(model, x, y, batch_size, *, epochs=2, seed=2, **options):
 
 
 def use(model, x, y, batch_size):
-    """What evaluates and predicts, of whole datasets and of single batches."""
+    """Results of evaluation and prediction, on datasets and on single batches."""
     found = {
         "evaluate": model.evaluate(x, y, batch_size=batch_size, verbose=0),
         "predict": model.predict(x, batch_size=batch_size, verbose=0),

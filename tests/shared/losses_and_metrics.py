@@ -1,6 +1,6 @@
-"""Losses, metrics and steps as public programs write them, none of which has heard of padding.
+"""Losses, metrics and steps as public programs write them, without regard to padding.
 
-A second set beside `replica_functions`, written without a look at the rules of
+A second set, like `replica_functions`, written without a look at the rules of
 `tpudist.programs.rows`: CASES is a list of the same `Case`.
 """
 
@@ -99,7 +99,7 @@ def negatives_without_the_diagonal(w, a, b):
 
 @case(two_views, 1, 2)
 def sampled_softmax(w, queries, items):
-    """In-batch negatives of a two-tower model, with the correction for how often items occur."""
+    """Loss with in-batch negatives of a two-tower model, corrected for item frequency."""
     item_ids = (items[:, 0] > 0).astype(jnp.int32) + 2 * (items[:, 1] > 0).astype(jnp.int32)
     frequency = jnp.bincount(item_ids, length=4) / item_ids.size
 
@@ -348,7 +348,7 @@ def language_model_masked_by_lengths(table, tokens, lengths):
 
 @case(tokens_and_lengths, 1, 2)
 def sequence_packing(table, tokens, lengths):
-    """Rows laid end to end in one buffer, each position told from which row it is."""
+    """Rows laid end to end in one buffer, with the row number of each position."""
     ends = jnp.cumsum(lengths)
     starts = ends - lengths
     place = starts[:, None] + jnp.arange(tokens.shape[1])[None]

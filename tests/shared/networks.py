@@ -11,10 +11,10 @@ __all__ = ["TwoHosts", "make_two_hosts", "why_not"]
 
 
 class TwoHosts:
-    """Those, and the cable.
+    """Two hosts, and the cable between them.
 
     Attributes:
-        hosts: Where processes can be started.
+        hosts: Hosts on which processes can be started.
     """
 
     def __init__(self, made: IsolatedHosts):

@@ -1,4 +1,4 @@
-"""Where the repository and its parts are."""
+"""Paths of the repository and its parts."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans made by hand, for tests of what is shown of one."""
+"""Hand-written plans, for tests of their output."""
 
 import dataclasses
 
@@ -112,7 +112,7 @@ def fitting(**changes) -> Plan:
 
 
 def collectives() -> tuple[CollectiveUse, ...]:
-    """What a split model sends: some of it hidden, two alike."""
+    """Collectives of a split model: some hidden, two alike."""
 
     def gather(count: float, num_bytes: int) -> CollectiveUse:
         return CollectiveUse(

@@ -16,25 +16,25 @@ NAMES = sorted(torch_models.MODELS)
 
 
 def recorded_logits(name: str) -> np.ndarray:
-    """What `transformers` gives for the recorded tokens, `[batch, length, vocabulary]`."""
+    """Logits of `transformers` for the recorded tokens, `[batch, length, vocabulary]`."""
     return np.load(RECORDED / name / "logits.npz")["logits"]
 
 
 def logits_of(model: Transformer) -> np.ndarray:
-    """What the model gives for the same tokens."""
+    """Logits of the model for the same tokens."""
     graph, state = nnx.split(model)
     run = jax.jit(lambda state: nnx.merge(graph, state)(torch_models.tokens()))
     return np.asarray(run(state))
 
 
 def config_of(name: str, **changes) -> dict:
-    """A recorded `config.json`, with other values; those that are `...` are left out."""
+    """A recorded `config.json`, with other values; `...` removes a key."""
     values = json.loads((RECORDED / name / "config.json").read_text()) | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What is in a folder, but for logits."""
+    """Files of a folder, except the logits."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".npz"}
 
 

@@ -17,7 +17,7 @@ class Process:
 
 
 def descendants(pid: int) -> set[Process]:
-    """Children, their children, and so on, but for those that have ended."""
+    """All running descendants of a process."""
     found: dict[int, list[Process]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ devices from `TPUDIST_EMULATE`, as a user's program does; what the test shall kn
     ''')
     assert [r.result for r in results] == [8, 8]
 
-For programs that are to be ended, or to end with another exit code, `start_processes` gives the
+For programs that tests end, or that end with another exit code, `start_processes` gives the
 running processes: `signal` one of them, `say` when it has come to a place, `wait` for all.
 
 Reports go through a file because Gloo prints to stdout from C++. When one process fails, its peers
@@ -58,7 +58,7 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Where a process runs: a command that runs another one there, and its address."""
+    """Host of a process: a command prefix that runs a program there, and its address."""
 
     prefix: Sequence[str] = ()
     address: str = "127.0.0.1"
@@ -91,7 +91,7 @@ def run_processes(
     Args:
         program: Source text (may be indented) or the path of a Python file.
         num_processes: Workers in the cluster; process 0 is the coordinator.
-        devices_per_process: What each process finds in `TPUDIST_EMULATE`.
+        devices_per_process: `TPUDIST_EMULATE` of each process.
         args: Command line arguments, the same for every process.
         timeout_s: For all processes together, start-up included.
         python: The interpreter.
@@ -132,12 +132,12 @@ def start_processes(
             first, second = running.wait(exit_codes=(143,))
 
     Args:
-        program: As for `run_processes`, like all others.
+        program: Same as in `run_processes`, as are the others.
         num_processes: Workers in the cluster.
-        devices_per_process: Of each.
+        devices_per_process: Emulated devices of each process.
         args: Command line arguments.
         env: More environment variables, for all processes.
-        hosts: Of each process; by default all are on this one.
+        hosts: Host of each process (default: this host).
         python: The interpreter.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +166,7 @@ class Running:
         """Returns when the process `index` has called `say(word)`.
 
         Raises:
-            AssertionError: It ended before, or took longer; holds the last output of all.
+            AssertionError: If the process ended, or took longer; contains the last output of all.
         """
         file, process = self.workers[index].folder / f"said {word}", self.workers[index].process
         deadline = time.monotonic() + timeout_s
@@ -180,7 +180,7 @@ class Running:
 
         Args:
             timeout_s: For all together, from now on.
-            exit_codes: Those that are no failure, such as 143 or -9; with another one, the other
+            exit_codes: Expected exit codes, such as 143 or -9; after any other code, the other
                 processes are killed at once.
 
         Raises:

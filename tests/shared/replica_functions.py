@@ -1,9 +1,9 @@
-"""Replica functions as users write them, none of which has heard of padding.
+"""Replica functions as users write them, without regard to padding.
 
 CASES is a list of Case(name, fn, make_args, batched): `fn(*make_args(rows, seed))` runs on plain
 JAX at 2 to 8 rows; `batched` are the positions of the arguments whose dim 0 are rows (all leaves of
 them). Some fixed dims equal row counts on purpose (8 features, 4 classes, 3 steps).
-NOTES says what is special about a case.
+NOTES has remarks on special cases.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How many examples the tests of partial batches try: ROW_EXAMPLES, or what CI has time for.
+"""Number of examples in the tests of partial batches: ROW_EXAMPLES, or a number for CI.
 
 With ROW_EXAMPLES=2000 they take about an hour on one core; with any number all losses and metrics
 are tried, and not a share of them.

@@ -21,7 +21,7 @@ from row_steps import ENDS, STEPS
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What a function asks of all replicas: "sum", "mean", "min", "max" or "gather" a value."""
+    """A request to all replicas: "sum", "mean", "min", "max" or "gather" a value."""
 
     how: str
     value: Any
@@ -29,7 +29,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a replica function is given.
+    """Arguments of a replica function.
 
     Attributes:
         x: `[rows, 3]`.
@@ -144,8 +144,8 @@ class Recipe:
     """A random function.
 
     Attributes:
-        steps: Names of what is done with `x`, in order.
-        end: What becomes of it.
+        steps: Names of the operations on `x`, in order.
+        end: Name of the last operation.
         finish: Whether each replica gives its own result; all of them together; or the gradient of
             its sum by `x` and `w`, its own or that of all replicas.
     """
@@ -221,12 +221,12 @@ class Recipe:
         return answer(_last_ask(self.finish, result))
 
     def run_apart(self, replicas: Sequence[Inputs], noise: float = 0.0) -> list[Any]:
-        """What each replica's rows give, side by side, with plain JAX; an error where it raises.
+        """Returns the results of each replica's rows with plain JAX; raises its errors.
 
         Args:
             replicas: The inputs of each.
-            noise: How large a share of the largest number of each step is added to some of its
-                numbers and taken from the others; it is taken from all if it is negative.
+            noise: Share of the largest number of each step that is added to some of its numbers
+                and subtracted from the others; subtracted from all if negative.
         """
         call = functools.partial(_call_with_noise, noise) if noise else _call_compiled
         if self.finish.startswith("gradient"):
@@ -305,7 +305,7 @@ def _answer(replica: Any, merges: bool, ask: Ask) -> Any:
 
 
 def _drive_all(asking: Sequence[Asking]) -> list[Any]:
-    """Runs all replicas from one question to the next; an error of one is that of all who ask."""
+    """Runs all replicas from one request to the next; an error of one is raised in all."""
     replies: list[Any] = [None] * len(asking)
     while True:
         asks, results = [], []

@@ -19,39 +19,39 @@ ENGINES = {"threads": ThreadEngine, "ray": RayEngine}
 
 
 class Gate:
-    """Where closures wait until it is opened from outside, in whichever process they run.
+    """A gate at which closures of any process wait until a test opens it.
 
     Files, since a closure sees variables as they were when it first asked, and no change since.
     """
 
     def __init__(self, folder: Path):
-        """In a new folder."""
+        """Creates the gate in a new folder."""
         self.folder = folder / uuid.uuid4().hex
         self.folder.mkdir(parents=True)
 
     def wait_here(self) -> None:
-        """In a closure: until it is open."""
+        """Waits until the gate is open; for closures."""
         place = current_place()
         (self.folder / f"{place.worker}-{uuid.uuid4().hex}").touch()
         while not (self.folder / "open").exists():
             time.sleep(0.005)
 
     def come_here_once(self) -> None:
-        """In a closure: waits if no other one did before."""
+        """Waits if no other closure did before; for closures."""
         with contextlib.suppress(FileExistsError):
             (self.folder / "first").mkdir()
             self.wait_here()
 
     def open(self) -> None:
-        """Lets all go on."""
+        """Opens the gate."""
         (self.folder / "open").touch()
 
     def workers(self) -> list[int]:
-        """Those that have come, each time that they have."""
+        """Workers that have arrived, once per arrival."""
         return sorted(int(x.name.split("-")[0]) for x in self.folder.glob("*-*"))
 
     def wait_for(self, count: int) -> list[int]:
-        """Until so many have come; which workers."""
+        """Waits for `number` arrivals, and returns the workers."""
         wait_until(lambda: len(self.workers()) >= count, f"{count} closures at a gate")
         return self.workers()
 
@@ -83,7 +83,7 @@ class Cluster:
         self._num_kills = 0
 
     def actor(self, role: str, index: int):
-        """Who is in a place now; None if nobody is."""
+        """Returns the process with a role; None without one."""
         if role == "ps":
             return self.strategy.servers.actors[index]
         return self.coordinator._dispatcher._actors.get(index)
@@ -92,7 +92,7 @@ class Cluster:
         """The process of an actor of Ray.
 
         Raises:
-            ray.exceptions.RayError: It is dead, or not there in time.
+            ray.exceptions.RayError: If it is dead, or does not appear in time.
         """
         import ray
 
@@ -102,9 +102,9 @@ class Cluster:
         """Kills who is in a place: processes from outside, and by the engine, in turn.
 
         Args:
-            role: Of the actor.
-            index: Its number.
-            may_stop: Whether every other process is not killed from outside, but stopped.
+            role: Role of the actor.
+            index: Number of the actor.
+            may_stop: Whether every other process is stopped (SIGSTOP) rather than killed.
 
         Returns:
             How; None if there was nobody to kill.
@@ -130,7 +130,7 @@ def wait_until(predicate, what: str, within_s: float = 60.0) -> None:
     """Until it holds.
 
     Raises:
-        AssertionError: It does not in time.
+        AssertionError: If it does not happen in time.
     """
     end_s = time.monotonic() + within_s
     while not predicate():
@@ -139,7 +139,7 @@ def wait_until(predicate, what: str, within_s: float = 60.0) -> None:
 
 
 def check_sums(line: dict) -> None:
-    """That what workers have done and what was cancelled are all that has finished.
+    """Checks that every finished closure was either run by a worker or cancelled.
 
     Raises:
         AssertionError: A sample of progress does not add up.

@@ -1,4 +1,4 @@
-"""Runs of `survival_program.py` under `tpudist launch`, with faults, and what was seen."""
+"""Runs of `survival_program.py` under `tpudist launch`, with faults, and their outcomes."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def is_running(pid: int) -> bool:
 
 
 class Run:
-    """A run that goes on."""
+    """A run in progress."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
             )
 
     def lines(self) -> list[dict[str, Any]]:
-        """What all processes have written so far, in the order of time."""
+        """Lines that all processes have written so far, in order of time."""
         found = []
         for file in self.folder.glob("*.jsonl"):
             for line in file.read_text().splitlines():
@@ -131,12 +131,12 @@ class Run:
 
 @dataclasses.dataclass
 class Seen:
-    """What was seen of a run.
+    """Outcome of a run.
 
     Attributes:
-        code: Its exit code.
-        output: What was printed.
-        lines: Of all processes.
+        code: Exit code.
+        output: Printed output.
+        lines: Lines that all processes have written.
     """
 
     code: int
@@ -144,7 +144,7 @@ class Seen:
     lines: list[dict[str, Any]]
 
     def losses(self) -> dict[int, str]:
-        """Of each step, its bits; the same in all processes and generations."""
+        """Bits of the loss of each step; the same in all processes and generations."""
         found: dict[int, set[str]] = defaultdict(set)
         for x in self.lines:
             found[x["step"]].add(x["loss"])
@@ -152,7 +152,7 @@ class Seen:
         return {step: losses.pop() for step, losses in found.items()}
 
     def examples(self) -> dict[int, list[int]]:
-        """Of each step, the examples that were seen in its last generation, by all processes."""
+        """Examples of each step in its last generation, of all processes."""
         by_generation: dict[int, dict[int, dict[int, list[int]]]] = defaultdict(dict)
         counts = {}
         for x in self.lines:
@@ -187,13 +187,13 @@ KINDS = (
 
 @dataclasses.dataclass
 class Fault:
-    """What was done to a run.
+    """Faults of a run.
 
     Attributes:
         kind: One of `KINDS`.
-        count: Of processes.
-        spares: Of spare ones.
-        times: When, of what was done from outside.
+        count: Number of processes.
+        spares: Number of spare processes.
+        times: Times of the faults.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What tests of scripts/train.py share: runs that are signalled, and what they leave behind."""
+"""Runs of scripts/train.py that tests interrupt, and the files that they leave."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def losses_of(folder: Path) -> list[tuple[int, float]]:
 
 
 def signalled(args: list[str], out: Path, number: int, num_steps: int) -> tuple[int, str, str]:
-    """Starts a run and signals it when it has done so many steps: exit code, stdout, stderr."""
+    """Signals a run after a number of steps; returns exit code, stdout and stderr."""
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *args, "--out", str(out)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What programs of several processes begin with: they are connected, and have two functions."""
+"""Start of programs with several processes: connects them, and defines two functions."""
 
 import jax
 

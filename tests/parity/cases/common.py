@@ -1,4 +1,4 @@
-"""What many cases use."""
+"""Functions that many cases use."""
 
 import collections
 
@@ -48,7 +48,7 @@ def slices(api, values, indices, dense_shape=None):
 
 
 def nothing(*_):
-    """For functions that are called for their effect."""
+    """The result of functions that are called for their effect."""
 
 
 def make(api, strategy, value=1.0, synchronization="AUTO", aggregation="NONE", **more):
@@ -63,5 +63,5 @@ def make(api, strategy, value=1.0, synchronization="AUTO", aggregation="NONE", *
 
 
 def run(api, strategy, step, *args):
-    """What `step(*args)` gives on each replica."""
+    """Returns the results of `step(*args)` on each replica."""
     return api.parts(strategy, strategy.run(step, args))

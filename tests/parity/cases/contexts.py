@@ -1,4 +1,4 @@
-"""Where am I: the context functions, scopes and their rules (tf.distribute.get_strategy, ...)."""
+"""The context functions, scopes and their rules (tf.distribute.get_strategy, ...)."""
 
 import copy
 import threading
@@ -9,7 +9,7 @@ from .common import here, make, my_id, nothing
 
 
 def where(api, strategy):
-    """What the four functions say here, in numbers and booleans."""
+    """Returns the answers of the four context functions, as numbers and booleans."""
     context = api.dist.get_replica_context()
     return {
         "has_strategy": api.dist.has_strategy(),

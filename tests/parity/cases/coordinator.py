@@ -20,7 +20,7 @@ def coordinator_of(api, strategy):
 
 
 def scheduled(api, strategy, function, *args, **kwargs):
-    """What a function gives that is scheduled once, or the kind of its error."""
+    """Returns the result of a function that is scheduled once, or the kind of its error."""
     coordinator = coordinator_of(api, strategy)
 
     def results():
@@ -372,7 +372,7 @@ def per_worker(api, coordinator, source):
 
 
 def _counts(values):
-    """How often each element was taken."""
+    """Returns how often each element was taken."""
     found = [float(np.asarray(x).reshape(-1)[0]) for x in values]
     return [found.count(x) for x in sorted(set(found))]
 

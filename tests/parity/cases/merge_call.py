@@ -110,7 +110,7 @@ def merge_call_can_assign_a_variable(api, strategy):
 
 @rule(*MANY)
 def merge_call_can_assign_add_a_variable_that_sums(api, strategy):
-    """In cross-replica context nothing is aggregated: it is assigned once."""
+    """Assigns once, in cross-replica context, where nothing is aggregated."""
     with strategy.scope():
         v = api.Variable(1.0, aggregation=api.VariableAggregation.SUM)
 

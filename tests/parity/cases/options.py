@@ -1,4 +1,4 @@
-"""Enums, option classes, and what else holds values alone."""
+"""Enums, option classes, and other classes that only store values."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""tf.distribute.Strategy.reduce: ops, axes, and what is reduced."""
+"""tf.distribute.Strategy.reduce: ops, axes, and kinds of values."""
 
 from .. import differences
 from ..rules import (

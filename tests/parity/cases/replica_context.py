@@ -150,7 +150,7 @@ def gradients_go_through_all_reduces_of_a_nest(api, strategy):
 
 @rule(MIRRORED, TPU)
 def gradients_go_through_an_all_reduce_of_a_square(api, strategy):
-    """As sync batch norm's variance: what replicas hold meets in the loss of each."""
+    """Like the variance of sync batch norm: the loss of each replica has values of all."""
 
     def step(x):
         def f(x):

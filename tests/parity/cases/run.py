@@ -1,4 +1,4 @@
-"""tf.distribute.Strategy.run: what goes in, what comes back."""
+"""tf.distribute.Strategy.run: arguments and results."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Strategies and cross-device ops: how they are made and what is special about each."""
+"""Strategies and cross-device ops: constructors and special cases."""
 
 from .. import differences
 from ..rules import CENTRAL, DEFAULT, MIRRORED, MULTI_WORKER, ONE_DEVICE, rule
@@ -10,7 +10,7 @@ def on_two(api, ops):
 
 
 def reduced(api, strategy):
-    """What a strategy gives in every way to reduce."""
+    """Returns the results of a strategy for every way to reduce."""
     context = lambda: api.dist.get_replica_context()  # noqa: E731
     x = strategy.run(lambda: (my_id(api) + 1) * api.ones((2,)))
     with strategy.scope():

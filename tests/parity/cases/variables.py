@@ -244,7 +244,7 @@ def functions_on_arrays_take_variables(api, strategy):
 
 @rule(MIRRORED, ONE_DEVICE, DEFAULT, TPU)
 def a_variable_that_is_made_once_by_a_replica_function_keeps_its_state(api, strategy):
-    """As layers do, which make their weights when they are first called."""
+    """Like layers, which create their weights in the first call."""
 
     class Counter:
         v = None

@@ -8,7 +8,7 @@ has.
 A module has `program(strategy, global_batch)`, which gives `run(*datasets)`: one epoch from the
 initial values on, as a dictionary of results. The same program runs over one dataset after the
 other, with tails of 1, 2, 3, ... rows. `runs.py` says which, `recorded/partial_batches.json` holds
-what TensorFlow gives. To record anew, with PARITY_PYTHON as for `parity.record`:
+the results of TensorFlow. To record again, with PARITY_PYTHON as for `parity.record`:
 
     cd tests && python -m parity.tails.record
 """

@@ -1,4 +1,4 @@
-"""A GAN: full batches of noise, and real examples of which the last batch is partial."""
+"""A GAN: full batches of noise, and real examples with a partial last batch."""
 
 import tensorflow as tf
 

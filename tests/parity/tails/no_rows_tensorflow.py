@@ -1,4 +1,4 @@
-"""What an operation over rows gives on a replica that has none: the first one has one row."""
+"""Operations over rows on a replica without rows; the first replica has one row."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What an operation over rows gives on a replica that has none: the first one has one row."""
+"""Operations over rows on a replica without rows; the first replica has one row."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def gradient(loss):
     return jax.grad(loss)(w)
 
 
-# Those that need a row: TensorFlow raises.
+# Operations that need a row: TensorFlow raises.
 RAISE = {"argmax", "argmin", "first row", "last row", "top 1 of rows"}
 
 

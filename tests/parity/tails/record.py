@@ -1,7 +1,7 @@
 """Records what TensorFlow gives for every program: `cd tests && python -m parity.tails.record`.
 
 Each program has a process of its own for each number of replicas. PARITY_PYTHON names an
-interpreter that has TensorFlow, if this one has not. Names of programs record those alone.
+interpreter that has TensorFlow, if this one has not. Names of programs record only those.
 """
 
 import concurrent.futures
@@ -24,12 +24,12 @@ RECORDED = rules.RECORDED / "partial_batches.json"
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """What TensorFlow gives: by program, then by `runs.key`."""
+    """Returns the results of TensorFlow by program, then by `runs.key`."""
     return json.loads(RECORDED.read_text())["results"]
 
 
 def on_tensorflow(num_replicas: int, names: list[str]) -> dict[str, Any]:
-    """What TensorFlow gives on so many replicas; by program."""
+    """Returns the results of TensorFlow on a number of replicas, by program."""
     import tensorflow as tf
 
     [cpu] = tf.config.list_physical_devices("CPU")

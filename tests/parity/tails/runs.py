@@ -1,4 +1,4 @@
-"""Which programs run, over which datasets, on how many replicas."""
+"""The programs, their datasets, and their numbers of replicas."""
 
 import importlib
 from typing import Any
@@ -40,7 +40,7 @@ def key(num_replicas: int, batch: int, tail: int) -> str:
 
 
 def results(name: str, library: str, strategy: Any, dataset: Any, num_replicas: int) -> dict:
-    """What a program gives over each dataset, or the kind of its error; by `key`.
+    """Returns the result of a program on each dataset, or the kind of its error, by `key`.
 
     Args:
         dataset: `dataset(strategy, arrays, batch)`.
