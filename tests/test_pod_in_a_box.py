@@ -201,7 +201,7 @@ def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
 def test_disconnected_hosts_report_the_failure(tpudist_pod, program):
     if why := isolated_hosts.why_not():
         pytest.skip(why)
-    soon = "from tpudist.processes import process_lines\nprocess_lines.LINK_S = 6.0\n"
+    soon = "from tpudist.processes import peer_connections\npeer_connections.DEAD_PEER_S = 6.0\n"
     program.write_text(soon + PROGRAM)
     with tpudist_pod(program, "4000", devices_per_process=1, separate_hosts=True) as pod:
         pod.wait_for_line(1, "step 5")

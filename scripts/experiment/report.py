@@ -17,7 +17,7 @@ from experiment import curves, folder
 from experiment.optimizers import warmup_cosine
 from experiment.summary import count_parameters, describe_placement, describe_strategy
 from experiment.units import Unit
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
+from tpudist.processes.exit_codes import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import interrupt, metrics_writers
 from tpudist.training.display import Display, clock

@@ -7,9 +7,9 @@ import os
 import sys
 
 from tpudist import cli
-from tpudist.processes import process_lines
+from tpudist.processes import peer_connections
 from tpudist.supervisor import membership
 
-process_lines.LINK_S = float(os.environ.get("LINK_S", process_lines.LINK_S))
+peer_connections.DEAD_PEER_S = float(os.environ.get("LINK_S", peer_connections.DEAD_PEER_S))
 membership.SUPERVISORS_S = float(os.environ.get("SUPERVISORS_S", membership.SUPERVISORS_S))
 sys.exit(cli.main(sys.argv[1:]))

@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 
 import tpudist
-from tpudist.processes import process_lines
+from tpudist.processes import peer_connections
 
-process_lines.LINK_S = float(os.environ.get("LINK_S", process_lines.LINK_S))
+peer_connections.DEAD_PEER_S = float(os.environ.get("LINK_S", peer_connections.DEAD_PEER_S))
 tpudist.emulate()
 STEPS, OUT = int(os.environ["STEPS"]), os.environ["OUT"]
 FAULT = json.loads(os.environ.get("FAULT", "{}"))

@@ -45,6 +45,7 @@ ALLOWED = {
     "pytest_plugin.__init__.emulated_devices": "a fixture, named by what a test is given",
     "cluster_resolver.tpu_topology.Topology.serialized": "tf.tpu.experimental.Topology has it",
     "xla.internals.call_at_preemption_poll.Manager.reached_sync_point": "JAX calls it so",
+    "processes.coordination.KeyValueClient.blocking_key_value_get": "JAX calls it so",
     "models.transformer.Transformer.hidden": "the hidden states, as the field calls them",
 }
 

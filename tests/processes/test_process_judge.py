@@ -45,9 +45,9 @@ def test_who_is_behind_is_named_and_ends_all_at_last(clock, warnings, monkeypatc
         Judge(2), clock, 60, lambda i: {0: report(i, 5), 1: report(i, 4, at="  File x, line 3")}
     )
     assert 30 < seconds < 32
-    assert verdict["exit_code"] == 75
-    assert verdict["all_threads"]
-    assert "to start Strategy.run of 'f' (call 5)." in verdict["message"]
+    assert verdict.exit_code == 75
+    assert verdict.all_threads
+    assert "to start Strategy.run of 'f' (call 5)." in verdict.message
     assert len(warnings()) == 3  # after 4, 8 and 16 s
     assert "It is at:\n  File x, line 3\nAfter 30 s all processes end" in warnings()[0]
 
@@ -80,7 +80,7 @@ def test_how_long_silence_may_last(clock, warnings, monkeypatch, state, limit):
     monkeypatch.setattr(process_state, "find", lambda place: found)
     seconds, verdict = run(Judge(2), clock, 200, lambda i: {0: report(i), 1: report(0)})
     assert limit < seconds < limit + 2
-    assert verdict["failed"] == 1
+    assert verdict.failed == 1
     assert "Process 1" in warnings()[0]
 
 
@@ -106,7 +106,7 @@ def test_one_that_a_debugger_holds_does_not_hide_others(clock, warnings, monkeyp
         return {0: report(i), 1: held, 2: stopped}
 
     seconds, verdict = run(Judge(3), clock, 60, reports)
-    assert verdict["failed"] == 2
+    assert verdict.failed == 2
     assert 20 < seconds < 30
 
 
@@ -118,5 +118,5 @@ def test_one_that_is_silent_does_not_hide_one_that_is_behind(clock, warnings, mo
         return {0: report(i, 5), 1: report(0, 5), 2: report(i, 4)}
 
     seconds, verdict = run(Judge(3), clock, 60, reports)
-    assert verdict["failed"] == 2
+    assert verdict.failed == 2
     assert 30 < seconds < 32

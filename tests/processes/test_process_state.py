@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tpudist.processes import process_judge, process_state
+from tpudist.processes import process_silence, process_state
 from tpudist.processes.process_state import State
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
@@ -38,14 +38,14 @@ def test_the_state_of_a_process(process):
     wait_for(place, State.RUNNING)
     process.send_signal(signal.SIGSTOP)
     wait_for(place, State.STOPPED)
-    assert process_judge.describe_silence(3, 7.2, place).limit_s == process_judge.STOPPED_S
+    assert process_silence.describe_silence(3, 7.2, place).limit_s == process_silence.STOPPED_S
     process.send_signal(signal.SIGCONT)
     wait_for(place, State.RUNNING)
     process.kill()  # a zombie, until somebody waits for it
     wait_for(place, State.GONE)
     process.wait()
     wait_for(place, State.GONE)
-    silence = process_judge.describe_silence(3, 7.2, place)
+    silence = process_silence.describe_silence(3, 7.2, place)
     assert silence.text.startswith(f"Process 3 (pid {process.pid} on ")
     assert silence.text.endswith("has not reported for 7 s: it no longer exists.")
 
@@ -56,4 +56,4 @@ def test_nothing_is_known_of_another_host():
     there = f"other/pid:[1] {rest}"
     assert process_state.find(there) is None
     assert process_state.describe(there) == process_state.describe(here)
-    assert process_judge.describe_silence(0, 5, there).limit_s == process_judge.SILENT_S
+    assert process_silence.describe_silence(0, 5, there).limit_s == process_silence.SILENT_S

@@ -11,7 +11,13 @@ import time
 import pytest
 
 from tpudist.errors import StartupError
-from tpudist.processes import meeting_lines, rendezvous
+from tpudist.processes import (
+    rendezvous,
+    rendezvous_guest,
+    rendezvous_host,
+    rendezvous_messages,
+    startup_address,
+)
 
 
 @pytest.fixture
@@ -22,8 +28,8 @@ def address():
 
 @pytest.fixture(autouse=True)
 def _others_are_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(rendezvous, "LATE_S", 0.3)
-    monkeypatch.setattr(rendezvous, "HOLDER_S", 0.5)
+    monkeypatch.setattr(rendezvous_host, "LATE_S", 0.3)
+    monkeypatch.setattr(rendezvous_host, "HOLDER_S", 0.5)
 
 
 def come(address, processes, timeout_s=20.0):
@@ -32,7 +38,7 @@ def come(address, processes, timeout_s=20.0):
     def one(index, count, after_s):
         time.sleep(after_s)
         try:
-            rendezvous.meet(address, count, index, timeout_s)
+            rendezvous.join(address, count, index, timeout_s)
         except (StartupError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return "met"
@@ -51,7 +57,7 @@ def test_all_meet_whoever_comes_first(address, count):
 
 
 def test_who_does_not_come_is_named_by_all_and_told_of_before(address, monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_REPORT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "REPORT_S", 0.3)
     with caplog.at_level(logging.WARNING, logger="tpudist"):
         found = come(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
     for told in found:
@@ -70,11 +76,11 @@ def test_a_first_process_that_does_not_come_is_named(address):
 
 
 def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
-    described, hosts = meeting_lines.describe_self, itertools.count()
+    introduce, hosts = rendezvous_messages.introduce, itertools.count()
     monkeypatch.setattr(
-        meeting_lines,
-        "describe_self",
-        lambda count, index: described(count, index) | {"who": f"host {index}.{next(hosts)}"},
+        rendezvous_messages,
+        "introduce",
+        lambda count, index: introduce(count, index) | {"who": f"host {index}.{next(hosts)}"},
     )
     found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
     for told in found:
@@ -97,7 +103,7 @@ def test_two_with_the_number_0_are_an_error_of_all(address):
     ],
 )
 def test_those_that_come_late_are_told_too(address, monkeypatch, twice, processes):
-    monkeypatch.setattr(rendezvous, "LATE_S", 5.0)
+    monkeypatch.setattr(rendezvous_host, "LATE_S", 5.0)
     start = time.monotonic()
     found = come(address, processes)
     for told in found:
@@ -108,8 +114,8 @@ def test_those_that_come_late_are_told_too(address, monkeypatch, twice, processe
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monkeypatch, closes):
     """Within 10 s as they are; process 0 is refused the port at once."""
-    assert rendezvous.STRANGER_S < 5
-    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.6)
+    assert rendezvous_guest.STRANGER_S < 5
+    monkeypatch.setattr(rendezvous_guest, "STRANGER_S", 0.6)
     host, port = address.split(":")
     with socket.create_server((host, int(port))) as server, contextlib.ExitStack() as stack:
 
@@ -138,11 +144,11 @@ def test_other_counts_are_an_error_of_all(address):
 
 
 def test_other_versions_are_an_error(address, monkeypatch):
-    described = meeting_lines.describe_self
+    introduce = rendezvous_messages.introduce
     monkeypatch.setattr(
-        meeting_lines,
-        "describe_self",
-        lambda count, index: described(count, index) | ({"jax": "0.1"} if index else {}),
+        rendezvous_messages,
+        "introduce",
+        lambda count, index: introduce(count, index) | ({"jax": "0.1"} if index else {}),
     )
     assert all("has version of jax 0.1" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
 
@@ -173,7 +179,7 @@ def test_a_taken_port_and_an_address_of_another_host(address):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_unknown_host(index, monkeypatch):
-    monkeypatch.setattr(rendezvous, "RESOLVE_S", 1.0)
+    monkeypatch.setattr(startup_address, "RESOLVE_S", 1.0)
     (told,) = come("no-such-host.invalid:1234", [(index, 2, 0)])
     assert "host 'no-such-host.invalid' of the first process is unknown" in told
 

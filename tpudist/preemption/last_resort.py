@@ -6,7 +6,7 @@ import threading
 import time
 
 from tpudist.preemption.notice import Notice
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
+from tpudist.processes.exit_codes import EXIT_PREEMPTED
 
 WITHOUT_STEPS_S = 10.0
 """How long a program may take that has not come to a boundary yet: it has nothing to lose."""

@@ -10,7 +10,7 @@ import jax
 
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.preemption import gce
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
+from tpudist.processes.exit_codes import EXIT_PREEMPTED
 
 SIGTERM = "SIGTERM"
 WATCHER_FN = "termination_watcher_fn"

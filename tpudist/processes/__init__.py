@@ -1,1 +1,1 @@
-"""Processes of a run meet, agree, are watched and end together."""
+"""Connects the processes of a run, compares and watches them, and ends them together."""

@@ -1,8 +1,8 @@
-"""Connects the processes of a run, with or without certificates."""
+"""Connects the processes of a run through JAX, with or without certificates."""
 
 import inspect
 import os
-from typing import Any
+from typing import TypedDict
 
 import jax
 
@@ -11,28 +11,38 @@ from tpudist.processes import rendezvous
 from tpudist.xla import emulation
 
 
+class _TlsArguments(TypedDict, total=False):
+    """Arguments of `jax.distributed.initialize` for mutual TLS; empty without it."""
+
+    mtls_cert_file: str
+    mtls_key_file: str
+    mtls_ca_file: str
+    mtls_peer_uri_prefix: str | None
+
+
 def connect(
     coordinator_address: str,
     num_processes: int,
     process_id: int,
     mutual_tls: MutualTLS | None = None,
 ) -> None:
-    """Joins this process to the others of a run; returns when all are there.
+    """Connects this process to the other processes of a run.
 
-    Blocks until every process has called it. A process that is connected already stays so.
+    Blocks until every process has called it. Returns at once if this process is already connected.
 
     Args:
-        coordinator_address: `host:port` of the first process.
-        num_processes: How many there are.
-        process_id: Which of them this is.
-        mutual_tls: Certificates; None for those that JAX's own variables name (JAX_MTLS_...), or
-            none.
+        coordinator_address: `host:port` of process 0.
+        num_processes: Number of processes of the run.
+        process_id: Number of this process, from 0.
+        mutual_tls: Certificates. If None, JAX reads its own variables (`JAX_MTLS_...`), and
+            connects without certificates if they are not set.
 
     Raises:
-        RuntimeError: JAX already started its devices without the other processes, or certificates
-            are asked for, and this JAX cannot use them or has connected already.
-        StartupError: The processes do not come together; see `rendezvous`.
-        FileNotFoundError: A certificate or key is not there.
+        RuntimeError: If JAX has already started its devices, if certificates are requested and
+            this version of JAX does not support them, or if they are requested and JAX is
+            already connected.
+        StartupError: If the rendezvous fails; see `rendezvous`.
+        FileNotFoundError: If a certificate or a key does not exist.
     """
     if jax.distributed.is_initialized():
         check_not_connected(mutual_tls)
@@ -42,25 +52,26 @@ def connect(
             f"Process {process_id} of {num_processes} cannot join {coordinator_address}, because "
             f"JAX has already started its devices. Create the strategy before the first array."
         )
-    arguments = _arguments_of(mutual_tls)
-    # Who knows each other by certificates would have to be asked for them there as well.
-    if mutual_tls is None and not _mutual_tls_variables():
-        rendezvous.meet(coordinator_address, num_processes, process_id)
+    arguments = _tls_arguments(mutual_tls)
+    # The rendezvous is plain TCP and does not check certificates, so processes that have them skip
+    # it. JAX's own start-up reports less about a missing process.
+    if mutual_tls is None and not _tls_variables():
+        rendezvous.join(coordinator_address, num_processes, process_id)
     jax.distributed.initialize(
         coordinator_address,
         num_processes=num_processes,
         process_id=process_id,
-        # The default is to listen on every interface, without authentication.
+        # JAX listens on every interface by default, without authentication.
         coordinator_bind_address=coordinator_address,
         **arguments,
     )
 
 
 def check_not_connected(mutual_tls: MutualTLS | None) -> None:
-    """Refuses certificates for processes that are connected already, with or without some.
+    """Raises if certificates are requested and the processes are already connected.
 
     Raises:
-        RuntimeError: They are, and certificates are asked for.
+        RuntimeError: If both are the case: they may have connected without certificates.
     """
     if mutual_tls is not None and jax.distributed.is_initialized():
         raise RuntimeError(
@@ -70,37 +81,41 @@ def check_not_connected(mutual_tls: MutualTLS | None) -> None:
         )
 
 
-def _mutual_tls_variables() -> list[str]:
-    """Those of JAX's own that ask for mutual TLS."""
+def _tls_variables() -> list[str]:
+    """Returns JAX's own environment variables for mutual TLS that are set."""
     return sorted(
         name for name, value in os.environ.items() if name.startswith("JAX_MTLS_") and value
     )
 
 
-def _arguments_of(mutual_tls: MutualTLS | None) -> dict[str, Any]:
-    """Those of `jax.distributed.initialize` that ask for mutual TLS."""
-    variables = _mutual_tls_variables()
+def _tls_arguments(mutual_tls: MutualTLS | None) -> _TlsArguments:
+    variables = _tls_variables()
     if mutual_tls is None and not variables:
         return {}
+    # An older JAX has no such parameters, and ignores the variables: it would connect without TLS.
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
-        asked = "MutualTLS" if mutual_tls else ", ".join(variables)
+        request = "MutualTLS" if mutual_tls else ", ".join(variables)
         raise RuntimeError(
-            f"Mutual TLS ({asked}) is not available in jax {jax.__version__}: the processes would "
-            f"trust every peer that reaches their port. Use jax 0.12 or newer (Python 3.12 or "
-            f"newer), or connect without it."
+            f"Mutual TLS ({request}) is not available in jax {jax.__version__}: the processes "
+            f"would trust every peer that reaches their port. Use jax 0.12 or newer (Python 3.12 "
+            f"or newer), or connect without it."
         )
     if mutual_tls is None:
         return {}  # JAX reads its variables itself
-    for name in ("cert_file", "key_file", "ca_file"):
-        file = getattr(mutual_tls, name)
+    files = {
+        "cert_file": os.fspath(mutual_tls.cert_file),
+        "key_file": os.fspath(mutual_tls.key_file),
+        "ca_file": os.fspath(mutual_tls.ca_file),
+    }
+    for name, file in files.items():
         if not os.path.isfile(file):
             raise FileNotFoundError(
-                f"MutualTLS({name}={str(file)!r}): this file does not exist on this host. Every "
+                f"MutualTLS({name}={file!r}): this file does not exist on this host. Every "
                 f"process needs its own certificate, its key and the certificate of the authority."
             )
     return {
-        "mtls_cert_file": os.fspath(mutual_tls.cert_file),
-        "mtls_key_file": os.fspath(mutual_tls.key_file),
-        "mtls_ca_file": os.fspath(mutual_tls.ca_file),
+        "mtls_cert_file": files["cert_file"],
+        "mtls_key_file": files["key_file"],
+        "mtls_ca_file": files["ca_file"],
         "mtls_peer_uri_prefix": mutual_tls.peer_uri_prefix,
     }

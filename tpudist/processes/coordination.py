@@ -1,47 +1,75 @@
-"""What processes tell each other on the host: short texts, through JAX's coordination service.
+"""Exchanges short texts between processes on the host, through JAX's coordination service.
 
 No device takes part, so any thread may wait here while steps run, in any order relative to them.
-Every wait has a name and an end: who is missing is part of the error.
+Every wait has a name and a limit, and its error names the process that is missing.
 """
 
 import json
-import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 
 from tpudist.goodput import goodput
+from tpudist.processes.reported_wait import ReportedWait
 from tpudist.xla import internals
-
-_log = logging.getLogger("tpudist")
 
 TIMEOUT_S = 600.0
 REPORT_S = 4.0
-"""After which a wait is first told of; then after twice that time, and so on."""
-_SLICE_S = 0.5  # how long one wait in C++ lasts, which neither Ctrl-C nor a closing thread ends
+"""Seconds until a wait is first reported."""
+# A wait in C++ ends neither at Ctrl-C nor when its thread is asked to close, so it is cut into
+# slices, and Python looks around after each of them.
+_SLICE_S = 0.5
+
+
+class KeyValueClient(Protocol):
+    """The methods of the client of JAX's coordination service that this package calls.
+
+    Keys are paths. Every method raises an error of jaxlib, whose type varies between versions; its
+    text contains a gRPC status such as DEADLINE_EXCEEDED, NOT_FOUND or ALREADY_EXISTS.
+    """
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Writes a text; ALREADY_EXISTS if the key exists and may not be overwritten."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Deletes a key, or all keys below it if it ends with "/"."""
+        ...
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns a text without waiting; NOT_FOUND if there is none."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Returns the keys below a path, in full, and their texts."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Waits for a key and returns its text; DEADLINE_EXCEEDED after the timeout."""
+        ...
 
 
 class Cancelled(Exception):
-    """A wait was given up because its caller does not want it any more."""
+    """A wait that its caller no longer needs was given up."""
 
 
 class Channel:
-    """Rounds of one text from each process to all of them, who begin them in the same order.
+    """Rounds in which each process contributes one text and receives the texts of all.
 
-    Each costs about 2 ms between processes of one machine, and nothing where there is one process.
+    All processes begin the rounds of a channel in the same order. A round costs about 2 ms between
+    processes of one machine, and nothing if there is one process.
+
+    Args:
+        name: Name of the channel, the same in all its processes and unique in the run.
+        processes: Indices of the processes that take part; None for all processes of the run.
     """
 
     def __init__(self, name: str, processes: Sequence[int] | None = None):
-        """A channel between `processes`, or all there are.
-
-        They must all use the same name, and no other channel of the run may have it.
-        """
         self._name = name
         self._processes = processes
         self._round = 0
-        self._client: Any = None
+        self._client: KeyValueClient | None = None
 
     @goodput.count_as(goodput.Phase.WAIT)
     def exchange(
@@ -52,18 +80,26 @@ class Channel:
         timeout_s: float = TIMEOUT_S,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        """The texts of its processes in this round, in the order of their indices.
+        """Returns the texts of all processes in this round, in the order of their indices.
 
         Args:
-            text: That of this process.
-            purpose: What for, as it is told: "to agree on the program 'train'".
-            timeout_s: How long to wait for the others.
-            cancelled: Asked about twice a second whether to give up.
+            text: Text of this process.
+            purpose: Completes "Process 1 waits ..." in reports and errors, such as "to agree on
+                the program 'train'".
+            timeout_s: Seconds to wait for the other processes.
+            cancelled: Called about twice a second; returns whether to give up.
 
         Raises:
-            RuntimeError: A process did not come in time; names it.
-            Cancelled: As asked for.
+            RuntimeError: If a process does not arrive in time; the message names it.
+            Cancelled: If `cancelled` returned True.
         """
+        # One round, in the keys of the service:
+        #   1. Every process writes its text under `<folder>/<index>`.
+        #   2. The first process of the channel reads them all and writes them to `<folder>/all`.
+        #   3. The other processes wait for that one key.
+        # So 2 n texts are read in all; if each process read every other text, it would be n * n
+        # at one service. A wait ends with the key, when `cancelled` returns True, when a process of
+        # the channel has announced that it left, or after `timeout_s`.
         number, self._round = self._round, self._round + 1
         processes = self._members
         if len(processes) == 1:
@@ -71,66 +107,63 @@ class Channel:
         client, index = self._require_client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
         place = purpose or f"at '{self._name}', round {number}"
-        start = time.monotonic()
-        next_report_s = REPORT_S
+        wait = ReportedWait(REPORT_S, timeout_s)
 
-        def wait_for(key: str, missing: Callable[[], str]) -> str:
-            nonlocal next_report_s
-            while True:
-                waited_s = time.monotonic() - start
-                try:
-                    return client.blocking_key_value_get(key, max(1, int(1000 * _SLICE_S)))
-                except Exception as error:  # the type varies; the text says what happened
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-                if cancelled():
-                    raise Cancelled(self._name)
-                # Only after a try: who has left may have come to this round first.
-                if gone := self._processes_that_left(client):
-                    raise RuntimeError(
-                        f"Process {index} waits {place}, but process {gone} has left and will not "
-                        f"answer. All processes must do the same things in the same order. Find "
-                        f"out why it left; it may have failed."
-                    )
-                if waited_s >= timeout_s:
-                    raise RuntimeError(
-                        f"Process {index} waited {timeout_s:g} s {place}, for {missing()}. All "
-                        f"processes must do the same things in the same order. Check what the "
-                        f"other processes are doing, or whether they have ended."
-                    )
-                if waited_s >= next_report_s:
-                    next_report_s *= 2
-                    _log.warning(
-                        "Process %d waits %s for %s: %.0f s of %g.",
-                        index,
-                        place,
-                        missing(),
-                        waited_s,
-                        timeout_s,
-                    )
+        def wait_for(key: str) -> str:
+            return self._wait_for(key, place, wait, cancelled)
 
-        # The first process gathers and answers: 2 n texts are read in all. If each read those of
-        # all others, it would be n * n, at one service.
         client.key_value_set(f"{folder}/{index}", text)
         leader = processes[0]
         if index != leader:
-            every = wait_for(f"{folder}/all", lambda: self._processes_missing(client, folder))
-            return json.loads(every)
-        texts = [
-            text
-            if other == leader
-            else wait_for(f"{folder}/{other}", lambda: self._processes_missing(client, folder))
-            for other in processes
-        ]
+            return json.loads(wait_for(f"{folder}/all"))
+        texts = [text if i == leader else wait_for(f"{folder}/{i}") for i in processes]
         client.key_value_set(f"{folder}/all", json.dumps(texts))
-        if number:  # all have come to this round, so all have read the one before
+        # All processes have written in this round, so all have read the previous one. This round
+        # must stay: nobody has confirmed that it was read.
+        if number:
             client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
         return texts
 
-    def _require_client(self) -> Any:
-        """That of the generation in which the first round was, which has no other afterwards."""
+    def _wait_for(
+        self, key: str, place: str, wait: ReportedWait, cancelled: Callable[[], bool]
+    ) -> str:
+        client, index = self._require_client(), jax.process_index()
+        folder = key.rpartition("/")[0]
+        while True:
+            is_last_try = wait.is_over
+            try:
+                return client.blocking_key_value_get(key, max(1, int(1000 * _SLICE_S)))
+            except Exception as error:  # jaxlib's type varies; the text has the status
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if cancelled():
+                raise Cancelled(self._name)
+            # Only after a try: a process may have written its text in this round and then left.
+            if gone := self._find_departed(client):
+                raise RuntimeError(
+                    f"Process {index} waits {place}, but process {gone} has left and will not "
+                    f"answer. All processes must do the same things in the same order. Find "
+                    f"out why it left; it may have failed."
+                )
+            if is_last_try:
+                raise RuntimeError(
+                    f"Process {index} waited {wait.timeout_s:g} s {place}, for "
+                    f"{self._describe_missing(client, folder)}. All processes must do the "
+                    f"same things in the same order. Check what the other processes are "
+                    f"doing, or whether they have ended."
+                )
+            wait.report(
+                lambda: (
+                    f"Process {index} waits {place} for {self._describe_missing(client, folder)}"
+                )
+            )
+
+    def _require_client(self) -> KeyValueClient:
+        """Returns the client, which must belong to the generation of the first round."""
         client = internals.coordination_client()
         assert client is not None, "several processes without a coordination service"
+        # The round numbers of a new generation start at 0 in a new service, so a channel that
+        # survived would wait for a round that the others never reach.
         if self._client not in (None, client):
             raise RuntimeError(
                 f"'{self._name}' belongs to an earlier generation of processes. Create the object "
@@ -140,22 +173,22 @@ class Channel:
         return client
 
     def leave(self) -> None:
-        """Says that this process comes to no more rounds, so that nobody waits for it."""
+        """Announces that this process takes part in no more rounds, so that nobody waits for it."""
         client = internals.coordination_client()
         if len(self._members) == 1 or client is None:
             return
         try:
             client.key_value_set(f"tpudist/{self._name}/left/{jax.process_index()}", "")
-        except Exception:  # said before, or the others are gone too; the type varies
+        except Exception:  # already announced, or the service is gone; jaxlib's type varies
             pass
 
-    def _processes_that_left(self, client: Any) -> str:
+    def _find_departed(self, client: KeyValueClient) -> str:
         left = client.key_value_dir_get(f"tpudist/{self._name}/left/")
         return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
 
-    def _processes_missing(self, client: Any, folder: str) -> str:
-        there = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
-        absent = [str(i) for i in self._members if str(i) not in there]
+    def _describe_missing(self, client: KeyValueClient, folder: str) -> str:
+        present = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
+        absent = [str(i) for i in self._members if str(i) not in present]
         leader = f"process {self._members[0]} to answer"
         return f"process {', '.join(absent)}" if absent else leader
 
@@ -165,41 +198,44 @@ class Channel:
 
 
 class Board:
-    """Texts that processes leave for each other, each under a name and written once.
+    """Texts that processes leave for each other, each under a key and written once.
 
-    Nobody waits. About 1 ms each between processes of one machine; in one process it is a dict.
+    Nobody waits. A call costs about 1 ms between processes of one machine. In a run of one process
+    the board is a dict.
+
+    Args:
+        name: Name of the board, the same in all processes and unique in the run.
     """
 
     def __init__(self, name: str):
-        """All processes must use the same name, and no other board of the run may have it."""
         self._folder = f"tpudist/{name}"
-        self._own: dict[str, str] = {}
+        self._local_texts: dict[str, str] = {}
         self.num_processes = jax.process_count()
 
     def post(self, key: str, text: str) -> bool:
-        """Leaves `text` unless there is one already; whether it did.
+        """Writes `text` under `key` unless the key exists; returns whether it wrote.
 
         Raises:
-            ConnectionError: The service cannot be reached, as at the end of a run.
+            ConnectionError: If the service cannot be reached, as at the end of a run.
         """
         if self.num_processes == 1:
-            return self._own.setdefault(key, text) is text
+            return self._local_texts.setdefault(key, text) is text
         try:
             self._client().key_value_set(f"{self._folder}/{key}", text)
-        except Exception as error:  # the type varies; the text says what happened
+        except Exception as error:  # jaxlib's type varies; the text has the status
             if "ALREADY_EXISTS" in str(error):
                 return False
             raise ConnectionError(str(error)) from error
         return True
 
     def read(self, key: str) -> str | None:
-        """The text under `key`; None if nobody has left one.
+        """Returns the text under `key`, or None if there is none.
 
         Raises:
-            ConnectionError: The service cannot be reached.
+            ConnectionError: If the service cannot be reached.
         """
         if self.num_processes == 1:
-            return self._own.get(key)
+            return self._local_texts.get(key)
         try:
             return self._client().key_value_try_get(f"{self._folder}/{key}")
         except Exception as error:
@@ -208,22 +244,22 @@ class Board:
             raise ConnectionError(str(error)) from error
 
     def read_all(self, folder: str) -> dict[str, str]:
-        """The texts under keys that begin with `folder/`, by what comes after that.
+        """Returns all texts whose key begins with `folder/`, by the rest of their key.
 
         Raises:
-            ConnectionError: The service cannot be reached.
+            ConnectionError: If the service cannot be reached.
         """
         if self.num_processes == 1:
-            start = f"{folder}/"
-            own = dict(self._own)
-            return {key[len(start) :]: x for key, x in own.items() if key.startswith(start)}
-        start = f"{self._folder}/{folder}/"
-        try:
-            return {key[len(start) :]: x for key, x in self._client().key_value_dir_get(start)}
-        except Exception as error:
-            raise ConnectionError(str(error)) from error
+            start, texts = f"{folder}/", list(self._local_texts.items())
+        else:
+            start = f"{self._folder}/{folder}/"
+            try:
+                texts = self._client().key_value_dir_get(start)
+            except Exception as error:
+                raise ConnectionError(str(error)) from error
+        return {key.removeprefix(start): text for key, text in texts if key.startswith(start)}
 
-    def _client(self) -> Any:
+    def _client(self) -> KeyValueClient:
         client = internals.coordination_client()
         if client is None:
             raise ConnectionError("This process has left the others.")

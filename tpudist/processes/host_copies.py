@@ -1,7 +1,7 @@
-"""Copies of arrays for the host: made on the devices at once, so that a step may overwrite them."""
+"""Copies arrays to the host. Devices copy at once, so that a step may overwrite the originals."""
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +12,32 @@ from tpudist.processes import generations
 
 
 def begin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies of arrays, each whole in every process; returns at once.
+    """Starts copies of arrays, each complete in every process; returns at once.
 
-    Where an array is spread over processes, they gather it: all must call this with the same.
+    If an array is spread over processes, they gather it: all must call this with the same arrays.
     """
-    shardings = [_whole(x) for x in arrays]
+    shardings = [_copy_sharding(x) for x in arrays]
     groups: dict[Hashable, list[int]] = {}
     for i, sharding in enumerate(shardings):
-        groups.setdefault(_devices_of(sharding), []).append(i)
-    found: dict[int, jax.Array] = {}
+        groups.setdefault(_device_group(sharding), []).append(i)
+    copies: dict[int, jax.Array] = {}
     for numbers in groups.values():
         copy = _copy_program(tuple(shardings[i] for i in numbers))
-        found |= zip(numbers, copy(*(arrays[i] for i in numbers)), strict=True)
-    return [found[i] for i in range(len(arrays))]
+        copies |= zip(numbers, copy(*(arrays[i] for i in numbers)), strict=True)
+    return [copies[i] for i in range(len(arrays))]
 
 
 def finish(copy: jax.Array) -> np.ndarray:
-    """The copy in memory of the host's own, when it has been computed.
+    """Waits for a copy and returns it in host memory of its own.
 
     Raises:
-        jax.errors.JaxRuntimeError: What was to be copied could not be computed.
+        jax.errors.JaxRuntimeError: If the original could not be computed.
     """
     return np.array(copy if copy.is_fully_addressable else copy.addressable_data(0))
 
 
-def _whole(array: jax.Array) -> Sharding:
+def _copy_sharding(array: jax.Array) -> Sharding:
+    """Returns the sharding of a copy that this process can read in full."""
     sharding = array.sharding
     if array.is_fully_addressable or array.is_fully_replicated:
         return sharding
@@ -49,15 +50,18 @@ def _whole(array: jax.Array) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def _devices_of(sharding: Sharding) -> Hashable:
-    """What arrays have in common that one program can copy."""
+def _device_group(sharding: Sharding) -> Hashable:
+    """Returns a key that is equal for arrays that one program can copy."""
+    # A compiled program has one list of devices, in one order. Shardings of a mesh share it.
     if isinstance(sharding, NamedSharding):
         return sharding.mesh
     return frozenset(sharding.device_set)
 
 
 @generations.cache
-def _copy_program(shardings: tuple[Sharding, ...]):
+def _copy_program(
+    shardings: tuple[Sharding, ...],
+) -> Callable[..., tuple[jax.Array, ...]]:
     @functools.partial(jax.jit, out_shardings=shardings)
     def tpudist_copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map(jnp.copy, arrays))

@@ -1,4 +1,8 @@
-"""Connections that carry one JSON text per line, whose end both sides notice."""
+"""TCP connections that carry one JSON object per line, and bytes; each side notices the end.
+
+The supervisor and its processes talk this way. A connection begins with a secret in plain text:
+use it in a private network only.
+"""
 
 import hmac
 import json
@@ -8,58 +12,63 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from tpudist.processes.process_lines import is_v6, watch_link
+import numpy as np
+
+from tpudist.processes.peer_connections import enable_keepalive, is_ipv6
 
 _CONNECT_S = 10.0
-_GREETING = 32  # bytes of the secret, in hexadecimal
+_SECRET_BYTES = 32  # hexadecimal digits: 128 bits
 
 
 class JsonLines:
-    """One connection."""
+    """One connection, to which any thread may write and one thread reads.
+
+    Args:
+        connection: Connected socket; this object closes it.
+    """
 
     def __init__(self, connection: socket.socket):
-        """Of a socket, which it closes."""
-        watch_link(connection)
+        enable_keepalive(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._file: IO[bytes] = connection.makefile("rb")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # lines of two threads must not mix
 
     @classmethod
     def of_descriptor(cls, descriptor: int) -> "JsonLines":
-        """One that another program in this process has opened; see `skip_to`."""
+        """Returns the connection of an inherited descriptor; see `skip_to`."""
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Returns the descriptor of the socket."""
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a line.
+        """Sends a line with `message` as an object.
 
         Raises:
-            OSError: The other side has gone.
+            OSError: If the other side has gone.
         """
         with self._lock:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def send_bytes(self, data: Any) -> None:
-        """Sends bytes after a line that has said how many."""
+    def send_bytes(self, data: bytes | np.ndarray) -> None:
+        """Sends bytes, after a line that contains their number."""
         self._socket.sendall(data)
 
     def read_bytes(self, count: int) -> bytes:
-        """What `send_bytes` has sent.
+        """Returns `count` bytes that the other side sent by `send_bytes`.
 
         Raises:
-            OSError: There is less.
+            OSError: If the connection ends before.
         """
-        found = self._file.read(count)
-        if len(found) < count:
-            raise ConnectionError(f"The connection ended after {len(found)} of {count} bytes.")
-        return found
+        data = self._file.read(count)
+        if len(data) < count:
+            raise ConnectionError(f"The connection ended after {len(data)} of {count} bytes.")
+        return data
 
     def read(self) -> dict[str, Any] | None:
-        """The next line; None when the other side has gone."""
+        """Returns the next line, or None if the other side has gone."""
         try:
             line = self._file.readline()
             return json.loads(line) if line.endswith(b"\n") else None
@@ -67,30 +76,34 @@ class JsonLines:
             return None
 
     def skip_to(self, key: str) -> None:
-        """Reads up to a line that has a key, be what comes before whole lines or not.
+        """Reads up to and including the next line that has `key`.
+
+        A program that took over the connection from another one begins with this: the first line
+        that it sees may be incomplete.
 
         Raises:
-            OSError: The other side has gone.
+            OSError: If the other side has gone.
         """
         while line := self._file.readline():
             try:
                 if key in json.loads(line):
                     return
-            except ValueError:  # the rest of a line that was half read
+            except ValueError:  # the rest of a line that the earlier program began to read
                 pass
         raise ConnectionError("The connection has ended.")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Lines until the other side has gone."""
+        """Yields lines until the other side has gone."""
         while (message := self.read()) is not None:
             yield message
 
     def local_host(self) -> str:
-        """The address of this side."""
+        """Returns the address of this side."""
         return self._socket.getsockname()[0]
 
     def close(self) -> None:
-        """Ends it, for both sides."""
+        """Ends the connection for both sides."""
+        # `close` alone does not wake a thread that reads; `shutdown` does.
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # it has ended
@@ -99,37 +112,35 @@ class JsonLines:
 
 
 class Listener:
-    """Where others connect, if they know the secret.
+    """A server that accepts connections from peers that know the secret.
+
+    Args:
+        host: Address of this host; the server listens on no other.
+        secret: 32 characters; see `make_secret`.
+        serve: Called with each connection, in a thread of its own.
+        port: Port to listen on; 0 for any free port.
 
     Attributes:
-        port: The number.
+        port: Port on which it listens.
+
+    Raises:
+        OSError: If `host` is not an address of this host, or the port is taken.
     """
 
     def __init__(
         self, host: str, secret: str, serve: Callable[[JsonLines], None], *, port: int = 0
     ):
-        """Listens.
-
-        Args:
-            host: The address of this host, and no other.
-            secret: 32 characters; see `make_secret`.
-            serve: Called with each connection, in a thread of its own.
-            port: Which; 0 for any that is free.
-
-        Raises:
-            OSError: The address is another host's, or the port is taken.
-        """
         self._secret, self._serve = secret, serve
-        family = socket.AF_INET6 if is_v6(host) else socket.AF_INET
+        family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        _start(self._accept)
+        _start_thread(self._accept)
 
     def close(self) -> None:
-        """Listens no more; connections stay."""
+        """Stops listening; open connections stay open."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # not connected, which is no matter
+        except OSError:  # some systems refuse this for a socket that only listens
             pass
         self._socket.close()
 
@@ -138,16 +149,16 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                if self._socket.fileno() < 0:
+                if self._socket.fileno() < 0:  # closed; else the peer went before it was accepted
                     return
                 continue
-            _start(self._greet, connection)
+            _start_thread(self._greet, connection)
 
     def _greet(self, connection: socket.socket) -> None:
         with connection:
             try:
                 connection.settimeout(_CONNECT_S)
-                greeting = connection.recv(_GREETING, socket.MSG_WAITALL)
+                greeting = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL)
             except OSError:
                 return
             if hmac.compare_digest(greeting, self._secret.encode()):
@@ -155,10 +166,10 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) -> JsonLines:
-    """Connects to a listener.
+    """Connects to a `Listener`.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: If it cannot be reached.
     """
     connection = socket.create_connection((host, port), timeout=timeout_s)
     connection.sendall(secret.encode())
@@ -166,9 +177,9 @@ def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) ->
 
 
 def make_secret() -> str:
-    """One for a listener."""
-    return secrets.token_hex(_GREETING // 2)
+    """Returns a random secret for a `Listener`."""
+    return secrets.token_hex(_SECRET_BYTES // 2)
 
 
-def _start(run: Callable[..., None], *args: object) -> None:
+def _start_thread(run: Callable[..., None], *args: object) -> None:
     threading.Thread(target=run, args=args, name="tpudist connection", daemon=True).start()

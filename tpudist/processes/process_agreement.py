@@ -1,10 +1,10 @@
-"""Processes agree on each program before they run it first, and on values before they place them.
+"""Compares programs between processes before their first run, and values before their placement.
 
-XLA has every process of a run compile by itself, and lets their collectives meet in the order in
-which they come: programs that differ, or come in another order, give wrong numbers or wait for
-ever, and nothing tells. So before a new program each process says what it is about to run, on the
-host (about 2 ms), and where one says something else all of them raise, with what differs. What was
-agreed once costs nothing after that.
+In XLA, each process of a run compiles by itself, and collectives meet in the order in which they
+are started. If programs or their order differ, JAX hangs or computes wrong numbers, without an
+error. So before a new program each process describes on the host what it is about to run (about
+2 ms). If the descriptions differ, all processes raise an error that contains the difference. Later
+runs of the program are only counted, and `process_watch` compares the counts.
 """
 
 import dataclasses
@@ -24,63 +24,67 @@ from tpudist.programs.program_digest import ProgramText
 from tpudist.xla import internals
 from tpudist.xla.mesh import ReplicaMesh
 
+# First agreements whose names are kept for messages. A report contains at most `MAX_RUNS` runs, but
+# the number of an older one may still be in it while this process begins new ones.
 _REMEMBERED = 2 * run_order.MAX_RUNS
-_SHOWN = 300  # characters of a text in an error
+_MAX_CHARACTERS = 300  # of a text in an error
 
 
 @dataclasses.dataclass(frozen=True)
 class Intention:
-    """What a process is about to do.
+    """An action that a process is about to take.
 
     Attributes:
-        what: In words, such as "Strategy.run of 'train' (train.py:30)".
-        facts: What it does it with, by name: shapes, dtypes, values.
-        program: What is computed, if that is known here.
+        action: Description, such as "Strategy.run of 'train' (train.py:30)".
+        facts: Name -> text of everything that must be equal: shapes, dtypes, values.
+        program: The computation, if it is known.
     """
 
-    what: str
+    action: str
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     program: ProgramText | None = None
 
 
 def agree(mesh: ReplicaMesh, intention: Intention) -> Callable[[], None] | None:
-    """Returns when all processes of the mesh have come here with the same intention.
+    """Returns when all processes of the mesh have called it with the same intention.
 
-    At once if there is one process, or the devices are only described.
+    Returns at once if there is one process, or if the devices are only described.
 
     Returns:
-        To be called whenever it is done, so that the order is watched; None in one process.
+        A function to call at each later run, so that the order is watched; None in one process.
 
     Raises:
-        ProcessesDifferError: They have not, on each of them.
-        RuntimeError: A process did not come, which is named.
+        ProcessesDifferError: In every process, if the intentions differ.
+        RuntimeError: If a process does not arrive; the message names it.
     """
     return _agreement_of(mesh.processes).agree(intention) if is_needed(mesh) else None
 
 
 def agree_once(mesh: ReplicaMesh, key: Hashable, intend: Callable[[], Intention]) -> None:
-    """Agrees at the first call with `key`; at later ones it is only watched that all come.
+    """Agrees at the first call with `key`; later calls are only counted.
 
     Raises:
-        ProcessesDifferError: As `agree`.
-        RuntimeError: As `agree`.
+        ProcessesDifferError: Same as in `agree`.
+        RuntimeError: Same as in `agree`.
     """
+    # The key need not be equal in all processes. A process that has it already counts where
+    # another one agrees; the two then differ in their orders, which the watch reports.
     if is_needed(mesh):
-        known = _agreement_of(mesh.processes).known
-        count = known.get((mesh, key))
-        if count is None:
-            count = agree(mesh, intend())
-            assert count is not None, "there are other processes"
-            known[mesh, key] = count
-        count()
+        counters = _agreement_of(mesh.processes).counters
+        count_run = counters.get((mesh, key))
+        if count_run is None:
+            count_run = agree(mesh, intend())
+            assert count_run is not None, "there are other processes"
+            counters[mesh, key] = count_run
+        count_run()
 
 
 def exchange(mesh: ReplicaMesh, intention: Intention, text: str) -> list[str]:
-    """What each process of the mesh says, in their order, once they agree on all else.
+    """Returns the text of each process of the mesh, in their order, after they agree on the rest.
 
     Raises:
-        ProcessesDifferError: As `agree`.
-        RuntimeError: As `agree`.
+        ProcessesDifferError: Same as in `agree`.
+        RuntimeError: Same as in `agree`.
     """
     return _agreement_of(mesh.processes).exchange(intention, text) if is_needed(mesh) else [text]
 
@@ -95,7 +99,7 @@ def is_needed(mesh: ReplicaMesh) -> bool:
 
 
 def watch(mesh: ReplicaMesh) -> None:
-    """Begins to watch the processes of a mesh, if there are others; see `process_watch`."""
+    """Starts to watch the processes of a mesh, if there are others; see `process_watch`."""
     if is_needed(mesh):
         _agreement_of(mesh.processes)
 
@@ -106,99 +110,114 @@ def _agreement_of(processes: tuple[int, ...]) -> "_Agreement":
 
 
 class _Agreement:
-    """Of some processes, for the length of the run: one order for all that they do together."""
+    """The agreements of a set of processes: one order of everything that they do together."""
+
+    # Numbers of shared calls are equal in all processes, because all of them make the same
+    # agreements in the same order (else an agreement raises, or times out). The n-th agreement
+    # itself is call -n, the runs of its program are calls n.
 
     def __init__(self, processes: tuple[int, ...]):
         self._processes = processes
         name = hashlib.sha256(str(processes).encode()).hexdigest()[:8]
         self._channel = coordination.Channel(f"agreement/{name}", processes)
+        # Two threads must not agree at once: the order of their rounds would be a race.
         self._lock = threading.Lock()
         self._number = 0
-        self._last = ""
+        self._last_action = ""
         self._names: dict[int, str] = {}
         self._order = RunOrder()
-        # What was agreed on before, for `agree_once`, and what counts it.
-        self.known: dict[Hashable, Callable[[], None]] = {}
+        # Key of `agree_once` -> what counts another run. Forgotten with the generation.
+        self.counters: dict[Hashable, Callable[[], None]] = {}
         process_watch.watch().follow(name, self._order, self._describe)
 
     def agree(self, intention: Intention) -> Callable[[], None]:
-        """What counts another run of it, where all is the same."""
+        """Returns a function that counts another run, after all processes have agreed."""
         with self._lock:
             self._enter(intention, "")
-            self._names[self._number] = intention.what
+            self._names[self._number] = intention.action
             return functools.partial(self._order.add, self._number)
 
     def exchange(self, intention: Intention, text: str) -> list[str]:
-        """The texts of all, where all else is the same."""
+        """Returns the texts of all processes, after they have agreed."""
         with self._lock:
             return self._enter(intention, text)
 
     def _describe(self, number: int) -> str:
+        """Describes a shared call for the watch, from its thread."""
         if number > 0:
             return f"{self._names[number]}, as before"
         return self._names.get(number, "something long ago")
 
     def _enter(self, intention: Intention, text: str) -> list[str]:
+        # The order is recorded before the exchange: if another process never arrives, its report
+        # lacks this call, and the watch names it.
         self._number += 1
         self._order.add(-self._number)
-        self._names[-self._number] = f"{intention.what}, for the first time"
+        self._names[-self._number] = f"{intention.action}, for the first time"
         if self._number > _REMEMBERED:
             self._names.pop(_REMEMBERED - self._number, None)
         program = intention.program
         digest = program.digest if program else ""
-        own = [intention.what, dict(intention.facts), digest, text]
-        said = list(map(json.loads, self._exchange(json.dumps(own), intention.what)))
-        if any(x[:3] != said[0][:3] for x in said):
+        own = [intention.action, dict(intention.facts), digest, text]
+        answers = list(map(json.loads, self._exchange(json.dumps(own), intention.action)))
+        if any(x[:3] != answers[0][:3] for x in answers):
             raise ProcessesDifferError(
-                f"{self._describe_difference(intention, said)} Nothing of it has run. All "
+                f"{self._describe_difference(intention, answers)} Nothing of it has run. All "
                 f"processes of a run must do the same things with the same values in the same "
                 f"order. Only values that are per replica may differ, such as the batches of a "
                 f"distributed dataset."
             )
-        self._last = intention.what
-        return [x[3] for x in said]
+        self._last_action = intention.action
+        return [x[3] for x in answers]
 
-    def _exchange(self, text: str, what: str) -> list[str]:
-        return self._channel.exchange(text, purpose=f"to agree on {what}")
+    def _exchange(self, text: str, subject: str) -> list[str]:
+        return self._channel.exchange(text, purpose=f"to agree on {subject}")
 
-    def _describe_difference(self, intention: Intention, said: Sequence[list]) -> str:
-        before = f", after {self._last}" if self._last else ""
-        what = f"The processes differ at program {self._number} of this run{before}"
-        if any(x[0] != said[0][0] for x in said):
-            return f"{what}. {self._list([x[0] for x in said])}"
-        what = f"{what}: {intention.what}"
-        for name in dict.fromkeys(key for x in said for key in x[1]):
-            values = [x[1].get(name, "none") for x in said]
+    def _describe_difference(self, intention: Intention, answers: Sequence[list]) -> str:
+        """Describes the first of action, facts and program in which the processes differ."""
+        before = f", after {self._last_action}" if self._last_action else ""
+        start = f"The processes differ at program {self._number} of this run{before}"
+        if any(x[0] != answers[0][0] for x in answers):
+            return f"{start}. {self._list([x[0] for x in answers])}"
+        start = f"{start}: {intention.action}"
+        for name in dict.fromkeys(key for x in answers for key in x[1]):
+            values = [x[1].get(name, "none") for x in answers]
             if len(set(values)) > 1:
-                return f"{what}, in {name}. {self._list(values)}"
-        return f"{what}, in its computation. {self._find_line(intention.program)}"
+                return f"{start}, in {name}. {self._list(values)}"
+        return f"{start}, in its computation. {self._find_line(intention.program)}"
 
     def _find_line(self, program: ProgramText | None) -> str:
-        """The first operation that differs, about which the processes ask each other."""
+        """Describes the first operation that differs."""
+        # Only digests of whole programs were exchanged. All processes know now that these differ,
+        # so all come here, for two more rounds: the digest of each line (a program may have
+        # thousands of long ones), then the text of the first line whose digests differ.
         lines = program.lines if program else ()
-        short = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
-        digests = list(map(json.loads, self._exchange(json.dumps(short), "the line that differs")))
+        line_digests = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+        subject = "the line that differs"
+        digests = list(map(json.loads, self._exchange(json.dumps(line_digests), subject)))
         shortest = min(map(len, digests))
-        same = (i for i in range(shortest) if any(x[i] != digests[0][i] for x in digests))
-        number = next(same, shortest)
+        different = (i for i in range(shortest) if any(x[i] != digests[0][i] for x in digests))
+        number = next(different, shortest)
         text = "nothing more"
         if program and number < len(lines):
             eqn = program.equations[number]
             place = replica_equality.line_of(eqn) if eqn is not None else ""
             text = f"{place}: {lines[number]}" if place else lines[number]
-        values = self._exchange(json.dumps(text), "the line that differs")
+        values = self._exchange(json.dumps(text), subject)
         return (
             f"{self._list(list(map(json.loads, values)))} The difference may be a random seed, a "
             f"captured number, a setting, or the code itself."
         )
 
     def _list(self, values: Sequence[str]) -> str:
+        """Lists the values of all processes; those with the same value together."""
         groups: dict[str, list[str]] = {}
         for process, value in zip(self._processes, values, strict=True):
             groups.setdefault(value, []).append(str(process))
-        told = [
-            f"{'Process' if len(who) == 1 else 'Processes'} {', '.join(who)}"
-            f"{' (this one)' if who == [str(jax.process_index())] else ''}: {value[:_SHOWN]}"
-            for value, who in groups.items()
+        parts = [
+            f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(group)}"
+            f"{' (this one)' if group == [str(jax.process_index())] else ''}: "
+            f"{value[:_MAX_CHARACTERS]}"
+            for value, group in groups.items()
         ]
-        return "; ".join(told) + "."
+        return "; ".join(parts) + "."

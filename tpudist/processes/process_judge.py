@@ -1,71 +1,70 @@
-"""Compares what the processes of a run tell of themselves, and says why they cannot go on.
+"""Compares the reports of all processes, and decides whether and why the run cannot continue.
 
-A report has the `state` of a process (running, ended, failed), `why` it has failed, a `beat` that
-is another one in each report, the `place` where it runs (`process_state`), and for each order that
-it follows the last `runs` (`run_order`) and the `names` of their numbers. Where it has begun
-nothing for a while it says where it is `at`: a stack.
+Runs in process 0 (`process_watch`). It does no communication: `Judge.judge` maps reports and the
+clock to a verdict, so tests can move the clock.
 """
 
-import dataclasses
 import logging
 import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from tpudist.processes import process_state, run_order
+from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_USER_ERROR
+from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
+from tpudist.processes.process_silence import SILENT_S, WARN_S, describe_silence
 
 _log = logging.getLogger("tpudist")
 
 INTERVAL_S = 0.5
-"""Between the reports of a process."""
-WARN_S = 4.0
-"""After which it is said that a process tells nothing, or that others wait for it."""
-STOPPED_S = 20.0
-"""After which all end where the kernel says that the process is stopped."""
-SILENT_S = 90.0
-"""After which a silent process is taken for stopped where only another host's kernel could say so.
-
-A bit less than JAX's own 100 s, and not much less, since a long computation in C that does not let
-other threads run is silent, too. The death of a process, of a host or of the network is not
-waited for: see `process_lines`.
-"""
+"""Seconds between two reports of a process."""
 HANG_VARIABLE = "TPUDIST_HANG_TIMEOUT_S"
 HANG_S = 600.0
-"""After which all end where one does not come to what others have begun; or that many seconds."""
-EXIT_USER_ERROR = 1
-EXIT_PEER_LOST = 75
-"""Exit code where another process or the network has failed: start again from a checkpoint."""
-ALL_ENDED = "all ended"
-"""The message of the verdict that all have ended well."""
+"""Seconds that others may wait for one process until all end; `HANG_VARIABLE` overrides it."""
 HOLD_S = 2.0
-"""Before a failed collective is told of: another process may be the cause, and silent."""
+"""Seconds for which a failed collective is not reported: another process may be the cause."""
+# The exception of a collective whose peer is gone. It is a symptom, so the cause gets `HOLD_S` to
+# become known: a process that raised reports within `INTERVAL_S`, a stopped one is silent.
 _COLLECTIVE_ERROR = "JaxRuntimeError"
+# Each warning doubles the time until the next one. After this many seconds without a warning the
+# time starts at `WARN_S` again, so that a process that is always slow is reported now and then.
 _BETWEEN_WARNINGS_S = 120.0
-_FIRST_REPORT_S = 10.0  # within which each process that makes a strategy has told something
+# Seconds between two calls of `judge` from which on this process itself was stopped, or busy.
+_SELF_STOPPED_S = SILENT_S / 4
+_FIRST_REPORT_S = 10.0  # within which each process that creates a strategy has reported
 START_AGAIN = "Restart all processes from the last checkpoint."
 _RULE = (
     "They would wait for each other forever, or compute with values of different calls. All "
     "processes of a run must do the same things in the same order."
 )
 
+Reports = Mapping[int, Report]
+
 
 class Judge:
-    """Compares what processes tell."""
+    """Compares the reports of `count` processes.
+
+    A process that has not reported yet is missing in the reports, and is not waited for here:
+    the rendezvous has done that.
+    """
 
     def __init__(self, count: int):
-        """Of `count` processes, none of which has told anything yet."""
         self._count = count
+        # Last beat of each process, and when it was first seen. The clocks of hosts may differ, so
+        # beats are only compared for equality.
         self._heard: dict[int, tuple[float, float]] = {}
+        # Number of shared calls of each process, and since when that is what others wait for.
         self._moved: dict[int, tuple[dict[str, int], float]] = {}
         self._last = time.monotonic()
         self._ended_since = self._failed_since = math.inf
         self._next_warning_s, self._warned_s = WARN_S, -math.inf
         self._hang_s = hang_timeout()
 
-    def judge(self, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
-        """What all are to be told: why they are to end, or that they have ended; or None."""
+    def judge(self, reports: Reports) -> Verdict | None:
+        """Returns the verdict for all processes, or None if they continue."""
+        # In order of certainty. An exception is a cause; a difference is certain, too, and explains
+        # a silence that may follow. Silence and lag are symptoms, which have time limits.
         silences = self._find_silences(reports)
         failed = [i for i, report in reports.items() if report["state"] == "failed"]
         if failed and (verdict := self._explain_failure(failed[0], reports, silences)):
@@ -73,32 +72,41 @@ class Judge:
         for index, report in reports.items():
             for other in range(index):
                 if other in reports and (why := _compare(other, reports[other], index, report)):
-                    return {"message": why, "exit_code": EXIT_USER_ERROR}
+                    return Verdict(why, EXIT_USER_ERROR)
         if self._have_ended(reports):
-            return {"message": ALL_ENDED, "exit_code": 0}
+            return Verdict(ALL_ENDED, 0)
+        return self._judge_silences(silences, reports) or self._judge_lag(silences, reports)
+
+    def _judge_silences(
+        self, silences: Sequence[tuple[int, float]], reports: Reports
+    ) -> Verdict | None:
+        # All of them, because the longest one may be in a debugger, which has no limit.
         for index, waited_s in silences:
             if waited_s <= WARN_S:
                 break
             silence = describe_silence(index, waited_s, reports[index]["place"])
             if waited_s > silence.limit_s:
-                last = _last_of(reports[index])
+                last = _describe_last_calls(reports[index])
                 return _peer_lost(index, f"{silence.text} {last}{START_AGAIN}")
             self._warn(waited_s, silence.warning)
+        return None
+
+    def _judge_lag(self, silences: Sequence[tuple[int, float]], reports: Reports) -> Verdict | None:
         silent = {index for index, waited_s in silences if waited_s > WARN_S}
-        behind = self._find_behind(reports, silent)
-        if behind and behind[1] > WARN_S:
-            index, waited_s = behind
-            what = f"{_describe_lag(index, waited_s, reports)}{_where(reports[index])}"
-            if waited_s > self._hang_s:
-                verdict = _peer_lost(index, f"{what}\n{START_AGAIN}")
-                return verdict | {"all_threads": True}
-            self._warn(
-                waited_s, f"{what}\nAfter {self._hang_s:g} s all processes end ({HANG_VARIABLE})."
-            )
+        laggard = self._find_laggard(reports, silent)
+        if laggard is None or laggard[1] <= WARN_S:
+            return None
+        index, waited_s = laggard
+        text = f"{_describe_lag(index, waited_s, reports)}{_describe_stack(reports[index])}"
+        if waited_s > self._hang_s:
+            message = f"{text}\n{START_AGAIN}"
+            return Verdict(message, EXIT_PEER_LOST, failed=index, all_threads=True)
+        limit = f"After {self._hang_s:g} s all processes end ({HANG_VARIABLE})."
+        self._warn(waited_s, f"{text}\n{limit}")
         return None
 
     def _warn(self, waited_s: float, text: str) -> None:
-        """Says it, and again after twice the time; of one that is always slow, now and then."""
+        """Logs a warning, and later ones after twice the time each."""
         now = time.monotonic()
         if now - self._warned_s > _BETWEEN_WARNINGS_S:
             self._next_warning_s = WARN_S
@@ -107,12 +115,9 @@ class Judge:
             _log.warning("%s", text)
 
     def _explain_failure(
-        self,
-        index: int,
-        reports: Mapping[int, Mapping[str, Any]],
-        silences: Sequence[tuple[int, float]],
-    ) -> dict[str, Any] | None:
-        """Why a process has failed: for a while it is not said if another one may be the cause."""
+        self, index: int, reports: Reports, silences: Sequence[tuple[int, float]]
+    ) -> Verdict | None:
+        """Returns the verdict for a failed process; None while another may still be the cause."""
         why = reports[index]["why"]
         if _COLLECTIVE_ERROR in why:
             self._failed_since = min(self._failed_since, time.monotonic())
@@ -120,27 +125,27 @@ class Judge:
                 silent, waited_s = silences[0]
                 silence = describe_silence(silent, waited_s, reports[silent]["place"])
                 return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
+            # Long enough for a process that went silent just before to be silent for `HOLD_S`.
             if time.monotonic() - self._failed_since < HOLD_S + 2 * INTERVAL_S:
                 return None
-        return {
-            "message": f"Process {index} failed, so this process cannot continue:\n{why}",
-            "exit_code": reports[index].get("exit_code", EXIT_USER_ERROR),
-            "failed": index,
-        }
+        message = f"Process {index} failed, so this process cannot continue:\n{why}"
+        return Verdict(message, reports[index].get("exit_code", EXIT_USER_ERROR), failed=index)
 
-    def _have_ended(self, reports: Mapping[int, Mapping[str, Any]]) -> bool:
+    def _have_ended(self, reports: Reports) -> bool:
         if not all(x["state"] == "ended" for x in reports.values()):
             self._ended_since = math.inf
             return False
         self._ended_since = min(self._ended_since, time.monotonic())
-        # Those that have never told anything do nothing together with others.
+        # A process that has not reported for so long creates no strategy, so it takes part in
+        # nothing that the others do.
         is_long_ago = time.monotonic() - self._ended_since > _FIRST_REPORT_S
         return len(reports) == self._count or is_long_ago
 
-    def _find_silences(self, reports: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, float]]:
-        """For how many seconds each running process has told nothing, the longest first."""
+    def _find_silences(self, reports: Reports) -> list[tuple[int, float]]:
+        """Returns each running process and the seconds since its last report, longest first."""
         now = time.monotonic()
-        if now - self._last > SILENT_S / 4:  # this process itself could not listen
+        if now - self._last > _SELF_STOPPED_S:
+            # This process was stopped itself, so it could not have heard anybody.
             self._heard.clear()
         self._last = now
         for index, report in reports.items():
@@ -150,83 +155,35 @@ class Judge:
         silences = [(i, now - self._heard[i][1]) for i in running]
         return sorted(silences, key=lambda x: -x[1])
 
-    def _find_behind(
-        self, reports: Mapping[int, Mapping[str, Any]], silent: Collection[int]
-    ) -> tuple[int, float] | None:
-        """Who, of those not silent, has not begun for longest what others have; for how long."""
+    def _find_laggard(self, reports: Reports, silent: Collection[int]) -> tuple[int, float] | None:
+        """Returns the process that others have waited for longest, and for how many seconds.
+
+        Silent processes are left out: they have their own limits.
+        """
         now = time.monotonic()
         lengths = {
             i: {name: run_order.length(x["runs"]) for name, x in report["orders"].items()}
             for i, report in reports.items()
         }
-        for i, mine in lengths.items():
+        # A process lags if another has begun more calls of an order that both follow. Its time
+        # starts again with each call that it begins: a slow process is not a hung one.
+        for i, own_lengths in lengths.items():
             is_behind = any(
                 other.get(name, 0) > count
                 for other in lengths.values()
-                for name, count in mine.items()
+                for name, count in own_lengths.items()
             )
-            if not is_behind or self._moved.get(i, (None, now))[0] != mine:
-                self._moved[i] = mine, now
+            if not is_behind or self._moved.get(i, (None, now))[0] != own_lengths:
+                self._moved[i] = own_lengths, now
         heard = [i for i, x in reports.items() if x["state"] == "running" and i not in silent]
         return max(((i, now - self._moved[i][1]) for i in heard), key=lambda x: x[1], default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Silence:
-    """That a process tells nothing.
-
-    Attributes:
-        text: In words, with what its kernel says.
-        limit_s: For how long that may go on.
-    """
-
-    text: str
-    limit_s: float
-
-    @property
-    def warning(self) -> str:
-        """With what comes of it."""
-        return (
-            f"{self.text} After {self.limit_s:g} s all processes end."
-            if self.limit_s < math.inf
-            else self.text
-        )
-
-
-def describe_silence(index: int, seconds: float, place: str) -> Silence:
-    """Of a process that has told nothing for some seconds.
-
-    Args:
-        index: Its number.
-        seconds: For how long.
-        place: Where it runs; see `process_state`.
-    """
-    told = f"Process {index} ({process_state.describe(place)}) has not reported for {seconds:.0f} s"
-    state = process_state.find(place)
-    if state is None:
-        why = (
-            "it is stopped, its host is busy or unreachable, or it runs C code that does not "
-            "release Python's lock."
-        )
-    elif state is process_state.State.STOPPED:
-        return Silence(f"{told}: it was stopped by SIGSTOP or Ctrl-Z.", STOPPED_S)
-    elif state is process_state.State.DEBUGGED:
-        return Silence(f"{told}: a debugger has stopped it.", math.inf)
-    elif state is process_state.State.GONE:
-        return Silence(f"{told}: it no longer exists.", 0.0)
-    else:
-        why = (
-            "it runs C code that does not release Python's lock, or its host is busy or "
-            "unreachable."
-        )
-    return Silence(f"{told}: {why}", SILENT_S)
-
-
 def hang_timeout() -> float:
-    """For how many seconds others may wait for one process; `HANG_VARIABLE` changes it.
+    """Returns the seconds that others may wait for one process, `HANG_S` or `HANG_VARIABLE`.
 
     Raises:
-        ValueError: It is no positive number.
+        ValueError: If the variable is not a positive number.
     """
     text = os.environ.get(HANG_VARIABLE, "")
     if not text:
@@ -235,7 +192,7 @@ def hang_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not seconds > 0:  # also nan
         raise ValueError(
             f"{HANG_VARIABLE}={text!r} must be a number of seconds above 0. Use such a number, or "
             f"inf to wait forever."
@@ -243,64 +200,72 @@ def hang_timeout() -> float:
     return seconds
 
 
-def _peer_lost(index: int, message: str) -> dict[str, Any]:
-    return {"message": message, "exit_code": EXIT_PEER_LOST, "failed": index}
+def _peer_lost(index: int, message: str) -> Verdict:
+    return Verdict(message, EXIT_PEER_LOST, failed=index)
 
 
-def _describe_lag(index: int, seconds: float, reports: Mapping[int, Mapping[str, Any]]) -> str:
-    """That others wait for a process, and in what."""
+def _describe_lag(index: int, seconds: float, reports: Reports) -> str:
+    """Returns who waits for a process, and for which call."""
     report = reports[index]
     for name, order in report["orders"].items():
-        mine = run_order.length(order["runs"])
-        for other, theirs in reports.items():
-            there = theirs["orders"].get(name)
-            if there and run_order.length(there["runs"]) > mine:
-                number = next(
-                    (n for n, start, times in there["runs"] if mine < start + times), None
-                )
-                what = there["names"].get(str(number), "a shared call")
-                who = f"process {index} ({process_state.describe(report['place'])})"
+        own_length = run_order.length(order["runs"])
+        for other, other_report in reports.items():
+            other_order = other_report["orders"].get(name)
+            if other_order and run_order.length(other_order["runs"]) > own_length:
+                call = _name_of_call(other_order, own_length)
+                laggard = f"process {index} ({process_state.describe(report['place'])})"
                 return (
-                    f"Process {other} has waited {seconds:.0f} s for {who} to start {what} (call "
-                    f"{mine + 1})."
+                    f"Process {other} has waited {seconds:.0f} s for {laggard} to start {call} "
+                    f"(call {own_length + 1})."
                 )
     return f"Other processes have waited {seconds:.0f} s for process {index}."
 
 
-def _where(report: Mapping[str, Any]) -> str:
-    at = report.get("at", "").rstrip()
-    return f" It is at:\n{at}" if at else ""
+def _name_of_call(order: OrderReport, position: int) -> str:
+    """Returns the description of the call at or after a position, if it is remembered."""
+    number = next((n for n, start, times in order["runs"] if position < start + times), None)
+    return order["names"].get(str(number), "a shared call")
 
 
-def _compare(i: int, one: Mapping[str, Any], j: int, other: Mapping[str, Any]) -> str:
-    """In what two processes differ; empty if in nothing that is known yet."""
-    for name in one["orders"].keys() & other["orders"].keys():
-        a, b = one["orders"][name], other["orders"][name]
-        names = {**a["names"]}, {**b["names"]}
-        found = run_order.first_difference(a["runs"], b["runs"])
-        if found is not None:
-            position, x, y = found
+def _describe_stack(report: Report) -> str:
+    stack = report.get("at", "").rstrip()
+    return f" It is at:\n{stack}" if stack else ""
+
+
+def _compare(i: int, report_i: Report, j: int, report_j: Report) -> str:
+    """Returns how two processes differ, or "" if no difference is known yet."""
+    for name in report_i["orders"].keys() & report_j["orders"].keys():
+        order_i, order_j = report_i["orders"][name], report_j["orders"][name]
+        difference = run_order.first_difference(order_i["runs"], order_j["runs"])
+        if difference is not None:
+            position, number_i, number_j = difference
             return (
                 f"The processes differ at call {position + 1} of their shared calls. Process {i}: "
-                f"{names[0][str(x)]}; Process {j}: {names[1][str(y)]}. {_RULE}"
+                f"{order_i['names'][str(number_i)]}; Process {j}: "
+                f"{order_j['names'][str(number_j)]}. {_RULE}"
             )
-        for (k, ended), (m, going) in (((i, one), (j, other)), ((j, other), (i, one))):
+        for (k, ended), (m, active) in (
+            ((i, report_i), (j, report_j)),
+            ((j, report_j), (i, report_i)),
+        ):
             if ended["state"] != "ended":
                 continue
-            few, many = (run_order.length(x["orders"][name]["runs"]) for x in (ended, going))
-            if few < many:
+            num_ended, num_active = (
+                run_order.length(x["orders"][name]["runs"]) for x in (ended, active)
+            )
+            if num_ended < num_active:
                 return (
-                    f"Process {k} ended after {few} shared call(s), but process {m} has started "
-                    f"{many}. {_last_of(going)}{_RULE} Loops must have the same length, as loops "
-                    f"over distributed datasets do."
+                    f"Process {k} ended after {num_ended} shared call(s), but process {m} has "
+                    f"started {num_active}. {_describe_last_calls(active)}{_RULE} Loops must have "
+                    f"the same length, as loops over distributed datasets do."
                 )
     return ""
 
 
-def _last_of(report: Mapping[str, Any]) -> str:
-    told = [
+def _describe_last_calls(report: Report) -> str:
+    calls = [
         f"{order['names'][str(order['runs'][-1][0])]} (call {run_order.length(order['runs'])})"
         for order in report["orders"].values()
         if order["runs"]
     ]
-    return f"Its last calls: {', '.join(told)}. " if told else ""
+    return f"Its last calls: {', '.join(calls)}. " if calls else ""

@@ -1,7 +1,7 @@
-"""How a process of this host is, as the kernel sees it, whatever it tells of itself.
+"""Reads the state of a process of this host from the kernel, whatever the process itself reports.
 
-A process that tells nothing may be stopped, or may compute in C and let no thread of Python run.
-Only its own kernel can say which. The kernel of another host cannot be asked: None then.
+A silent process may be stopped, or compute in C without letting Python threads run. Only its own
+kernel can distinguish the two. The state of a process of another host is unknown.
 """
 
 import enum
@@ -14,7 +14,7 @@ _PROC = Path("/proc")
 
 
 class State(enum.Enum):
-    """What a process does."""
+    """State of a process, as its kernel reports it."""
 
     GONE = "gone"
     STOPPED = "stopped"
@@ -22,42 +22,49 @@ class State(enum.Enum):
     RUNNING = "running"
 
 
+# A place is "<pid namespace> <pid> <host name>". Two containers of one host may use the same pid,
+# and two hosts the same host name, so processes are on one host only if their namespaces agree.
+
+
 def here(pid: int | None = None) -> str:
-    """Where a process of this host is, by default this one: with the namespace of its pid."""
+    """Returns the place of a process of this host, by default of this one."""
     return f"{_namespace()} {pid or os.getpid()} {socket.gethostname()}"
 
 
 def describe(place: str) -> str:
-    """A place in words: "pid 4711 on node7"."""
+    """Returns a text for a place, such as "pid 4711 on node7"."""
     _, pid, host = place.split(" ", 2)
     return f"pid {pid} on {host}"
 
 
 def pid_here(place: str) -> int | None:
-    """The pid of the process at a place; None on another host."""
+    """Returns the pid of the process at a place, or None if it is on another host."""
     namespace, pid, _ = place.split(" ", 2)
     return int(pid) if namespace == _namespace() else None
 
 
 def find(place: str) -> State | None:
-    """How the process at a place is; None if only another host knows."""
-    namespace, pid, _ = place.split(" ", 2)
-    if sys.platform != "linux" or namespace != _namespace():
+    """Returns the state of the process at a place, or None if this host does not know it."""
+    pid = pid_here(place)
+    if sys.platform != "linux" or pid is None:
         return None
     try:
-        letter = (_PROC / pid / "stat").read_text().rpartition(")")[2].split()[0]
+        # "4711 (name) S 1 ...": the name may contain spaces and parentheses.
+        letter = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return State.GONE
     except OSError:
         return None
+    # Letters of proc(5). Z is a zombie, which no longer runs, and X a dead process.
     return {"T": State.STOPPED, "t": State.DEBUGGED, "Z": State.GONE, "X": State.GONE}.get(
         letter, State.RUNNING
     )
 
 
 def _namespace() -> str:
-    """What two processes have in common whose pids mean the same."""
+    """Returns a text that is equal in two processes if a pid means the same in both."""
     try:
+        # The inode of a namespace is unique on one host until it restarts, so the boot id is part.
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:

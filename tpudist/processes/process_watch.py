@@ -1,56 +1,67 @@
-"""Watches the processes of a run, so that none waits for ever for another one, and none is silent.
+"""Watches the processes of a run, so that no process waits forever for another one.
 
-Each process tells twice a second, on the host and from a thread of its own, what it has begun
-(`run_order`), whether it has ended, and of an exception that ends it. Process 0 compares. Where two
-have begun different things at the same place, where one has ended and others go on, has raised, or
-is not heard of any more, all are told, say so, and end: the collectives that they wait in would not
-return. Nothing is added to a step but a count.
+Twice a second a thread of each process reports, on the host, which shared calls the process has
+begun (`run_order`), whether it has ended, and the exception that ended it. Process 0 compares the
+reports (`process_judge`). If two processes have begun different calls at the same position, if one
+has ended, failed or fallen silent, every process gets a verdict, prints it, and ends: the
+collectives in which they wait would never return. A step pays for this with one counter.
+
+The texts go through JAX's coordination service, which runs in process 0:
+
+| key | writer | meaning |
+|---|---|---|
+| `tpudist/watch/report/<i>` | process i, repeatedly | its state; see `Report` |
+| `tpudist/watch/verdict/<i>` | process 0, once | why process i must end, or that all have ended |
+| `tpudist/watch/lines` | process 0, once | where to connect; see `peer_connections` |
+| `tpudist/watch/gone/<i>` | process i, last | it has its verdict and exits |
 """
 
 import atexit
-import faulthandler
 import functools
 import json
 import logging
-import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, NoReturn
 
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
 from tpudist.goodput import goodput
 from tpudist.processes import generations, preemption_service, process_state, run_order
-from tpudist.processes.process_judge import (
-    ALL_ENDED,
-    EXIT_PEER_LOST,
-    EXIT_USER_ERROR,
-    HOLD_S,
-    INTERVAL_S,
-    START_AGAIN,
-    WARN_S,
-    Judge,
-    describe_silence,
+from tpudist.processes.coordination import KeyValueClient
+from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED, EXIT_USER_ERROR
+from tpudist.processes.peer_connections import PeerConnections
+from tpudist.processes.process_exit import (
+    exit_now,
+    print_all_threads,
+    print_error,
+    raise_in_program,
+    stack_of_program,
 )
-from tpudist.processes.process_lines import Lines
+from tpudist.processes.process_judge import HOLD_S, INTERVAL_S, START_AGAIN, Judge
+from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
+from tpudist.processes.process_silence import WARN_S, describe_silence
+from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.run_order import RunOrder
 from tpudist.xla import internals
 
 _log = logging.getLogger("tpudist")
 
 GRACE_S = 2.0
-"""Between the exception that is raised in a process that is to end, and its end."""
-_REPORTS_PER_S = 1000  # which process 0 reads
+"""Seconds between the exception that is raised in a process that must end, and its end."""
+_REPORTS_PER_S = 1000  # that process 0 can read: with more processes, each reports less often
 _WAIT_MS = 1000
+_FOLDER = "tpudist/watch"
 
 
 @functools.cache
 def watch() -> "Watch":
-    """That of this process; the first call starts it. All processes must call it."""
+    """Returns the watch of this process; the first call starts it. All processes must call it."""
     return Watch()
 
 
@@ -62,32 +73,40 @@ def _end_watch() -> None:
 
 
 class Watch:
-    """What this process tells the others, and what it is told.
+    """Reports this process to the others, and ends it after a verdict.
 
     Attributes:
-        message: Why this process is to end; empty while all is well.
+        message: Reason for this process to end; empty while all is well.
     """
 
+    # Three threads take part. The program's thread only adds to orders; `_report_often` reads them
+    # and, in process 0, judges; `_listen` waits for the verdict. Nothing is locked: each attribute
+    # has one writer, except `_state`, which only leaves "running" (an exception and the exit
+    # handler both run in the main thread).
+
     def __init__(self):
-        """Starts to tell and to listen."""
         self.message = ""
         self._exit_code = EXIT_USER_ERROR
-        self._client, self._index = internals.coordination_client(), jax.process_index()
+        client: KeyValueClient = internals.coordination_client()
+        self._client, self._index = client, jax.process_index()
         self._count = jax.process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
-        self._state, self._why, self._failure_code = "running", "", EXIT_USER_ERROR
+        self._state: Literal["running", "ended", "failed"] = "running"
+        self._why, self._failure_code = "", EXIT_USER_ERROR
         self._place, self._place_of_first = process_state.here(), ""
-        self._lengths, self._moved_s = {}, time.monotonic()
+        self._lengths: dict[str, int] = {}
+        self._moved_s = time.monotonic()
         self._next_warning_s = WARN_S
         self._ended_together = threading.Event()
         self._closing = threading.Event()
-        self._judge = Judge(self._count)  # also where another one judges: a wrong setting is said
-        self._lines = Lines(self._index, self._on_lost)
+        # In every process, though only process 0 judges: a wrong setting raises in each of them.
+        self._judge = Judge(self._count)
+        self._peers = PeerConnections(self._index, self._on_lost)
         self._interval_s = INTERVAL_S + self._count / _REPORTS_PER_S
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self._threads = [
             threading.Thread(target=self._report_often, name="tpudist watch", daemon=True),
-            threading.Thread(target=self._listen, name="tpudist watch, told", daemon=True),
+            threading.Thread(target=self._listen, name="tpudist watch, verdict", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -95,41 +114,41 @@ class Watch:
         atexit.register(self._at_exit)
 
     def follow(self, name: str, order: RunOrder, describe: Callable[[int], str]) -> None:
-        """Tells of an order too, which all the processes in it know by the same name.
+        """Includes an order in the reports.
 
         Args:
-            name: Of the order.
-            order: What this process has begun.
-            describe: What a number in it stands for, in words.
+            name: Name of the order, the same in all processes that have it.
+            order: The shared calls that this process has begun.
+            describe: Called with the number of a shared call; returns a description of it.
         """
         self._orders[name] = order, describe
 
     def abandon(self) -> None:
-        """Watches no more: the processes of the run are others now."""
+        """Stops watching, because the processes of the run change."""
         self._closing.set()
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
 
-    # Telling.
+    # Reports.
 
     def _report_often(self) -> None:
         while True:
-            report = self._describe()
+            report = self._make_report()
             try:
                 self._send(report)
-            except Exception:  # the type varies; `_listen` finds out whether the service is gone
+            except Exception:  # jaxlib's type varies; `_listen` notices if the service is gone
                 pass
             if self._closing.wait(self._interval_s):
                 return
 
-    def _describe(self) -> dict[str, Any]:
-        """What this process has begun, and how it is."""
-        orders = {}
+    def _make_report(self) -> Report:
+        orders: dict[str, OrderReport] = {}
         for name, (order, describe) in list(self._orders.items()):
             runs = order.last_runs()
-            orders[name] = {"runs": runs, "names": {x: describe(x) for x in {r[0] for r in runs}}}
-        report = {
+            names = {str(number): describe(number) for number in {run[0] for run in runs}}
+            orders[name] = {"runs": runs, "names": names}
+        report: Report = {
             "state": self._state,
             "why": self._why,
             "exit_code": self._failure_code,
@@ -140,183 +159,204 @@ class Watch:
         lengths = {name: run_order.length(x["runs"]) for name, x in orders.items()}
         if lengths != self._lengths:
             self._lengths, self._moved_s = lengths, time.monotonic()
-        elif time.monotonic() - self._moved_s > WARN_S / 2:  # others may want to know why
-            report["at"] = _stack_of_program()
+        elif time.monotonic() - self._moved_s > WARN_S / 2:
+            # Others that wait get a warning after `WARN_S`, which is to contain the stack.
+            report["at"] = stack_of_program()
         return report
 
-    def _send(self, report: dict[str, Any]) -> None:
-        """And where all meet, what follows from the reports of all."""
-        key = f"tpudist/watch/report/{self._index}"
+    def _send(self, report: Report) -> None:
+        """Sends the report of this process; in process 0, also judges the reports of all."""
+        key = f"{_FOLDER}/report/{self._index}"
         self._client.key_value_set(key, json.dumps(report), allow_overwrite=True)
         if self._index:
             return
-        found = self._client.key_value_dir_get("tpudist/watch/report/")
-        reports = {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in found}
+        texts = self._client.key_value_dir_get(f"{_FOLDER}/report/")
+        reports = {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in texts}
         verdict = self._judge.judge(reports)
         if verdict is not None and not self._ask_supervisor(verdict):
             self._pronounce(verdict)
 
-    def _ask_supervisor(self, verdict: Mapping[str, Any]) -> bool:
-        """Lets a supervisor end the process that all wait for; the others go on without it."""
-        if verdict["exit_code"] != EXIT_PEER_LOST:
+    def _ask_supervisor(self, verdict: Verdict) -> bool:
+        """Asks a supervisor, if any, to end the process that failed, so that others continue."""
+        if verdict.exit_code != EXIT_PEER_LOST:
             return False
-        return generations.report_lost(verdict["failed"], verdict["message"])
+        assert verdict.failed is not None, "a peer was lost"
+        return generations.report_lost(verdict.failed, verdict.message)
 
-    def _pronounce(self, verdict: Mapping[str, Any]) -> None:
+    def _pronounce(self, verdict: Verdict) -> None:
         for i in range(self._count):
-            key = f"tpudist/watch/verdict/{i}"
-            self._client.key_value_set(key, json.dumps(verdict), allow_overwrite=True)
+            self._client.key_value_set(f"{_FOLDER}/verdict/{i}", verdict.encode(), True)
 
-    # Listening.
+    # Verdicts.
 
-    def _open_lines(self) -> None:
-        """So that a killed process is noticed at once; without them, when it is silent."""
-        host, key = internals.coordinator_host(), "tpudist/watch/lines"
+    def _connect_peers(self) -> None:
+        """Connects the processes; without that, a killed process is only noticed by its silence."""
+        host, key = internals.coordinator_host(), f"{_FOLDER}/lines"
         try:
             if self._index:
                 text = self._client.blocking_key_value_get(key, 20 * _WAIT_MS)
-                where, self._place_of_first = json.loads(text)
-                self._lines.connect(host, where)
+                address, self._place_of_first = json.loads(text)
+                self._peers.connect(host, address)
             else:
-                where = self._lines.listen(host)
-                self._client.key_value_set(key, json.dumps([where, self._place]), True)
-        except Exception as error:  # of the network, or the service; the type varies
+                address = self._peers.listen(host)
+                self._client.key_value_set(key, json.dumps([address, self._place]), True)
+        except Exception as error:  # of the network or of the service, whose type varies
             _log.info("Process %d has no connection to the others: %s", self._index, error)
 
     def _on_lost(self, index: int) -> None:
-        """Another process was killed: all are told, unless they end already."""
+        """Reports another process that was killed, unless this one ends already."""
         if self.message or self._closing.is_set() or self._has_left():
             return
-        verdict = {
-            "message": f"Process {index} ended without a message: it was killed (by SIGKILL, or "
+        verdict = Verdict(
+            f"Process {index} ended without a message: it was killed (by SIGKILL, or "
             f"out of memory), it called os._exit, or its host or network failed. {START_AGAIN}",
-            "exit_code": EXIT_PEER_LOST,
-            "failed": index,
-        }
-        if self._index:  # it was the first one: JAX is about to abort this one
-            _write(f"[tpudist p{self._index}] {verdict['message']}")
-            _exit(EXIT_PEER_LOST)
+            EXIT_PEER_LOST,
+            failed=index,
+        )
+        if self._index:
+            # It was process 0, and with it JAX's service: JAX aborts this process within 0.2 to
+            # 1.5 s, so there is no time for an exception in the program.
+            print_error(f"[tpudist p{self._index}] {verdict.message}")
+            exit_now(EXIT_PEER_LOST)
         try:
             self._pronounce(verdict)
-        except Exception:  # this process ends, too; the type varies
+        except Exception:  # this process ends, too; jaxlib's type varies
             pass
 
     def _listen(self) -> None:
-        if not generations.is_supervised():  # a supervisor notices it, and all are to go on
-            self._open_lines()
-        key = f"tpudist/watch/verdict/{self._index}"
+        """Waits for a verdict, and ends this process unless all have ended well."""
+        # A supervisor notices a death itself, and the other processes continue.
+        if not generations.is_supervised():
+            self._connect_peers()
+        verdict = self._wait_for_verdict()
+        if verdict is None:
+            return
+        if verdict.message == ALL_ENDED:
+            self._ended_together.set()
+        else:
+            self._end(verdict)
+
+    def _wait_for_verdict(self) -> Verdict | None:
+        """Returns the verdict; None if the watch closes, or the program leaves the run.
+
+        Process 0 writes one in the end. If it cannot, because it is dead or stopped, this process
+        comes to a verdict of its own: the service fails, or its connection is silent.
+        """
+        key = f"{_FOLDER}/verdict/{self._index}"
         while not self._closing.is_set():
             try:
-                verdict = json.loads(self._client.blocking_key_value_get(key, _WAIT_MS))
-            except Exception as error:  # the type varies; the text says what happened
+                return Verdict.decode(self._client.blocking_key_value_get(key, _WAIT_MS))
+            except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" in str(error):
                     verdict = self._judge_first()
                     if verdict and not self._ask_supervisor(verdict):
-                        self._end(verdict)
-                        return
+                        return verdict
                     continue
+                # In the time of one report, the program itself may turn out to have left.
                 if self._closing.wait(self._interval_s) or self._has_left():
-                    return
-                verdict = {
-                    "message": f"Cannot reach process 0, which coordinates this run "
+                    return None
+                return Verdict(
+                    f"Cannot reach process 0, which coordinates this run "
                     f"({str(error).splitlines()[0][:200]}). It was killed, or the network "
                     f"failed. {START_AGAIN}",
-                    "exit_code": EXIT_PEER_LOST,
-                    "failed": 0,
-                }
-            if verdict["message"] == ALL_ENDED:
-                self._ended_together.set()
-                return
-            self._end(verdict)
-            return
+                    EXIT_PEER_LOST,
+                    failed=0,
+                )
+        return None
 
-    def _judge_first(self) -> dict[str, Any] | None:
-        """Of the first process, which cannot say itself that it is silent: why to end, or None."""
-        waited_s = self._lines.silence_s()
+    def _judge_first(self) -> Verdict | None:
+        """Returns a verdict if process 0 is silent, which it cannot report itself."""
+        waited_s = self._peers.silence_s()
         if waited_s <= WARN_S:
             self._next_warning_s = WARN_S
             return None
         silence = describe_silence(0, waited_s, self._place_of_first)
         if waited_s > silence.limit_s:
-            message = f"{silence.text} {START_AGAIN}"
-            return {"message": message, "exit_code": EXIT_PEER_LOST, "failed": 0, "silent": True}
+            return Verdict(f"{silence.text} {START_AGAIN}", EXIT_PEER_LOST, failed=0, silent=True)
         if waited_s > self._next_warning_s:
             self._next_warning_s = 2 * waited_s
             _log.warning("%s", silence.warning)
         return None
 
-    def _end(self, verdict: Mapping[str, Any]) -> None:
-        """Raises in the main thread, which may not be able to; then the process ends."""
-        message = verdict["message"]
-        # The traceback of an exception of this process has been shown.
-        if verdict.get("failed") != self._index or self._state != "failed":
-            _write(f"[tpudist p{self._index}] {message}")
-        self._exit_code, self.message = verdict["exit_code"], message
+    def _end(self, verdict: Verdict) -> None:
+        """Raises in the program, which may handle it for `GRACE_S`; then ends the process."""
+        # If this process has failed itself, Python has printed the traceback already.
+        if verdict.failed != self._index or self._state != "failed":
+            print_error(f"[tpudist p{self._index}] {verdict.message}")
+        self._exit_code, self.message = verdict.exit_code, verdict.message
         goodput.flush()
-        goodput.note("verdict", message=message)
+        goodput.note("verdict", message=verdict.message)
         if self._state == "running":
-            _write(f"Process {self._index} was at:\n{_stack_of_program()}")
-            if verdict.get("all_threads"):
-                _write_all_threads()
-            differ = "failed" not in verdict
-            _raise_in_program(ProcessesDifferError if differ else ProcessFailedError, message)
-        time.sleep(GRACE_S)
-        if verdict.get("silent"):  # who would have to listen to what is said at the end
-            _exit(self._exit_code)
+            print_error(f"Process {self._index} was at:\n{stack_of_program()}")
+            if verdict.all_threads:
+                print_all_threads()
+            differ = verdict.failed is None
+            error = ProcessesDifferError if differ else ProcessFailedError
+            raise_in_program(error, verdict.message)
+        time.sleep(GRACE_S)  # a thread that waits in C++ does not notice the exception
+        if verdict.silent:  # process 0 would have to read the farewell
+            exit_now(self._exit_code)
         self._leave()
 
     def _close(self) -> None:
-        """Ends the threads: of one that is in C++ when Python ends, the process would abort."""
+        """Ends the threads. A thread in C++ when Python ends would abort the process."""
         self._closing.set()
-        self._lines.close()
+        self._peers.close()
         for thread in self._threads:
             thread.join(3 * _WAIT_MS / 1000)
 
     def _has_left(self) -> bool:
-        """Whether the program itself has left the others, by `jax.distributed.shutdown`."""
+        """Whether the program itself has left the run, by `jax.distributed.shutdown`."""
         return internals.coordination_client() is not self._client
 
-    def _leave(self) -> None:
-        """Ends this process; that in which all meet at last, as JAX ends those that lose it."""
+    def _leave(self) -> NoReturn:
+        """Ends this process; process 0 ends last."""
+        # Process 0 has the service, and JAX aborts the processes that lose it. So the others
+        # announce that they exit, and process 0 waits for them: a little longer than their grace
+        # time, because a dead process announces nothing, and then a moment for their exit.
         try:
             if self._index:
-                self._client.key_value_set(f"tpudist/watch/gone/{self._index}", "", True)
+                self._client.key_value_set(f"{_FOLDER}/gone/{self._index}", "", True)
             else:
-                deadline = time.monotonic() + GRACE_S + 0.5  # a dead one does not say that it goes
+                deadline = time.monotonic() + GRACE_S + 0.5
                 while time.monotonic() < deadline:
-                    if (
-                        len(self._client.key_value_dir_get("tpudist/watch/gone/"))
-                        >= self._count - 1
-                    ):
+                    gone = self._client.key_value_dir_get(f"{_FOLDER}/gone/")
+                    if len(gone) >= self._count - 1:
                         break
                     time.sleep(0.05)
                 time.sleep(0.2)
-        except Exception:  # the service is gone; the type varies
+        except Exception:  # the service is gone; jaxlib's type varies
             pass
-        _exit(self._exit_code)
+        exit_now(self._exit_code)
 
     # The end of this process.
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, where: Any) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, where: TracebackType | None
+    ) -> None:
         self._excepthook(kind, error, where)
         if self._state == "running" and not self.message:
+            # The end of the text, which has the exception: a report is a value of the service.
             self._why = "".join(traceback.format_exception(kind, error, where))[-6000:]
             self._state = "failed"
 
     def _on_sigterm(self) -> None:
-        """This process ends now: by `SystemExit`, of which the others would know nothing."""
+        """Reports SIGTERM, because the others do not learn of the `SystemExit` that follows."""
         if self._state == "running" and not self.message:
-            _write(
+            print_error(
                 f"[tpudist p{self._index}] SIGTERM. This program does not handle it, so "
                 f"the process ends now. With PreemptionCheckpointHandler it would first save its "
                 f"state."
             )
             self._why = "SIGTERM: it received a request to end."
-            self._failure_code = preemption_service.EXIT_PREEMPTED
+            self._failure_code = EXIT_PREEMPTED
             self._state = "failed"
 
     def _at_exit(self) -> None:
-        """Waits until all have ended, or it is told why they cannot: JAX would wait for minutes."""
+        """Waits for the other processes to end, or for the verdict that they cannot.
+
+        Runs before JAX's exit handler, which would wait for minutes without naming anybody.
+        """
         if self._has_left():
             self._close()
             return
@@ -330,59 +370,11 @@ class Watch:
 
     @goodput.count_as(goodput.Phase.WAIT)
     def _wait_for_the_others(self) -> None:
-        start, next_report_s = time.monotonic(), 5.0
+        wait = ReportedWait(5.0)
+        # A failed process stays until its report has been judged (`HOLD_S`, and some intervals)
+        # and the others have got the verdict; then it does not depend on them.
+        most_s = HOLD_S + 3 * self._interval_s + GRACE_S
         while not self._ended_together.wait(0.02):
-            waited_s = time.monotonic() - start
-            if self.message:
+            if self.message or (self._state == "failed" and wait.waited_s > most_s):
                 break
-            if self._state == "failed" and waited_s > HOLD_S + 3 * self._interval_s + GRACE_S:
-                break
-            if waited_s > next_report_s:
-                next_report_s *= 2
-                _log.warning(
-                    "Process %d has ended and waits for the others to end: %.0f s.",
-                    self._index,
-                    waited_s,
-                )
-
-
-def _raise_in_program(kind: type[RuntimeError], message: str) -> None:
-    """At its next line of Python; what waits in C++ goes on to wait."""
-
-    def __str__(self: RuntimeError) -> str:  # the class alone is given, without arguments
-        return message
-
-    members = {"__str__": __str__, "__module__": kind.__module__}
-    error = type(kind.__name__, (kind,), members)
-    generations.raise_in(generations.program_thread(), error)
-
-
-def _stack_of_program() -> str:
-    """Where it is, the users' lines and those of libraries; of one in C++, what called that."""
-    frame = sys._current_frames().get(generations.program_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
-
-
-def _write_all_threads() -> None:
-    try:
-        faulthandler.dump_traceback(2, all_threads=True)  # stderr, wherever Python writes
-    except Exception:  # closed, or no file: there is nobody to tell then
-        pass
-
-
-def _write(text: str) -> None:
-    try:
-        sys.stderr.write(text.rstrip() + "\n")
-        sys.stderr.flush()
-    except Exception:  # closed, as by a notebook; there is nobody to tell then
-        pass
-
-
-def _exit(code: int) -> None:
-    goodput.flush()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            pass
-    os._exit(code)
+            wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")

@@ -1,7 +1,8 @@
-"""The order in which a process has begun what it does together with others, and where two differ.
+"""Records the order of a process's shared calls, and finds where the orders of two differ.
 
-A program counts when it is dispatched, and an agreement when it is asked for. Both have numbers
-that are the same in all processes (`process_agreement`), so that orders can be compared by them.
+A shared call is a program that all processes run, counted when it is dispatched, or an agreement,
+counted when it is requested. Each has a number that is the same in all processes
+(`process_agreement`), so orders can be compared by number.
 """
 
 import collections
@@ -9,20 +10,22 @@ import itertools
 from collections.abc import Sequence
 
 Run = tuple[int, int, int]
-"""What was begun, at which position first, and how many times in a row."""
+"""Number of a shared call, position of its first call, and number of calls in a row."""
 
-MAX_RUNS = 64  # that are remembered: others lag by a few programs, not by so many changes
+# Number of runs that are remembered. A loop of one program is one run, however long, and processes
+# lag by a few calls, so two memories overlap in practice. Where they do not, nothing is compared.
+MAX_RUNS = 64
 
 
 class RunOrder:
-    """What one process has begun; one thread adds, and any may read."""
+    """The order of one process. One thread adds to it, and any thread may read it."""
 
     def __init__(self):
-        """Nothing yet."""
+        # Lists rather than tuples: `add`, which each step calls, changes the last one in place.
         self._runs: collections.deque[list[int]] = collections.deque(maxlen=MAX_RUNS)
 
     def add(self, number: int) -> None:
-        """Something is begun."""
+        """Records the start of a shared call."""
         runs = self._runs
         if not runs:
             runs.append([number, 0, 1])
@@ -34,18 +37,19 @@ class RunOrder:
             runs.append([number, last[1] + last[2], 1])
 
     def last_runs(self) -> list[Run]:
-        """The latest ones, oldest first."""
+        """Returns the latest runs, oldest first."""
         return [(number, start, times) for number, start, times in self._runs.copy()]
 
 
 def length(runs: Sequence[Run]) -> int:
-    """How many things have been begun."""
+    """Returns the number of shared calls that have begun."""
     return runs[-1][1] + runs[-1][2] if runs else 0
 
 
-def first_difference(one: Sequence[Run], other: Sequence[Run]) -> tuple[int, int, int] | None:
-    """The first position that both remember, and where they differ; with what each has there."""
-    for (a, a_start, a_times), (b, b_start, b_times) in itertools.product(one, other):
+def first_difference(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int, int] | None:
+    """Returns the first position that both remember and where they differ, with both numbers."""
+    # Runs are in order of position, so the first pair that overlaps and differs is the earliest.
+    for (a, a_start, a_times), (b, b_start, b_times) in itertools.product(runs, others):
         start = max(a_start, b_start)
         if a != b and start < min(a_start + a_times, b_start + b_times):
             return start, a, b

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 
-from tpudist.processes.process_lines import is_v6
+from tpudist.processes.peer_connections import is_ipv6
 
 SECRET = "TPUDIST_SECRET"
 """A variable: what processes of one run know, and nobody else; the same on all hosts."""
@@ -71,11 +71,11 @@ def _is_here(name: str) -> bool:
 
 
 def _family(name: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if is_v6(name) else socket.AF_INET
+    return socket.AF_INET6 if is_ipv6(name) else socket.AF_INET
 
 
 def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if is_v6(host) else f"{host}:{port}"
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
 
 
 def _free_ports(host: str, count: int) -> list[int]:

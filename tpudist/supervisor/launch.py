@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tpudist.processes import generations
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
-from tpudist.processes.process_judge import EXIT_PEER_LOST
+from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership

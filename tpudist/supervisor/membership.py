@@ -19,8 +19,8 @@ from typing import Any
 
 from tpudist.processes import json_lines, process_state
 from tpudist.processes.json_lines import JsonLines, Listener
+from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.process_judge import HANG_VARIABLE, hang_timeout
-from tpudist.processes.process_lines import is_v6
 from tpudist.xla import internals
 
 MAX_WITHOUT_PROGRESS = 8
@@ -456,6 +456,6 @@ class Membership:
 
 
 def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if is_v6(host) else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     with socket.create_server((host, 0), family=family) as found:
         return found.getsockname()[1]

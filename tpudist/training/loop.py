@@ -12,7 +12,7 @@ import jax
 
 from tpudist.goodput import goodput as time_records
 from tpudist.options import shorten
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
+from tpudist.processes.exit_codes import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import metrics_writers
 from tpudist.training.display import Display, make_display

@@ -24,10 +24,9 @@ from tpudist.goodput import goodput
 from tpudist.preemption.survival import restart_in_place, state_transfer
 from tpudist.preemption.survival.survivor import Copies, Link, StateCopy, Survivor
 from tpudist.processes import generations, json_lines, process_state
+from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from tpudist.processes.generations import GenerationEnded
 from tpudist.processes.json_lines import JsonLines, Listener
-from tpudist.processes.preemption_service import EXIT_PREEMPTED
-from tpudist.processes.process_judge import EXIT_PEER_LOST
 from tpudist.xla import emulation
 from tpudist.xla.settings import Setting
 

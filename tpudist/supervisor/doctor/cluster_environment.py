@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tpudist.cluster_resolver.slurm import expand_hostlist
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
 from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
-from tpudist.processes import rendezvous
+from tpudist.processes import startup_address
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 
 TPU_PORT = 8476
@@ -36,7 +36,7 @@ class Cluster:
     @property
     def hosts(self) -> list[str]:
         """The hosts, each once."""
-        return list(dict.fromkeys(rendezvous.parse_address(x)[0] for x in self.addresses))
+        return list(dict.fromkeys(startup_address.parse_address(x)[0] for x in self.addresses))
 
 
 def read_cluster() -> Cluster:
@@ -53,7 +53,7 @@ def read_cluster() -> Cluster:
         else:
             cluster = _of_tpu_slice()
         for address in cluster.addresses:
-            rendezvous.parse_address(address)
+            startup_address.parse_address(address)
     except (ValueError, TypeError, AttributeError) as error:
         return Cluster(source, problem=f"cannot read {source or 'the TPU slice'}: {error}")
     return cluster

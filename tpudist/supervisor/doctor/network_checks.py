@@ -2,7 +2,7 @@
 
 import socket
 
-from tpudist.processes import rendezvous
+from tpudist.processes import startup_address
 from tpudist.supervisor import process_files
 from tpudist.supervisor.doctor.checks import Answer, Verdict, ask_each
 from tpudist.supervisor.doctor.cluster_environment import TPU_PORT, Cluster
@@ -58,8 +58,8 @@ def try_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
     if cluster.addresses and cluster.index != 0:
         return [Answer(asked, f"{cluster.addresses[0]}: belongs to another process")]
     address = cluster.addresses[0] if cluster.addresses else f"0.0.0.0:{default_port}"
-    host, port = rendezvous.parse_address(address)
-    problem = rendezvous.problem_of_address(host, port)
+    host, port = startup_address.parse_address(address)
+    problem = startup_address.problem_of_address(host, port)
     if problem:
         who = process_files.listeners(port)
         remedy = f"{', '.join(who)} listens there: end it, or choose another port."
@@ -116,7 +116,7 @@ def _addresses(host: str) -> list[str]:
 
 def _connect(address: str, timeout_s: float) -> str:
     try:
-        socket.create_connection(rendezvous.parse_address(address), timeout_s).close()
+        socket.create_connection(startup_address.parse_address(address), timeout_s).close()
     except ConnectionRefusedError:
         return "refuses"
     return "listens"

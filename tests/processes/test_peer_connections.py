@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tpudist.processes.process_lines import Lines
+from tpudist.processes.peer_connections import PeerConnections
 
 HOST = "127.0.0.1"
 
@@ -18,14 +18,14 @@ def lost():
 
 @pytest.fixture
 def first(lost):
-    first = Lines(0, lost.put)
+    first = PeerConnections(0, lost.put)
     yield first
     first.close()
 
 
 def test_who_ends_well_is_not_lost_and_who_does_not_is(first, lost):
     where = first.listen(HOST)
-    well, killed = Lines(1, lost.put), Lines(2, lost.put)
+    well, killed = PeerConnections(1, lost.put), PeerConnections(2, lost.put)
     well.connect(HOST, where)
     killed.connect(HOST, where)
     well.close()
@@ -37,7 +37,7 @@ def test_who_ends_well_is_not_lost_and_who_does_not_is(first, lost):
 
 
 def test_the_end_of_the_first_process_is_seen_by_the_others(first, lost):
-    other = Lines(1, lost.put)
+    other = PeerConnections(1, lost.put)
     other.connect(HOST, first.listen(HOST))
     deadline = time.monotonic() + 10
     while not first._sockets and time.monotonic() < deadline:
@@ -52,7 +52,7 @@ def test_who_does_not_know_the_secret_is_nobody(first, lost):
     for greeting in (b"1 no".ljust(64), b"x" * 64, b"1"):
         with socket.create_connection((HOST, int(port))) as stranger:
             stranger.sendall(greeting)
-    other = Lines(3, lost.put)
+    other = PeerConnections(3, lost.put)
     other.connect(HOST, f"{port} {first._secret}")
     other._sockets[0].shutdown(socket.SHUT_RDWR)
     assert {lost.get(timeout=10), lost.get(timeout=10)} == {0, 3}

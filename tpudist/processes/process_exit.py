@@ -1,0 +1,58 @@
+"""Prints where the program of this process is, and ends the process without Python's shutdown."""
+
+import faulthandler
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from tpudist.goodput import goodput
+from tpudist.processes import generations
+
+
+def raise_in_program(error: type[RuntimeError], message: str) -> None:
+    """Raises in the thread of the program, at its next line of Python."""
+
+    # CPython raises a class in another thread, without arguments, so the message is in the class.
+    def __str__(self: RuntimeError) -> str:
+        return message
+
+    members = {"__str__": __str__, "__module__": error.__module__}
+    generations.raise_in(generations.program_thread(), type(error.__name__, (error,), members))
+
+
+def stack_of_program() -> str:
+    """Returns the innermost 12 Python frames of the program, also if it waits in C++."""
+    frame = sys._current_frames().get(generations.program_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
+
+
+def print_all_threads() -> None:
+    """Prints the stacks of all threads to the process's error output."""
+    try:
+        faulthandler.dump_traceback(2, all_threads=True)  # a descriptor: `sys.stderr` may be none
+    except Exception:  # the descriptor is closed, so nobody can read a message
+        pass
+
+
+def print_error(text: str) -> None:
+    """Prints a line to the error output, if there is one."""
+    try:
+        sys.stderr.write(text.rstrip() + "\n")
+        sys.stderr.flush()
+    except Exception:  # closed, as by a notebook, so nobody can read a message
+        pass
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends the process without Python's shutdown.
+
+    JAX's own exit handler would wait in a barrier for processes that are dead, and then abort.
+    """
+    goodput.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass
+    os._exit(code)
