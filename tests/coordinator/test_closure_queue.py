@@ -220,7 +220,7 @@ def test_putting_waits_for_a_place():
 
 
 def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
-    monkeypatch.setattr("tpudist.coordinator.closure_queue.REPORT_S", 0.05)
+    monkeypatch.setattr("tpudist.coordinator.condition_wait.REPORT_S", 0.05)
     setting = Setting(1)
     setting.put()
     setting.queue.get(0)

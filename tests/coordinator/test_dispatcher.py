@@ -14,7 +14,7 @@ from tpudist.coordinator.closure_queue import ClosureQueue
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.remote_value import RemoteValue
 from tpudist.coordinator.worker import (
-    Kept,
+    ResourceRef,
     Worker,
     experimental_get_current_worker_index,
 )
@@ -111,21 +111,21 @@ def test_what_workers_keep_is_each_ones_own_and_made_again(run):
         made.append(current_place().worker)
         return [start]
 
-    run.dispatcher.keep(7, make, (10,))
+    key = run.dispatcher.resources.add(make, (10,))
 
     def use(kept):
         kept.append(1)
         run.engine.concurrency.sleep(0.01)
         return experimental_get_current_worker_index(), len(kept)
 
-    outputs = [run.schedule(use, Kept(7)) for _ in range(10)]
+    outputs = [run.schedule(use, ResourceRef(key)) for _ in range(10)]
     run.join()
     for worker in range(2):
         lengths = [x.get()[1] for x in outputs if x.get()[0] == worker]
         assert lengths == list(range(2, 2 + len(lengths)))
     used = sorted(made)
     run.engine.kill(run.actor(used[0]), "for a test")
-    outputs = [run.schedule(use, Kept(7)) for _ in range(10)]
+    outputs = [run.schedule(use, ResourceRef(key)) for _ in range(10)]
     run.join()
     assert len(made) > len(used) or all(x.get()[0] != used[0] for x in outputs)
 
@@ -146,12 +146,12 @@ def test_who_is_made_anew_holds_no_closure_that_another_one_could_run(seed):
             run.engine.kill(killed[0], "for a test")
         return clock.now_s()
 
-    run.dispatcher.keep(0, make)
+    key = run.dispatcher.resources.add(make)
     for _ in range(2):  # both workers are there
-        run.schedule(lambda kept: clock.sleep(1), Kept(0))
+        run.schedule(lambda kept: clock.sleep(1), ResourceRef(key))
     run.join()
     begun_s = clock.now_s()
-    assert run.schedule(die_once, Kept(0)).get() - begun_s < 1
+    assert run.schedule(die_once, ResourceRef(key)).get() - begun_s < 1
     run.close()
     assert len(made) == 3
 
@@ -160,9 +160,9 @@ def test_what_could_not_be_made_is_the_error_of_who_uses_it(run):
     def make():
         raise OSError("no such data")
 
-    run.dispatcher.keep(0, make)
+    key = run.dispatcher.resources.add(make)
     assert run.schedule(lambda: 3).get() == 3
-    run.schedule(lambda kept: kept, Kept(0))
+    run.schedule(lambda kept: kept, ResourceRef(key))
     with pytest.raises(OSError, match="no such data"):
         run.join()
 

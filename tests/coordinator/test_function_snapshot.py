@@ -220,7 +220,7 @@ def test_bytes_are_made_of_a_function_when_it_has_changed():
     assert serializer.count == 2
     for i in range(MAX_FUNCTIONS):
         store.store(make(i))
-    assert forgotten[:2] == [other.kept.key, stored.kept.key]
+    assert forgotten[:2] == [other.ref.key, stored.ref.key]
     again = store.store(make(captured))  # workers have forgotten it
     assert again is not stored
     assert again.data == stored.data

@@ -31,9 +31,9 @@ class Setting:
             self.concurrency.sleep(2.0)
             self.queue.finish(closure, 0, None)
 
-    def put(self, fn=len, held=()):
+    def put(self, fn=len, per_worker_values=()):
         output = RemoteValue(changed=self.queue.changed)
-        closure = Closure(self.count, fn, (), {}, output, held=held)
+        closure = Closure(self.count, fn, (), {}, output, per_worker_values=per_worker_values)
         self.count += 1
         self.queue.put(closure)
         return closure

@@ -730,8 +730,8 @@ def test_what_was_cancelled_is_not_run_by_a_program_that_goes_on(start, tmp_path
     run.strategy.engine.concurrency.sleep(0.5)
     assert not outputs[3].cancel()  # a worker has begun it
     assert not outputs[3].done()
-    run.coordinator._finished.close()  # as if the program were killed
-    run.coordinator._finished._file = None
+    run.coordinator._records.file.close()  # as if the program were killed
+    run.coordinator._records.file._file = None
     run.coordinator.join()
     assert not outputs[3].cancel()
     assert run.coordinator.num_finished == run.coordinator._queue.finished.low == 10
@@ -742,8 +742,8 @@ def test_what_was_cancelled_is_not_run_by_a_program_that_goes_on(start, tmp_path
     for _ in range(2):
         run = begin()
         assert run.coordinator.num_finished == 3
-        run.coordinator._finished.close()
-        run.coordinator._finished._file = None
+        run.coordinator._records.file.close()
+        run.coordinator._records.file._file = None
         outputs = [None] * 3 + [schedule(run) for _ in range(12)]
         run.coordinator.join()
         expected = np.ones(20)

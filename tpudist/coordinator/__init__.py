@@ -1,6 +1,6 @@
-"""Functions on workers that do not wait for each other; see `tpudist.ParameterServerStrategy`.
+"""Asynchronous functions on workers, for `tpudist.ParameterServerStrategy`.
 
-As `tf.distribute.coordinator`.
+Mirrors `tf.distribute.coordinator`.
 """
 
 from tpudist.coordinator.cluster_coordinator import ClusterCoordinator

@@ -1,4 +1,4 @@
-"""Closure: a numbered job, and what has become of it."""
+"""Closure: a scheduled function with its arguments, and the state of its execution."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from tpudist.coordinator.remote_value import RemoteValue
 
 @dataclasses.dataclass(eq=False)
 class Closure:
-    """A function with its arguments, to be run by some worker.
+    """A function with its arguments, which a worker runs.
 
     Attributes:
-        number: Counts closures; what it changes carries this number, so that no repetition has an
-            effect twice. None of one that only makes something on its worker, or has no place in
-            the queue yet.
-        fn: The function.
+        number: Position in the order of scheduling. Every update that the closure sends to a server
+            carries this number, and a server applies a number once. None before the closure has a
+            place in the queue, and for closures that only set up one worker.
+        fn: Function to call.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output: Where its result goes.
-        worker: Which one is to run it; None for any.
-        stored: What workers make the function of, where they are not sent it each time.
-        held: What it is given that is another thing on each worker, and must live until it has
-            finished: iterators of which it is one of the last users, and values.
-        retries: Why it was begun again, each time.
-        num_lost: How many actors of a role were lost with it.
-        workers: Who runs it, and since when, in seconds: more than one if it was slow.
-        is_claimed: Whether one of them has finished it, so that the others do not count.
+        output: Receives the result or the error.
+        worker: Number of the worker that must run the closure; None for any worker.
+        stored: Copy of the function that workers keep; None if each call sends the function.
+        per_worker_values: Arguments with a different value on each worker. The closure keeps them
+            alive, because a worker deletes an iterator when its last reference is gone.
+        retries: Reason for each repeated start.
+        num_lost: Number of actors that were lost while they ran the closure, by role.
+        workers: Workers that run the closure now -> time of their start in seconds. A slow closure
+            may have two.
+        is_claimed: Whether a worker has completed the closure. Later results are ignored.
     """
 
     number: int | None
@@ -41,21 +42,23 @@ class Closure:
     output: RemoteValue
     worker: int | None = None
     stored: StoredFunction | None = None
-    held: Sequence[Any] = ()
+    per_worker_values: Sequence[Any] = ()
     retries: list[str] = dataclasses.field(default_factory=list)
     num_lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     workers: dict[int, float] = dataclasses.field(default_factory=dict)
     is_claimed: bool = False
 
     @property
-    def begun_s(self) -> float:
-        """When the first of those that run it began."""
+    def start_s(self) -> float:
+        """Time at which the first of its current workers started it."""
         return min(self.workers.values())
 
     @property
     def function(self) -> str:
-        """What its function is called, and where it is: `train_step (train.py:12)`."""
+        """Name and place of the function, such as `train_step (train.py:12)`."""
         return f"{self._name}{self._place}"
+
+    # Users schedule any callable: partials and jitted functions lack some of these attributes.
 
     @property
     def _name(self) -> str:
@@ -67,5 +70,5 @@ class Closure:
         return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
 
     def __str__(self) -> str:
-        which = "A closure" if self.number is None else f"closure {self.number}"
-        return f"{which}, '{self._name}'{self._place}"
+        subject = "A closure" if self.number is None else f"closure {self.number}"
+        return f"{subject}, '{self._name}'{self._place}"

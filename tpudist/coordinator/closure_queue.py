@@ -1,16 +1,27 @@
-"""ClosureQueue: what workers are to run, and the first error of those that have run.
+"""ClosureQueue: the closures that wait for workers, and the first error.
 
-One queue for all workers, of a bounded size, and one for each worker of what only that one may
-run. An error empties them: what has not begun is cancelled, what is under way is waited for, and
-then the error is raised once, by whoever puts, waits or asks next; after that all is as if nothing
-had been.
+There is one bounded queue for all workers, and one queue per worker for closures that only this
+worker may run. An error empties the queues: waiting closures are cancelled and running ones finish.
+Then the next `put`, `wait` or `is_done` raises the error, once, and the queue is usable again.
 
-As the queue of `tf.distribute.coordinator.ClusterCoordinator`, whose tests this passes, with some
-differences: what is waited for is named, a closure that is put back is the next to be run, how far
-workers may be ahead of the oldest closure that has not finished can be bounded, and a worker that
-has nothing to do may run what another one is slow at. Then the first to finish counts, and an error
-of one counts if nobody else runs the closure: who is slow may still finish it.
+Mirrors the queue of `tf.distribute.coordinator.ClusterCoordinator` and passes its tests. In
+addition it reports long waits, runs a closure that was put back next, bounds how far workers run
+ahead of the oldest unfinished closure, and starts slow closures a second time.
 """
+
+# States of a closure; `changed` guards all of them:
+#
+#     put -> waiting -> running -> finished (result, error or cancelled)
+#               ^          |
+#               +----------+  put_back: its worker or a server was lost
+#
+# A closure runs on one worker, or on two if it was slow. `claim` decides which of the two results
+# counts, before anything about the result is recorded. An error or a loss on one worker counts only
+# if no other worker runs the closure (`_leave`), because that one may still complete it.
+#
+# Lock order: `changed` is taken first. `RemoteValue`s share it, so a result and the queue change at
+# the same moment. Callbacks under it (`next_number`, `is_wanted`) must not wait. The condition is
+# reentrant: a coordinator holds it while it stores or cancels a function, which takes it again.
 
 from __future__ import annotations
 
@@ -21,26 +32,19 @@ from collections.abc import Callable
 
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_tally import ClosureTally
+from tpudist.coordinator.condition_wait import wait_and_report
 from tpudist.coordinator.remote_value import RemoteValue
 from tpudist.coordinator.stragglers import Stragglers
 from tpudist.engine.concurrency import Concurrency
 from tpudist.errors import CancelledError
 from tpudist.ps.closure_ledger import ClosureLedger
 
-REPORT_S = 10.0
-"""After which it is said for what is waited, and again after twice the time."""
 _log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunningClosure:
-    """A closure that a worker was given.
-
-    Attributes:
-        closure: Which.
-        worker: The worker.
-        since_s: When, by the clock of the engine.
-    """
+    """A closure that runs on a worker, since `since_s` by the clock of the engine."""
 
     closure: Closure
     worker: int
@@ -50,13 +54,20 @@ class RunningClosure:
 class ClosureQueue:
     """Closures that wait for workers.
 
+    Args:
+        max_size: Maximum number of waiting closures; `put` waits for a free place.
+        concurrency: Provides the condition and the clock.
+        max_staleness: Maximum number of older closures that may be unfinished when a closure
+            starts; None for any number.
+        stragglers: Chooses slow closures for a second worker; None never does.
+
     Attributes:
-        changed: The condition of all that is here, and of the RemoteValues.
-        finished: The numbers of closures that will not run any more.
-        tally: Counts them, by worker.
-        withdrawn: Numbers of those that are not to be run when they come.
-        num_scheduled: All that have a place have lower numbers.
-        is_stopped: Whether nothing more is given to workers.
+        changed: Condition that guards the queue and its RemoteValues.
+        finished: Numbers of closures that will not run again.
+        tally: Counts of closures, by worker.
+        withdrawn: Numbers of closures that are cancelled as soon as they are put.
+        num_scheduled: Upper bound of the numbers: every closure with a place has a lower one.
+        is_stopped: Whether workers receive no more closures.
     """
 
     def __init__(
@@ -67,15 +78,6 @@ class ClosureQueue:
         max_staleness: int | None = None,
         stragglers: Stragglers | None = None,
     ):
-        """Empty.
-
-        Args:
-            max_size: How many may wait; `put` waits for a place.
-            concurrency: Of the threads that use it.
-            max_staleness: A closure is given to a worker only if at most so many older ones have
-                not finished; None for any number.
-            stragglers: Says which ones another worker runs as well; None for none.
-        """
         self.changed = concurrency.condition()
         self.finished = ClosureLedger()
         self.tally = ClosureTally()
@@ -85,23 +87,23 @@ class ClosureQueue:
         self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
         self._of_workers: dict[int, collections.deque[Closure]] = {}
-        self._running: dict[int, Closure] = {}  # by `id`
+        self._running: dict[int, Closure] = {}  # by `id`: a closure may have no number
         self._error: BaseException | None = None
         self.is_stopped = False
 
-    # Who schedules.
+    # For threads that schedule closures.
 
     def put(self, closure: Closure, next_number: Callable[[], int] | None = None) -> None:
-        """Adds a closure, once there is a place for it.
+        """Adds a closure, as soon as the queue has a free place.
 
         Args:
-            closure: What is to be run.
-            next_number: Gives its number when it has a place: of several threads that wait for one
-                the first to have it has the lower number, and is run earlier.
+            closure: Closure to run.
+            next_number: Called for the number of the closure once it has a place. If several
+                threads wait for places, the first to get one has the lowest number and runs first.
 
         Raises:
-            Exception: One before it has failed; see the class.
-            CancelledError: The queue was stopped.
+            Exception: If an earlier closure failed; see the module.
+            CancelledError: If the queue was stopped.
         """
         with self.changed:
             if closure.worker is not None:
@@ -125,60 +127,58 @@ class ClosureQueue:
             self.changed.notify_all()
 
     def withdraw(self, output: RemoteValue) -> int | None:
-        """Has a closure that waits to be begun for the first time never run.
+        """Cancels the waiting closure with this output, unless a worker has ever started it.
 
         Returns:
-            Its number; None if no such closure has this output.
+            Number of the closure; None if none was cancelled.
         """
         with self.changed:
-            found = [x for x in self._waiting if x.output is output and not x.retries]
-            for closure in found:
-                self._waiting.remove(closure)
-                output._is_withdrawn = True
-                self._cancel(closure, "cancel() of its RemoteValue was called")
-            return _number(found[0]) if found else None
+            # A closure with retries has run, and a server may have applied some of its updates.
+            for closure in self._waiting:
+                if closure.output is output and not closure.retries:
+                    self._waiting.remove(closure)
+                    output._is_withdrawn = True
+                    self._cancel(closure, "cancel() of its RemoteValue was called")
+                    return _number(closure)
+            return None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until all have finished; whether they have, after at most `timeout_s`.
+        """Waits at most `timeout_s` until all closures have finished; returns whether they have.
 
         Raises:
-            Exception: One of them has failed; see the class.
+            Exception: If a closure failed; see the module.
         """
         end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
-
-        def left_s() -> float | None:
-            return None if end_s is None else max(end_s - self._concurrency.now_s(), 0.0)
-
         with self.changed:
             while self._wait(
                 lambda: self._is_done() or self._must_raise(),
                 lambda: f"join waits for {len(self._waiting)} closure(s) without a worker",
-                left_s(),
+                self._left_s(end_s),
             ):
                 if self._error is None:
                     return True
-                if not self._raise_if_error(left_s()):
+                if not self._raise_if_error(self._left_s(end_s)):
                     break
             return False
 
     def is_done(self) -> bool:
-        """Whether all have finished.
+        """Returns whether all closures have finished.
 
         Raises:
-            Exception: One of them has failed; see the class.
+            Exception: If a closure failed; see the module.
         """
         with self.changed:
             self._raise_if_error()
             return self._is_done()
 
     def stop(self) -> None:
-        """Workers get nothing more, and what has not begun is cancelled."""
+        """Cancels all waiting closures, and gives workers no more."""
         with self.changed:
             self.is_stopped = True
             self._cancel_waiting("the run has ended")
             self.changed.notify_all()
 
-    # Workers.
+    # For the threads of workers.
 
     def get(
         self,
@@ -186,10 +186,17 @@ class ClosureQueue:
         timeout_s: float | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Closure | None:
-        """The next closure for a worker.
+        """Waits for the next closure of a worker.
 
-        None if there is none in time, the queue was stopped, or the worker is not wanted any more
-        (`changed` is to be told of that).
+        Args:
+            worker: Number of the worker.
+            timeout_s: Maximum seconds to wait; None for no limit.
+            is_wanted: Called to ask whether the worker still needs a closure. Notify `changed` when
+                the answer changes.
+
+        Returns:
+            The closure. None after the timeout, if the queue was stopped, or if the worker is no
+            longer wanted.
         """
         end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
         with self.changed:
@@ -202,9 +209,9 @@ class ClosureQueue:
             return None
 
     def claim(self, closure: Closure, worker: int) -> bool:
-        """Says that a worker has come to the end of a closure; whether it is the first to.
+        """Records that a worker completed a closure; returns whether it is the first to do so.
 
-        It is to say what has become of it then; one that is not the first has nothing more to say.
+        The first must call `finish` next, or `disclaim`. The other result is dropped.
         """
         with self.changed:
             if closure.is_claimed:
@@ -214,50 +221,50 @@ class ClosureQueue:
             return True
 
     def disclaim(self, closure: Closure) -> None:
-        """Takes back that a closure has come to its end, since it could not be finished."""
+        """Undoes `claim`, because the result could not be recorded."""
         with self.changed:
             closure.is_claimed = False
 
     def finish(self, closure: Closure, worker: int, value: object) -> None:
-        """Says that a worker has run a closure, and what it gave."""
+        """Stores the result of a closure."""
         with self.changed:
             closure.is_claimed = True
             since_s = closure.workers.get(worker, 0.0)
             self._leave(closure, worker, "finish")
             del self._running[id(closure)]
-            took_s = self._concurrency.now_s() - since_s
+            duration_s = self._concurrency.now_s() - since_s
             if self._stragglers is not None:
-                self._stragglers.note(closure, took_s)
+                self._stragglers.record(closure, duration_s)
             closure.output._set(value)
-            if self._note_finished(closure):
-                self.tally.finish(worker, took_s)
+            if self._record_finished(closure):
+                self.tally.record_result(worker, duration_s)
 
     def fail(self, closure: Closure, worker: int, error: BaseException) -> None:
-        """Says that a closure has raised: the first error is kept, and nothing more is begun.
+        """Stores the error of a closure, and cancels all waiting closures.
 
-        Not if another worker runs it, which may finish it, or has.
+        Has no effect if another worker runs the closure, or has completed it.
         """
         with self.changed:
             if not self._leave(closure, worker, "fail"):
                 return
             del self._running[id(closure)]
             closure.output._fail(error)
-            if self._note_finished(closure):
-                self.tally.fail(worker, error)
+            if self._record_finished(closure):
+                self.tally.record_error(worker, error)
             if self._error is None:
                 self._error = error
             self._cancel_waiting(f"{closure} failed")
 
     def put_back(self, closure: Closure, worker: int, why: str, cause: str = "put back") -> None:
-        """Has a closure run again, before all others; cancelled if another one has failed.
+        """Puts a closure back to run before all later ones; cancels it after an error.
 
-        Not if another worker runs it, which may finish it, or has.
+        Has no effect if another worker runs the closure, or has completed it.
 
         Args:
-            closure: Which.
-            worker: Which worker has given it up.
-            why: Why, in words.
-            cause: Why, in a word or two, as it is counted.
+            closure: Closure that runs on `worker`.
+            worker: Worker that gave it up.
+            why: Reason, as a sentence.
+            cause: Reason in a word or two, for the counts.
         """
         with self.changed:
             if not self._leave(closure, worker, "put back"):
@@ -269,51 +276,60 @@ class ClosureQueue:
                 self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
             elif self._error is not None or self.is_stopped:
                 self._cancel(closure, "another closure failed")
-            else:  # in a place of its own: who has run it must not wait for one
+            else:
+                # `_waiting` stays sorted by number, so that its head is the oldest unfinished
+                # closure (`_queue_for`). This exceeds `max_size` by at most the number of workers;
+                # to wait for a place here would deadlock the only threads that free places.
                 later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
                 self._waiting.insert(next(later, len(self._waiting)), closure)
-                self.tally.put_back(worker, cause)
+                self.tally.record_retry(worker, cause)
             self.changed.notify_all()
 
     def clear(self, worker: int) -> None:
-        """Forgets what only a worker may run, because it is another one now."""
+        """Cancels the closures that only a removed worker may run."""
         with self.changed:
             for closure in self._of_workers.pop(worker, ()):
                 self._cancel(closure, f"worker {worker} was replaced")
 
-    # Who looks on, and holds the condition meanwhile.
+    # For observers; they hold `changed`.
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for any worker."""
+        """Number of closures that wait for any worker."""
         return len(self._waiting)
 
     @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running closures; closures of a single worker do not count."""
+        return len(self._waiting) + sum(x.worker is None for x in self._running.values())
+
+    @property
     def running(self) -> list[RunningClosure]:
-        """What workers were given and have not finished."""
+        """Closures that workers run now. A closure with two workers appears twice."""
         return [
             RunningClosure(closure, worker, since_s)
             for closure in self._running.values()
             for worker, since_s in closure.workers.items()
         ]
 
-    # Within; the condition is held.
+    # The methods below run under `changed`.
 
     def _take(self, worker: int) -> Closure | None:
-        source, now_s = self._next_for(worker), self._concurrency.now_s()
-        if source is not None:
-            closure = source.popleft()
+        queue, now_s = self._queue_for(worker), self._concurrency.now_s()
+        if queue is not None:
+            closure = queue.popleft()
             closure.is_claimed = False
             self._running[id(closure)] = closure
         else:
-            closure = self._find_slow(now_s)
-            if closure is None:
+            slow = self._next_slow()
+            if slow is None or slow[0] > now_s:
                 return None
+            closure = slow[1]
             assert self._stragglers is not None
             why = f"it is slow: {self._stragglers.describe(closure, now_s)}"
             _log.warning("%s: worker %d also runs it, because %s", closure, worker, why)
             closure.retries.append(why)
-            self.tally.put_back(next(iter(closure.workers)), "slow")
+            self.tally.record_retry(next(iter(closure.workers)), "slow")
         closure.workers[worker] = now_s
         self.changed.notify_all()
         return closure
@@ -321,73 +337,63 @@ class ClosureQueue:
     def _wait_for_work(
         self, worker: int, is_wanted: Callable[[], bool], end_s: float | None
     ) -> None:
-        """Until there may be some, or it may be that another closure is the next to be slow."""
-        slow_s = self._slow_s()
-        until_s = min((x for x in (slow_s, end_s) if x is not None), default=None)
-        left_s = None if until_s is None else max(until_s - self._concurrency.now_s(), 0.0)
+        # A worker without work sleeps until the next closure becomes slow. It must also wake if
+        # that moment moves, because another closure started, or a median became known.
+        slow = self._next_slow()
+        until_s = min((x for x in (slow and slow[0], end_s) if x is not None), default=None)
         self.changed.wait_for(
             lambda: (
                 self.is_stopped
                 or not is_wanted()
-                or self._next_for(worker) is not None
-                or self._slow_s() != slow_s
+                or self._queue_for(worker) is not None
+                or self._next_slow() != slow
             ),
-            left_s,
+            self._left_s(until_s),
         )
 
-    def _slow_s(self) -> float | None:
-        """When the first of those that run is to be run by another worker as well."""
+    def _left_s(self, end_s: float | None) -> float | None:
+        return None if end_s is None else max(end_s - self._concurrency.now_s(), 0.0)
+
+    def _next_slow(self) -> tuple[float, Closure] | None:
         if self._stragglers is None or self._must_raise():
             return None
-        slow = self._stragglers
-        times = [slow.slow_s(x) for x in self._running.values() if _may_run_twice(x)]
-        return min((x for x in times if x is not None), default=None)
+        return self._stragglers.find_next(self._running.values())
 
-    def _find_slow(self, now_s: float) -> Closure | None:
-        slow_s = self._slow_s()
-        if slow_s is None or slow_s > now_s:
-            return None
-        slow = self._stragglers
-        assert slow is not None
-        running = self._running.values()
-        return next(x for x in running if _may_run_twice(x) and slow.slow_s(x) == slow_s)
-
-    def _next_for(self, worker: int) -> collections.deque[Closure] | None:
+    def _queue_for(self, worker: int) -> collections.deque[Closure] | None:
+        """Returns the queue from which a worker takes its next closure; None if it must wait."""
         own = self._of_workers.get(worker)
         if own:
             return own
         if not self._waiting:
             return None
+        # The head of the queue has the lowest waiting number. All numbers below `finished.low` have
+        # finished, so at most `ahead` older closures are unfinished. `max_staleness=0` runs one
+        # closure at a time; no bound can deadlock, because the oldest one has `ahead == 0`.
         ahead = _number(self._waiting[0]) - self.finished.low
-        may_begin = self._max_staleness is None or ahead <= self._max_staleness
-        return self._waiting if may_begin else None
-
-    def num_unfinished(self) -> int:
-        """How many wait or run, of those that any worker may run."""
-        with self.changed:
-            return len(self._waiting) + sum(x.worker is None for x in self._running.values())
+        may_start = self._max_staleness is None or ahead <= self._max_staleness
+        return self._waiting if may_start else None
 
     def _is_done(self) -> bool:
-        return not self.num_unfinished()
+        return not self.num_unfinished
 
     def _must_raise(self) -> bool:
         return self._error is not None or self.is_stopped
 
-    def _leave(self, closure: Closure, worker: int, what: str) -> bool:
-        """Says that a worker runs a closure no longer; whether that leaves nobody to finish it."""
+    def _leave(self, closure: Closure, worker: int, action: str) -> bool:
+        """Removes a worker from a closure; returns whether no worker can complete it any more."""
         if worker not in closure.workers:
-            raise AssertionError(f"There is no closure under way to {what}: {closure}.")
+            raise AssertionError(f"There is no closure under way to {action}: {closure}.")
         del closure.workers[worker]
         self.changed.notify_all()
         return not closure.workers and not closure.is_claimed
 
-    def _note_finished(self, closure: Closure) -> bool:
-        """Whether it is one of those that are counted, and was not among them."""
+    def _record_finished(self, closure: Closure) -> bool:
+        """Returns whether the closure has a number that had not finished before."""
         return closure.number is not None and self.finished.add(closure.number)
 
     def _cancel(self, closure: Closure, why: str) -> None:
         closure.output._fail(CancelledError(f"{closure} was canceled before it ran: {why}."))
-        if self._note_finished(closure):
+        if self._record_finished(closure):
             self.tally.cancelled += 1
         self.changed.notify_all()
 
@@ -396,21 +402,25 @@ class ClosureQueue:
             self._cancel(self._waiting.popleft(), why)
 
     def _raise_if_error(self, timeout_s: float | None = None) -> bool:
-        """Raises an error when nothing is under way any more; False if that takes too long."""
+        """Raises the error once no closure runs any more; returns False after the timeout.
+
+        As in TensorFlow, nothing is in flight when an error is raised, so the caller may change
+        variables. Several threads may wait here: the first clears the error and raises it.
+        """
         if self._error is None:
             return True
-        came = self._wait(
+        is_idle = self._wait(
             lambda: (
                 self._error is None or not any(x.worker is None for x in self._running.values())
             ),
             lambda: "the error of a closure is raised when no other one runs any more",
             timeout_s,
         )
-        if not came:
+        if not is_idle:
             return False
         error, self._error = self._error, None
         self.changed.notify_all()
-        if error is not None:  # else another thread has raised it
+        if error is not None:
             raise error
         return True
 
@@ -420,29 +430,13 @@ class ClosureQueue:
         describe: Callable[[], str],
         timeout_s: float | None = None,
     ) -> bool:
-        """As `wait_for`, and says now and then for what is waited, and who runs what."""
-        start_s, report_s = self._concurrency.now_s(), REPORT_S
-        while True:
-            waited_s = self._concurrency.now_s() - start_s
-            left_s = report_s - waited_s
-            if timeout_s is not None:
-                left_s = min(left_s, timeout_s - waited_s)
-            if self.changed.wait_for(predicate, max(left_s, 0.0)):
-                return True
-            waited_s = self._concurrency.now_s() - start_s
-            if timeout_s is not None and waited_s >= timeout_s:
-                return False
-            if waited_s >= report_s:
-                report_s = 2 * waited_s
-                running = "; ".join(map(str, self._running.values())) or "none"
-                _log.warning("%s: %.0f s. Running: %s.", describe(), waited_s, running)
+        def report(waited_s: float) -> str:
+            running = "; ".join(map(str, self._running.values())) or "none"
+            return f"{describe()}: {waited_s:.0f} s. Running: {running}."
 
-
-def _may_run_twice(closure: Closure) -> bool:
-    """Whether a second worker may run it: what it sees is the same there, and it is the second."""
-    return len(closure.workers) == 1 and not closure.is_claimed and not closure.held
+        return wait_and_report(self.changed, self._concurrency, predicate, report, timeout_s)
 
 
 def _number(closure: Closure) -> int:
-    assert closure.number is not None, "only those of one worker have none"
+    assert closure.number is not None, "only closures of one worker have no number"
     return closure.number

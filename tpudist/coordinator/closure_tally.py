@@ -1,29 +1,28 @@
-"""ClosureTally: how many closures each worker has run, how long they took, and what went wrong.
+"""ClosureTally: counts of the closures that each worker ran, their durations and their errors.
 
-The queue counts here, under its condition, where closures come and go anyway. So at each moment
-when somebody holds the condition the numbers add up: what workers have done and what was cancelled
-are all that has finished.
+`ClosureQueue` updates the counts under its condition. So a thread that holds the condition sees
+counts that add up: finished closures returned a result, raised an error, or were cancelled.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
-from collections.abc import Mapping
 
 NUM_DURATIONS = 32
-"""Of how many of its last closures a worker's median is taken."""
+"""Number of recent closures whose median is a worker's usual duration."""
 
 
 @dataclasses.dataclass
 class WorkerTally:
-    """What has become of the closures that one worker, and those before in its place, were given.
+    """Counts of one worker number, including lost workers that had the same number.
 
     Attributes:
-        done: How many have given a result.
-        failed: How many have raised.
-        retries: How many were put back, to be begun again.
-        durations_s: How long the last ones took that were done, with what they waited for.
+        done: Number of closures that returned a result.
+        failed: Number of closures that raised an error.
+        retries: Number of closures that were put back to run again.
+        durations_s: Seconds that the last closures with a result took, including their waits.
     """
 
     done: int = 0
@@ -34,52 +33,40 @@ class WorkerTally:
     )
 
 
+@dataclasses.dataclass
 class ClosureTally:
-    """Counts closures that have a number, in this run of the program.
+    """Counts of numbered closures in this run of the program.
 
     Attributes:
-        workers: By the worker that ran them.
-        cancelled: How many were cancelled before they ran.
-        retries: How many were begun again, by the cause.
-        errors: How many have raised, by the type of the error.
+        workers: Counts by worker.
+        cancelled: Number of closures that were cancelled before they ran.
+        retries: Number of repeated starts, by cause.
+        errors: Number of closures that raised an error, by type of the error.
     """
 
-    def __init__(self):
-        """None yet."""
-        self.workers: collections.defaultdict[int, WorkerTally] = collections.defaultdict(
-            WorkerTally
-        )
-        self.cancelled = 0
-        self.retries: collections.Counter[str] = collections.Counter()
-        self.errors: collections.Counter[str] = collections.Counter()
+    workers: collections.defaultdict[int, WorkerTally] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(WorkerTally)
+    )
+    cancelled: int = 0
+    retries: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def finish(self, worker: int, duration_s: float) -> None:
-        """Counts one that has given a result."""
+    def record_result(self, worker: int, duration_s: float) -> None:
+        """Counts a closure that returned a result."""
         tally = self.workers[worker]
         tally.done += 1
         tally.durations_s.append(duration_s)
 
-    def fail(self, worker: int, error: BaseException) -> None:
-        """Counts one that has raised."""
+    def record_error(self, worker: int, error: BaseException) -> None:
+        """Counts a closure that raised an error."""
         self.workers[worker].failed += 1
         self.errors[type(error).__name__] += 1
 
-    def put_back(self, worker: int, cause: str) -> None:
-        """Counts one that is to be begun again."""
+    def record_retry(self, worker: int, cause: str) -> None:
+        """Counts a closure that will start again."""
         self.workers[worker].retries += 1
         self.retries[cause] += 1
 
     def copy(self) -> ClosureTally:
-        """As it is now."""
-        made = ClosureTally()
-        made.cancelled = self.cancelled
-        made.retries, made.errors = self.retries.copy(), self.errors.copy()
-        made.workers.update(_copy_all(self.workers))
-        return made
-
-
-def _copy_all(workers: Mapping[int, WorkerTally]) -> dict[int, WorkerTally]:
-    return {
-        worker: dataclasses.replace(tally, durations_s=tally.durations_s.copy())
-        for worker, tally in workers.items()
-    }
+        """Returns a copy of all counts."""
+        return copy.deepcopy(self)

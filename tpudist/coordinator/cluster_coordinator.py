@@ -1,20 +1,24 @@
-"""ClusterCoordinator: schedules functions on the workers of a strategy of servers."""
+"""ClusterCoordinator: schedules functions on the workers of a strategy with parameter servers.
+
+This is the public face. `ClosureQueue` orders the functions, `Dispatcher` runs them on workers,
+`RunRecords` records finished ones, and `FunctionStore` sends functions to other processes.
+"""
 
 from __future__ import annotations
 
-import collections
-import itertools
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import jax
 
 from tpudist.array_types import PyTree
 from tpudist.coordinator.closure import Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.coordinator_options import CoordinatorOptions
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.finished_file import FinishedFile
 from tpudist.coordinator.function_store import FunctionStore
@@ -22,15 +26,45 @@ from tpudist.coordinator.per_worker_dataset import PerWorkerDataset, PerWorkerIt
 from tpudist.coordinator.progress.coordinator_progress import CoordinatorProgress
 from tpudist.coordinator.progress.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
+from tpudist.coordinator.run_records import RunRecords, withdraw
 from tpudist.coordinator.stragglers import Stragglers
-from tpudist.coordinator.worker import Completion, Kept, Surroundings, Worker
-from tpudist.engine.engine import ActorDied
+from tpudist.coordinator.worker import ResourceRef, Worker
+from tpudist.engine.engine import Engine
 from tpudist.ps.server_figures import ServerSurvey
+from tpudist.ps.servers import Servers
+from tpudist.ps.worker_session import WorkerSession
 
 QUEUE_SIZE_PER_WORKER = 256
-"""How many closures may wait, for each worker; the factor of TensorFlow's is 1024 larger."""
+"""Default number of closures per worker that may wait. TensorFlow's queue has 256 * 1024 places."""
 
-_making = threading.Lock()
+_creation_lock = threading.Lock()
+
+
+class ServerStrategy(Protocol):
+    """The part of `tpudist.ParameterServerStrategy`, a higher layer, that coordinators use.
+
+    Attributes:
+        engine: Runs workers and servers.
+        servers: The servers, which hold the variables.
+        num_workers: Number of workers at the start.
+        coordinator: The coordinator of the strategy, if any.
+        num_numbered: Number of closures of all coordinators that the strategy has had. Servers
+            identify closures by number, so a later coordinator continues the count.
+    """
+
+    engine: Engine
+    servers: Servers
+    num_workers: int
+    coordinator: weakref.ref[Any] | None
+    num_numbered: int
+
+    def make_session_factory(self) -> Callable[[int], WorkerSession]:
+        """Returns a function that creates the session of a worker; it can be sent to processes."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the servers."""
+        ...
 
 
 class ClusterCoordinator:
@@ -41,107 +75,100 @@ class ClusterCoordinator:
     a server or this program was lost. A strategy has one coordinator at a time: another call of the
     class returns the same one. It ends when there is no reference to it.
 
+    Args:
+        strategy: A `tpudist.ParameterServerStrategy`.
+        closure_timeout_s: Maximum seconds for a function. A worker that takes longer is given up,
+            and another worker runs the function. By default unlimited.
+        max_staleness: Maximum number of earlier functions that may be unfinished when a function
+            starts. With 0, functions run one after the other, and each run gives the same results.
+            By default unlimited, as in TensorFlow.
+        queue_size: Number of functions that may wait for a worker before `schedule` waits; by
+            default 256 per worker.
+        speculate: Multiple of the usual duration after which an idle worker starts a function a
+            second time. The first of the two to finish counts. The usual duration is the median of
+            the last calls of the function, and at least one second. It does not apply to functions
+            with an argument that differs between workers. By default never.
+
+    Raises:
+        ValueError: If `strategy` is not a `ParameterServerStrategy`, if it has a coordinator with
+            other options, or if a number is too small.
+
     Mirrors `tf.distribute.coordinator.ClusterCoordinator`, which runs functions at least once.
     Functions need not be `tpudist.function`s.
     """
 
-    strategy: Any
+    strategy: ServerStrategy
 
-    def __new__(cls, strategy: Any, **_options: Any) -> ClusterCoordinator:
+    def __new__(cls, strategy: ServerStrategy, **_options: Any) -> ClusterCoordinator:
         """Returns the coordinator of `strategy`."""
+        # A caller may pass any strategy, or any other object.
         if getattr(strategy, "servers", None) is None:
             raise ValueError(
                 f"ClusterCoordinator(strategy={strategy!r}): it needs a "
                 f"tpudist.ParameterServerStrategy. Other strategies run all replicas in step, "
                 f"without a coordinator."
             )
-        with _making:
-            found = None if strategy.coordinator is None else strategy.coordinator()
-            if found is None:
-                found = super().__new__(cls)
-                strategy.coordinator = weakref.ref(found)
-            return found
+        with _creation_lock:
+            coordinator = None if strategy.coordinator is None else strategy.coordinator()
+            if coordinator is None:
+                coordinator = super().__new__(cls)
+                strategy.coordinator = weakref.ref(coordinator)
+            return coordinator
+
+    _options: CoordinatorOptions | None = None  # set by the first `__init__`
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: ServerStrategy,
         *,
         closure_timeout_s: float | None = None,
         max_staleness: int | None = None,
         queue_size: int | None = None,
         speculate: float | None = None,
     ):
-        """Starts the workers of `strategy`.
-
-        Args:
-            strategy: A `tpudist.ParameterServerStrategy`.
-            closure_timeout_s: Maximum seconds for a function. A worker that takes longer is given
-                up, and another worker runs the function. By default unlimited.
-            max_staleness: Maximum number of earlier functions that may be unfinished when a
-                function starts. With 0, functions run one after the other, and each run gives the
-                same results. By default unlimited, as in TensorFlow.
-            queue_size: Number of functions that may wait for a worker before `schedule` waits; by
-                default 256 per worker.
-            speculate: Multiple of the usual duration after which an idle worker starts a function a
-                second time. The first of the two to finish counts. The usual duration is the median
-                of the last calls of the function, and at least one second. It does not apply to
-                functions with an argument that differs between workers. By default never.
-
-        Raises:
-            ValueError: If `strategy` is not a `ParameterServerStrategy`, if it has a coordinator
-                with other options, or if a number is too small.
-        """
-        _check_options(closure_timeout_s, max_staleness, queue_size, speculate)
-        options = closure_timeout_s, max_staleness, queue_size, speculate
-        if hasattr(self, "_options"):
-            if options != self._options and options != (None,) * 4:
+        options = CoordinatorOptions(closure_timeout_s, max_staleness, queue_size, speculate)
+        if self._options is not None:  # `__new__` returned the existing coordinator
+            if options not in (self._options, CoordinatorOptions()):
                 raise ValueError(
                     f"ClusterCoordinator: the options differ from those of the existing "
                     f"coordinator of {strategy!r}, which has only one. Pass the options when you "
                     f"first create it."
                 )
             return
-        self._options = options
-        self.strategy = strategy
-        engine = strategy.engine
-        size = queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers
+        self._options, self.strategy = options, strategy
+        engine, servers = strategy.engine, strategy.servers
         self._queue = ClosureQueue(
-            size,
+            queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers,
             engine.concurrency,
             max_staleness=max_staleness,
             stragglers=None if speculate is None else Stragglers(speculate),
         )
-        folder = strategy.servers.folder
-        self._finished = FinishedFile(None if folder is None else folder / "finished.records")
-        # One before it, which nobody holds any more, may have had workers run what it numbered.
-        self._finished.skip_to(strategy.num_numbered)
-        self._queue.finished = self._finished.ledger
-        self._queue.withdrawn = self._finished.withdrawn
-        self._withdraw = _make_withdraw(self._queue, self._finished)
-        self._next_number = self._next_batch = self._finished.ledger.low
-        self._staleness: collections.Counter[int] = collections.Counter()
+        self._records = RunRecords(self._queue, servers, max_staleness, strategy.num_numbered)
+        # A RemoteValue may outlive the strategy, so it must not refer to the servers.
+        self._withdraw = functools.partial(withdraw, self._queue, self._records.file)
+        self._next_number = self._next_batch = self._queue.finished.low
         self._dispatcher = Dispatcher(
             engine,
             self._queue,
             _WorkerMaker(strategy.make_session_factory()),
             timeout_s=closure_timeout_s,
-            on_lost=self._on_lost,
-            describe_run=self._describe_run,
-            on_finished=self._on_finished,
+            on_lost=servers.replace,
+            describe_run=self._records.describe_run,
+            on_finished=self._records.record_finished,
         )
-        self._kept = _KeptNumbers(self._dispatcher)
-        serializer = engine.serializer
-        self._functions = serializer and FunctionStore(
-            serializer, self._kept.add, self._dispatcher.forget
-        )
-        self._watching: set[CoordinatorProgress] = set()
+        resources, serializer = self._dispatcher.resources, engine.serializer
+        self._functions = None  # actors that share memory with the program use it directly
+        if serializer is not None:
+            self._functions = FunctionStore(serializer, resources.add, resources.remove)
+        self._progress: set[CoordinatorProgress] = set()
+        # No callback above refers to `self`: the garbage collection of `self` ends the run.
         self._ending = weakref.finalize(
-            self, _end, self._dispatcher, self._finished, self._watching
+            self, _end, self._dispatcher, self._records.file, self._progress
         )
         for _ in range(strategy.num_workers):
             self._dispatcher.add_worker()
 
-    # Scheduling.
+    # Functions.
 
     def schedule(
         self,
@@ -173,23 +200,31 @@ class ClusterCoordinator:
                 f"schedule(fn={fn!r}) of type {type(fn).__name__}: fn must be a function. Pass "
                 f"its arguments separately: schedule(fn, args=(...))."
             )
-        held: list[PerWorkerValue] = []
+        per_worker_values: list[PerWorkerValue] = []
 
-        def take(x: Any) -> Any:
+        def convert(x: Any) -> Any:
             if isinstance(x, PerWorkerValue):
-                held.append(x)
-            return _take_argument(x)
+                per_worker_values.append(x)
+            return _convert_argument(x)
 
-        positional = map_nest(take, tuple(args or ()))
-        named = map_nest(take, dict(kwargs or {}))
+        positional = map_nest(convert, tuple(args or ()))
+        named = map_nest(convert, dict(kwargs or {}))
         with self._queue.changed:
             stored = None if self._functions is None else self._functions.store(fn)
         output = RemoteValue(changed=self._queue.changed, withdraw=self._withdraw)
-        closure = Closure(None, fn, positional, named, output, stored=stored, held=held)
+        closure = Closure(
+            None,
+            fn,
+            positional,
+            named,
+            output,
+            stored=stored,
+            per_worker_values=per_worker_values,
+        )
         self._queue.put(closure, self._take_number)
         return output
 
-    def _take_number(self) -> int:
+    def _take_number(self) -> int:  # called under `queue.changed`
         number = self._next_number
         self.strategy.num_numbered = self._next_number = number + 1
         return number
@@ -227,7 +262,9 @@ class ClusterCoordinator:
 
     # Data.
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(
+        self, dataset_fn: Callable[[], Iterable[Any]] | Iterable[Any]
+    ) -> PerWorkerDataset:
         """Creates a dataset on each worker, for the functions that run on it.
 
         Args:
@@ -248,7 +285,7 @@ class ClusterCoordinator:
         """
         if not callable(dataset_fn):
             if not isinstance(dataset_fn, Iterable):
-                iter(dataset_fn)  # TypeError for what is none
+                iter(dataset_fn)  # raises the TypeError
             if isinstance(dataset_fn, Iterator):
                 raise TypeError(
                     f"create_per_worker_dataset(dataset_fn={dataset_fn!r}): this is an iterator, "
@@ -259,10 +296,11 @@ class ClusterCoordinator:
         return self._make_dataset(dataset_fn)
 
     def _make_dataset(self, make: Callable[[], Any]) -> PerWorkerDataset:
-        return PerWorkerDataset(self._keep, self._dispatcher.unused, make)
+        return PerWorkerDataset(self._add_resource, self._dispatcher.resources.unused, make)
 
-    def _keep(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
-        return self._kept.add(fn, args)  # a dataset has this method, and so keeps the coordinator
+    def _add_resource(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
+        # A dataset holds this bound method, and so keeps the coordinator and its workers alive.
+        return self._dispatcher.resources.add(fn, args)
 
     def next_batch(self) -> int:
         """Returns the number of the next batch, counted from 0 over all workers.
@@ -310,13 +348,14 @@ class ClusterCoordinator:
     @property
     def num_unfinished(self) -> int:
         """Number of scheduled functions that have not finished."""
-        return self._queue.num_unfinished()
+        with self._queue.changed:
+            return self._queue.num_unfinished
 
     @property
     def staleness(self) -> dict[int, int]:
         """Histogram of update staleness: number of functions between read and update -> count."""
         with self._queue.changed:
-            return dict(sorted(self._staleness.items()))
+            return dict(sorted(self._records.staleness.items()))
 
     def progress(
         self,
@@ -353,13 +392,13 @@ class ClusterCoordinator:
             self._queue,
             self._dispatcher,
             ServerSurvey(self.strategy.servers),
-            self._staleness,
+            self._records.staleness,
             concurrency,
         )
         return CoordinatorProgress(
             sampler,
             concurrency,
-            self._watching,
+            self._progress,
             every_s=every_s,
             show=show,
             file=file,
@@ -372,122 +411,33 @@ class ClusterCoordinator:
         self._ending()
         self.strategy.shutdown()
 
-    # Within.
-
-    @property
-    def _on_lost(self) -> Callable[[ActorDied], None]:
-        return self.strategy.servers.replace
-
-    @property
-    def _describe_run(self) -> Callable[[], Surroundings]:
-        queue, servers, max_staleness = self._queue, self.strategy.servers, self._options[1]
-
-        def describe_run() -> Surroundings:
-            with queue.changed:
-                low = queue.finished.low
-                may_read_ahead = max_staleness is None and queue.num_waiting
-                num_scheduled = queue.num_scheduled if may_read_ahead else 0
-            return Surroundings(low, servers.actors, num_scheduled)
-
-        return describe_run
-
-    @property
-    def _on_finished(self) -> Callable[[Closure, Completion], None]:
-        # Nothing that threads call may hold the coordinator, which ends them when it goes.
-        queue, finished, staleness = self._queue, self._finished, self._staleness
-        servers = self.strategy.servers
-
-        def on_finished(closure: Closure, completion: Completion) -> None:
-            if closure.number is not None and closure.retries:
-                servers.seal(closure.number)
-            with queue.changed:
-                if closure.number is not None:
-                    finished.write(closure.number)
-                if completion.staleness is not None:
-                    staleness[completion.staleness] += 1
-
-        return on_finished
-
-
-class _KeptNumbers:
-    """Numbers what workers keep."""
-
-    def __init__(self, dispatcher: Dispatcher):
-        self._dispatcher = dispatcher
-        self._numbers = itertools.count()
-
-    def add(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> int:
-        """Has workers keep what a function makes of arguments; its key."""
-        key = next(self._numbers)
-        self._dispatcher.keep(key, fn, args)
-        return key
-
 
 class _WorkerMaker:
-    """The factory and the arguments of a worker."""
+    """Returns the factory and the arguments of a worker, which can be sent to its process."""
 
-    def __init__(self, make_session: Callable[[int], Any]):
+    def __init__(self, make_session: Callable[[int], WorkerSession]):
         self._make_session = make_session
 
-    def __call__(self, index: int) -> tuple:
+    def __call__(self, index: int) -> tuple[Any, ...]:
         return _make_worker, index, self._make_session
 
 
-def _make_worker(index: int, make_session: Callable[[int], Any]) -> Worker:
+def _make_worker(index: int, make_session: Callable[[int], WorkerSession]) -> Worker:
     devices = jax.local_devices()
     return Worker(index, devices[index % len(devices)], make_session)
 
 
-def _make_withdraw(queue: ClosureQueue, finished: FinishedFile) -> Callable[[RemoteValue], bool]:
-    def withdraw(output: RemoteValue) -> bool:
-        with queue.changed:
-            number = queue.withdraw(output)
-            if number is not None:
-                finished.write(number, is_withdrawn=True)
-        return number is not None
-
-    return withdraw
-
-
-def _end(
-    dispatcher: Dispatcher, finished: FinishedFile, watching: set[CoordinatorProgress]
-) -> None:
+def _end(dispatcher: Dispatcher, file: FinishedFile, progress: set[CoordinatorProgress]) -> None:
     dispatcher.close()
-    for progress in list(watching):  # afterwards, so that they see the end
-        progress.close()
-    finished.close()
+    for display in list(progress):  # after the workers, so that the last sample shows the end
+        display.close()
+    file.close()
 
 
-def _check_options(
-    closure_timeout_s: float | None,
-    max_staleness: int | None,
-    queue_size: int | None,
-    speculate: float | None,
-) -> None:
-    if closure_timeout_s is not None and not closure_timeout_s > 0:
-        raise ValueError(
-            f"ClusterCoordinator(closure_timeout_s={closure_timeout_s!r}): the timeout must be a "
-            f"number of seconds above 0, or None for no limit."
-        )
-    if speculate is not None and not speculate > 1:
-        raise ValueError(
-            f"ClusterCoordinator(speculate={speculate!r}): speculate must be greater than 1, a "
-            f"multiple of the usual duration of a function, or None."
-        )
-    for name, value, least in (("max_staleness", max_staleness, 0), ("queue_size", queue_size, 1)):
-        if value is not None and (isinstance(value, bool) or value < least):
-            raise ValueError(
-                f"ClusterCoordinator({name}={value!r}): {name} must be None or a whole number of "
-                f"at least {least}."
-            )
-
-
-def _take_argument(x: Any) -> Any:
+def _convert_argument(x: Any) -> Any:
     if isinstance(x, RemoteValue):
         raise ValueError(
             "schedule() does not accept a RemoteValue as an argument, because workers do not "
             "exchange values. Fetch it first, or compute both in one function."
         )
-    if isinstance(x, PerWorkerIterator):
-        return Kept(x._key)
-    return x
+    return ResourceRef(x._key) if isinstance(x, PerWorkerIterator) else x

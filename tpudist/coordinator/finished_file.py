@@ -1,4 +1,4 @@
-"""FinishedFile: which closures have finished, for a program that is started again."""
+"""FinishedFile: the numbers of finished closures, on disk for a program that restarts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from tpudist.ps.record_file import RecordFile, read_records
 
 
 class FinishedFile:
-    """The numbers of closures that have finished, in a file if there is a folder for it.
+    """Records which closures have finished, in a file if `path` is given.
+
+    Args:
+        path: File to create or to continue; None records nothing.
 
     Attributes:
-        ledger: The numbers that were in it when it was opened; who writes adds to it.
-        withdrawn: Those above the first that is missing that were cancelled, and never run.
+        ledger: Numbers that had finished when the file was opened. `ClosureQueue` adds to it.
+        withdrawn: Numbers, not below `ledger.low`, of closures that were cancelled and never ran.
     """
 
     def __init__(self, path: Path | None):
-        """Opens or makes it; None for no file."""
         self.ledger = ClosureLedger()
         self.withdrawn: set[int] = set()
         self._file = None
@@ -32,34 +34,37 @@ class FinishedFile:
                     self.ledger.add(facts["finished"])
                     if "withdrawn" in facts:
                         self.withdrawn.add(facts["finished"])
-        # Those above the first that is missing run again, by their numbers: they have no effect.
-        # But for those that have never run.
+        # The restarted program schedules its functions again from number `low`. It repeats those
+        # above `low` that had finished, because their results are lost; servers skip their updates
+        # by their numbers. Cancelled closures must stay cancelled.
         self.ledger = ClosureLedger(self.ledger.low)
         self.withdrawn = {x for x in self.withdrawn if x >= self.ledger.low}
+        # Write the compacted file under another name, and replace the old one at once: a program
+        # that is killed here leaves one of the two complete.
         unfinished = path.with_suffix(".unfinished")
         unfinished.unlink(missing_ok=True)
-        beginning = RecordFile(unfinished)
-        beginning.append({"low": self.ledger.low}, {})
+        compacted = RecordFile(unfinished)
+        compacted.append({"low": self.ledger.low}, {})
         for number in sorted(self.withdrawn):
-            beginning.append({"finished": number, "withdrawn": True}, {})
-        beginning.close()
+            compacted.append({"finished": number, "withdrawn": True}, {})
+        compacted.close()
         unfinished.replace(path)
         self._file = RecordFile(path)
 
     def write(self, number: int, *, is_withdrawn: bool = False) -> None:
-        """Notes that a closure has finished, or will never run."""
+        """Records that a closure has finished, or was cancelled before it ran."""
         if self._file is not None:
-            more = {"withdrawn": True} if is_withdrawn else {}
-            self._file.append({"finished": number, **more}, {})
+            record = {"finished": number}
+            self._file.append(record | ({"withdrawn": True} if is_withdrawn else {}), {})
 
     def skip_to(self, low: int) -> None:
-        """Notes that no closure of a lower number will run any more."""
+        """Records that no closure with a lower number will run again."""
         if low > self.ledger.low:
             self.ledger.raise_to(low)
             if self._file is not None:
                 self._file.append({"low": low}, {})
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()

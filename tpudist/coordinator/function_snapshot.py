@@ -1,9 +1,9 @@
-"""FunctionSnapshot: what a function captures, so that one can tell whether that has changed.
+"""FunctionSnapshot: the values that a function captures, to find out whether they have changed.
 
-To make bytes of a function takes longer than a small step does. The bytes that were made before are
-still those of the function if it captures the same: immutable values that are equal, handles and
-whatever modules define that are the same objects, and containers and arrays with the same in them.
-Of anything else it is not known, and bytes are made each time.
+Serializing a function takes longer than a small step. Two snapshots are equal only if the function
+would serialize to the same bytes: its immutable values are equal, its handles and everything that
+modules define are the same objects, and its containers and arrays have the same contents. For any
+other captured object there is no snapshot, and the function is serialized each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ import numpy as np
 from jax.core import Tracer
 
 MAX_BYTES = 1 << 20
-"""Of an array that is compared; larger ones are seldom captured, and take longer to compare."""
+"""Largest array that is compared; functions seldom capture larger ones, and comparing takes longer.
+"""
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
 _MISSING = object()
 _OF_GLOBALS = {dis.opmap[x] for x in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")}
@@ -33,31 +34,30 @@ _globals_of_code: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = (
 
 
 class FunctionSnapshot:
-    """What a function captures, as far as its bytes depend on that."""
+    """The captured values of a function; see `take`."""
 
-    def __init__(self, parts: list[Any]):
-        """See `take`."""
+    def __init__(self, parts: list[object]):
         self._parts = parts
 
     def equals(self, other: FunctionSnapshot) -> bool:
-        """Whether bytes made of one function are those of the other."""
+        """Returns whether both functions serialize to the same bytes."""
         ours, theirs = self._parts, other._parts
         return len(ours) == len(theirs) and all(map(_are_same, ours, theirs))
 
 
-def take(function: Any, by_value: Collection[str] = ()) -> FunctionSnapshot | None:
-    """What a function captures; None where it is not known whether that would be all.
+def take(function: Callable[..., Any], by_value: Collection[str] = ()) -> FunctionSnapshot | None:
+    """Returns a snapshot of a function; None if it captures a value of an unknown kind.
 
     Args:
         function: Any callable.
-        by_value: Modules whose functions are sent as they are, and not by name.
+        by_value: Modules whose functions are serialized completely, and not by name.
     """
-    parts: list[Any] = []
+    parts: list[object] = []
     walk = _Walk(parts, frozenset(by_value) | {"__main__"})
     return FunctionSnapshot(parts) if walk.add(function) else None
 
 
-def _are_same(a: Any, b: Any) -> bool:
+def _are_same(a: object, b: object) -> bool:
     if a is b:
         return True
     if type(a) is not type(b):
@@ -68,31 +68,31 @@ def _are_same(a: Any, b: Any) -> bool:
 
 
 class _Array:
-    """An array as it was."""
+    """A copy of an array."""
 
-    __slots__ = ("_bytes", "_what")
+    __slots__ = ("_bytes", "_layout")
 
     def __init__(self, array: np.ndarray):
-        self._what = array.shape, array.dtype, array.strides
+        self._layout = array.shape, array.dtype, array.strides
         self._bytes = array.tobytes("A")
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Array)
-        return self._what == other._what and self._bytes == other._bytes
+        return self._layout == other._layout and self._bytes == other._bytes
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 class _Walk:
-    """Adds what is found to a list, in the order in which it is found."""
+    """Appends what it finds to a list, in a fixed order."""
 
-    def __init__(self, parts: list[Any], by_value: Collection[str]):
+    def __init__(self, parts: list[object], by_value: Collection[str]):
         self._parts, self._by_value = parts, by_value
-        self._seen: dict[int, int] = {}  # by `id`, of what may contain itself
-        self._alive: list[Any] = []
+        self._seen: dict[int, int] = {}  # `id` -> order; containers may contain themselves
+        self._alive: list[object] = []
 
     def add(self, x: Any) -> bool:
-        """Adds a value and what it holds; False if it is of a kind that is not known."""
+        """Appends a value and its contents; returns False if its kind is unknown."""
         kind = type(x)
         if kind in _PLAIN:
             self._parts.append(x)
@@ -106,7 +106,7 @@ class _Walk:
             self._parts.append(self._seen[id(x)])
             return True
         self._seen[id(x)] = len(self._seen)
-        self._alive.append(x)  # else another one could have its `id` later in the walk
+        self._alive.append(x)  # otherwise a later temporary could get the same `id`
         if kind in (tuple, list):
             self._parts += [kind, len(x)]
             return all(map(self.add, x))
@@ -125,10 +125,12 @@ class _Walk:
         if self._is_immutable(x) or self._is_of_module(x):
             self._parts.append(x)
             return True
+        # Variables, optimizers, tables and strategies have this property.
         if isinstance(handle := getattr(x, "handle_parts", None), tuple):
             self._parts += handle
             return True
-        if kind is types.FunctionType:  # another object of one definition may be the same function
+        if kind is types.FunctionType:
+            # A loop that defines a function creates a new object from the same code each time.
             self._parts += [x.__code__, *x.__annotations__, *x.__annotations__.values()]
             return all(map(self.add, _contents(x)))
         if kind is _Compiled:
@@ -137,25 +139,26 @@ class _Walk:
             return type(wrapped) is types.FunctionType and all(map(self.add, _contents(wrapped)))
         return False
 
-    def _is_immutable(self, x: Any) -> bool:
+    def _is_immutable(self, x: object) -> bool:
         if isinstance(x, jax.Array):
             return not isinstance(x, Tracer) and not x.is_deleted()
         if isinstance(x, np.generic):
             return not x.dtype.hasobject
         if isinstance(x, enum.Enum):
-            return self._is_of_module(type(x))  # else its class is sent as it is
+            return self._is_of_module(type(x))  # otherwise its class is serialized completely
         return isinstance(x, np.dtype)
 
-    def _is_of_module(self, x: Any) -> bool:
-        """Whether it is a module, or found under its name in one, and so is sent as that name."""
+    def _is_of_module(self, x: object) -> bool:
+        """Returns whether a module defines `x` under its name, so that its name is serialized."""
         if isinstance(x, types.ModuleType):
             return sys.modules.get(x.__name__) is x and self._is_sent_by_name(x.__name__)
         if not isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return False  # what it is may differ from one moment to the next
+            return False  # an instance may change while its module does not
+        # Builtin functions and dynamic classes may lack these attributes.
         module, name = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             return False
-        found: Any = sys.modules.get(module, _MISSING)
+        found: object = sys.modules.get(module, _MISSING)
         for part in name.split("."):
             found = getattr(found, part, _MISSING)
         return found is x and self._is_sent_by_name(module)
@@ -170,7 +173,7 @@ def _is_named_tuple(x: Any) -> bool:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """What a function that is sent as it is takes along."""
+    """Yields everything that is serialized with a function."""
     yield function.__name__
     yield function.__qualname__
     yield function.__module__
@@ -181,14 +184,14 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that is bound later
+        except ValueError:  # a variable that the enclosing function assigns later
             yield "\0 unbound"
     for name in _names_of_globals(function.__code__):
         yield function.__globals__.get(name, "\0 none")
 
 
 def _names_of_globals(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function looks up, in it and in functions that it defines."""
+    """Returns the globals that a function, or a function that it defines, looks up."""
     found = _globals_of_code.get(code)
     if found is None:
         names = {x.argval: None for x in dis.get_instructions(code) if x.opcode in _OF_GLOBALS}

@@ -1,4 +1,4 @@
-"""FunctionStore: functions that are sent to workers in other processes, once for each worker."""
+"""FunctionStore: functions that are sent to workers in other processes, once per worker."""
 
 from __future__ import annotations
 
@@ -6,65 +6,69 @@ import collections
 import dataclasses
 import hashlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from tpudist.coordinator import function_snapshot
 from tpudist.coordinator.function_snapshot import FunctionSnapshot
-from tpudist.coordinator.worker import Kept
+from tpudist.coordinator.worker import ResourceRef
 from tpudist.engine.engine import Serializer
 
 MAX_FUNCTIONS = 64
-"""How many functions workers keep; then that which was scheduled longest ago is sent again."""
+"""Number of functions that workers keep. Beyond it, the function that was scheduled longest ago is
+sent again.
+"""
 MAX_SNAPSHOTS = 8
-"""Of how many functions of one definition it is known what they capture."""
+"""Number of snapshots per definition, for loops that define a function again with other values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredFunction:
-    """A function as workers have it.
+    """A function that workers keep.
 
     Attributes:
-        kept: Stands for it.
-        make: Gives it.
-        data: Of which.
+        ref: Stands for the function in calls.
+        load: Called with `data`; returns the function.
+        data: The serialized function.
     """
 
-    kept: Kept
-    make: Callable[[bytes], Any]
+    ref: ResourceRef
+    load: Callable[[bytes], Any]
     data: bytes
 
 
 class FunctionStore:
-    """Knows functions by their bytes, so that a worker has one object for all calls of one.
+    """Identifies functions by their serialized bytes: equal functions are one object on a worker.
 
-    With another object in each call a worker would compile each time. The bytes have all that a
-    function captures, so that what has changed since is sent.
+    A new object in each call would make the worker compile each time. The bytes include everything
+    that a function captures, so a changed capture sends the function again.
+
+    Args:
+        serializer: Serializer of the engine.
+        add_resource: Called with a function and its arguments; lets each worker create a resource
+            and returns its key.
+        remove_resource: Called with a key; lets workers delete the resource.
     """
 
     def __init__(
         self,
         serializer: Serializer,
-        keep: Callable[[Callable[..., Any], tuple], int],
-        forget: Callable[[int], None],
+        add_resource: Callable[[Callable[..., Any], tuple], int],
+        remove_resource: Callable[[int], None],
     ):
-        """Empty.
-
-        Args:
-            serializer: Of the engine.
-            keep: Has workers keep what a function makes of arguments; its key.
-            forget: Has them forget what has a key.
-        """
-        self._serializer, self._keep, self._forget = serializer, keep, forget
+        self._serializer = serializer
+        self._add_resource, self._remove_resource = add_resource, remove_resource
         self._stored: collections.OrderedDict[bytes, StoredFunction] = collections.OrderedDict()
-        self._snapshots: dict[Any, list[tuple[FunctionSnapshot, bytes]]] = {}  # by definition
+        self._snapshots: dict[Hashable, list[tuple[FunctionSnapshot, bytes]]] = {}
 
     def store(self, fn: Callable[..., Any]) -> StoredFunction:
-        """What stands for `fn` on workers, which may be told to forget it before it is used.
+        """Returns the stored copy of `fn`, which may be evicted before it is used.
 
         Raises:
-            TypeError: It captures what cannot be sent.
+            TypeError: If `fn` captures an object that cannot be sent.
         """
+        # To serialize takes longer than a small step. A snapshot, if one can be taken, shows that
+        # the function captures the same as before, so the known bytes are still its bytes.
         snapshot = function_snapshot.take(fn, self._serializer.modules_by_value)
         digest = snapshot and self._find(fn, snapshot)
         if digest is not None:
@@ -75,8 +79,9 @@ class FunctionStore:
         if digest in self._stored:
             self._stored.move_to_end(digest)
         else:
-            make = self._serializer.loads
-            self._stored[digest] = StoredFunction(Kept(self._keep(make, (data,))), make, data)
+            load = self._serializer.loads
+            ref = ResourceRef(self._add_resource(load, (data,)))
+            self._stored[digest] = StoredFunction(ref, load, data)
             if len(self._stored) > MAX_FUNCTIONS:
                 self._forget_oldest()
         if snapshot is not None:
@@ -86,7 +91,7 @@ class FunctionStore:
         return self._stored[digest]
 
     def _find(self, fn: Callable[..., Any], snapshot: FunctionSnapshot) -> bytes | None:
-        """The digest of the function that captures the same; None if there was none."""
+        """Returns the digest of a function that captures the same; None if there was none."""
         for known, digest in self._snapshots.get(_definition_of(fn), ()):
             if known.equals(snapshot):
                 return digest
@@ -94,13 +99,12 @@ class FunctionStore:
 
     def _forget_oldest(self) -> None:
         digest, oldest = self._stored.popitem(last=False)
-        self._forget(oldest.kept.key)
+        self._remove_resource(oldest.ref.key)
         for definition, known in list(self._snapshots.items()):
-            left = [x for x in known if x[1] != digest]
-            self._snapshots[definition] = left
-            if not left:
+            known[:] = [x for x in known if x[1] != digest]
+            if not known:
                 del self._snapshots[definition]
 
 
-def _definition_of(fn: Callable[..., Any]) -> Any:
+def _definition_of(fn: Callable[..., Any]) -> Hashable:
     return fn.__code__ if isinstance(fn, types.FunctionType) else type(fn)

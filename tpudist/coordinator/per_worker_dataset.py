@@ -1,4 +1,4 @@
-"""PerWorkerDataset: a dataset that each worker makes for itself, and iterators over it."""
+"""PerWorkerDataset: a dataset that each worker creates for itself, and its iterators."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from tpudist.coordinator.worker_iterator import WorkerIterator
 
 
 class PerWorkerDataset:
-    """A dataset of each worker; made by `ClusterCoordinator.create_per_worker_dataset`."""
+    """One dataset per worker; created by `ClusterCoordinator.create_per_worker_dataset`.
+
+    Args:
+        add_resource: Called with a function and its arguments; lets each worker create a resource
+            and returns its key.
+        unused: Receives the keys of resources that workers may delete.
+        make: Called on each worker; returns its dataset.
+    """
 
     def __init__(
         self,
-        keep: Callable[[Callable[..., Any], Sequence[Any]], int],
+        add_resource: Callable[[Callable[..., Any], Sequence[Any]], int],
         unused: collections.deque[int],
         make: Callable[[], Any],
     ):
-        """Made by `make` on each worker.
-
-        Args:
-            keep: Has workers keep what a function makes of arguments; its key.
-            unused: Takes the keys of what they need not keep any more.
-            make: Gives the dataset, on a worker.
-        """
-        self._keep, self._unused, self._make = keep, unused, make
+        self._add_resource, self._unused, self._make = add_resource, unused, make
 
     def __iter__(self) -> PerWorkerIterator:
-        """An iterator of each worker, at the beginning: an argument for `schedule`."""
-        return PerWorkerIterator(self._keep(_begin_iteration, (self._make,)), self._unused)
+        """Returns one iterator per worker, at the beginning; pass it to `schedule`."""
+        # Workers create the dataset again for each iterator, so that iterators are independent.
+        return PerWorkerIterator(self._add_resource(WorkerIterator, (self._make,)), self._unused)
 
 
 class PerWorkerIterator(PerWorkerValue):
-    """An iterator of each worker, of which a function sees that of the worker that runs it.
+    """One iterator per worker. A function uses the iterator of the worker that runs it.
 
-    Workers keep theirs until this one is forgotten, and what it was given to has run.
+    Workers delete their iterators after this object and all closures that use it are gone.
     """
 
     def __init__(self, key: int, unused: collections.deque[int]):
-        """The one that workers keep under `key`, until that is among `unused`."""
         super().__init__(())
         self._key = key
         weakref.finalize(self, unused.append, key).atexit = False
@@ -53,11 +53,7 @@ class PerWorkerIterator(PerWorkerValue):
         )
 
     def __next__(self) -> Any:
-        """Not here: see `__iter__`."""
+        """Raises NotImplementedError; see `__iter__`."""
         return self.__iter__()
 
     get_next = __next__
-
-
-def _begin_iteration(make: Callable[[], Any]) -> WorkerIterator:
-    return WorkerIterator(make)

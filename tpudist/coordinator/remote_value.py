@@ -1,4 +1,4 @@
-"""RemoteValue: what a closure will give, once a worker has run it."""
+"""RemoteValue: the future result of a scheduled function; PerWorkerValue: one value per worker."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.engine.concurrency import Condition, SystemConcurrency
 
 
 class RemoteValue:
-    """The result of a function that was scheduled, which may not have run yet.
+    """The result of a scheduled function, which may not have run yet.
 
-    As `tf.distribute.coordinator.RemoteValue`.
+    `ClusterCoordinator.schedule` creates it, without a value.
+
+    Args:
+        changed: Condition to notify when the value arrives; by default a new one.
+        withdraw: Called to cancel the function if it has not started; returns whether it did.
+
+    Mirrors `tf.distribute.coordinator.RemoteValue`.
     """
 
     def __init__(
@@ -24,16 +31,10 @@ class RemoteValue:
         changed: Condition | None = None,
         withdraw: Callable[[RemoteValue], bool] = lambda output: False,
     ):
-        """Created by `ClusterCoordinator.schedule`, without a value.
-
-        Args:
-            changed: Condition to notify when the value arrives; by default a new one.
-            withdraw: Called to cancel the function if it has not started; returns whether it did.
-        """
         self._changed = SystemConcurrency().condition() if changed is None else changed
         self._withdraw = withdraw
-        self._is_there = self._is_withdrawn = False
-        self._value: Any = None
+        self._is_done = self._is_withdrawn = False
+        self._value: PyTree = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
 
@@ -43,7 +44,7 @@ class RemoteValue:
         Mirrors `concurrent.futures.Future.done`; TensorFlow's RemoteValue has no such method.
         """
         with self._changed:
-            return self._is_there
+            return self._is_done
 
     def cancel(self) -> bool:
         """Cancels the function if no worker has started it.
@@ -62,7 +63,7 @@ class RemoteValue:
         with self._changed:
             return self._is_withdrawn or self._withdraw(self)
 
-    def fetch(self) -> Any:
+    def fetch(self) -> PyTree:
         """Waits for the result, and returns it with NumPy arrays.
 
         Raises:
@@ -71,7 +72,7 @@ class RemoteValue:
         """
         return jax.tree.map(_as_numpy, self.get())
 
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         """Waits for the result, and returns it.
 
         Raises:
@@ -79,37 +80,40 @@ class RemoteValue:
             Exception: If the function raised an error, with the worker's traceback.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_there)
+            self._changed.wait_for(lambda: self._is_done)
         if self._error is not None:
             # Each `raise` adds to the traceback, and this error may be raised any number of times.
             raise self._error.with_traceback(self._traceback)
         return self._value
 
-    def _set(self, value: Any) -> None:
-        self._value, self._error, self._is_there = value, None, True
+    # `ClosureQueue` calls both under `changed`, and notifies it.
+
+    def _set(self, value: PyTree) -> None:
+        self._value, self._error, self._is_done = value, None, True
 
     def _fail(self, error: BaseException) -> None:
-        self._error, self._traceback, self._is_there = error, error.__traceback__, True
+        self._error, self._traceback, self._is_done = error, error.__traceback__, True
 
     def __repr__(self) -> str:
-        if not self._is_there:
+        if not self._is_done:
             return "<RemoteValue, not computed yet>"
-        what = self._value if self._error is None else self._error
-        return f"<RemoteValue {what!r}>"
+        result = self._value if self._error is None else self._error
+        return f"<RemoteValue {result!r}>"
 
 
 class PerWorkerValue:
     """One value for each worker: an argument of `schedule`. Each worker sees its own value.
 
+    Args:
+        values: One RemoteValue per worker, in the order of the workers.
+
+    Raises:
+        AssertionError: If a value is not a RemoteValue.
+
     Mirrors `tf.distribute.coordinator.PerWorkerValue`.
     """
 
     def __init__(self, values: Sequence[RemoteValue]):
-        """Of the workers, in their order.
-
-        Raises:
-            AssertionError: One of them is no RemoteValue.
-        """
         for value in values:
             if not isinstance(value, RemoteValue):
                 raise AssertionError(
@@ -118,12 +122,12 @@ class PerWorkerValue:
                 )
         self._values = tuple(values)
 
-    def of_worker(self, worker: int) -> Any:
-        """The value of one worker; waits for it.
+    def of_worker(self, worker: int) -> PyTree:
+        """Waits for the value of a worker, and returns it.
 
         Raises:
-            ValueError: There is none, since the worker came later.
-            Exception: What the function has raised that was to compute it.
+            ValueError: If the worker was added after the value was created.
+            Exception: If the function that computes the value raised an error.
         """
         if worker >= len(self._values):
             raise ValueError(
@@ -134,19 +138,19 @@ class PerWorkerValue:
         return self._values[worker].fetch()
 
 
-def map_nest(fn: Callable[[Any], Any], nest: Any) -> Any:
-    """A nest of lists, tuples and dicts with `fn(x)` for what is in it; other objects are whole."""
+def map_nest(fn: Callable[[Any], Any], nest: PyTree) -> PyTree:
+    """Applies `fn` to the leaves of nested lists, tuples and dicts; other pytrees are leaves."""
     if isinstance(nest, dict):
         return {key: map_nest(fn, x) for key, x in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):  # a user's named tuple
         return type(nest)(*(map_nest(fn, x) for x in nest))
     if isinstance(nest, tuple | list):
         return type(nest)(map_nest(fn, x) for x in nest)
     return fn(nest)
 
 
-def fetch_all(nest: Any) -> Any:
-    """A nest with what its RemoteValues give; waits for all of them."""
+def fetch_all(nest: PyTree) -> PyTree:
+    """Replaces the RemoteValues in a nested structure by their results; waits for all of them."""
     return jax.tree.map(
         lambda x: x.fetch() if isinstance(x, RemoteValue) else x,
         nest,
@@ -154,5 +158,6 @@ def fetch_all(nest: Any) -> Any:
     )
 
 
-def _as_numpy(x: Any) -> Any:
-    return np.asarray(x)[()] if isinstance(x, jax.Array) else x  # a number of one without dims
+def _as_numpy(x: object) -> object:
+    # `[()]` turns an array without dims into a NumPy number, as TensorFlow's `fetch` does.
+    return np.asarray(x)[()] if isinstance(x, jax.Array) else x

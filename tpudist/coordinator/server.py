@@ -1,67 +1,64 @@
-"""Server: this machine as a worker or a parameter server of a program that runs elsewhere."""
+"""Server: runs this machine as a worker or a parameter server of a program that runs elsewhere."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.cluster_resolver.server_def import ServerDef, find_other_host, make_server_def
 from tpudist.engine.ray.ray_node import RayNode
 
 PROGRAM = "chief"
-"""The job of the program that schedules."""
+"""Job of the program that schedules functions."""
 JOBS = ("worker", "ps")
-"""The jobs of the machines that it has."""
+"""Jobs of the machines that join the program."""
 
 
 class Server:
-    """One task of a cluster, which a program with a `tpudist.ParameterServerStrategy` makes use of.
+    """One task of a cluster that a program with a `tpudist.ParameterServerStrategy` uses.
 
-    Where the cluster has the job `chief`, this machine joins the Ray that the program of the chief
-    starts at its address, and that worker or server of the strategy which the task is runs here
-    (`pip install 'tpudist[ray]'`). All of it ends with this process, however that ends, or when
-    the program has ended. Every machine needs the same token, in RAY_AUTH_TOKEN, in the file
-    RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token: whoever has it may run code here.
+    In a cluster with the job `chief`, this machine joins the Ray that the chief's program starts at
+    the chief's address. The worker or server of the strategy with this task's number runs here
+    (`pip install 'tpudist[ray]'`). It ends with this process, however that ends, or with the
+    program. Every machine needs the same token, in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH,
+    or in ~/.ray/auth_token. Anybody with the token can run code here.
 
-    Where a cluster has no chief, and all of it is on this machine, workers and servers are threads
-    of the program that makes the strategy: there is nothing to join, and the object only says what
-    it was given.
+    In a cluster without a chief, all tasks must be on this machine: workers and servers are threads
+    of the program that creates the strategy. The object then only reports its arguments.
 
-    As `tf.distribute.Server`. There programs connect to servers; here servers connect to the
-    program, so it must have an address in the cluster. Each serves until that program has ended,
-    and there is no session that could have a `config`.
+    Args:
+        server_or_cluster_def: The cluster, as a `tpudist.cluster_resolver.ClusterSpec` or a dict of
+            jobs, or a `tpudist.cluster_resolver.ServerDef`. The next three arguments override it.
+        job_name: `worker` or `ps`. By default the only job of the cluster.
+        task_index: Number of the task in the job. By default the only one.
+        protocol: `grpc`.
+        config: Ignored with a warning, because there are no sessions. For `tf.distribute` programs.
+        start: Whether to call `start`.
+        start_timeout_s: Maximum seconds for which `start` waits for the program.
+
+    Raises:
+        TypeError: If `server_or_cluster_def` has another type.
+        ValueError: If the cluster has no such task, if the task cannot be a server, or if the
+            cluster has several hosts and no chief.
+
+    Mirrors `tf.distribute.Server`, where programs connect to servers. Here servers connect to the
+    program, so the cluster must have its address. A server runs until the program has ended.
     """
 
     def __init__(
         self,
-        server_or_cluster_def: Any,
+        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Any],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
         *,
         start_timeout_s: float = 300.0,
     ):
-        """Starts the server, unless told otherwise.
-
-        Args:
-            server_or_cluster_def: The cluster, as a `tpudist.cluster_resolver.ClusterSpec` or a
-                dict of jobs, or a `tpudist.cluster_resolver.ServerDef`. What the next arguments say
-                goes before what that one says.
-            job_name: `worker` or `ps`. By default the only job of the cluster.
-            task_index: Which of the job. By default the only one.
-            protocol: `grpc`.
-            config: For `tf.distribute`: there are no sessions.
-            start: Whether to `start` at once.
-            start_timeout_s: How long `start` waits for the program.
-
-        Raises:
-            TypeError: The first argument is neither.
-            ValueError: Such a task is not in the cluster, or cannot be a server; or the cluster has
-                several hosts and no chief.
-        """
         if config is not None:
             warnings.warn(
                 f"Server(config={config!r}) has no effect, because there are no sessions.",
@@ -71,20 +68,20 @@ class Server:
         self._head = _find_head(self._server_def)
         self._start_timeout_s = start_timeout_s
         self._node: RayNode | None = None
-        self._ending: Any = None
+        self._ending: weakref.finalize | None = None
         if start:
             self.start()
 
     def start(self) -> None:
-        """Joins the program of the chief, for which it waits; may be called again.
+        """Waits for the chief's program and joins it; has no effect after the first call.
 
-        After `join` it serves the next program at that address.
+        After `join`, it joins the next program at that address.
 
         Raises:
-            ModuleNotFoundError: Ray is not installed.
-            RuntimeError: There is no token, or tokens are off.
-            TimeoutError: The program does not start in time.
-            ConnectionError: It lets this machine not join.
+            ModuleNotFoundError: If Ray is not installed.
+            RuntimeError: If there is no token, or tokens are disabled.
+            TimeoutError: If the program does not start in time.
+            ConnectionError: If the program rejects this machine.
         """
         if self._head is None or self._node is not None:
             return
@@ -99,13 +96,14 @@ class Server:
         self._ending = weakref.finalize(self, self._node.close)
 
     def join(self) -> None:
-        """Serves until the program has ended; then nothing is left here.
+        """Serves until the program has ended. Nothing of it remains on this machine.
 
-        In TensorFlow it never returns.
+        Mirrors `tf.distribute.Server.join`, which never returns.
 
         Raises:
-            RuntimeError: The server was not started, or there is nothing to wait for since it is
-                part of a program; or this machine is no longer part of one that runs.
+            RuntimeError: If the server was not started, if it belongs to a program whose threads
+                are its workers and servers, or if this machine was excluded from a program that
+                still runs.
         """
         if self._head is None:
             raise RuntimeError(
@@ -119,31 +117,32 @@ class Server:
             self._node.join()
         finally:
             self._node = None
-            self._ending.detach()
+            if self._ending is not None:
+                self._ending.detach()
 
     @property
     def server_def(self) -> ServerDef:
-        """Which task of which cluster this is."""
+        """The cluster and the task of this server."""
         return self._server_def
 
     @property
     def target(self) -> str:
-        """The address of the server in its cluster, such as `grpc://10.0.0.2:2222`.
+        """Address of the server in its cluster, such as `grpc://10.0.0.2:2222`.
 
-        Ray takes calls at its port if the server has joined a program, and nobody does otherwise:
-        the port of a local server is 0. There are no sessions that could connect to it.
+        Ray uses this port if the server has joined a program; otherwise nothing listens there. A
+        local server has port 0. There are no sessions that could connect.
         """
         return f"{self._server_def.protocol}://{self._server_def.address}"
 
     @staticmethod
-    def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """A server of a cluster that is this process only; it listens to nobody.
+    def create_local_server(config: object = None, start: bool = True) -> Server:
+        """Returns a server of a cluster that is only this process; it opens no port.
 
-        In TensorFlow it has a port of its own, for sessions.
+        TensorFlow's local server has a port for sessions.
 
         Args:
-            config: For `tf.distribute`: there are no sessions.
-            start: Whether to start it at once.
+            config: Ignored with a warning; see the class.
+            start: Whether to call `start`.
         """
         return Server({"localhost": ["localhost:0"]}, protocol="grpc", config=config, start=start)
 
@@ -152,10 +151,10 @@ class Server:
 
 
 def _find_head(task: ServerDef) -> str | None:
-    """Where the program is; None if it is this one.
+    """Returns the address of the program; None if it is this process.
 
     Raises:
-        ValueError: That is not known, or the task is no server of it.
+        ValueError: If the address is unknown, or the task is not a server of the program.
     """
     cluster = task.cluster
     if PROGRAM not in cluster.jobs:

@@ -1,57 +1,69 @@
-"""Stragglers: which closures run longer than is usual for their function."""
+"""Stragglers: the closures that run longer than is usual for their function."""
 
 from __future__ import annotations
 
 import collections
 import statistics
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 from tpudist.coordinator.closure import Closure
 
 MIN_S = 1.0
-"""Below this many seconds a closure is not slow."""
+"""Seconds below which a closure is not slow: starting it again would cost more than waiting."""
 MIN_COUNT = 3
-"""Of how many closures of a function it is known how long they took, before one is slow."""
+"""Number of known durations of a function before one of its closures can be slow."""
 MAX_COUNT = 31
-"""Of how many the median is taken: of the last ones."""
+"""Number of recent durations of a function whose median is its usual duration."""
 
 
 class Stragglers:
-    """Knows how long closures took, by function.
+    """Records how long closures take, and decides which running closures are slow.
 
-    A closure is slow after so many times the median of those of its function, of which the last are
-    known; so a long one is not slow because others are short.
+    A closure is slow if it takes `factor` times the median of its own function, so a long function
+    is not slow because other functions are short.
     """
 
     def __init__(self, factor: float):
-        """Of how many times the median."""
         self._factor = factor
-        self._times_s: dict[Any, collections.deque[float]] = {}
-        self._medians_s: dict[Any, float] = {}
+        self._durations_s: dict[Hashable, collections.deque[float]] = {}
+        self._medians_s: dict[Hashable, float] = {}
 
-    def note(self, closure: Closure, seconds: float) -> None:
-        """Says how long a closure took."""
-        key = _key_of(closure)
-        times_s = self._times_s.setdefault(key, collections.deque(maxlen=MAX_COUNT))
-        times_s.append(seconds)
-        if len(times_s) >= MIN_COUNT:
-            self._medians_s[key] = statistics.median(times_s)
+    def record(self, closure: Closure, duration_s: float) -> None:
+        """Records the duration of a finished closure."""
+        key = _function_key(closure)
+        durations_s = self._durations_s.setdefault(key, collections.deque(maxlen=MAX_COUNT))
+        durations_s.append(duration_s)
+        if len(durations_s) >= MIN_COUNT:
+            self._medians_s[key] = statistics.median(durations_s)
 
-    def slow_s(self, closure: Closure) -> float | None:
-        """From when on a closure is slow; None if it is not known how long others took."""
-        median_s = self._medians_s.get(_key_of(closure))
-        return None if median_s is None else closure.begun_s + max(self._factor * median_s, MIN_S)
+    def find_next(self, running: Iterable[Closure]) -> tuple[float, Closure] | None:
+        """Returns the closure that a second worker may start first, and the time of that moment."""
+        times = [(self._slow_s(x), x) for x in running if _may_run_twice(x)]
+        known = [(slow_s, closure) for slow_s, closure in times if slow_s is not None]
+        return min(known, key=lambda pair: pair[0], default=None)
+
+    def _slow_s(self, closure: Closure) -> float | None:
+        """Returns the time from which a closure is slow; None if the usual duration is unknown."""
+        median_s = self._medians_s.get(_function_key(closure))
+        return None if median_s is None else closure.start_s + max(self._factor * median_s, MIN_S)
 
     def describe(self, closure: Closure, now_s: float) -> str:
-        """How long a closure has run, and others have."""
-        key = _key_of(closure)
+        """Compares the duration of a running closure with the usual one, in words."""
+        key = _function_key(closure)
         return (
-            f"it has run for {now_s - closure.begun_s:.3g} s, and {self._medians_s[key]:.3g} s is "
-            f"the median of the last {len(self._times_s[key])} of its function"
+            f"it has run for {now_s - closure.start_s:.3g} s, and {self._medians_s[key]:.3g} s is "
+            f"the median of the last {len(self._durations_s[key])} of its function"
         )
 
 
-def _key_of(closure: Closure) -> Any:
-    """By what a function is known again: another object of one definition takes as long."""
+def _may_run_twice(closure: Closure) -> bool:
+    # A value that differs between workers would make the second run another computation. A claimed
+    # closure has its result already, and two runs are enough.
+    return len(closure.workers) == 1 and not closure.is_claimed and not closure.per_worker_values
+
+
+def _function_key(closure: Closure) -> Hashable:
+    # The code object, because a program may define the same function again for each call. Users'
+    # callables without code, such as partials, are compared by type.
     function = getattr(closure.fn, "__wrapped__", closure.fn)
     return getattr(function, "__code__", type(function))

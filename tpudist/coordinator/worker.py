@@ -1,4 +1,8 @@
-"""Worker: what runs closures, as an actor of an engine."""
+"""Worker: runs closures one after the other, as an actor of an engine.
+
+Its caller is the `Dispatcher`, possibly from another process. A worker decides nothing about
+retries: it reports a result, an error of the function, or the loss of a server.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,25 @@ from typing import Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.context.closure_place import ClosurePlace, current_place, enter_closure
 from tpudist.coordinator.remote_value import map_nest
 from tpudist.coordinator.worker_iterator import WorkerIterator
 from tpudist.engine.engine import Actor, ActorDied
 from tpudist.ps.server_variable import read_now
+from tpudist.ps.worker_session import WorkerSession
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """What a closure is told of the run when it begins.
+class RunStatus:
+    """State of the run at the moment when a closure starts.
 
     Attributes:
-        low: All closures of lower numbers have finished.
-        servers: Who holds the variables now.
-        num_scheduled: How many closures were scheduled before this one began, if some of them wait.
-            What one of them reads may be read when this one ends: none can tell. 0 if not.
+        low: All closures with lower numbers have finished.
+        servers: Actors that hold the variables now.
+        num_scheduled: Number of closures that were scheduled before this one started; 0 if none of
+            them waits. What one of them reads may be fetched when this one ends, because no program
+            could tell the difference.
     """
 
     low: int = 0
@@ -35,150 +42,161 @@ class Surroundings:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What has become of a closure.
+    """Result of a closure.
 
     Attributes:
-        value: What its function gave.
-        staleness: How many closures had changed what it has read when it changed it; None if it
-            changed nothing that it had read.
-        positions: Where the iterators are that it has taken from, by key.
+        value: Return value of the function.
+        staleness: Number of other closures that had changed the variables between the read and the
+            update of this one; None if it updated nothing that it had read.
+        positions: Positions of the iterators that it used, by resource key.
     """
 
-    value: Any
+    value: PyTree
     staleness: int | None
-    positions: Mapping[int, Any]
+    positions: Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """Stands for what a worker has made and keeps: in arguments, each worker's own."""
+class ResourceRef:
+    """Stands, among the arguments of a closure, for the worker's own resource with this key."""
 
     key: int
 
 
 class Worker:
-    """Runs functions, on one device, and keeps what they need from one to the next."""
+    """Runs functions on one device, and keeps the resources that they share.
+
+    Args:
+        index: Number of the worker.
+        device: Default device of its functions; None for JAX's default.
+        make_session: Called with the number; returns the session of a strategy with servers. None
+            without such a strategy.
+    """
 
     def __init__(
         self,
         index: int,
         device: jax.Device | None = None,
-        make_session: Callable[[int], Any] | None = None,
+        make_session: Callable[[int], WorkerSession] | None = None,
     ):
-        """Worker `index`.
-
-        Args:
-            index: Its number.
-            device: Where its arrays are made.
-            make_session: Gives what it keeps for the strategy that schedules; see
-                `ps.worker_session`.
-        """
         self._index, self._device = index, device
         self._session = None if make_session is None else make_session(index)
-        self._kept: dict[int, Any] = {}
+        self._resources: dict[int, Any] = {}
 
-    def keep(
-        self, key: int, fn: Callable[..., Any], args: Sequence[Any], position: Any = None
+    def create_resource(
+        self,
+        key: int,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        position: int | None = None,
     ) -> None:
-        """Makes something that stays here; what it raises is raised where it is used.
+        """Stores `fn(*args)` under a key. An error of `fn` is raised by closures that use the key.
 
         Args:
-            key: By which it is found.
-            fn: What makes it.
-            args: For `fn`.
-            position: Of an iterator: where one in its place has been.
+            key: Key of the resource.
+            fn: Function that creates it.
+            args: Arguments of `fn`.
+            position: Position from which an iterator continues, if it replaces one of a lost
+                worker.
         """
         try:
-            with self._around(ClosurePlace(self._index, None, self._session)):
-                found = self._kept[key] = fn(*args)
-                if position is not None and isinstance(found, WorkerIterator):
-                    found.go_to(position)
-        except ActorDied:  # what it is made of was lost, and comes back
-            self.forget(key)
+            with self._enter(ClosurePlace(self._index, None, self._session)):
+                resource = self._resources[key] = fn(*args)
+                if position is not None and isinstance(resource, WorkerIterator):
+                    resource.go_to(position)
+        except ActorDied:  # A server was lost. The dispatcher waits for its successor, and retries.
+            self.delete_resource(key)
             raise
         except Exception as error:
-            self._kept[key] = _Failure(error, error.__traceback__)
+            self._resources[key] = _Failure(error, error.__traceback__)
 
-    def forget(self, key: int) -> None:
-        """Keeps something no longer."""
-        self._kept.pop(key, None)
+    def delete_resource(self, key: int) -> None:
+        """Deletes a resource, if it exists."""
+        self._resources.pop(key, None)
 
-    def positions(self) -> dict[int, Any]:
-        """Where its iterators are, by key."""
-        kept = self._kept.items()
-        return {key: found.position for key, found in kept if isinstance(found, WorkerIterator)}
+    def positions(self) -> dict[int, int]:
+        """Returns the positions of all iterators, by resource key."""
+        resources = self._resources.items()
+        return {key: x.position for key, x in resources if isinstance(x, WorkerIterator)}
 
     def run(
         self,
         number: int | None,
-        surroundings: Surroundings,
-        fn: Any,
+        status: RunStatus,
+        fn: Callable[..., PyTree] | ResourceRef,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Completion:
-        """Calls a function; what it gives, once it is computed and its changes are applied."""
-        used: dict[int, WorkerIterator] = {}
+        """Calls a function, and returns when its value is computed and its updates are applied."""
+        iterators: dict[int, WorkerIterator] = {}
 
         def resolve(x: Any) -> Any:
-            if not isinstance(x, Kept):
+            if not isinstance(x, ResourceRef):
                 return x
-            found = self._kept[x.key]
-            if isinstance(found, _Failure):
-                raise found.error.with_traceback(found.traceback)  # any number of times
-            if isinstance(found, WorkerIterator):
-                used[x.key] = found
-            return found
+            resource = self._resources[x.key]
+            if isinstance(resource, _Failure):
+                # Each `raise` adds to the traceback, and this error may be raised many times.
+                raise resource.error.with_traceback(resource.traceback)
+            if isinstance(resource, WorkerIterator):
+                iterators[x.key] = resource
+            return resource
 
-        fn, args, kwargs = map_nest(resolve, (fn, tuple(args), dict(kwargs)))
-        failed = True
+        function, args, kwargs = map_nest(resolve, (fn, tuple(args), dict(kwargs)))
         try:
-            value, staleness = self._call(number, surroundings, fn, args, kwargs)
-            failed = False
-        except ActorDied:  # it is not the function that has failed: it will be called again
-            raise
-        except BaseException:
-            failed = False
+            value, staleness = self._call(number, status, function, args, kwargs)
+        except ActorDied:
+            # A server was lost, so the closure runs again, here or elsewhere: it must see the same
+            # elements. An error of the function is final, and consumes its elements.
+            for iterator in iterators.values():
+                iterator.give_back()
             raise
         finally:
-            for iterator in used.values():
-                if failed:
-                    iterator.give_back()
-                else:
-                    iterator.commit()
-        positions = {key: iterator.position for key, iterator in used.items()}
+            for iterator in iterators.values():
+                iterator.commit()  # of nothing, after `give_back`
+        positions = {key: iterator.position for key, iterator in iterators.items()}
         return Completion(value, staleness, positions)
 
     def _call(
-        self, number: int | None, surroundings: Surroundings, fn: Any, args: Any, kwargs: Any
-    ) -> tuple[Any, int | None]:
+        self,
+        number: int | None,
+        status: RunStatus,
+        fn: Callable[..., PyTree],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[PyTree, int | None]:
         if self._session is None or number is None:
-            with self._around(ClosurePlace(self._index, number, self._session)):
+            with self._enter(ClosurePlace(self._index, number, self._session)):
                 return jax.block_until_ready(read_now(fn(*args, **kwargs))), None
-        low, servers, ahead = surroundings.low, surroundings.servers, surroundings.num_scheduled
-        state = self._session.begin(number, low, servers, fn, ahead)
-        with self._around(ClosurePlace(self._index, number, self._session, state)):
+        state = self._session.begin(number, status.low, status.servers, fn, status.num_scheduled)
+        with self._enter(ClosurePlace(self._index, number, self._session, state)):
             value = jax.block_until_ready(read_now(fn(*args, **kwargs)))
+        # The updates are sent after the function has returned, so a function that raises changes
+        # nothing. If `finish` raises `ActorDied`, some servers may have applied their part: the
+        # retry carries the same number, and they skip it.
         return value, state.finish()
 
     @contextlib.contextmanager
-    def _around(self, place: ClosurePlace) -> Iterator[None]:
+    def _enter(self, place: ClosurePlace) -> Iterator[None]:
         with enter_closure(place), jax.default_device(self._device):
             yield
 
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
+    """The error of a function that should have created a resource."""
+
     error: Exception
     traceback: TracebackType | None
 
 
 def experimental_get_current_worker_index() -> int:
-    """The number of the worker that runs this function.
+    """Returns the number of the worker that runs this function.
 
     Raises:
-        RuntimeError: It is not one that was scheduled, or that makes a dataset of a worker.
+        RuntimeError: If it is called outside of scheduled functions and of functions that create
+            the dataset of a worker.
 
-    As `tf.distribute.coordinator.experimental_get_current_worker_index`.
+    Mirrors `tf.distribute.coordinator.experimental_get_current_worker_index`.
     """
     place = current_place()
     if place is None:

@@ -1,59 +1,62 @@
-"""WorkerIterator: an iterator that a worker keeps, and whose position outlives the worker."""
+"""WorkerIterator: the iterator of one worker, with a position that outlives the worker."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 
 
 class WorkerIterator:
-    """Goes over a dataset that each worker makes for itself.
+    """Iterates over a dataset that each worker creates for itself.
 
-    What a closure has taken is taken when it has finished; if its worker is lost, or it could not
-    finish for another reason that is not its own, that is taken again.
+    A closure's elements count as consumed when the closure has finished. If a server is lost
+    meanwhile, `give_back` returns them. If the worker is lost, its successor calls `go_to`.
+
+    Args:
+        make: Called once; returns a dataset or another iterable.
     """
 
-    def __init__(self, make: Callable[[], Any]):
-        """At the beginning of what `make` gives: a dataset, or anything to iterate over."""
+    def __init__(self, make: Callable[[], Iterable[Any]]):
         dataset = make()
         if isinstance(dataset, IndexedDataset):
-            dataset = dataset.from_first_pass()  # the same order for a worker in place of another
+            # The successor of a lost worker must see the same order, so it starts at the same pass.
+            dataset = dataset.from_first_pass()
         self._iterator: Iterator[Any] = iter(dataset)
-        self._num_taken = 0
-        self._since: list[Any] = []
-        self._again: collections.deque[Any] = collections.deque()
+        self._num_consumed = 0
+        self._in_use: list[Any] = []
+        self._returned: collections.deque[Any] = collections.deque()
 
     def __iter__(self) -> WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        """The next element."""
-        element = self._again.popleft() if self._again else next(self._iterator)
-        self._since.append(element)
+        """Returns the next element."""
+        element = self._returned.popleft() if self._returned else next(self._iterator)
+        self._in_use.append(element)
         return element
 
     get_next = __next__
 
     @property
     def position(self) -> int:
-        """How many elements were taken for good."""
-        return self._num_taken
+        """Number of consumed elements."""
+        return self._num_consumed
 
     def commit(self) -> None:
-        """What was taken is taken for good."""
-        self._num_taken += len(self._since)
-        self._since.clear()
+        """Counts the elements in use as consumed."""
+        self._num_consumed += len(self._in_use)
+        self._in_use.clear()
 
     def give_back(self) -> None:
-        """What was taken since is the next again."""
-        self._again.extendleft(reversed(self._since))
-        self._since.clear()
+        """Returns the elements in use, in their order, before all others."""
+        self._returned.extendleft(reversed(self._in_use))
+        self._in_use.clear()
 
     def go_to(self, position: int) -> None:
-        """Passes over what one in its place has taken for good."""
+        """Skips the elements that a lost worker has consumed."""
         for _ in range(position):
             next(self._iterator, None)
-        self._num_taken = position
+        self._num_consumed = position

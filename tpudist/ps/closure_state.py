@@ -96,7 +96,7 @@ class ClosureState:
             low: All closures of lower numbers have finished.
             servers: Who the servers are now.
             function: What the closure calls.
-            num_scheduled: See `worker.Surroundings`.
+            num_scheduled: See `worker.RunStatus`.
 
         Raises:
             ActorDied: A server has died.

@@ -12,7 +12,6 @@ from typing import Any
 
 from tpudist.engine.engine import Actor, Future, ResultTimeout
 from tpudist.ps.servers import Servers
-from tpudist.xla.estimate.sizes import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,30 +41,11 @@ class ServerFigures:
     bytes_in: int = 0
     bytes_out: int = 0
 
-    def describe(self, in_per_s: float | None, out_per_s: float | None) -> dict[str, str]:
-        """The figures in words, by the heads of columns."""
-        state = self.state
-        if state == "silent" and self.age_s is not None:
-            state = f"silent for {self.age_s:.0f} s"
-        return {
-            "server": f"{self.server}",
-            "in": format_bytes(self.bytes_in),
-            "in/s": "-" if in_per_s is None else format_bytes(in_per_s),
-            "out": format_bytes(self.bytes_out),
-            "out/s": "-" if out_per_s is None else format_bytes(out_per_s),
-            "holds": format_bytes(self.bytes_held),
-            "variables": f"{self.variables:,}",
-            "rows": f"{self.rows:,}",
-            "restarts": f"{self.restarts}",
-            "": "" if state == "answers" else state,
-        }
-
 
 class ServerSurvey:
     """Asks all servers of a strategy for their figures, again and again."""
 
     def __init__(self, servers: Servers):
-        """Has not asked yet."""
         self._servers, self._engine = servers, servers.engine
         self._seen = [_Seen(i) for i in range(len(servers))]
 

@@ -329,14 +329,18 @@ def test_on_a_terminal_the_table_is_drawn_anew(start, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "20")
     run, terminal, out = start(), Terminal(), sys.stdout
+
+    def read():
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+        return text.replace("\r", "\n")
+
     with run.coordinator.progress(every_s=0.02, file=terminal):
-        wait_until(lambda: terminal.getvalue().count("worker  done") > 1, "two tables")
+        wait_until(lambda: read().count("worker  done") > 1, "two tables")
         run.schedule(len, ("abc",))
         run.join()
     assert sys.stdout is out
     assert "\x1b[1A" in terminal.getvalue()  # the line before
-    words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
-    last = words[words.rindex("1 done") :]
+    last = read()[read().rindex("1 done") :]
     assert "worker  done  per s" in last
     assert "server   in" in last
     assert last.endswith("\n")

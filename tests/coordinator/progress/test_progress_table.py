@@ -1,17 +1,18 @@
-"""What people see of a sample: on wide, narrow and low terminals, and as a line."""
+"""Progress as text: the table on wide, narrow and low terminals, and the line of a log."""
+
+import io
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from tpudist.coordinator.progress.progress_sample import (
     ProgressSample,
     ServerProgress,
     WorkerFigures,
 )
-from tpudist.coordinator.progress.progress_table import (
-    describe_sample,
-    format_duration,
-    table_lines,
-)
+from tpudist.coordinator.progress.progress_table import format_table, make_page
+from tpudist.coordinator.progress.progress_text import format_duration, format_line
 from tpudist.ps.server_figures import ServerFigures
 
 FUNCTION = "main.<locals>.train_step_of_the_model (train_the_model.py:112)"
@@ -41,22 +42,28 @@ def sample(workers=None, servers=None, **counts):
     return ProgressSample(workers=tuple(workers), servers=tuple(servers), **counts)
 
 
-def text(*args):
-    return "\n".join(line.text for line in table_lines(*args))
+def render(sample, width, height=None):
+    """Returns the lines of a page, and those of them that are yellow."""
+    console = Console(file=io.StringIO(), width=width, color_system="standard", force_terminal=True)
+    with console.capture() as capture:
+        console.print(make_page(sample, width, height))
+    lines = capture.get().splitlines()
+    plain = [Text.from_ansi(line).plain.rstrip() for line in lines]
+    return plain, [x for x, line in zip(plain, lines, strict=True) if "\x1b[33m" in line]
 
 
-def test_the_whole_table():
+def test_table_of_a_run_with_retries_an_error_and_a_slow_worker():
     workers = [worker(0), worker(1, is_slow=True, running_s=83, retries=1, restarts=1)]
     shown = sample(
         workers, retries={"worker died": 1, "too late": 2}, failed=1, errors={"KeyError": 1}
     )
-    assert text(shown, 100) == (
+    assert format_table(shown, 91) == (
         "6,000 done  400.0/s  2 in flight  250 waiting  3 retries (worker died 1, too late 2)\n"
         "1 failed (KeyError 1)  staleness 1.0 (most 3)  after 2:13\n"
         "\n"
-        "worker   done  per s  median  retries  restarts  runs closure                      for\n"
-        "     0  3,000  200.0  4.9 ms        0         0  12345 train_step_of_the_model  4.0 ms\n"
-        "     1  3,000  200.0  4.9 ms        1         1  12346 train_step_of_the_model    1:23"
+        "worker   done  per s  median  retries  restarts  runs closure                     for\n"
+        "     0  3,000  200.0  4.9 ms        0         0  12345 train_step_of_the_mod…  4.0 ms\n"
+        "     1  3,000  200.0  4.9 ms        1         1  12346 train_step_of_the_mod…    1:23"
         "  SLOW\n"
         "\n"
         "server       in      in/s       out     out/s     holds  variables\n"
@@ -65,47 +72,43 @@ def test_the_whole_table():
     )
 
 
-def test_who_wants_to_be_seen_is_marked():
+def test_slow_workers_and_silent_servers_are_yellow():
     workers = [worker(0), worker(1, is_slow=True), worker(2, state="starts", closure=None)]
     servers = [server(0), server(1, state="silent", age_s=12.0), server(2, state="starts")]
-    lines = table_lines(sample(workers, servers), 120)
-    assert [line.text.split()[0] for line in lines if line.kind == "alarm"] == ["1", "2", "1", "2"]
-    assert [line.text[-15:] for line in lines if line.kind == "alarm"][2] == "silent for 12 s"
+    _, alarms = render(sample(workers, servers), 120)
+    assert [line.split()[0] for line in alarms] == ["1", "2", "1", "2"]
+    assert alarms[2].endswith("silent for 12 s")
 
 
 @pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (4, 2), (40, 9), (300, 2)])
-def test_it_fits(num_workers, num_servers):
-    """On terminals of every size; from 40 characters on, the slow worker is seen as well."""
-    for width in (20, 40, 60, 80, 100, 120, 200):
-        for height in (None, 12, 16, 24, 50):
-            require_fit(width, height, num_workers, num_servers)
-
-
-def require_fit(width, height, num_workers, num_servers):
+def test_table_fits_each_terminal_and_shows_the_slow_worker(num_workers, num_servers):
+    """Below 40 columns, some of the slow worker's columns may be missing."""
     workers = [worker(i, is_slow=i == num_workers - 1, retries=i) for i in range(num_workers)]
     shown = sample(workers, [server(i, rows=i, restarts=i) for i in range(num_servers)])
-    lines = table_lines(shown, width, height)
-    assert max(len(line.text) for line in lines) <= width
-    if height is not None and not (width == 20 and height == 12):
-        assert len(lines) <= height
-    if width >= 40:
-        slow = [line.text for line in lines if line.kind == "alarm"]
-        assert len(slow) == 1
-        assert slow[0].split()[0] == str(num_workers - 1)
-        assert slow[0].endswith("SLOW")
+    for width in (20, 40, 60, 80, 100, 120, 200):
+        for height in (None, 12, 16, 24, 50):
+            lines, alarms = render(shown, width, height)
+            assert max(map(len, lines)) <= width
+            if height is not None and not (width == 20 and height == 12):
+                assert len(lines) <= height
+            if width >= 40:
+                assert len(alarms) == 1
+                assert alarms[0].split()[0] == str(num_workers - 1)
+                assert alarms[0].endswith("SLOW")
 
 
-def test_workers_that_are_not_shown_are_counted():
-    shown = text(sample([worker(i) for i in range(100)]), 80, 24)
-    assert shown.count("train_step") == 15
-    assert "and 85 more workers: 255,000 done" in shown
-    assert len(shown.splitlines()) == 24
-    assert "and 8 more servers" in text(sample(servers=[server(i) for i in range(10)]), 80, 12)
+def test_hidden_workers_and_servers_are_counted():
+    lines, _ = render(sample([worker(i) for i in range(100)]), 80, 24)
+    assert sum("train_step" in line for line in lines) == 15
+    assert "and 85 more workers: 255,000 done" in lines
+    assert len(lines) == 24
+    lines, _ = render(sample(servers=[server(i) for i in range(10)]), 80, 12)
+    assert "and 8 more servers" in lines
 
 
-def test_what_nobody_knows_yet_is_a_dash():
+def test_unknown_figures_are_dashes():
     unknown = ServerProgress(ServerFigures(0), None, None)
-    shown = text(
+    shown = format_table(
         sample(
             [WorkerFigures(0, "idle")], [unknown], per_s=None, staleness={}, staleness_of_late=None
         ),
@@ -117,9 +120,9 @@ def test_what_nobody_knows_yet_is_a_dash():
     assert shown.splitlines()[-1].split()[-1] == "silent"
 
 
-def test_a_line_names_who_is_slow_and_who_is_silent():
+def test_line_names_slow_workers_and_silent_servers():
     slow = worker(1, is_slow=True, running_s=8.0)
-    line = describe_sample(sample([worker(0), slow], [server(0, state="silent", age_s=3.0)]))
+    line = format_line(sample([worker(0), slow], [server(0, state="silent", age_s=3.0)]))
     assert line == (
         "6,000 done, 400.0/s, 2 in flight, 250 waiting, 0 retries, staleness 1.0 (most 3), after "
         "2:13; worker 1 is slow (median 4.9 ms), runs 12346 train_step_of_the_model "
@@ -135,5 +138,5 @@ def test_a_line_names_who_is_slow_and_who_is_silent():
         (0.9996, "1.0 s"), (59.94, "59.9 s"), (59.96, "1:00"), (83, "1:23"), (3700, "1:01:40"),
     ],
 )  # fmt: skip
-def test_durations(seconds, words):
+def test_format_duration(seconds, words):
     assert format_duration(seconds) == words

@@ -1,1 +1,1 @@
-"""Progress of scheduled functions: counts, stragglers, and the table that a person watches."""
+"""Progress of scheduled functions: samples of a run, and the table and files that show them."""

@@ -1,16 +1,16 @@
-"""CoordinatorProgress: watches a coordinator's run from a thread, for people and for files."""
+"""CoordinatorProgress: a thread that samples a run, and shows and writes the samples."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, ParamSpec
 
 from tpudist.coordinator.progress.progress_display import (
     ProgressDisplay,
+    format_page,
     make_progress_display,
-    table_text,
 )
 from tpudist.coordinator.progress.progress_files import (
     ProgressEvents,
@@ -22,10 +22,11 @@ from tpudist.coordinator.progress.progress_sampler import ProgressSampler
 from tpudist.engine.concurrency import Concurrency, Thread
 
 ASK_S = 0.5
-"""How long a sample waits for what servers say, at most."""
+"""Maximum seconds for which a sample waits for servers."""
 END_S = 5.0
-"""How long the end waits for the last sample to be shown and written."""
+"""Maximum seconds for which the end waits for the last sample."""
 _log = logging.getLogger("tpudist")
+P = ParamSpec("P")
 
 
 class CoordinatorProgress:
@@ -34,6 +35,12 @@ class CoordinatorProgress:
     In a `with` block, a thread regularly takes a sample, shows it, and appends it to files. It does
     not delay the run or let it fail: if it cannot take, show or write a sample, it warns once. It
     ends with the block, or with its coordinator.
+
+    Args:
+        sampler: Takes the samples.
+        concurrency: Provides the thread and the clock.
+        running: Displays to close at the end of the run; contains this one while it runs.
+        every_s: See `ClusterCoordinator.progress`, also for the other arguments.
     """
 
     def __init__(
@@ -48,7 +55,6 @@ class CoordinatorProgress:
         json_lines: str | os.PathLike | None = None,
         tensorboard: str | os.PathLike | None = None,
     ):
-        """See `ClusterCoordinator.progress`."""
         if not every_s > 0:
             raise ValueError(
                 f"progress(every_s={every_s!r}): every_s must be a number of seconds above 0."
@@ -75,14 +81,14 @@ class CoordinatorProgress:
         return self._sampler.take(ASK_S)
 
     def __str__(self) -> str:
-        """The table of what is known now."""
-        return table_text(self.sample())
+        """Returns the table of a new sample."""
+        return format_page(self.sample())
 
     def __enter__(self) -> CoordinatorProgress:
-        """Begins to watch.
+        """Starts the thread.
 
         Raises:
-            RuntimeError: It has begun before.
+            RuntimeError: If the object was used before.
         """
         if self._thread is not None:
             raise RuntimeError(
@@ -94,11 +100,11 @@ class CoordinatorProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shows and writes a last sample, and ends."""
+        """Shows and writes a last sample, and ends the thread."""
         self.close()
 
     def close(self) -> None:
-        """Shows and writes a last sample, and ends; may be called again."""
+        """Shows and writes a last sample, and ends the thread; may be called again."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -110,11 +116,12 @@ class CoordinatorProgress:
 
     def _watch(self) -> None:
         self._try("show the run", self._open_display)
-        self._try(self._about_events, self._open_events)
+        self._try(self._events_action, self._open_events)
         is_over = False
         while not is_over:
             with self._changed:
-                is_over = self._is_over  # what comes then is the last sample
+                # Read before the sample is taken, so that one complete sample follows the end.
+                is_over = self._is_over
             wait_s = ASK_S if is_over else min(ASK_S, self._every_s)
             if self._try("look at the run", self._look, wait_s) and self._last is not None:
                 self._write(self._last)
@@ -126,7 +133,7 @@ class CoordinatorProgress:
         if self._display is not None:
             self._try("show the run", self._display.close, self._last)
         if self._events is not None:
-            self._try(self._about_events, self._events.close)
+            self._try(self._events_action, self._events.close)
 
     def _open_display(self) -> None:
         if self._show:
@@ -142,31 +149,31 @@ class CoordinatorProgress:
     def _show_in(self, display: ProgressDisplay, sample: ProgressSample) -> None:
         if not self._try("show the run", display.show, sample):
             self._display = None
-            self._try("show the run", display.close, None)  # which gives the terminal back
+            self._try("show the run", display.close, None)  # restores the terminal
 
     def _write(self, sample: ProgressSample) -> None:
         if self._lines is not None:
             self._try(f"write {self._json_lines}", self._lines.write, sample)
         if self._events is not None:
-            if not self._try(self._about_events, self._events.write, sample):
+            if not self._try(self._events_action, self._events.write, sample):
                 self._events = None
 
     @property
-    def _about_events(self) -> str:
+    def _events_action(self) -> str:
         return f"write events to {self._tensorboard}"
 
-    def _try(self, what: str, do: Callable[..., None], *args: Any) -> bool:
-        """Whether it could be done; else there is a warning, if it is the first one."""
+    def _try(self, action: str, do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Calls a function; returns False after an error, and warns at the first one."""
         try:
-            do(*args)
+            do(*args, **kwargs)
         except Exception as error:
-            self._warn(what, f"{type(error).__name__}: {error}")
+            self._warn(action, f"{type(error).__name__}: {error}")
             return False
         return True
 
-    def _warn(self, what: str, why: str) -> None:
-        if what not in self._failures:
-            self._failures.add(what)
+    def _warn(self, action: str, why: str) -> None:
+        if action not in self._failures:
+            self._failures.add(action)
             _log.warning(
-                "The progress display could not %s. The run continues without it: %s", what, why
+                "The progress display could not %s. The run continues without it: %s", action, why
             )

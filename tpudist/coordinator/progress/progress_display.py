@@ -1,54 +1,57 @@
-"""Where samples of a run are shown: in place on a terminal or below a cell, else line by line."""
+"""Displays of samples: in place on a terminal or below a notebook cell, otherwise line by line."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from tpudist.coordinator.progress.progress_sample import ProgressSample
-from tpudist.coordinator.progress.progress_table import Line, describe_sample, table_lines
+from tpudist.coordinator.progress.progress_text import format_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LINE_S = 10.0
-"""After how many seconds there is a new line where none can be drawn anew."""
+"""Seconds between two lines, where no table can be redrawn."""
 CELL_WIDTH = 100
-"""Of the table in a notebook, which does not say how wide it is."""
-_STYLES = {"text": "", "head": "bold", "row": "", "alarm": "yellow"}
+"""Width of the table in a notebook, which does not report its own."""
 
 
 class ProgressDisplay(Protocol):
     """Shows one sample after the other."""
 
     def show(self, sample: ProgressSample) -> None:
-        """Shows a sample in the place of the last one, or after it."""
+        """Shows a sample in place of the last one, or below it."""
         ...
 
     def close(self, sample: ProgressSample | None) -> None:
-        """Shows the last sample, which stays."""
+        """Shows a last sample, which stays, and releases the terminal."""
         ...
 
 
 def make_progress_display(file: IO[str] | None = None) -> ProgressDisplay:
-    """The display for `file`; by default for a notebook, or for what standard error is."""
+    """Returns the display for `file`; by default for the notebook, or for standard error."""
     if file is None and _in_notebook():
         return _CellDisplay()
-    from rich.console import Console  # only where it is used: it takes time to import
+    from rich.console import Console
 
     console = Console(file=sys.stderr if file is None else file, highlight=False)
-    is_drawn = console.is_terminal and not console.is_dumb_terminal
-    return _TerminalDisplay(console) if is_drawn else _LineDisplay(console.file)
+    is_redrawn = console.is_terminal and not console.is_dumb_terminal
+    return _TerminalDisplay(console) if is_redrawn else _LineDisplay(console.file)
 
 
-def table_text(sample: ProgressSample, width: int = CELL_WIDTH) -> str:
-    """The whole table."""
-    return "\n".join(line.text for line in table_lines(sample, width))
+def format_page(sample: ProgressSample) -> str:
+    """Returns the whole table as text."""
+    from tpudist.coordinator.progress.progress_table import format_table
+
+    return format_table(sample, CELL_WIDTH)
 
 
 class _TerminalDisplay:
-    """Draws the table anew, below what the program prints."""
+    """Redraws the table below what the program prints."""
 
-    def __init__(self, console: Any):
+    def __init__(self, console: Console):
         from rich.live import Live
 
         self._console = console
@@ -56,8 +59,11 @@ class _TerminalDisplay:
         self._live.start()
 
     def show(self, sample: ProgressSample) -> None:
+        from tpudist.coordinator.progress.progress_table import make_page
+
+        # Terminals wrap a line of their full width, and scroll after the last line.
         width, height = self._console.size
-        self._live.update(_style(table_lines(sample, width - 1, height - 1)), refresh=True)
+        self._live.update(make_page(sample, width - 1, height - 1), refresh=True)
 
     def close(self, sample: ProgressSample | None) -> None:
         try:
@@ -67,28 +73,18 @@ class _TerminalDisplay:
             self._live.stop()
 
 
-def _style(lines: list[Line]) -> Any:
-    from rich.text import Text
-
-    parts = [(line.text + "\n", _STYLES[line.kind]) for line in lines]
-    text = Text.assemble(*parts, no_wrap=True, overflow="crop", end="")
-    text.right_crop(1)  # the last new line
-    return text
-
-
 class _CellDisplay:
-    """Draws the table anew below a cell, by the notebook's own means; rich needs ipywidgets."""
+    """Redraws the table below a cell with IPython, because rich would need ipywidgets for that."""
 
     def __init__(self):
         from IPython.display import display  # type: ignore[import-not-found]
 
-        self._update: Callable[..., Any]
         handle = display({"text/plain": ""}, raw=True, display_id=True)
         assert handle is not None
         self._update = handle.update
 
     def show(self, sample: ProgressSample) -> None:
-        self._update({"text/plain": table_text(sample)}, raw=True)
+        self._update({"text/plain": format_page(sample)}, raw=True)
 
     def close(self, sample: ProgressSample | None) -> None:
         if sample is not None:
@@ -96,7 +92,7 @@ class _CellDisplay:
 
 
 class _LineDisplay:
-    """Prints a line now and then: at first, after each `LINE_S`, and in the end."""
+    """Prints a line at the start, every `LINE_S` and at the end."""
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -112,12 +108,13 @@ class _LineDisplay:
             self._print(sample)
 
     def _print(self, sample: ProgressSample) -> None:
-        print(f"tpudist: {describe_sample(sample)}", file=self._file, flush=True)
+        print(f"tpudist: {format_line(sample)}", file=self._file, flush=True)
 
 
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: IPython was imported then, and its shell has a kernel."""
-    ipython = sys.modules.get("IPython")
+    """Returns whether a Jupyter kernel runs this program."""
+    ipython = sys.modules.get("IPython")  # a kernel imports it
     with contextlib.suppress(AttributeError):
+        # The kernel sets this attribute on IPython's shell; a terminal's shell lacks it.
         return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
     return False

@@ -1,4 +1,4 @@
-"""Files that samples of a run are added to: lines of JSON, and events of TensorBoard."""
+"""Files to which samples are appended: lines of JSON, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from pathlib import Path
 
 from tpudist.coordinator.progress.progress_sample import ProgressSample
 
-_numbers = itertools.count()  # of writers of events, as the names of their files are of seconds
+_numbers = itertools.count()  # tensorboardX names files by the second, so two could be equal
 
 
 class ProgressLines:
-    """Adds a line of JSON for each sample to a file, which may have those of earlier runs."""
+    """Appends each sample as a line of JSON to a file, which may contain lines of earlier runs."""
 
     def __init__(self, path: str | os.PathLike):
-        """Opens nothing yet."""
         self._path = Path(path)
-        self._is_cut = True  # whether the last line may have been written in part
+        self._is_cut = True  # whether the last line may be incomplete, as after a full disk
 
     def write(self, sample: ProgressSample) -> None:
-        """Adds a sample; each opens the file, so that one that is moved away is begun anew.
+        """Appends a sample. It opens the file each time, so you may move the file away.
 
         Raises:
-            OSError: It cannot be written. The next one is on a line of its own all the same.
+            OSError: If the file cannot be written. The next sample still starts on a new line.
         """
         text = json.dumps(sample.as_json()) + "\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,28 +37,27 @@ class ProgressLines:
 
 
 class ProgressEvents:
-    """Adds scalars to a folder that TensorBoard reads, by tensorboardX and without its thread."""
+    """Appends scalars to a new file in a folder that TensorBoard reads, with tensorboardX.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
 
     def __init__(self, folder: str | os.PathLike):
-        """Makes a new file in `folder`.
-
-        Raises:
-            OSError: It cannot be written.
-        """
         from tensorboardX.event_file_writer import EventsWriter
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # Not `SummaryWriter`: its thread ends at the first error, and who adds to it then hangs.
+        # `SummaryWriter` writes in a thread that ends at the first error; later writes would hang.
         suffix = f".{os.getpid()}.{next(_numbers)}.tpudist"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self._writer.flush()
 
     def write(self, sample: ProgressSample) -> None:
-        """Adds a sample, at the number of closures that have finished, and flushes.
+        """Appends a sample, at the number of finished closures, and flushes.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: If the file cannot be written.
         """
         from tensorboardX.proto.event_pb2 import Event  # type: ignore
         from tensorboardX.proto.summary_pb2 import Summary  # type: ignore
@@ -70,15 +68,15 @@ class ProgressEvents:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
 
 def require_tensorboard(folder: str | os.PathLike) -> None:
-    """Refuses to write events without the library for it.
+    """Checks that the library for events is installed.
 
     Raises:
-        ModuleNotFoundError: tensorboardX is not installed.
+        ModuleNotFoundError: If tensorboardX is not installed.
     """
     if importlib.util.find_spec("tensorboardX") is None:
         raise ModuleNotFoundError(

@@ -1,4 +1,4 @@
-"""ProgressSample: how far a coordinator's run is at one moment, and who holds it up."""
+"""ProgressSample: the state of a coordinator's run at one moment, and its slow workers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tpudist.coordinator.closure_tally import WorkerTally
 from tpudist.ps.server_figures import ServerFigures
 
 SLOW = 3.0
-"""By how many times more than the median of the workers somebody is slow."""
-LEAST_SLOW_S = 1.0
-"""A closure that has run no longer makes nobody slow."""
-LEAST_DURATIONS = 5
-"""Of fewer closures the median of one worker says nothing: the first ones compile."""
+"""Multiple of the workers' median from which a closure or a worker is slow."""
+MIN_SLOW_S = 1.0
+"""Seconds below which a running closure is not slow."""
+MIN_DURATIONS = 5
+"""Number of closures before a worker's median counts, because the first ones compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ class ServerProgress:
 class ProgressSample:
     """The figures of a run at one moment.
 
-    In this run of the program, the finished closures are those that returned a result, failed, or
-    were canceled. *Recent* figures cover the time since the sample ten before this one.
+    In this run of the program, every finished closure returned a result, failed, or was
+    canceled. *Recent* figures cover the time since the sample ten before this one.
 
     Attributes:
         time: Time in seconds since 1970.
@@ -120,7 +120,7 @@ class ProgressSample:
 
     def scalars(self) -> dict[str, float]:
         """Returns the known figures to draw over time, by name."""
-        found: dict[str, float | None] = {
+        scalars: dict[str, float | None] = {
             "closures/done": self.done,
             "closures/per_s": self.per_s,
             "closures/in_flight": self.in_flight,
@@ -130,45 +130,48 @@ class ProgressSample:
             "closures/slow_workers": sum(x.is_slow for x in self.workers),
             "retries/all": sum(self.retries.values()),
         }
-        found |= {f"retries/{cause}".replace(" ", "_"): n for cause, n in self.retries.items()}
-        found["staleness/of_late"] = self.staleness_of_late
-        found["staleness/most"] = max(self.staleness, default=None)
+        scalars |= {f"retries/{cause}".replace(" ", "_"): n for cause, n in self.retries.items()}
+        scalars["staleness/of_late"] = self.staleness_of_late
+        scalars["staleness/most"] = max(self.staleness, default=None)
         for worker in self.workers:
-            found[f"worker_{worker.worker}/done"] = worker.done
-            found[f"worker_{worker.worker}/per_s"] = worker.per_s
-            found[f"worker_{worker.worker}/median_s"] = worker.median_s
+            scalars[f"worker_{worker.worker}/done"] = worker.done
+            scalars[f"worker_{worker.worker}/per_s"] = worker.per_s
+            scalars[f"worker_{worker.worker}/median_s"] = worker.median_s
         for server in self.servers:
             name = f"server_{server.figures.server}"
-            found[f"{name}/bytes_held"] = server.figures.bytes_held
-            found[f"{name}/bytes_in_per_s"] = server.bytes_in_per_s
-            found[f"{name}/bytes_out_per_s"] = server.bytes_out_per_s
-            found[f"{name}/restarts"] = server.figures.restarts
-        return {name: float(x) for name, x in found.items() if x is not None}
+            scalars[f"{name}/bytes_held"] = server.figures.bytes_held
+            scalars[f"{name}/bytes_in_per_s"] = server.bytes_in_per_s
+            scalars[f"{name}/bytes_out_per_s"] = server.bytes_out_per_s
+            scalars[f"{name}/restarts"] = server.figures.restarts
+        return {name: float(x) for name, x in scalars.items() if x is not None}
 
 
 def median_of(tally: WorkerTally) -> float | None:
-    """How long a worker's last closures took."""
+    """Returns the median seconds of a worker's last closures."""
     return statistics.median(tally.durations_s) if tally.durations_s else None
 
 
 def median_of_workers(tallies: Iterable[WorkerTally]) -> float | None:
-    """What a worker takes for a closure: of two the faster one, as one of them may be slow."""
+    """Returns the usual seconds of a closure: the median of the workers' medians.
+
+    Of two workers it is the faster one, because the other may be slow.
+    """
     medians = [x for x in map(median_of, tallies) if x is not None]
     return statistics.median_low(medians) if medians else None
 
 
 def is_slow(tally: WorkerTally, running_s: float | None, usual_s: float | None) -> bool:
-    """Whether a worker, or what it runs, takes long, where workers take `usual_s`."""
+    """Returns whether a worker or its current closure is slow, if workers take `usual_s`."""
     if usual_s is None:
         return False
-    if running_s is not None and running_s > max(SLOW * usual_s, LEAST_SLOW_S):
+    if running_s is not None and running_s > max(SLOW * usual_s, MIN_SLOW_S):
         return True
     median_s = median_of(tally)
-    has_several = len(tally.durations_s) >= LEAST_DURATIONS
+    has_several = len(tally.durations_s) >= MIN_DURATIONS
     return has_several and median_s is not None and median_s > SLOW * usual_s
 
 
-def _round_all(x: Any) -> Any:
+def _round_all(x: Any) -> Any:  # dicts, lists and numbers of `as_json`
     if isinstance(x, dict):
         return {key: _round_all(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

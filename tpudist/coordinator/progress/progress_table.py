@@ -1,243 +1,175 @@
-"""A sample of a run as people read it: a table for a terminal of any size, and a single line."""
+"""A sample of a run as a rich table, for a terminal of any size.
+
+`progress_display` imports this only when it shows a table, because importing rich takes time.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import io
+import textwrap
+from collections.abc import Sequence
 
-from tpudist.coordinator.progress.progress_sample import ProgressSample, WorkerFigures
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.table import Table
+from rich.text import Text
 
-GAP = "  "
-LEAST_FUNCTION = 14
-"""So many characters of what a worker runs are left of it before a column goes."""
-LEAST_SERVERS = 3
-"""So many servers are shown in a terminal that is too low for all workers and servers."""
+from tpudist.coordinator.progress.progress_sample import (
+    ProgressSample,
+    ServerProgress,
+    WorkerFigures,
+)
+from tpudist.coordinator.progress.progress_text import (
+    format_closure,
+    format_counts,
+    format_duration,
+    format_rate,
+    format_state,
+)
+from tpudist.xla.estimate.sizes import format_bytes
 
-# Columns that go, one after the other, where a terminal is too narrow; then lines are cut.
+GAP = 2
+"""Spaces between columns."""
+MIN_FUNCTION = 14
+"""Characters of a function's name that remain before a narrow terminal loses a column."""
+MIN_SERVERS = 3
+"""Least number of servers in a terminal that is too low for all workers and servers."""
+
+# A narrow terminal loses these columns, one after the other.
 _WORKER_COLUMNS_TO_DROP = ("restarts", "failed", "retries", "median", "runs closure")
 _SERVER_COLUMNS_TO_DROP = ("variables", "rows", "out", "in", "restarts", "holds")
-_TEXT_COLUMNS = ("runs closure", "")  # to the left; numbers are to the right
+_TEXT_COLUMNS = ("runs closure", "")  # aligned to the left; numbers are aligned to the right
+
+Row = dict[str, str]  # column -> cell
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of the table.
+def make_page(sample: ProgressSample, width: int, height: int | None = None) -> RenderableType:
+    """Returns the counts, the table of workers and the table of servers.
 
-    Attributes:
-        text: What it says.
-        kind: `text`, `head`, `row`, or `alarm` for what wants to be seen.
+    If `height` lines are too few for all workers, slow and long-running ones are shown.
     """
+    # A count keeps its words together: textwrap does not break at no-break spaces.
+    counts = (" " * GAP).join(x.replace(" ", "\xa0") for x in format_counts(sample))
+    lines = textwrap.wrap(counts, width, break_on_hyphens=False)
+    parts: list[RenderableType] = [_make_line(line.replace("\xa0", " ")) for line in lines]
 
-    text: str
-    kind: str = "text"
-
-
-def table_lines(sample: ProgressSample, width: int, height: int | None = None) -> list[Line]:
-    """The table, of lines of at most `width` characters, and as many as `height` has place for.
-
-    If there are more workers, the slow ones are shown, and those that have run something longest.
-    """
-    lines = [*_summary(sample, width), Line("")]
-    servers = [x.figures.describe(x.bytes_in_per_s, x.bytes_out_per_s) for x in sample.servers]
-    num_servers, num_workers = len(servers), len(sample.workers)
+    num_workers, num_servers = len(sample.workers), len(sample.servers)
     if height is not None:
-        left = max(height - len(lines) - 3, 2)  # two heads, and an empty line between
-        if num_workers + num_servers > left:
-            num_servers = min(num_servers, max(LEAST_SERVERS, left // 3))
-            num_workers = min(num_workers, max(left - num_servers - 1, 1))
-    shown, hidden = _choose_workers(sample.workers, num_workers)
-    rows = [_worker_row(x, sample) for x in shown]
-    _drop_empty(rows, ("failed", "retries", "restarts"))
-    lines += _rows(rows, [x.is_slow or x.state == "starts" for x in shown], width, _fit_workers)
-    if hidden:
-        done = sum(x.done for x in hidden)
-        lines.append(Line(f"and {len(hidden)} more workers: {done:,} done"[:width]))
-    lines.append(Line(""))
-    _drop_empty(servers, ("rows", "restarts"))
-    if num_servers < len(servers):
-        num_servers -= 1  # for the line that says so
-    first = sorted(range(len(servers)), key=lambda i: (not servers[i][""], i))[:num_servers]
-    rows = [servers[i] for i in sorted(first)]
-    lines += _rows(rows, [bool(x[""]) for x in rows], width, _fit_servers)
-    if num_servers < len(servers):
-        lines.append(Line(f"and {len(servers) - num_servers} more servers"[:width]))
-    return lines
+        # An empty line and a header above each table.
+        num_rows = max(height - len(parts) - 4, 2)
+        if num_workers + num_servers > num_rows:
+            num_servers = min(num_servers, max(MIN_SERVERS, num_rows // 3))
+            num_workers = min(num_workers, max(num_rows - num_servers - 1, 1))
+
+    workers = _choose_workers(sample.workers, num_workers)
+    rows = [_make_worker_row(x) for x in workers]
+    _drop_zeros(rows, ("failed", "retries", "restarts"))
+    alarms = [x.is_slow or x.state == "starts" for x in workers]
+    parts += ["", _make_table(rows, alarms, width, _WORKER_COLUMNS_TO_DROP)]
+    if num_hidden := len(sample.workers) - len(workers):
+        shown = {x.worker for x in workers}
+        done = sum(x.done for x in sample.workers if x.worker not in shown)
+        parts.append(_make_line(f"and {num_hidden} more workers: {done:,} done"))
+
+    rows = [_make_server_row(x) for x in sample.servers]
+    _drop_zeros(rows, ("rows", "restarts"))
+    if num_servers < len(rows):
+        num_servers -= 1  # for the line that counts the others
+    silent_first = sorted(rows, key=lambda row: not row[""])[:num_servers]
+    rows = [row for row in rows if row in silent_first]
+    alarms = [bool(row[""]) for row in rows]
+    parts += ["", _make_table(rows, alarms, width, _SERVER_COLUMNS_TO_DROP)]
+    if num_hidden := len(sample.servers) - len(rows):
+        parts.append(_make_line(f"and {num_hidden} more servers"))
+    return Constrain(Group(*parts), width)
 
 
-def describe_sample(sample: ProgressSample) -> str:
-    """One line, for a file or a pipe."""
-    parts = _summary_parts(sample)
-    slow = [_describe_slow(x) for x in sample.workers if x.is_slow]
-    words = [x.figures.describe(x.bytes_in_per_s, x.bytes_out_per_s) for x in sample.servers]
-    states = [f"server {x['server']}: {x['']}" for x in words if x[""]]
-    traffic = [f"server {x['server']}: in {x['in']}, out {x['out']}" for x in words]
-    if len(traffic) > LEAST_SERVERS:
-        traffic = []
-    return "; ".join([", ".join(parts), *slow, *states, *traffic])
+def format_table(sample: ProgressSample, width: int) -> str:
+    """Returns the whole table as text without colors."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(make_page(sample, width))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _describe_slow(worker: WorkerFigures) -> str:
-    median = "" if worker.median_s is None else f" (median {format_duration(worker.median_s)})"
-    runs = ""
-    if worker.closure is not None:
-        runs = f", runs {_function(worker)} for {format_duration(worker.running_s)}"
-    return f"worker {worker.worker} is slow{median}{runs}"
+def _make_line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="crop")
 
 
-def format_duration(seconds: float | None) -> str:
-    """`0.0049` as "4.9 ms", `83` as "1:23"; nothing for None."""
-    if seconds is None:
-        return ""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.{1 if seconds < 0.00995 else 0}f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-# The summary.
-
-
-def _summary_parts(sample: ProgressSample) -> list[str]:
-    parts = [
-        f"{sample.done:,} done",
-        f"{_rate(sample.per_s)}/s",
-        f"{sample.in_flight} in flight",
-        f"{sample.waiting:,} waiting",
-        f"{sum(sample.retries.values())} retries" + _causes(sample.retries),
-    ]
-    if sample.failed:
-        parts.append(f"{sample.failed} failed" + _causes(sample.errors))
-    if sample.cancelled:
-        parts.append(f"{sample.cancelled:,} cancelled")
-    if sample.staleness:
-        mean = sample.staleness_of_late
-        of_late = "-" if mean is None else f"{mean:.1f}"
-        parts.append(f"staleness {of_late} (most {max(sample.staleness)})")
-    return [*parts, f"after {format_duration(sample.elapsed_s)}"]
-
-
-def _rate(per_s: float | None) -> str:
-    return "-" if per_s is None else f"{per_s:,.1f}"
-
-
-def _causes(counts: Mapping[str, int]) -> str:
-    if not counts:
-        return ""
-    return f" ({', '.join(f'{cause} {count}' for cause, count in counts.items())})"
-
-
-def _summary(sample: ProgressSample, width: int) -> list[Line]:
-    """The parts in as many lines as they need."""
-    lines: list[str] = []
-    for part in _summary_parts(sample):
-        if lines and len(lines[-1]) + len(GAP) + len(part) <= width:
-            lines[-1] += GAP + part
-        else:
-            lines.append(part)
-    return [Line(x[:width]) for x in lines]
-
-
-# The rows.
-
-
-def _choose_workers(
-    workers: Sequence[WorkerFigures], count: int
-) -> tuple[list[WorkerFigures], list[WorkerFigures]]:
-    """Those to be shown, in their order, and the others."""
+def _choose_workers(workers: Sequence[WorkerFigures], count: int) -> list[WorkerFigures]:
+    """Returns the `count` workers that need attention most, in the order of their numbers."""
     urgent = sorted(
         workers,
         key=lambda x: (not x.is_slow, x.state != "starts", -(x.running_s or 0.0), x.worker),
     )
-    shown = {x.worker for x in urgent[:count]}
-    return [x for x in workers if x.worker in shown], [x for x in workers if x.worker not in shown]
+    return sorted(urgent[:count], key=lambda x: x.worker)
 
 
-def _worker_row(worker: WorkerFigures, sample: ProgressSample) -> dict[str, str]:
+def _make_worker_row(worker: WorkerFigures) -> Row:
     note = worker.state if worker.state in ("starts", "left") else ""
     return {
         "worker": f"{worker.worker}",
         "done": f"{worker.done:,}",
-        "per s": _rate(worker.per_s),
+        "per s": format_rate(worker.per_s),
         "median": format_duration(worker.median_s),
         "failed": f"{worker.failed}",
         "retries": f"{worker.retries}",
         "restarts": f"{worker.restarts}",
-        "runs closure": _function(worker),
+        "runs closure": format_closure(worker),
         "for": format_duration(worker.running_s),
         "": "SLOW" if worker.is_slow else note,
     }
 
 
-def _function(worker: WorkerFigures) -> str:
-    if worker.closure is None:
-        return "-"
-    return f"{worker.closure} {worker.function.rpartition('<locals>.')[2]}"
+def _make_server_row(server: ServerProgress) -> Row:
+    figures = server.figures
+    in_per_s, out_per_s = server.bytes_in_per_s, server.bytes_out_per_s
+    return {
+        "server": f"{figures.server}",
+        "in": format_bytes(figures.bytes_in),
+        "in/s": "-" if in_per_s is None else format_bytes(in_per_s),
+        "out": format_bytes(figures.bytes_out),
+        "out/s": "-" if out_per_s is None else format_bytes(out_per_s),
+        "holds": format_bytes(figures.bytes_held),
+        "variables": f"{figures.variables:,}",
+        "rows": f"{figures.rows:,}",
+        "restarts": f"{figures.restarts}",
+        "": format_state(figures),
+    }
 
 
-def _drop_empty(rows: list[dict[str, str]], heads: Sequence[str]) -> None:
-    """Leaves out the columns that have nothing but 0."""
-    for head in heads:
-        if all(row[head] == "0" for row in rows):
+def _drop_zeros(rows: list[Row], columns: Sequence[str]) -> None:
+    for column in columns:
+        if all(row[column] == "0" for row in rows):
             for row in rows:
-                del row[head]
+                del row[column]
 
 
-def _fit_workers(rows: list[dict[str, str]], width: int) -> None:
-    too_wide = max(_total_width(rows) - width, 0)
-    room = max(_width(rows, "runs closure") - too_wide, LEAST_FUNCTION)
-    for row in rows:
-        row["runs closure"] = _shorten(row["runs closure"], room)
-    _drop_columns(rows, _WORKER_COLUMNS_TO_DROP, width)
-
-
-def _shorten(function: str, room: int) -> str:
-    """Without the place first, then without the end."""
-    if len(function) > room:
-        function = function.partition(" (")[0]
-    return function if len(function) <= room else f"{function[: room - 2]}.."
-
-
-def _fit_servers(rows: list[dict[str, str]], width: int) -> None:
-    _drop_columns(rows, _SERVER_COLUMNS_TO_DROP, width)
-
-
-def _drop_columns(rows: list[dict[str, str]], heads: Sequence[str], width: int) -> None:
-    for head in heads:
-        if _total_width(rows) <= width:
-            return
-        for row in rows:
-            row.pop(head, None)
-
-
-def _rows(
-    rows: list[dict[str, str]],
-    alarms: Sequence[bool],
-    width: int,
-    fit: Callable[[list[dict[str, str]], int], None],
-) -> list[Line]:
-    if not rows:
-        return []
-    fit(rows, width)
-    widths = {head: _width(rows, head) for head in rows[0]}
-
-    def line(row: Mapping[str, str]) -> str:
-        cells = (
-            text.ljust(widths[head]) if head in _TEXT_COLUMNS else text.rjust(widths[head])
-            for head, text in row.items()
+def _make_table(
+    rows: list[Row], alarms: Sequence[bool], width: int, columns_to_drop: Sequence[str]
+) -> Table:
+    for column in columns_to_drop:
+        if _min_width(rows) > width:
+            for row in rows:
+                row.pop(column, None)
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column in rows[0] if rows else ():
+        is_function = column == "runs closure"
+        table.add_column(
+            column,
+            justify="left" if column in _TEXT_COLUMNS else "right",
+            # rich shortens only columns that may wrap; the cells of this one do not wrap either.
+            no_wrap=not is_function,
+            min_width=MIN_FUNCTION if is_function else None,
         )
-        return GAP.join(cells).rstrip()[:width]
-
-    head = Line(line({x: x for x in rows[0]}), "head")
-    kinds = ("alarm" if alarm else "row" for alarm in alarms)
-    return [head, *(Line(line(x), kind) for x, kind in zip(rows, kinds, strict=False))]
-
-
-def _width(rows: Sequence[Mapping[str, str]], head: str) -> int:
-    return max(len(head), *(len(row[head]) for row in rows))
+    for row, alarm in zip(rows, alarms, strict=True):
+        cells = (Text(cell, no_wrap=True, overflow="ellipsis") for cell in row.values())
+        table.add_row(*cells, style="yellow" if alarm else None)
+    return table
 
 
-def _total_width(rows: Sequence[Mapping[str, str]]) -> int:
-    return sum(_width(rows, x) for x in rows[0]) + len(GAP) * (len(rows[0]) - 1)
+def _min_width(rows: Sequence[Row]) -> int:
+    widths = {x: max(len(x), *(len(row[x]) for row in rows)) for x in rows[0]} if rows else {}
+    if "runs closure" in widths:
+        widths["runs closure"] = MIN_FUNCTION
+    return sum(widths.values()) + GAP * (len(widths) - 1)

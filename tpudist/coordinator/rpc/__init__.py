@@ -1,7 +1,7 @@
-"""Functions of one program that others call by name; over gRPC, without code, without secrets.
+"""Functions of a program that other programs call by name, over gRPC; messages contain no code.
 
-For what belongs to a run of workers and servers, schedule functions instead
-(`tpudist.coordinator.ClusterCoordinator`). As `tf.distribute.experimental.rpc`.
+For the workers and servers of one run, schedule functions instead
+(`tpudist.coordinator.ClusterCoordinator`). Mirrors `tf.distribute.experimental.rpc`.
 """
 
 from tpudist.coordinator.rpc.rpc_client import Client, StatusOrResult

@@ -1,7 +1,7 @@
-"""gRPC under `tpudist.experimental.rpc`: bytes to a method of a server, and bytes back.
+"""The gRPC layer of `tpudist.experimental.rpc`: sends bytes to a method of a server.
 
-Only this file imports it. There is no encryption and nobody is asked who they are, as in
-TensorFlow: whoever reaches the address can call.
+Only this file imports gRPC. As in TensorFlow, there is no encryption and no authentication: anybody
+who reaches the address can call.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 OK, CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 0, 1, 2, 3, 4
 UNAVAILABLE = 14
-"""Codes, of gRPC as of TensorFlow."""
+"""Status codes, which gRPC and TensorFlow share."""
 _SERVICE = "tpudist.rpc.RpcService"
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),  # arrays are large
     ("grpc.max_receive_message_length", -1),
-    ("grpc.so_reuseport", 0),  # else a second server at a port is no error
-    ("grpc.enable_http_proxy", 0),  # the address is meant as it is
+    ("grpc.so_reuseport", 0),  # so that a second server at the same port is an error
+    ("grpc.enable_http_proxy", 0),  # always connect to the address itself
 )
-_NUM_THREADS = 16
-_MAX_TEXT = 2000  # characters of an error, which travels in a header
+_NUM_THREADS = 16  # calls that may wait for the function that runs; see `rpc_server`
+_MAX_TEXT = 2000  # characters of an error: it travels in a header, which gRPC limits to 8 KiB
 
 
 def import_grpc() -> ModuleType:
-    """The module.
+    """Returns the module `grpc`.
 
     Raises:
-        ModuleNotFoundError: It is not installed; says how to.
+        ModuleNotFoundError: If gRPC is not installed.
     """
     try:
         import grpc
@@ -47,31 +47,28 @@ def import_grpc() -> ModuleType:
 
 
 class CallError(Exception):
-    """An error of a method, which its caller receives as a code and a text."""
+    """An error of a method; the caller receives its code and text."""
 
     def __init__(self, code: int, text: str):
-        """Of a code of gRPC."""
         super().__init__(text)
         self.code, self.text = code, text
 
 
 class Listener:
-    """Answers calls at an address, until nobody holds it any more.
+    """Answers calls at an address, until it is garbage.
+
+    Args:
+        address: `host:port`; port 0 selects a free port.
+        methods: Methods by name, called in several threads.
+
+    Raises:
+        RuntimeError: If the address is in use, or does not belong to this machine.
 
     Attributes:
-        port: At which it listens.
+        port: Port at which it listens.
     """
 
     def __init__(self, address: str, methods: Mapping[str, Callable[[bytes], bytes]]):
-        """Begins at once.
-
-        Args:
-            address: `host:port`; 0 for a free port.
-            methods: By name. They are called in several threads.
-
-        Raises:
-            RuntimeError: The address is taken, or is not of this machine.
-        """
         grpc = import_grpc()
         server = grpc.server(futures.ThreadPoolExecutor(_NUM_THREADS), options=_OPTIONS)
         handlers = {
@@ -105,12 +102,12 @@ def _answer_with(method: Callable[[bytes], bytes]) -> Callable[[bytes, Any], byt
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What became of a call.
+    """The result of a call.
 
     Attributes:
-        code: 0 if it has succeeded.
-        text: What went wrong.
-        data: What came back.
+        code: Status code; 0 for success.
+        text: Description of the error.
+        data: Returned bytes.
     """
 
     code: int
@@ -119,23 +116,22 @@ class Answer:
 
 
 class Connection:
-    """To the server at an address, which need not be there yet."""
+    """A connection to a server, which may start later."""
 
     def __init__(self, address: str):
-        """Connects when it is used."""
         grpc = import_grpc()
         self._channel = grpc.insecure_channel(address, _OPTIONS)
         weakref.finalize(self, self._channel.close)
 
     def call(self, method: str, request: bytes, timeout_s: float | None) -> Callable[[], Answer]:
-        """Sends a request, to a server that may start later; gives what waits for the answer."""
+        """Sends a request; returns a function that waits for the answer."""
         call = self._channel.unary_unary(f"/{_SERVICE}/{method}")
         future = call.future(request, timeout=timeout_s, wait_for_ready=True)
         return lambda: _wait(self, future)
 
 
 def _wait(connection: Connection, future: Any) -> Answer:
-    """The answer; a connection that nobody holds ends its calls, so it is held meanwhile."""
+    """Waits for an answer. The argument keeps the connection alive, whose end cancels its calls."""
     try:
         return Answer(OK, "", future.result())
     except import_grpc().FutureCancelledError:

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tpudist.array_types import PyTree
 from tpudist.coordinator.rpc import grpc_layer, rpc_messages
 from tpudist.coordinator.rpc.grpc_layer import Answer
@@ -21,38 +23,40 @@ _ERRORS: dict[int, type[Exception]] = {
 
 
 class StatusOrResult:
-    """What a call has given, or will: each method waits for it.
+    """The result of a call. Each method waits for it.
 
-    As TensorFlow's, whose parts are tensors.
+    Mirrors TensorFlow's class, which has tensors instead of NumPy arrays.
     """
 
-    def __init__(self, wait: Callable[[], Answer], what: str, output_specs: PyTree):
-        """Of a call that is under way."""
-        self._wait, self._what, self._output_specs = wait, what, output_specs
+    def __init__(self, wait: Callable[[], Answer], subject: str, output_specs: PyTree):
+        self._wait, self._subject, self._output_specs = wait, subject, output_specs
         self._answer: Answer | None = None
 
     def is_ok(self) -> bool:
-        """Whether the call has succeeded."""
+        """Returns whether the call succeeded."""
         return self._result().code == grpc_layer.OK
 
     def get_error(self) -> tuple[int, str]:
-        """A code, of gRPC as of TensorFlow, and a text; 0 and an empty one if it has succeeded."""
+        """Returns the status code and the text of the error; 0 and an empty text after a success.
+
+        gRPC and TensorFlow share the codes.
+        """
         return self._result().code, self._result().text
 
     def get_value(self) -> PyTree:
-        """What the function has given, of NumPy arrays.
+        """Returns the value of the function, with NumPy arrays.
 
         Raises:
-            ValueError: Its arguments were wrong, or its value does not fit the specs of the call.
-            DeadlineExceededError: It took too long.
-            UnavailableError: The server has gone.
-            CancelledError: The client has gone.
-            RuntimeError: It has failed.
+            ValueError: If the arguments were invalid, or the value does not match `output_specs`.
+            DeadlineExceededError: If the call took too long.
+            UnavailableError: If the server has gone.
+            CancelledError: If the client has gone.
+            RuntimeError: If the function raised another error.
         """
         answer = self._result()
         if answer.code != grpc_layer.OK:
             error = _ERRORS.get(answer.code, RuntimeError)
-            raise error(f"{self._what} failed with code {answer.code}: {answer.text}")
+            raise error(f"{self._subject} failed with code {answer.code}: {answer.text}")
         _, value = rpc_messages.decode(answer.data)
         return value if self._output_specs is None else self._pack(value)
 
@@ -63,13 +67,15 @@ class StatusOrResult:
 
     def _pack(self, value: PyTree) -> PyTree:
         leaves, specs = rpc_messages.flatten(value), rpc_messages.flatten(self._output_specs)
-        found = [getattr(x, "dtype", type(x).__name__) for x in leaves]
-        asked = [getattr(spec, "dtype", None) for spec in specs]
+        found = [x.dtype if isinstance(x, np.ndarray) else type(x).__name__ for x in leaves]
+        # A spec is any object of the user's; one without a dtype accepts every value.
+        expected = [getattr(spec, "dtype", None) for spec in specs]
         if len(leaves) != len(specs) or any(
-            wanted is not None and wanted != got for wanted, got in zip(asked, found, strict=True)
+            dtype is not None and dtype != actual
+            for dtype, actual in zip(expected, found, strict=True)
         ):
             raise ValueError(
-                f"{self._what} returned values of the types {list(map(str, found))}, but "
+                f"{self._subject} returned values of the types {list(map(str, found))}, but "
                 f"output_specs={self._output_specs!r} has {len(specs)}. Pass specs of the same "
                 f"number and types, or omit output_specs to get the values as they are."
             )
@@ -79,27 +85,28 @@ class StatusOrResult:
 class Client(abc.ABC):
     """Calls the functions of a `Server`, over gRPC (`tpudist[rpc]`).
 
-    As `tf.distribute.experimental.rpc.Client`. What calls give keeps its structure also where no
-    `output_specs` say it; in TensorFlow it is None then.
+    Mirrors `tf.distribute.experimental.rpc.Client`. Without `output_specs`, results keep their
+    structure; TensorFlow returns None then.
     """
 
     @staticmethod
     def create(rpc_layer: str, address: str, name: str = "", timeout_in_ms: int = 0) -> Client:
-        """A client with a method for each function of the server, such as `multiply`.
+        """Creates a client with a method for each function of the server, such as `multiply`.
 
-        `multiply(a, b)` is `call("multiply", [a, b])`, and `multiply_blocking(a, b)` waits, and
-        gives the value or raises.
+        `client.multiply(a, b)` is the same as `client.call("multiply", [a, b])`.
+        `client.multiply_blocking(a, b)` waits, and returns the value or raises the error.
 
         Args:
             rpc_layer: `grpc`.
-            address: Of the server, `host:port`. One that has not started is waited for.
-            name: Shown where the client is printed.
-            timeout_in_ms: How long calls may take, this one too; 0 for ever.
+            address: Address of the server, `host:port`. The client waits for a server that starts
+                later.
+            name: Name in the client's `repr`.
+            timeout_in_ms: Maximum milliseconds for each call, including this one; 0 for no limit.
 
         Raises:
-            ValueError: Another layer; or something else is at that address.
-            ModuleNotFoundError: gRPC is not installed.
-            DeadlineExceededError: The server has not answered in time.
+            ValueError: If `rpc_layer` is not `grpc`, or another program listens at the address.
+            ModuleNotFoundError: If gRPC is not installed.
+            DeadlineExceededError: If the server does not answer in time.
         """
         check_layer(rpc_layer)
         return GrpcClient(address, name, list_registered_methods=True, timeout_in_ms=timeout_in_ms)
@@ -112,23 +119,23 @@ class Client(abc.ABC):
         output_specs: PyTree = None,
         timeout_in_ms: int = 0,
     ) -> StatusOrResult:
-        """Calls a function of the server, and does not wait for it.
+        """Calls a function of the server without waiting for it.
 
         Args:
-            method_name: Its name.
-            args: Arrays, numbers and texts, and lists, tuples and dicts of them.
-            output_specs: A structure of what has a dtype, such as `jax.ShapeDtypeStruct`, that the
-                value is put into. By default that in which the function gave it.
-            timeout_in_ms: How long it may take; 0 for what the client was made with. The function
-                may run, or have run, all the same.
+            method_name: Name of the function.
+            args: Arrays, numbers and strings, and lists, tuples and dicts of them.
+            output_specs: Structure for the value, whose leaves have dtypes (such as
+                `jax.ShapeDtypeStruct`). By default the structure that the function returned.
+            timeout_in_ms: Maximum milliseconds for the call; 0 for the client's limit. After it,
+                the function may still run on the server, or have run.
 
         Raises:
-            TypeError: An argument is something else.
+            TypeError: If an argument has another type.
         """
 
 
 class GrpcClient(Client):
-    """A client of gRPC. As TensorFlow's class of this name."""
+    """A client over gRPC. Mirrors TensorFlow's class of this name."""
 
     def __init__(
         self,
@@ -137,7 +144,6 @@ class GrpcClient(Client):
         list_registered_methods: bool = False,
         timeout_in_ms: int = 0,
     ):
-        """Asks the server for its functions, if told to."""
         self._address, self._name, self._timeout_in_ms = address, name, timeout_in_ms
         self._connection = grpc_layer.Connection(address)
         if list_registered_methods:
@@ -156,23 +162,23 @@ class GrpcClient(Client):
         output_specs: PyTree = None,
         timeout_in_ms: int = 0,
     ) -> StatusOrResult:
-        """As `Client.call`."""
+        """Calls a function of the server; see `Client.call`."""
         request = rpc_messages.encode({"method": method_name}, list(args or ()))
-        what = f"'{method_name}' of {self._address}"
-        return self._send("Call", request, timeout_in_ms, what, output_specs)
+        subject = f"'{method_name}' of {self._address}"
+        return self._send("Call", request, timeout_in_ms, subject, output_specs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address!r}, {self._name!r})"
 
     def _send(
-        self, method: str, request: bytes, timeout_in_ms: int, what: str, output_specs: PyTree
+        self, method: str, request: bytes, timeout_in_ms: int, subject: str, output_specs: PyTree
     ) -> StatusOrResult:
         timeout_s = (timeout_in_ms or self._timeout_in_ms) / 1000
         wait = self._connection.call(method, request, timeout_s or None)
-        return StatusOrResult(wait, what, output_specs)
+        return StatusOrResult(wait, subject, output_specs)
 
     def _add_methods(self, name: str) -> None:
-        if name.startswith("_") or hasattr(self, name):  # `call` reaches these as well
+        if name.startswith("_") or name in dir(self):  # `call` reaches these functions too
             return
 
         def call(*args: Any, timeout_in_ms: int = 0) -> StatusOrResult:

@@ -1,24 +1,30 @@
-"""What calls of `tpudist.experimental.rpc` send: nested structures of arrays, as bytes.
+"""Messages of `tpudist.experimental.rpc`: nested structures of arrays, as bytes.
 
-A line of JSON says how they are nested, and the bytes of the arrays follow (`ps/record_file.py`).
-Nothing in it is code: who receives it runs none of the sender's.
+A line of JSON has the structure, and the bytes of the arrays follow (`ps/record_file.py`). Messages
+contain no code, so a receiver never runs code of the sender.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.ps import record_file
 
-Nest = Any
+# Nested lists, tuples and dicts of leaves; dict keys are strings.
+Nest: TypeAlias = PyTree
+# The same as JSON; see `_describe`.
+Structure: TypeAlias = int | list[Any]
 
 
 def encode(facts: Mapping[str, Any], value: Nest) -> bytes:
-    """Facts, which are JSON, and lists, tuples and dicts of arrays, numbers, texts and None.
+    """Encodes facts, which must be JSON, and nested lists, tuples and dicts of leaves.
+
+    Leaves are arrays, numbers, strings and None.
 
     Raises:
-        TypeError: There is something else in it; says what.
+        TypeError: If `value` contains anything else.
     """
     arrays: dict[str, np.ndarray] = {}
     structure = _describe(value, arrays)
@@ -26,10 +32,10 @@ def encode(facts: Mapping[str, Any], value: Nest) -> bytes:
 
 
 def decode(message: bytes) -> tuple[dict[str, Any], Nest]:
-    """The facts and the value, of which all numbers are NumPy arrays.
+    """Decodes a message; all numbers in its value are NumPy arrays.
 
     Raises:
-        ValueError: The message is none.
+        ValueError: If the bytes are not a message.
     """
     try:
         facts, arrays = record_file.decode(message)
@@ -42,7 +48,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], Nest]:
 
 
 def flatten(value: Nest) -> list[Any]:
-    """All that is in lists, tuples and dicts, these by their keys in order, as in TensorFlow."""
+    """Returns the leaves of lists, tuples and dicts, with sorted keys as in TensorFlow."""
     if isinstance(value, list | tuple):
         return [leaf for x in value for leaf in flatten(x)]
     if isinstance(value, dict):
@@ -51,7 +57,7 @@ def flatten(value: Nest) -> list[Any]:
 
 
 def pack(like: Nest, leaves: list[Any]) -> Nest:
-    """The leaves in a structure, which they are taken for: none are left in the list."""
+    """Moves leaves out of a list into a structure, in the order of `flatten`."""
     if isinstance(like, list | tuple):
         return type(like)([pack(x, leaves) for x in like])
     if isinstance(like, dict):
@@ -60,8 +66,11 @@ def pack(like: Nest, leaves: list[Any]) -> Nest:
     return leaves.pop(0)
 
 
-def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Any:
-    """The structure: a number stands for an array, a text for a kind and what is in it."""
+def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Structure:
+    """Returns the structure as JSON, and adds arrays to `arrays`.
+
+    A number is the key of an array; a list has a kind and its contents.
+    """
     if value is None:
         return ["none"]
     if isinstance(value, str):
@@ -78,7 +87,7 @@ def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Any:
         raise TypeError(
             f"{_name(value)} cannot be sent, because it is not an array: {error}"
         ) from None
-    # Types that JAX brings (bfloat16) are of kind V, as raw bytes and records are.
+    # NumPy gives JAX's dtypes, such as bfloat16, the kind V of raw bytes and records.
     if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
         raise TypeError(
             f"{_name(value)} cannot be sent. Send lists, tuples and dicts of arrays of numbers, "
@@ -88,21 +97,23 @@ def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Any:
     return len(arrays) - 1
 
 
-def _rebuild(structure: Any, arrays: Mapping[str, np.ndarray]) -> Nest:
+def _rebuild(structure: Structure, arrays: Mapping[str, np.ndarray]) -> Nest:
     if isinstance(structure, int):
-        return arrays[str(structure)].copy()  # what was received cannot be written to
-    kind, *inside = structure
+        return arrays[
+            str(structure)
+        ].copy()  # the message is read-only, and functions may write to arguments
+    kind, *contents = structure
     if kind == "none":
         return None
     if kind == "text":
-        return str(inside[0])
+        return str(contents[0])
     if kind in ("list", "tuple"):
-        found = [_rebuild(x, arrays) for x in inside[0]]
+        found = [_rebuild(x, arrays) for x in contents[0]]
         return found if kind == "list" else tuple(found)
     if kind == "dict":
-        return {str(key): _rebuild(x, arrays) for key, x in inside[0]}
+        return {str(key): _rebuild(x, arrays) for key, x in contents[0]}
     raise ValueError(f"unknown kind {kind!r}")
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return f"{value!r:.100} of type {type(value).__name__}"

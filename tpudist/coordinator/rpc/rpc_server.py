@@ -13,31 +13,32 @@ from tpudist.coordinator.rpc.grpc_layer import CallError
 
 _log = logging.getLogger("tpudist")
 RESERVED = ("call", "create")
-"""What clients have, beside a method for each function."""
+"""Methods of every client, in addition to one per function."""
 
 
 class Server(abc.ABC):
-    """Functions of this program that others call by `Client`, over gRPC (`tpudist[rpc]`).
+    """Functions of this program that others call with a `Client`, over gRPC (`tpudist[rpc]`).
 
-    It listens at the address that it is given and at no other, and takes calls from everybody who
-    reaches that: without encryption, and without asking who it is, as in TensorFlow. Only arrays,
-    numbers, texts and what nests them come in, and no code.
+    The server listens only at its address. As in TensorFlow, it accepts calls from anybody who
+    reaches that address, without encryption or authentication. It accepts only arrays, numbers,
+    strings and structures of them, and no code.
 
-    As `tf.distribute.experimental.rpc.Server`. There functions are `tf.function`s with an input
-    signature, and run beside each other.
+    Mirrors `tf.distribute.experimental.rpc.Server`, whose functions are `tf.function`s with an
+    input signature and run concurrently.
     """
 
     @staticmethod
     def create(rpc_layer: str, address: str) -> Server:
-        """A server that listens once it is started, and as long as somebody holds it.
+        """Creates a server, which listens from `start` until it is garbage.
 
         Args:
             rpc_layer: `grpc`.
-            address: Where, `host:port`. Use `localhost` or an address of a network that you trust.
+            address: Address to listen at, `host:port`. Use `localhost`, or an address in a network
+                that you trust.
 
         Raises:
-            ValueError: Another layer.
-            ModuleNotFoundError: gRPC is not installed.
+            ValueError: If `rpc_layer` is not `grpc`.
+            ModuleNotFoundError: If gRPC is not installed.
         """
         check_layer(rpc_layer)
         return GrpcServer(address)
@@ -45,40 +46,39 @@ class Server(abc.ABC):
     @property
     @abc.abstractmethod
     def address(self) -> str:
-        """Where it listens; with the port that it has, once started, if 0 was asked for."""
+        """Address of the server. After `start`, port 0 is replaced by the selected port."""
 
     @abc.abstractmethod
     def register(self, method_name: str, func: Callable[..., Any]) -> None:
-        """Has clients call a function by a name.
+        """Registers a function that clients can call.
 
-        Calls run one at a time, whoever makes them, so that a function may change what others read.
+        Calls run one at a time, so a function may change data that others read.
 
         Args:
-            method_name: The name, such as `multiply`: clients have methods `multiply` and
+            method_name: Name, such as `multiply`: clients get the methods `multiply` and
                 `multiply_blocking`.
-            func: Any function of NumPy arrays, such as a `tpudist.function`. Gives lists, tuples
-                and dicts of arrays, numbers and texts, or None.
+            func: Function of NumPy arrays, such as a `tpudist.function`. It returns lists, tuples
+                and dicts of arrays, numbers and strings, or None.
 
         Raises:
-            TypeError: The name is not a string, or the function cannot be called.
-            ValueError: The name is taken.
-            RuntimeError: The server has started.
+            TypeError: If the name is not a string, or `func` is not callable.
+            ValueError: If the name is in use.
+            RuntimeError: If the server has started.
         """
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Takes calls from now on.
+        """Starts to accept calls.
 
         Raises:
-            RuntimeError: The address is taken, or is not of this machine.
+            RuntimeError: If the address is in use, or does not belong to this machine.
         """
 
 
 class GrpcServer(Server):
-    """A server of gRPC. As TensorFlow's class of this name."""
+    """A server over gRPC. Mirrors TensorFlow's class of this name."""
 
     def __init__(self, address: str):
-        """Listens later."""
         grpc_layer.import_grpc()
         self._address = address
         self._registry = _Registry()
@@ -86,13 +86,13 @@ class GrpcServer(Server):
 
     @property
     def address(self) -> str:
-        """As `Server.address`."""
+        """Address of the server; see `Server.address`."""
         if self._listener is None:
             return self._address
         return f"{self._address.rpartition(':')[0]}:{self._listener.port}"
 
     def register(self, method_name: str, func: Callable[..., Any]) -> None:
-        """As `Server.register`."""
+        """Registers a function; see `Server.register`."""
         if not isinstance(method_name, str) or not callable(func):
             raise TypeError(
                 f"register({method_name!r}, {func!r}): pass a name (a string) and a function."
@@ -105,18 +105,18 @@ class GrpcServer(Server):
         self._registry.add(method_name, func)
 
     def start(self) -> None:
-        """As `Server.start`."""
+        """Starts to accept calls; see `Server.start`."""
         if self._listener is None:
             methods = {"Call": self._registry.call, "List": self._registry.describe}
             self._listener = grpc_layer.Listener(self._address, methods)
 
 
 class _Registry:
-    """Functions by name; does not know the server, so that one that is forgotten ends."""
+    """Functions by name. It does not refer to the server, so that a forgotten server is garbage."""
 
     def __init__(self):
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while a function runs: gRPC calls in 16 threads
 
     def add(self, name: str, func: Callable[..., Any]) -> None:
         taken = {*self._functions, *(f"{x}_blocking" for x in self._functions), *RESERVED}
@@ -158,10 +158,10 @@ class _Registry:
 
 
 def check_layer(rpc_layer: str) -> None:
-    """Refuses all layers but one.
+    """Checks the name of the layer.
 
     Raises:
-        ValueError: It is another.
+        ValueError: If it is not `grpc`.
     """
     if rpc_layer != "grpc":
         raise ValueError(f"rpc_layer={rpc_layer!r} is not supported. As in TensorFlow, use 'grpc'.")

@@ -1,0 +1,118 @@
+"""WorkerResources: functions, datasets and iterators that each worker creates and keeps.
+
+Knows which resources exist and which ones each worker has, and sends the difference. A worker that
+replaces a lost one creates all of them again, its iterators at the last known positions.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tpudist.coordinator.function_store import StoredFunction
+from tpudist.engine.concurrency import Condition
+from tpudist.engine.engine import Actor, Engine
+
+START_S = 300.0
+"""Least seconds that a new worker may take to start and to create resources, if closures have a
+limit: importing JAX and joining a Ray cluster takes longer than a closure."""
+
+
+class WorkerResources:
+    """Resources of all workers.
+
+    Args:
+        engine: Runs the workers.
+        changed: Condition that guards the resources.
+        timeout_s: Maximum seconds for a closure; None for no limit.
+
+    Attributes:
+        unused: Keys to delete. Anybody may append without a lock, which the garbage collector needs
+            when it finds an unused iterator: it may run while this thread holds the condition.
+    """
+
+    def __init__(self, engine: Engine, changed: Condition, timeout_s: float | None):
+        self._engine, self._changed = engine, changed
+        self._timeout_s = timeout_s
+        self._start_timeout_s = None if timeout_s is None else max(timeout_s, START_S)
+        self._keys = itertools.count()
+        self._factories: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
+        self._created: dict[Actor, set[int]] = {}
+        self._positions: dict[int, dict[int, int]] = {}  # by worker and key
+        self.unused: collections.deque[int] = collections.deque()
+
+    def add(self, fn: Callable[..., Any], args: Sequence[Any] = ()) -> int:
+        """Adds a resource, which each worker creates with `fn(*args)`; returns its key."""
+        with self._changed:
+            key = next(self._keys)
+            self._factories[key] = fn, args
+            return key
+
+    def remove(self, key: int) -> None:
+        """Removes a resource; a worker deletes it before its next closure."""
+        with self._changed:
+            self._factories.pop(key, None)
+
+    def sync(self, index: int, actor: Actor, stored: StoredFunction | None = None) -> None:
+        """Creates missing resources on a worker, and deletes removed ones.
+
+        Only the thread of the worker calls this, between two closures, so `_created[actor]` and
+        `_positions[index]` need no lock. Calls of one actor run in order: the next closure finds
+        the resources.
+
+        Args:
+            index: Number of the worker.
+            actor: Actor of the worker.
+            stored: Function of the next closure.
+
+        Raises:
+            ActorDied: If the worker, or a server that a resource needs, was lost.
+            ResultTimeout: If the worker does not start or create a resource in time.
+        """
+        with self._changed:
+            while self.unused:
+                self._factories.pop(self.unused.popleft(), None)
+            factories, is_new = dict(self._factories), actor not in self._created
+            created = self._created.setdefault(actor, set())
+        if stored is not None:
+            # `FunctionStore` may have removed the function after the closure was scheduled.
+            factories[stored.ref.key] = stored.load, (stored.data,)
+        if is_new and self._start_timeout_s is not None:
+            # Any call does: its answer shows that the worker has started.
+            call = self._engine.call(actor, "positions")
+            self._engine.result(call, self._start_timeout_s)
+        positions = self._positions.setdefault(index, {})
+        for key in positions.keys() - factories.keys():
+            del positions[key]
+        for key in sorted(created - factories.keys()):
+            self._engine.call(actor, "delete_resource", key)
+            created.discard(key)
+        # In the order of their keys, so that a run with a seeded engine can be replayed.
+        for key in sorted(factories.keys() - created):
+            call = self._engine.call(
+                actor, "create_resource", key, *factories[key], positions.get(key)
+            )
+            self._engine.result(call, self._start_timeout_s)
+            created.add(key)
+
+    def record_positions(self, index: int, positions: Mapping[int, int]) -> None:
+        """Records how far the iterators of a worker are."""
+        self._positions.setdefault(index, {}).update(positions)
+
+    def fetch_positions(self, index: int, actor: Actor) -> None:
+        """Asks a worker for the positions, because an error of a closure arrived without them."""
+        # If the worker is lost now, the next call notices; its successor repeats some elements.
+        with contextlib.suppress(Exception):
+            call = self._engine.call(actor, "positions")
+            self.record_positions(index, self._engine.result(call, self._timeout_s))
+
+    def forget_actor(self, actor: Actor) -> None:
+        """Forgets which resources an actor has, because it has ended."""
+        self._created.pop(actor, None)
+
+    def forget_worker(self, index: int) -> None:
+        """Forgets the positions of a worker that was removed."""
+        self._positions.pop(index, None)
