@@ -42,8 +42,8 @@ class ServerVariable(Variable):
     home: Home
     whole: Variable | None = None  # of which it is a part
 
-    def start_with(self, value: jax.Array) -> None:
-        """Has the next server hold it."""
+    def initialize(self, value: jax.Array) -> None:
+        """Stores the initial value on the next server."""
         if current_place() is not None:
             raise RuntimeError(
                 f"Variable '{self.name}' was created in a closure. A closure may run again, and "
@@ -132,7 +132,7 @@ class ServerVariable(Variable):
     def _assign_value(self, value: Any, read_value: bool) -> Any:
         return self._assign_as("assign", value, read_value)
 
-    def _assign_change(self, delta: Any, sign: int, what: str, read_value: bool) -> Any:
+    def _assign_change(self, delta: Any, sign: int, method: str, read_value: bool) -> Any:
         return self._assign_as("add" if sign > 0 else "sub", delta, read_value)
 
     def _assign_as(self, what: str, value: Any, read_value: bool) -> Any:
@@ -154,15 +154,15 @@ class ServerVariable(Variable):
         step_changes.note(self, what, arrays)
         return LaterRead(self, frame.read_guest, count) if read_value else None
 
-    def _scatter(self, what: str, sparse_delta: Any) -> Any:
-        self._check_scatter(what, sparse_delta)
+    def _scatter(self, operation: str, sparse_delta: Any) -> Any:
+        self._check_scatter(operation, sparse_delta)
         mode = context.current()
         values, indices = sparse_delta.values, sparse_delta.indices
         if mode.frame is None and any(isinstance(x, PerReplica) for x in (values, indices)):
             raise ValueError(
-                f"scatter_{what} of variable '{self.name}' received slices that differ between "
-                f"replicas, in cross-replica context. Reduce them first with strategy.reduce(op, "
-                f"slices, axis=None), or call it in the replica function."
+                f"scatter_{operation} of variable '{self.name}' received slices that differ "
+                f"between replicas, in cross-replica context. Reduce them first with "
+                f"strategy.reduce(op, slices, axis=None), or call it in the replica function."
             )
         values, indices = local_part(values), local_part(indices)
         values, indices = scatter_updates.check_slices(
@@ -170,11 +170,11 @@ class ServerVariable(Variable):
         )
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
-            return self._change(RowChange(self.home.number, what, indices, values))
+            return self._change(RowChange(self.home.number, operation, indices, values))
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
-        change = RowChange(self.home.number, what, indices, values)
-        return self._change_in_step(change, f"scatter_{what}", (indices, values), True)
+        change = RowChange(self.home.number, operation, indices, values)
+        return self._change_in_step(change, f"scatter_{operation}", (indices, values), True)
 
     def apply_noted(self, what: str, arrays: Sequence[Any]) -> None:
         """Does after a step what was noted in its trace."""
@@ -235,10 +235,10 @@ class ServerVariable(Variable):
 
     # What is otherwise where a server holds the value.
 
-    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
+    def _check_usable_here(self, mode: context.Mode, action: str) -> None:
         if not traces.is_eager():
             raise RuntimeError(
-                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
+                f"Variable '{self.name}' was {action} in a function that jax.jit (or another "
                 f"transformation) traces, outside of strategy.run: its value would become a "
                 f"constant of the program. Pass variable.read_value() as an argument, or use "
                 f"strategy.run."

@@ -158,7 +158,7 @@ class ShardedVariable(ServerVariable):
 class UnplacedVariable(ServerVariable):
     """A new variable of a strategy of servers, until it is known in how many parts it will be."""
 
-    def start_with(self, value: jax.Array) -> None:
+    def initialize(self, value: jax.Array) -> None:
         """Becomes what it is, and has servers hold it."""
         if current_place() is not None:
             raise RuntimeError(
@@ -173,7 +173,7 @@ class UnplacedVariable(ServerVariable):
         itself: Any = self
         if count == 1:
             itself.__class__ = ServerVariable
-            itself.start_with(value)
+            itself.initialize(value)
         else:
             itself.__class__ = ShardedVariable
             itself.start_in_parts(value, count)
