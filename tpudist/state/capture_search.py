@@ -301,7 +301,7 @@ class _Search:
                     return None
                 node = node.part(f"[{key!r}]", item, f"{node.name}[{key!r}]")
                 continue
-            if not _has_own_attributes(value):
+            if not _has_program_attributes(value):
                 if key not in _SHAPE_ATTRIBUTES:  # an array, or Optax' tuple of functions
                     self.visit(node)
                 return None
@@ -393,7 +393,7 @@ def _is_known_by_identity(value: object) -> bool:
     return type(value).__weakrefoffset__ != 0
 
 
-def _has_own_attributes(value: object) -> bool:
+def _has_program_attributes(value: object) -> bool:
     """Whether your program may have set attributes of the value."""
     if isinstance(value, types.ModuleType):
         return not library_code.is_library_module(value)

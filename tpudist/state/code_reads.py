@@ -121,7 +121,7 @@ def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:
             chain = None
         else:
             yield None, instruction
-        loaded = _loaded_names(instruction)
+        loaded = _names_on_stack(instruction)
         if name.startswith("LOAD_FAST"):
             # This loads the cell itself, to make a closure: the value is read in the inner code.
             loaded = [x for x in loaded if x not in cells]
@@ -135,7 +135,7 @@ def _extend(chain: Read, kind: str, key: Hashable) -> Read:
     return dataclasses.replace(chain, steps=(*chain.steps, (kind, key)))
 
 
-def _loaded_names(instruction: dis.Instruction) -> list[str]:
+def _names_on_stack(instruction: dis.Instruction) -> list[str]:
     """Returns the names whose values an instruction pushes; 3.13 has some that push two."""
     name, value = instruction.opname, instruction.argval
     if name in _GLOBALS or name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
