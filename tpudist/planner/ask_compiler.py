@@ -111,7 +111,7 @@ def ask(
     compiled = None
     if in_process and entry.refusal is None:
         tell("compiling the executable", 0.0)
-        compiled = executables.compile_anew(lowered, compiler_options)
+        compiled = executables.compile_uncached(lowered, compiler_options)
     moved = was_kept and entry.lines != lines
     return Answer(entry.program, entry.refusal, entry.seconds, key, was_kept, moved, compiled)
 

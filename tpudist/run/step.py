@@ -433,7 +433,7 @@ class Step:
             lowered = self._jitted.trace(*both).lower()  # type: ignore[attr-defined]
             ready = [saved.executable_for(lowered) for saved in self.function.loaded]
             for compiled in filter(None, ready):
-                self._jitted = executables.Ahead(compiled, self._jitted)
+                self._jitted = executables.Precompiled(compiled, self._jitted)
         elif not self._lowering:
             program = self._trace(arrays[len(self.captured) :]).program.closed
             both = plan.take_donated(arrays), plan.take_kept(arrays)

@@ -1,1 +1,1 @@
-"""Compiles for TPUs where there is none."""
+"""Compiles programs for TPUs on machines without TPUs."""

@@ -1,13 +1,14 @@
-"""A Python process that answers requests: started once, reused, and never left behind.
+"""Runs a Python process that answers requests: started once, reused, and never left behind.
 
-A request and an answer are a JSON object and some bytes, over the process's own pipes. What the
-process writes to its output, or is made to write by a library, is kept to be quoted when it dies.
+Requests and answers are a JSON object and bytes, over the process's standard input and output. The
+process's other output goes to a file, and is quoted if the process dies.
 
-The process ends with the one that started it: when that one ends, asks for something else
-(`close`), or is killed (the child looks every second whose child it is). An interrupt from the
-keyboard does not reach it; whoever waits for an answer is interrupted, and ends it.
+The child ends when its parent closes it, ends, or is killed: once per second the child checks that
+its parent is still the same process. Ctrl-C does not reach the child; it interrupts the parent,
+which then ends the child.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -23,104 +24,111 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-# Lengths of the JSON object and of the bytes, which follow.
+# A message is this frame (the lengths of the JSON object and of the bytes), the object, the bytes.
 _FRAME = struct.Struct("<QQ")
 _TICK_S = 0.5
-_PARENT = "TPUDIST_PARENT_PROCESS"
+_PARENT = "TPUDIST_PARENT_PROCESS"  # environment variable with the parent's process id
 
+Request = Mapping[str, Any]  # what JSON can represent
 Answer = tuple[dict[str, Any], bytes]
 
 
 class Died(RuntimeError):
-    """The process ended before it answered; `wrote` is what it wrote last."""
+    """The process ended before it answered.
+
+    Args:
+        ending: Reason of the end, such as "signal SIGABRT".
+        wrote: The last lines of its output.
+    """
 
     def __init__(self, ending: str, wrote: str):
-        """`ending` says how it ended, such as "signal SIGABRT"."""
         super().__init__(f"{ending}: {wrote}")
         self.ending = ending
         self.wrote = wrote
 
 
 class NotSent(Died):
-    """The process had ended before it was asked: the same request may be sent to another one."""
+    """The process ended before it read the request, which you may send to another process."""
 
 
 class Child:
-    """A running Python process: the module `name`, which calls `serve`.
+    """A running Python process.
+
+    Args:
+        name: Module that the process runs, which calls `serve`.
+        environment: Additional environment variables.
 
     Attributes:
-        environment: The variables that it was started with.
+        environment: All environment variables of the process.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]):
-        """Starts it; `environment` is added to that of this process."""
         own = {"PYTHONPATH": os.pathsep.join(_paths()), _PARENT: str(os.getpid())}
         self.environment = {**os.environ, **environment, **own}
-        # A file and not a pipe: nobody has to read it for the process to go on.
+        # A file and not a pipe, which would block the child when it is full.
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            # -P: what lies in the current folder, such as a jax.py, is not meant.
+            # -P: do not import from the current folder, which may have a jax.py.
             [sys.executable, "-P", "-m", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
             env=self.environment,
-            process_group=0,  # Ctrl-C is for whoever waits, not for this one
+            process_group=0,  # Ctrl-C interrupts only the parent
         )
         self._owner = os.getpid()
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs and belongs to this process, not to the parent of a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(
         self,
-        request: Mapping[str, Any],
+        request: Request,
         payload: bytes = b"",
         *,
         timeout_s: float | None = None,
         tick: Callable[[float], None] | None = None,
     ) -> Answer:
-        """Its answer to a request.
+        """Sends a request and waits for the answer. Any exception ends the process.
 
         Args:
-            request: What can be written as JSON.
-            payload: Bytes that go with it.
-            timeout_s: How long to wait for the answer.
-            tick: Called about twice a second with the seconds that have passed.
+            request: JSON object of the request.
+            payload: Bytes of the request.
+            timeout_s: Seconds to wait for the answer; None for no limit.
+            tick: Called about twice per second with the seconds since the request.
 
         Raises:
-            NotSent: It had ended before.
-            Died: It ended instead of answering.
-            TimeoutError: It did not answer in time. It is ended, as after any other exception
-                while it is waited for: its next answer would be the one to this request.
+            NotSent: If the process ended before it read the request.
+            Died: If the process ended instead of answering.
+            TimeoutError: If there is no answer in time.
         """
         try:
             self._send(request, payload)
-            started = time.monotonic()
-            return self._receive(started, timeout_s, tick)
+            return self._receive(timeout_s, tick)
         except BaseException:
+            # The next answer of this process would belong to this request, so end it.
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends it at once."""
-        if self._owner == os.getpid():  # a fork holds copies, of which it must only let go
+        """Ends the process immediately."""
+        # In a fork the process belongs to the parent: only close the copies of its pipes.
+        if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._output):
-            try:
-                pipe.close()  # type: ignore[union-attr]
-            except OSError:  # flushing what the process no longer reads
-                pass
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # flushing data that the process no longer reads
+                pipe.close()
 
-    def _send(self, request: Mapping[str, Any], payload: bytes) -> None:
+    def _send(self, request: Request, payload: bytes) -> None:
         assert self._process.stdin is not None
         head = json.dumps(request).encode()
         try:
@@ -132,13 +140,12 @@ class Child:
             self._process.wait()
             raise NotSent(self._exit_reason(), self._last_output()) from None
 
-    def _receive(
-        self, started: float, timeout_s: float | None, tick: Callable[[float], None] | None
-    ) -> Answer:
+    def _receive(self, timeout_s: float | None, tick: Callable[[float], None] | None) -> Answer:
         assert self._process.stdout is not None
+        started = time.monotonic()
         pipe = self._process.stdout.fileno()
-        waiting = selectors.PollSelector()  # of any number, where select ends at 1024
-        waiting.register(pipe, selectors.EVENT_READ)
+        selector = selectors.PollSelector()  # `select` fails for file descriptors from 1024 on
+        selector.register(pipe, selectors.EVENT_READ)
 
         def read(num_bytes: int) -> bytes:
             parts, missing = [], num_bytes
@@ -149,13 +156,13 @@ class Child:
                     raise TimeoutError(f"no answer in {timeout_s:g} s")
                 if tick:
                     tick(waited)
-                if not waiting.select(left):
+                if not selector.select(left):
                     continue
                 part = os.read(pipe, min(missing, 1 << 20))
                 if not part:
-                    # Status 0: it had been idle for too long when it was asked.
-                    kind = Died if self._process.wait() else NotSent
-                    raise kind(self._exit_reason(), self._last_output())
+                    # Status 0: the child reached its idle limit while the request was sent.
+                    error = Died if self._process.wait() else NotSent
+                    raise error(self._exit_reason(), self._last_output())
                 parts.append(part)
                 missing -= len(part)
             return b"".join(parts)
@@ -170,7 +177,6 @@ class Child:
         return f"exit status {status}"
 
     def _last_output(self, num_lines: int = 60) -> str:
-        """The last lines it wrote."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - (1 << 16)))
         lines = self._output.read().decode(errors="replace").splitlines()
@@ -178,33 +184,33 @@ class Child:
 
 
 def _paths() -> list[str]:
-    """Where a child looks for modules first: where its parent was told to, then at this package."""
+    """Returns the child's PYTHONPATH: the parent's, then the folder of this package."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(pathlib.Path(__file__).resolve().parents[3])
-    # Installed packages are found anyway, and are not to go before the standard library.
+    # Python finds installed packages without it, and they must not precede the standard library.
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths.append(root)
     return paths
 
 
 def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -> None:
-    """Answers the requests of the process that started this one, until it ends.
+    """Answers the requests of the parent process until it ends.
 
     Args:
-        answer: Makes the answer of a request and its bytes.
-        idle_s: Ends the process after so many seconds without a request.
+        answer: Called with the JSON object and the bytes of a request; returns the answer's.
+        idle_s: Seconds without a request after which this process ends.
     """
     parent = int(os.environ[_PARENT])
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
-    # Libraries print to the standard output, which here is the pipe of the answers.
+    # The standard output is the pipe of the answers. Redirect it, because libraries print there.
     os.dup2(2, 1)
-    waiting = selectors.PollSelector()
-    waiting.register(requests, selectors.EVENT_READ)
-    # Whoever asks waits for the answer before it asks again: no second request is left in the
-    # reader's buffer, where `select` would not see it, and neither end writes while the other does.
-    while waiting.select(idle_s):
+    selector = selectors.PollSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    # The parent sends a request only after the previous answer. So the reader's buffer never has a
+    # second request, which `select` would not see, and the two ends never write at the same time.
+    while selector.select(idle_s):
         frame = requests.read(_FRAME.size)
         if len(frame) < _FRAME.size:
             return
@@ -227,6 +233,6 @@ def _read_exactly(pipe: BinaryIO, num_bytes: int) -> bytes:
 
 
 def _exit_with(parent: int) -> None:
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # an orphan gets another parent
         time.sleep(1)
     os._exit(0)

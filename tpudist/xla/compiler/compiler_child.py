@@ -1,8 +1,8 @@
-"""The program of the process that compiles for `compiler_process`: `python -m` this module.
+"""Main program of the process that compiles for `compiler_process`: `python -m` this module.
 
-A request is a program (StableHLO bytecode), the slice, and which of its devices the program's
-partitions are; the answer, what the compiler made of it. libtpu ends the process that uses it when
-one of its own checks fails, which is why it is used here.
+A request is a program (StableHLO bytecode), the slice, and the ids of the devices of the program's
+partitions. The answer has the compiler's reports. libtpu runs in this process because it ends its
+process if one of its own checks fails.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from tpudist.xla import topology
 from tpudist.xla.compiler import child, flags
 from tpudist.xla.hlo import compiled_program
 
-# A compiler holds 0.5 to 2 GB; whoever plans again after this starts it anew, in seconds.
+# An idle compiler uses 0.5 to 2 GB of memory, and starting another one takes only seconds.
 _IDLE_S = 120.0
-# Of Shardy, and of GSPMD before it.
+# Attributes with shardings, of Shardy and of its predecessor GSPMD.
 _SHARDINGS = ("sdy.sharding", "mhlo.sharding")
-# A TPU takes longer lists of arguments as one tuple (jax.jit does it so).
-_MOST_ARGUMENTS = 2000
+# A TPU gets longer lists of arguments as one tuple, as from jax.jit.
+_MAX_ARGUMENTS = 2000
 
 
 def main() -> None:
-    """Answers until the parent ends, or has not asked for a while."""
+    """Answers requests until the parent ends, or sends none for `_IDLE_S`."""
     slices: dict[tuple[str, int], list[jax.Device]] = {}
 
     def answer(request: dict[str, Any], program: bytes) -> child.Answer:
@@ -38,7 +38,7 @@ def main() -> None:
             if key not in slices:
                 slices[key] = _devices(*key)
             return _compile(request, program, slices[key])
-        except Exception as error:  # whatever it is, it is the caller's
+        except Exception as error:  # the parent raises it
             return {"error": type(error).__name__, "message": str(error)}, b""
 
     child.serve(answer, idle_s=_IDLE_S)
@@ -59,24 +59,24 @@ def _compile(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]
             used = xla_client.DeviceList(tuple(by_id[number] for number in request["ids"]))
             started = time.monotonic()
             client = devices[0].client
-            # Devices that are here can be loaded to; jaxlib 0.10 compiles for them in no other way.
-            is_here = hasattr(client, "compile_and_load") and request["slice"] == "cpu"
-            compile_for = client.compile_and_load if is_here else client.compile
+            # jaxlib 0.10 compiles for local devices only with this method; newer ones lack it.
+            loads = hasattr(client, "compile_and_load") and request["slice"] == "cpu"
+            compile_for = client.compile_and_load if loads else client.compile
             try:
                 executable = compile_for(module, used, options)
             except jax.errors.JaxRuntimeError as error:
                 text, buffers = map(str.encode, compiled_program.read_refused(folder))
-                found = {"error": type(error).__name__, "message": str(error)}
-                return found | {"text_bytes": len(text)}, text + buffers
+                reply = {"error": type(error).__name__, "message": str(error)}
+                return reply | {"text_bytes": len(text)}, text + buffers
             seconds = time.monotonic() - started
             program = compiled_program.from_executable(executable, seconds, folder)
-    found = dataclasses.asdict(program)
-    text, buffers = found.pop("text").encode(), found.pop("buffers").encode()
-    return {"program": found, "text_bytes": len(text)}, text + buffers
+    fields = dataclasses.asdict(program)
+    text, buffers = fields.pop("text").encode(), fields.pop("buffers").encode()
+    return {"program": fields, "text_bytes": len(text)}, text + buffers
 
 
-def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
-    """As `jax.jit` sets them for the same program."""
+def _options(request: dict[str, Any], module: ir.Module, folder: str) -> xla_client.CompileOptions:
+    """Returns the options that `jax.jit` would set for the same program."""
     options = xla_client.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = len(request["ids"])
@@ -86,10 +86,10 @@ def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
     build = options.executable_build_options
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = request["shardy"]
-    main = next(f for f in module.body.operations if str(f.name).strip('"') == "main")
+    main: Any = next(f for f in module.body.operations if str(f.name).strip('"') == "main")
     arguments = _attributes(main, "arg_attrs", len(main.type.inputs))
     results = _attributes(main, "res_attrs", len(main.type.results))
-    options.parameter_is_tupled_arguments = len(arguments) > _MOST_ARGUMENTS
+    options.parameter_is_tupled_arguments = len(arguments) > _MAX_ARGUMENTS
     build.allow_spmd_sharding_propagation_to_parameters = [_is_open(a) for a in arguments]
     build.allow_spmd_sharding_propagation_to_output = [_is_open(r) for r in results]
     overrides = dict(request["options"])
@@ -101,7 +101,7 @@ def _options(request: dict[str, Any], module: Any, folder: str) -> Any:
 
 
 def _attributes(function: Any, name: str, number: int) -> list[Any]:
-    """Those of the arguments, or of the results, of a function: mappings."""
+    """Returns the attributes of each argument, or of each result, of an MLIR function."""
     if name not in function.attributes:
         return [{}] * number
     return [ir.DictAttr(attributes) for attributes in function.attributes[name]]
@@ -109,8 +109,9 @@ def _attributes(function: Any, name: str, number: int) -> list[Any]:
 
 def _is_open(attributes: Any) -> bool:
     """Whether the compiler may choose how an argument or a result is split."""
-    given = [str(attributes[name]) for name in _SHARDINGS if name in attributes]
-    return not given or any("?" in sharding for sharding in given)
+    # "?" marks a dim that is open to propagation. Without a sharding, all dims are open.
+    shardings = [str(attributes[name]) for name in _SHARDINGS if name in attributes]
+    return not shardings or any("?" in sharding for sharding in shardings)
 
 
 if __name__ == "__main__":

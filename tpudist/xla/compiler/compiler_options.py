@@ -1,13 +1,7 @@
-"""Options for the TPU compiler that are worth setting, per chip, each with its reason.
+"""Lists useful options for the TPU compiler, per chip and with reasons.
 
-They are passed as `compiler_options` (of `jax.jit`, `Lowered.compile`, `Strategy.plan`), never as
-environment variables. Published flags rot, so the table is short: what libtpu does by itself is not
-in it. With libtpu 0.0.42.1 these change no program that was tried, on v5e and v5p: the
-latency-hiding scheduler, asynchronous all-gathers, all-reduces and permutes, the whole family
-`xla_tpu_enable_async_collective_fusion*`, `xla_tpu_overlap_compute_collective_tc`. Nor do they on
-v6e, but for the two below, which do nothing apart. A test compiles a program with every chip's
-options: what libtpu refuses cannot stay, and what it refuses since some version says until which
-one it is for.
+They are `compiler_options` (of `jax.jit`, `Lowered.compile`, `Strategy.plan`), never environment
+variables.
 
 Sources: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py; apple/axlearn,
 common/compiler_options.py.
@@ -16,7 +10,6 @@ common/compiler_options.py.
 import dataclasses
 import re
 import sys
-from typing import Any
 
 from tpudist.xla import versions
 from tpudist.xla.hardware.chips import CHIPS, Chip
@@ -24,15 +17,15 @@ from tpudist.xla.hardware.chips import CHIPS, Chip
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option of the compiler.
 
     Attributes:
-        name: For the compiler.
-        value: Likewise.
-        generations: The chips that it is for.
-        reason: What it does there, and who says so.
-        across_slices: Whether it is only for programs of several slices.
-        until_libtpu: The last libtpu that is known to take it, such as (0, 0, 42); None for all.
+        name: Name of the option.
+        value: Value of the option.
+        generations: Generations of chips that get the option.
+        reason: Effect on these chips, with the source.
+        across_slices: Whether the option is only for programs of several slices.
+        until_libtpu: Last version of libtpu that accepts it, such as (0, 0, 42); None for all.
     """
 
     name: str
@@ -44,6 +37,13 @@ class Option:
 
 
 _ALL = tuple(CHIPS)
+# Published flags become outdated, so this table is short and has no option that libtpu sets itself.
+# With libtpu 0.0.42.1, these options change no tested program on v5e and v5p: the latency-hiding
+# scheduler, asynchronous all-gathers, all-reduces and permutes, all
+# `xla_tpu_enable_async_collective_fusion*`, `xla_tpu_overlap_compute_collective_tc`. The same holds
+# on v6e, except for the two options below, which only work together. A test compiles a program with
+# the options of every chip. If libtpu rejects an option, delete it, or set `until_libtpu` if older
+# versions accept it.
 OPTIONS = (
     Option(
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
@@ -61,8 +61,8 @@ OPTIONS = (
         ("tpu7x",),
         "No collective matmul either. Left as it is, libtpu 0.0.42.1 ends with a segmentation "
         "fault in its pass RemoveAllGatherReduceScatterForCMV1, on training steps whose parameters "
-        "are split over fsdp. The other choice is post_spmd: four layers as of Llama-3.1-70B with "
-        "fsdp=16 take 0.96 s with it, by the planner's rules, and 0.81 s without.",
+        "are split over fsdp. The other choice is post_spmd. By the planner's rules, four layers "
+        "of the size of Llama-3.1-70B with fsdp=16 take 0.96 s with it, and 0.81 s without.",
     ),
     Option(
         "xla_tpu_reduce_scatter_collective_matmul_mode",
@@ -85,7 +85,7 @@ OPTIONS = (
         ("v6e",),
         "Together with the next option, weights are gathered during the computation, which is the "
         "default on v5e and v5p; otherwise v6e gathers nothing this way. Three layers of the size "
-        "of Llama-3.1-8B with fsdp=8: of 24 ms on ICI, 15 are waited for rather than 24. In "
+        "of Llama-3.1-8B with fsdp=8 need 24 ms on ICI, and 15 ms instead of 24 ms are exposed. In "
         "maxtext's v6e recipes (CF_FOR_ALL_GATHER). libtpu 0.0.50 rejects it on v6e, as a source "
         "of wrong results.",
         until_libtpu=(0, 0, 42),
@@ -108,20 +108,20 @@ OPTIONS = (
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         False,
         ("v6e", "tpu7x"),
-        "All-reduces not on SparseCores: axlearn found a discrepancy in quality on v6e and an "
-        "abnormal loss on tpu7x. Newer libtpus do not compile a gradient step for tpu7x otherwise.",
+        "No all-reduces on SparseCores: axlearn found a discrepancy in quality on v6e and an "
+        "abnormal loss on tpu7x. Without this, newer libtpus compile no gradient step for tpu7x.",
     ),
     Option(
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
         False,
         ("tpu7x",),
-        "Reduce-scatters neither.",
+        "No reduce-scatters on SparseCores; see the previous option.",
     ),
     Option(
         "xla_enable_async_collective_permute",
         True,
         ("v4",),
-        "The same for permutes, on v4.",
+        "Asynchronous permutes on v4, like asynchronous all-gathers.",
     ),
     Option(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
@@ -151,23 +151,24 @@ OPTIONS = (
         "xla_tpu_host_dcn_reduce_max_sinking_limit",
         64 * 1024**2,
         _ALL,
-        "Only for reductions up to 64 MiB: their buffers are held until then (axlearn).",
+        "Limits the previous option to reductions up to 64 MiB, because it extends the lifetime of "
+        "their buffers (axlearn).",
         across_slices=True,
         until_libtpu=(0, 0, 42),
     ),
 )
 
 
-def options_for_chip(chip: Chip | str | None, num_slices: int = 1) -> dict[str, Any]:
-    """The options for programs on this chip, as `compiler_options`.
+def options_for_chip(chip: Chip | str | None, num_slices: int = 1) -> dict[str, bool | int | str]:
+    """Returns the options for programs on a chip, as `compiler_options`.
 
     Args:
-        chip: A chip or its generation, such as "v5e"; None, as for devices that are no TPUs, has
-            no options.
-        num_slices: Of the program; several have more options.
+        chip: A chip or its generation, such as "v5e"; None for devices that are not TPUs, which
+            have no options.
+        num_slices: Number of slices of the program. Some options are only for several slices.
 
     Raises:
-        ValueError: No such generation.
+        ValueError: If the generation does not exist.
     """
     if chip is None:
         return {}
@@ -184,6 +185,7 @@ def options_for_chip(chip: Chip | str | None, num_slices: int = 1) -> dict[str, 
 
 
 def _libtpu() -> tuple[int, ...]:
-    """The version of the libtpu that compiles, to its third number; later than all if unknown."""
+    # The version of the libtpu that compiles, to its third number. An unknown version counts as the
+    # newest, so that it gets no option that may be rejected.
     version = versions.version_of("libtpu") if versions.users_libtpu() is None else ""
     return tuple(map(int, re.findall(r"\d+", version)[:3])) or (sys.maxsize,)

@@ -1,8 +1,8 @@
-"""Compiles a lowered program: for a TPU slice in a process of its own, for any device in this one.
+"""Compiles lowered programs: for a TPU slice in a child process, for local devices in this process.
 
-What the compiler says of the program comes back as `CompiledProgram`. In a process of its own, an
-abort of the TPU compiler is an error message, and several programs can be compiled at a time. The
-process is kept for the next program (starting one costs seconds) and ends with this one.
+The result is a `CompiledProgram`, the compiler's reports. In a child process, an abort of the TPU
+compiler becomes an exception, and several programs can compile at the same time. A child process is
+reused for the next program, because a start takes seconds, and it ends with this process.
 """
 
 import atexit
@@ -41,6 +41,7 @@ __all__ = [
 
 _log = logging.getLogger("tpudist.compile")
 Progress = Callable[[str, float], None]
+CompilerOptions = Mapping[str, bool | int | float | str]
 
 _CHILD = "tpudist.xla.compiler.compiler_child"
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
@@ -50,51 +51,54 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", **topology.NO
 
 
 class HbmExceeded(RuntimeError):
-    """The compiler refused a program that needs more memory than a device has.
+    """The compiler rejected a program that needs more memory than a device has.
+
+    Args:
+        message: The compiler's message.
+        reports: The program as far as the compiler got, and its buffers as in
+            `CompiledProgram.buffers`; empty if it wrote none.
 
     Attributes:
-        text: The refusal, whole. After the message there may be the text of the program as far as
-            the compiler got, and after it where it wanted to place its values, as in
-            `CompiledProgram.buffers`; `refusal.explain` reads all of it.
+        text: Message and reports, which `refusal.explain` parses.
     """
 
-    def __init__(self, message: str, wrote: Sequence[str] = ()):
-        """`message` and `wrote` are the compiler's."""
+    def __init__(self, message: str, reports: Sequence[str] = ()):
         super().__init__(message)
-        self.text = "\n".join(filter(None, (message, *wrote)))
+        self.text = "\n".join(filter(None, (message, *reports)))
 
 
 class CompilerDied(RuntimeError):
-    """The compiler's process ended without an answer; the message has what it wrote last.
+    """The compiler's process ended without an answer; the message quotes its last output.
 
-    Remedy: write what the message lists otherwise, or give replicas fewer axes; a process that
-    was killed for its memory needs a larger machine.
+    Remedy: replace the operations that the message lists, or use fewer axes per replica. If the
+    system killed the process because of its memory, use a larger machine.
     """
 
 
 def compile_elsewhere(
     lowered: jax.stages.Lowered,
     devices: Sequence[jax.Device] | np.ndarray,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: CompilerOptions | None = None,
     *,
     timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> CompiledProgram:
-    """What the TPU compiler makes of a program, in another process.
+    """Compiles a program with the TPU compiler in another process.
 
     Args:
-        lowered: A program for the devices of `topology.devices`.
-        devices: The devices of its mesh, in the mesh's order (`mesh.devices.flat`).
-        compiler_options: As of `jax.stages.Lowered.compile`; they win over those of `jax.jit`.
-        timeout_s: How long the compiler may take; the start of its process is not counted.
-        progress: Called about twice a second with what is being done, and for how many seconds.
+        lowered: Program for the devices of `topology.devices`.
+        devices: Devices of its mesh, in the order of the mesh (`mesh.devices.flat`).
+        compiler_options: Same as in `jax.stages.Lowered.compile`; override those of `jax.jit`.
+        timeout_s: Seconds that the compiler may take, without the start of its process.
+        progress: Called about twice per second with the current activity and its seconds.
 
     Raises:
-        HbmExceeded: The program needs more memory than a device has.
-        CompilerDied: The compiler aborted.
-        TimeoutError: It took longer than `timeout_s`.
-        ValueError: It refuses an option or the program; or these are no devices to compile for.
-        RuntimeError: It failed otherwise.
+        HbmExceeded: If the program needs more memory than a device has.
+        CompilerDied: If the compiler aborted.
+        TimeoutError: If the compiler took longer than `timeout_s`.
+        ValueError: If the compiler rejects an option or the program, or `devices` are not from
+            `topology.devices`.
+        RuntimeError: If the compiler failed for another reason.
     """
     devices = list(np.asarray(devices, dtype=object).flat)
     described = slice_of(devices)
@@ -106,28 +110,27 @@ def compile_elsewhere(
     slice_name, num_slices = described
     request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
     request["num_slices"] = num_slices
-    found, result = _ask(request, _bytecode(lowered), timeout_s, progress)
-    split = found.get("text_bytes", 0)
-    if "error" in found:
-        wrote = result[:split].decode(), result[split:].decode()
-        _refuse(found["message"], found["error"], wrote)
-    fields = found["program"] | {"memory": MemoryStats(**found["program"]["memory"])}
-    return CompiledProgram(text=result[:split].decode(), buffers=result[split:].decode(), **fields)
+    reply, reports = _ask(request, _bytecode(lowered), timeout_s, progress)
+    split = reply.get("text_bytes", 0)
+    text, buffers = reports[:split].decode(), reports[split:].decode()
+    if "error" in reply:
+        _raise_error(reply["message"], reply["error"], (text, buffers))
+    fields = reply["program"] | {"memory": MemoryStats(**reply["program"]["memory"])}
+    return CompiledProgram(text=text, buffers=buffers, **fields)
 
 
 def compile_here(
-    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None = None
+    lowered: jax.stages.Lowered, compiler_options: CompilerOptions | None = None
 ) -> CompiledProgram:
-    """What the compiler of the program's own devices makes of it.
-
-    The executable is not given: wherever it is loaded, it writes again what was read here.
-    JAX's persistent cache is not asked: what comes from there says nothing of buffers.
+    """Compiles a program for its own devices, in this process.
 
     Raises:
-        HbmExceeded: The program needs more memory than a device has.
-        ValueError: The compiler refuses an option or the program.
-        RuntimeError: It failed otherwise.
+        HbmExceeded: If the program needs more memory than a device has.
+        ValueError: If the compiler rejects an option or the program.
+        RuntimeError: If the compiler failed for another reason.
     """
+    # The executable is not returned: it would write its reports again whenever it is loaded. JAX's
+    # persistent cache is bypassed, because programs from there have no reports about buffers.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, **(compiler_options or {})}
         started = time.monotonic()
@@ -135,38 +138,42 @@ def compile_here(
             with jax_cache.bypass():
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            wrote = compiled_program.read_refused(folder)
-            _refuse(str(error), "JaxRuntimeError", wrote, error)
+            reports = compiled_program.read_refused(folder)
+            _raise_error(str(error), "JaxRuntimeError", reports, error)
         seconds = time.monotonic() - started
         return compiled_program.from_executable(compiled.runtime_executable(), seconds, folder)
 
 
 def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
-    """Compiles a program for CPU devices in another process, which may end over it.
+    """Compiles a program for CPU devices in another process, which XLA might end.
+
+    Only logs any other error, which will occur again when this process compiles the program.
 
     Args:
-        lowered: A program for emulated devices.
-        num_devices: How many there are in its mesh.
+        lowered: Program for emulated devices.
+        num_devices: Number of devices in its mesh.
 
     Raises:
-        CompilerDied: XLA ended that process. Whatever else is wrong is left to be found here.
+        CompilerDied: If XLA ended that process.
     """
     request = _request("cpu", list(range(num_devices)), lowered)
     environment = _ENVIRONMENT | {
         "JAX_NUM_CPU_DEVICES": str(num_devices),
-        "XLA_FLAGS": _FORCED_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")),  # JAX takes one
+        # JAX fails if both the flag and the variable above set the number of devices.
+        "XLA_FLAGS": _FORCED_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")),
     }
-    found, _ = _ask(request, _bytecode(lowered), None, None, environment)
-    if "error" in found:
-        _log.warning("it could not be compiled in another process: %s", found["message"])
+    reply, _ = _ask(request, _bytecode(lowered), None, None, environment)
+    if "error" in reply:
+        _log.warning("it could not be compiled in another process: %s", reply["message"])
 
 
 def _request(
     slice_name: str,
     ids: list[int],
     lowered: jax.stages.Lowered,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> dict[str, Any]:
+    # The same options as `jax.jit` would pass; those of the caller come last and win.
     options = {
         **flags.jit_options(),
         **internals.compiler_options_of(lowered),
@@ -183,29 +190,33 @@ def _request(
 
 def _bytecode(lowered: jax.stages.Lowered) -> bytes:
     program = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(program)  # type: ignore[union-attr]
+    module: Any = lowered.compiler_ir("stablehlo")  # an MLIR module, whose class is not public
+    module.operation.write_bytecode(program)
     return program.getvalue()
 
 
 def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
-    """The slice that described devices are of, all or some, such as "v5e:4x4", and how many such.
+    """Returns the slice, such as "v5e:4x4", and the number of slices of described devices.
 
-    None for devices that are no described ones: those of `topology.devices` are.
+    Returns None for devices that are not from `topology.devices`. The devices may be a part of
+    the slice.
     """
     chip = chips.chip_of_device(devices[0]) if devices else None
     if chip is None or not internals.is_described(devices[0]):
         return None
-    everything = devices[0].client.devices()
-    shape = [1 + max(device.coords[dim] for device in everything) for dim in range(chip.torus_dims)]
-    numbers = {getattr(device, "slice_index", None) or 0 for device in everything}
-    return f"{chip.generation}:{'x'.join(map(str, shape))}", len(numbers)
+    all_devices = devices[0].client.devices()
+    dims = range(chip.torus_dims)
+    shape = [1 + max(device.coords[dim] for device in all_devices) for dim in dims]
+    # JAX's TPU devices have a slice index only if there are several slices.
+    slice_ids = {getattr(device, "slice_index", None) or 0 for device in all_devices}
+    return f"{chip.generation}:{'x'.join(map(str, shape))}", len(slice_ids)
 
 
-def _refuse(
-    text: str, error: str, wrote: tuple[str, str] = ("", ""), cause: Exception | None = None
+def _raise_error(
+    text: str, error: str, reports: tuple[str, str], cause: Exception | None = None
 ) -> NoReturn:
     if any(phrase in text for phrase in _OUT_OF_HBM):
-        raise HbmExceeded(text, wrote) from cause
+        raise HbmExceeded(text, reports) from cause
     if error in ("ValueError", "TypeError") or "INVALID_ARGUMENT" in text:
         raise ValueError(text) from cause
     if error == "ImportError":
@@ -213,7 +224,8 @@ def _refuse(
     raise RuntimeError(text) from cause
 
 
-# The compilers that wait for their next program.
+# Compiler processes that wait for their next program. A compiler in use is not in the list, so two
+# threads never share one.
 _idle: list[child.Child] = []
 _lock = threading.Lock()
 
@@ -231,7 +243,7 @@ def _ask(
         if progress:
             progress("compiling", seconds)
 
-    while True:
+    while True:  # ends, because a new process is never `was_idle`
         compiler = _take(environment)
         was_idle = compiler is not None
         if compiler is None:
@@ -242,7 +254,7 @@ def _ask(
             answer = compiler.ask(request, program, timeout_s=timeout_s, tick=tick)
         except child.Died as error:
             if was_idle and isinstance(error, child.NotSent):
-                continue  # it had waited for too long, and ended meanwhile
+                continue  # it reached its idle limit and ended in the meantime
             raise CompilerDied(_describe_death(error, request)) from None
         except TimeoutError:
             raise TimeoutError(
@@ -263,26 +275,26 @@ def _name_slice(request: dict[str, Any]) -> str:
 
 def _describe_death(error: child.Died, request: dict[str, Any]) -> str:
     lines = error.wrote.splitlines()
-    # libtpu's own sentence ("F1121 11:13:15 ... Check failed: ...") stands among stack addresses.
-    wrote = [line for line in lines if re.match(r"F\d{4} ", line)] or lines[-5:]
-    said = "\n".join(wrote) or "(nothing)"
+    # libtpu's message ("F1121 11:13:15 ... Check failed: ...") is between stack addresses.
+    output = [line for line in lines if re.match(r"F\d{4} ", line)] or lines[-5:]
+    quoted = "\n".join(output) or "(nothing)"
     remedy = "One of its own checks failed. Try without compiler options, or for another slice."
     if error.ending == "signal SIGKILL":
         remedy = "A system that runs out of memory does this. Compile fewer programs at a time."
-    who = "compiler" if request["slice"] == "cpu" else "TPU compiler"
+    compiler = "compiler" if request["slice"] == "cpu" else "TPU compiler"
     return (
-        f"The {who}'s process ended ({error.ending}) on a program for {_name_slice(request)}. Its "
-        f"last output:\n{said}\n{remedy}"
+        f"The {compiler}'s process ended ({error.ending}) on a program for {_name_slice(request)}. "
+        f"Its last output:\n{quoted}\n{remedy}"
     )
 
 
 def _take(environment: Mapping[str, str]) -> child.Child | None:
-    """One that waits, with the compilers' settings of now; those with others are ended."""
-    wanted = flags.settings({**os.environ, **environment})
+    """Returns an idle compiler that has the current settings; ends idle ones with others."""
+    settings = flags.settings({**os.environ, **environment})
     with _lock:
         while _idle:
             compiler = _idle.pop()
-            if compiler.is_alive and flags.settings(compiler.environment) == wanted:
+            if compiler.is_alive and flags.settings(compiler.environment) == settings:
                 return compiler
             compiler.close()
     return None
@@ -294,7 +306,7 @@ def _give_back(compiler: child.Child) -> None:
 
 
 def close_compilers() -> None:
-    """Ends the compilers that wait for a program, and frees their memory."""
+    """Ends the idle compiler processes, which frees their memory."""
     with _lock:
         while _idle:
             _idle.pop().close()
@@ -302,8 +314,8 @@ def close_compilers() -> None:
 
 def _forget_in_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it
-    close_compilers()  # they are the parent's: lets go of the pipes
+    _lock = threading.Lock()  # another thread may have locked it at the time of the fork
+    close_compilers()  # closes only the pipes, because the processes belong to the parent
 
 
 atexit.register(close_compilers)

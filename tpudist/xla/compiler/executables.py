@@ -1,70 +1,77 @@
-"""Compiled programs as bytes, to be compiled on one machine and run on another.
+"""Serializes compiled programs, to compile on one machine and run on another.
 
-JAX pickles what it knows of a program around the compiler's own format. To read such bytes is to
-run code of whoever wrote them: callers check who that was before.
+JAX pickles its data about a program together with the compiler's format. Loading such bytes can run
+any code of their author, so callers must check the author first (`private_files`).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import jax
 from jax.experimental import serialize_executable
 
+from tpudist.array_types import PyTree
 from tpudist.xla.compiler import jax_cache
 
 
-def compile_anew(
-    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any]
+def compile_uncached(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, bool | int | float | str]
 ) -> jax.stages.Compiled:
-    """A compiled program for `to_bytes`, which JAX's persistent cache is not asked for.
-
-    It keeps programs for described devices, and cannot load them again (jax 0.12).
-    """
+    """Compiles a program for `to_bytes`, without JAX's persistent cache."""
+    # The cache stores programs for described devices, but cannot load them (jax 0.12).
     with jax_cache.bypass():
         return lowered.compile(compiler_options=dict(compiler_options))
 
 
 def to_bytes(compiled: jax.stages.Compiled) -> bytes:
-    """A compiled program; also of one for devices that are not here.
+    """Serializes a compiled program, which may be for described devices.
 
     Raises:
-        ValueError: It cannot leave this process: it calls back into Python, for one.
+        ValueError: If the program works only in this process, for example due to a callback.
     """
     try:
         return serialize_executable.serialize(compiled)[0]
-    except Exception as error:  # JAX's, pickle's or the compiler's: all mean the same
+    # JAX, pickle and the compiler raise many types, which all mean the same.
+    except Exception as error:
         raise ValueError(
             f"The compiled program cannot be saved: {error}. A callback into Python "
             "(jax.debug.print, io_callback) belongs to its process. Remove it."
         ) from error
 
 
-class Ahead:
-    """A function that was compiled before, and `jitted`, which compiles it for other shapes."""
+class Precompiled:
+    """Calls a compiled program; for other shapes, calls `jitted`, which compiles them.
 
-    def __init__(self, compiled: jax.stages.Compiled, jitted: Any):
-        """Both take the same arguments, and are nested alike."""
+    Args:
+        compiled: The compiled program.
+        jitted: The same function under `jax.jit`.
+    """
+
+    def __init__(self, compiled: jax.stages.Compiled, jitted: "jax.stages.Wrapped | Precompiled"):
         self._compiled, self._jitted = compiled, jitted
         self.trace = jitted.trace
 
-    def __call__(self, *args: Any) -> Any:
-        """What either gives."""
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Runs the program for these arguments."""
         try:
             return self._compiled(*args)
-        except (TypeError, ValueError):  # which JAX raises before it runs anything
+        # JAX raises these for other shapes, before it runs anything, so donated arguments are
+        # still valid.
+        except (TypeError, ValueError):
             return self._jitted(*args)
 
 
-def from_bytes(data: bytes, lowered: jax.stages.Lowered, devices: Any) -> jax.stages.Compiled:
-    """The compiled program of `to_bytes`, ready to run. It runs what is in `data`: see the module.
+def from_bytes(
+    data: bytes, lowered: jax.stages.Lowered, devices: Iterable[jax.Device]
+) -> jax.stages.Compiled:
+    """Loads a compiled program, ready to run. This runs code in `data`; see the module.
 
     Args:
-        data: What `to_bytes` gave.
-        lowered: The same program, lowered here: how arguments and results are nested.
-        devices: Those to run it on, in the order of the mesh.
+        data: Result of `to_bytes`.
+        lowered: The same program, lowered here, for the structure of arguments and results.
+        devices: Devices that run the program, in the order of the mesh.
 
     Raises:
-        ValueError: It cannot be loaded on these devices.
+        ValueError: If the program cannot be loaded on these devices.
     """
     devices = list(devices)
     try:
@@ -75,7 +82,8 @@ def from_bytes(data: bytes, lowered: jax.stages.Lowered, devices: Any) -> jax.st
             backend=devices[0].client,
             execution_devices=devices,
         )
-    except Exception as error:  # pickle's, the compiler's: all mean the same
+    # Pickle and the compiler raise many types, which all mean the same.
+    except Exception as error:
         raise ValueError(
             f"The saved program cannot be loaded on {len(devices)} x {devices[0].device_kind}: "
             f"{type(error).__name__}: {error}"

@@ -1,15 +1,13 @@
-"""What compilers read from the environment, and from JAX's settings, beside a program's options.
+"""Reads the compiler settings from the environment and from JAX's configuration.
 
-XLA and libtpu read the environment once in a process. What is compiled in another process is
-compiled with the variables of the moment; what is compiled in this one, with those of when it
-began.
+XLA and libtpu read the environment once per process. So a compiler in a new process uses the
+current variables, and the compiler in this process those from its start.
 """
 
 import functools
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from jaxlib import xla_client
 
@@ -17,7 +15,7 @@ from tpudist.xla.settings import Setting
 
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PREFIXES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
-# Options that are attributes of XLA's build options, and no overrides of its debug options.
+# Options that are attributes of XLA's build options. All others override debug options.
 _EFFORTS = {
     "exec_time_optimization_effort": Setting.EXEC_TIME_OPTIMIZATION_EFFORT,
     "memory_fitting_effort": Setting.MEMORY_FITTING_EFFORT,
@@ -31,23 +29,22 @@ _NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA'
 
 
 def read_flags() -> dict[str, str | None]:
-    """What the compiler of a process that is started now reads."""
+    """Returns the flags that the compiler of a new process would read."""
     return {name: os.environ.get(name) for name in _COMPILERS}
 
 
 @functools.cache
 def process_flags() -> dict[str, str | None]:
-    """What the compilers of this process have read.
-
-    XLA itself is asked for its flags. libtpu cannot be: its arguments are those of the first call.
-    """
+    """Returns the flags that the compilers of this process have read, with a digest for XLA's."""
+    # XLA writes its flags into its options. libtpu offers nothing like that, so its arguments are
+    # read at the first call of this function and cached.
     options = xla_client.CompileOptions().SerializeAsString()
     return read_flags() | {"XLA_FLAGS": hashlib.sha256(options).hexdigest()}
 
 
-def jit_options() -> dict[str, Any]:
-    """The options that `jax.jit` gives every program, from JAX's settings of the moment."""
-    options: dict[str, Any] = {
+def jit_options() -> dict[str, bool | int | float | str]:
+    """Returns the compiler options that `jax.jit` derives from JAX's current settings."""
+    options: dict[str, bool | int | float | str] = {
         name: setting.read() for name, setting in _EFFORTS.items() if setting.is_known
     }
     for name, setting in _LEVELS.items():
@@ -61,5 +58,5 @@ def jit_options() -> dict[str, Any]:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables in `environment` that JAX, XLA or libtpu may read."""
+    """Returns the variables in `environment` that JAX, XLA or libtpu may read."""
     return {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}

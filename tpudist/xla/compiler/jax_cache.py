@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, and how to ask the compiler itself."""
+"""Bypasses JAX's persistent compilation cache."""
 
 import contextlib
 import threading
@@ -15,9 +15,9 @@ _was_enabled = True
 
 @contextlib.contextmanager
 def bypass() -> Iterator[None]:
-    """Compiles without JAX's persistent cache, in all threads for as long as one is inside.
+    """Compiles without JAX's persistent cache, in all threads while any thread is inside.
 
-    A program that comes from it was not compiled: the compiler has nothing to say of it.
+    For a program from the cache, the compiler does not run and writes no reports.
     """
     _enter()
     try:
@@ -28,7 +28,8 @@ def bypass() -> Iterator[None]:
 
 def _enter() -> None:
     global _num_inside, _was_enabled
-    # The first one in turns it off, the last one out on again: the setting is the process's.
+    # The setting belongs to the process. So the first thread to enter disables the cache, and the
+    # last thread to leave restores the setting.
     with _lock:
         if not _num_inside:
             _was_enabled = bool(Setting.ENABLE_COMPILATION_CACHE.read())
@@ -46,4 +47,5 @@ def _leave() -> None:
 
 def _enable(enabled: bool) -> None:
     Setting.ENABLE_COMPILATION_CACHE.set(enabled)
-    compilation_cache.reset_cache()  # or JAX goes by what it found at its first compile
+    # JAX reads the setting at its first compile and keeps the answer until a reset.
+    compilation_cache.reset_cache()

@@ -1,7 +1,7 @@
-"""Folders and files that nobody else may have written.
+"""Reads and writes files that no other user can have written.
 
-What is read from them is trusted as the user's own work, and executables are run: so a folder must
-belong to the user and be closed to others, and a file in it likewise.
+Their contents are trusted, and executables among them run. So each folder and file must belong to
+the user, and nobody else may have write permission.
 """
 
 import fnmatch
@@ -13,26 +13,25 @@ from pathlib import Path
 
 
 def folder(path: str | os.PathLike, *, ours: Sequence[str]) -> Path:
-    """A folder of the user's alone, made if it is not there.
-
-    One that is there is closed to others only if there is nothing else in it: what else somebody
-    keeps in a folder, and for whom it is open, is not for us to change.
+    """Returns a folder that only the user can access; creates it if it does not exist.
 
     Args:
-        path: The folder.
-        ours: Patterns of the names of what we keep there, such as "*.json.gz".
+        path: Path of the folder.
+        ours: Patterns of the names of our files, such as "*.json.gz".
 
     Raises:
-        PermissionError: It belongs to somebody else, others may write to it, or it is open to
-            others and holds something else.
-        OSError: It cannot be made.
+        PermissionError: If the folder belongs to another user, others may write to it, or others
+            may read it and it has files that are not ours.
+        OSError: If the folder cannot be created.
     """
     path = Path(path).expanduser()
     is_new = _make(path)
-    found = path.stat()
-    check(path, found)
-    if (mode := stat.S_IMODE(found.st_mode)) == 0o700:
+    status = path.stat()
+    check(path, status)
+    if (mode := stat.S_IMODE(status.st_mode)) == 0o700:
         return path
+    # Close the folder only if nothing else is in it. Otherwise its permissions are not ours to
+    # change.
     others = [] if is_new else [name for name in os.listdir(path) if not _is_ours(name, ours)]
     if others:
         raise PermissionError(
@@ -45,7 +44,7 @@ def folder(path: str | os.PathLike, *, ours: Sequence[str]) -> Path:
 
 
 def _make(path: Path) -> bool:
-    """Makes a folder; whether it was not there."""
+    """Creates a folder; returns whether it did not exist."""
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -56,25 +55,25 @@ def _make(path: Path) -> bool:
 
 
 def _is_ours(name: str, ours: Sequence[str]) -> bool:
-    """Whether a file is one of ours, or of `write`, which was ended while it wrote one."""
+    # A name with a dot before and a suffix is a temporary file of a `write` that was killed.
     return any(fnmatch.fnmatchcase(name, p) for own in ours for p in (own, f".{own}.*"))
 
 
-def check(path: Path, found: os.stat_result) -> None:
-    """Refuses what somebody else may have written.
+def check(path: Path, status: os.stat_result) -> None:
+    """Checks that no other user can have written a file or folder.
 
     Raises:
-        PermissionError: It belongs to somebody else, or others may write to it.
+        PermissionError: If `path` belongs to another user, or others may write to it.
     """
-    if not hasattr(os, "getuid"):
+    if os.name != "posix":
         return
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise PermissionError(
-            f"{path} belongs to user {found.st_uid}, but this is user {os.getuid()}: the other "
+            f"{path} belongs to user {status.st_uid}, but this is user {os.getuid()}: the other "
             "user may have changed it. Use your own folder."
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.S_IMODE(found.st_mode)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
         raise PermissionError(
             f"{path} has mode {mode:o}: other users may write to it, so they may have changed it. "
             f"If you trust its contents, close it: chmod {'700' if path.is_dir() else '600'} {path}"
@@ -82,29 +81,31 @@ def check(path: Path, found: os.stat_result) -> None:
 
 
 def read(path: Path) -> bytes:
-    """What a file of the user's alone holds.
+    """Reads a file that no other user can have written.
 
     Raises:
-        PermissionError: It is somebody else's, or others may write to it or to its folder.
-        OSError: It cannot be read; FileNotFoundError if it is not there.
+        PermissionError: If the file or its folder belongs to another user, or others may write
+            to it.
+        OSError: If the file cannot be read; `FileNotFoundError` if it does not exist.
     """
-    # The folder first: in one of another's the file may be exchanged at any time. Then the file
-    # that is open, rather than its name, which may lead to another one by now.
+    # Check the folder first, because its owner can exchange the file at any time. Then check the
+    # open file and not its name, which may refer to another file by now.
     check(path.parent, path.parent.stat())
+    # Windows has no O_NOFOLLOW.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is not an ordinary file.")
-        check(path, found)
+        check(path, status)
         return file.read()
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces a file at once, for the user alone.
+    """Replaces a file atomically, with access only for the user.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: If the file cannot be written.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:

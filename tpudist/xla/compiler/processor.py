@@ -1,4 +1,4 @@
-"""Names the processor of this machine by what it can do: programs for the CPU hold its own code."""
+"""Names the processor of this machine by its instructions, on which compiled programs depend."""
 
 import hashlib
 import platform
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def name() -> str:
-    """A name that two machines share if their processors have the same instructions."""
+    """Returns a name that is equal on two machines with the same processor instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    wanted = ("flags", "Features", "model name")
-    facts = sorted({line for line in lines if line.startswith(wanted)})
+    keys = ("flags", "Features", "model name")  # instruction sets of x86 and of ARM, and the model
+    facts = sorted({line for line in lines if line.startswith(keys)})
     digest = hashlib.sha256("\n".join([platform.processor(), *facts]).encode()).hexdigest()
     return f"{platform.machine() or 'unknown'}-{digest[:12]}"

@@ -1,8 +1,8 @@
-"""The text of a lowered program that is the same wherever its source lies.
+"""Prints lowered programs without source locations, so that equal programs have equal texts.
 
-JAX leaves source locations out of what it prints, but a Pallas kernel for TPUs is in the program as
-bytecode that holds its own: the paths and lines of JAX's kernels, and of the user's. Since jax 0.12
-they may also stand beside it.
+JAX prints no source locations. But a Pallas kernel for TPUs is bytecode in the program, with the
+paths and lines of JAX's and the user's source files. Since jax 0.12 they may also be in a field of
+their own.
 """
 
 import base64
@@ -13,15 +13,15 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mosaic.python import tpu
 
-# As StableHLO prints the configuration of a kernel, which is JSON with its quotes escaped.
+# StableHLO prints the configuration of a kernel as JSON with escaped quotes.
 _BYTECODE = re.compile(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+")
 _LOCATIONS = re.compile(r"(?<=\\22debug_locations\\22: \\22)[A-Za-z0-9+/=]+")
 
 
 def strip_locations(lowered: jax.stages.Lowered) -> str:
-    """The text of a program, its kernels in words and without source locations.
+    """Returns the text of a program, with its kernels as text and without source locations.
 
-    Two programs with the same text compute the same, from whichever file and line they came.
+    Two programs with the same text compute the same, whatever their source files.
     """
     text = _LOCATIONS.sub("", lowered.as_text())
     return _BYTECODE.sub(lambda body: _kernel(body[0]), text)
@@ -33,6 +33,6 @@ def _kernel(body: str) -> str:
         tpu.register_dialect(context)
         try:
             module = ir.Module.parse(base64.b64decode(body))
-        except (ir.MLIRError, ValueError):  # no kernel of this JAX's: as it is
+        except (ir.MLIRError, ValueError):  # a kernel in another format: keep the bytecode
             return body
         return str(module.operation.get_asm(enable_debug_info=False))
