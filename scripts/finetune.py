@@ -53,7 +53,6 @@ from tpudist.training.display import Display, make_display
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.loop import train
 from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
-from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions
 
 TINY = "tiny-model"
 BEFORE = "before.json"
@@ -196,7 +195,7 @@ def run(
 ) -> int:
     """Trains, then prints and writes the results; returns the exit code."""
     begun_s = time.perf_counter()
-    display.set_phase("loading")
+    display.phase("loading")
     model, optimizer, saved = make_state(config, job, strategy)
     loss_of = make_train_step(
         lambda model, batch: next_token_loss(model, batch["tokens"]).mean(axis=-1),
@@ -219,10 +218,10 @@ def run(
         writers.append(metrics_writers.TensorBoardWriter(config.out))
     with ExitStack() as stack:
         # Ctrl-C while the weights are written ends nothing: the trained weights are kept.
-        stack.enter_context(StopOnInterrupt(lambda: display.set_phase("stopping")))
+        stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
         for writer in writers:
             stack.callback(writer.close)
-        display.set_phase("evaluating the untrained model")
+        display.phase("evaluating the untrained model")
         before = measure_before(
             config.out,
             begun.goes_on,
@@ -230,7 +229,7 @@ def run(
             lambda: write_sample(config, job, strategy, model),
         )
         if not begun.goes_on:
-            display.print(f"before: held out {job.unit.format('held_out', before['held_out'])}")
+            display.say(f"before: held out {job.unit.format('held_out', before['held_out'])}")
         history = train(
             strategy,
             train_step,
@@ -239,22 +238,22 @@ def run(
             num_steps=config.steps,
             evaluate=judge,
             evaluate_every=-(-config.steps // config.run.evaluations),
-            folder=RunFolder(config.out, config.run.checkpoint_every or None, saved=saved),
+            folder=config.out,
+            checkpoint_every=config.run.checkpoint_every or None,
+            saved=saved,
+            writers=writers,
             progress=display,
-            report=ReportOptions(
-                writers=writers,
-                items=(job.unit.items, job.unit.items_per_step),
-                format_metrics=job.unit.format,
-                on_start=lambda history: report.tell_start(
-                    config.steps, config.learning_rate, begun, display, history
-                ),
+            items=(job.unit.items, job.unit.items_per_step),
+            format_metrics=job.unit.format,
+            on_start=lambda history: report.tell_start(
+                config.steps, config.learning_rate, begun, display, history
             ),
-            stop=StopOptions(exit_when_preempted=False),
+            exit_when_preempted=False,
         )
         baselines = {"before": before["held_out"]["nats_per_token"]}
         rows = report.rows(strategy, model, optimizer, history, job.unit, baselines)
         if history.ended == "finished":
-            display.set_phase("writing")
+            display.phase("writing")
             if config.lora:
                 lora.merge(model)
             save_pretrained(model, config.out / "model", like=job.source)
@@ -262,8 +261,8 @@ def run(
             display.close()
             if job.prompt:
                 prompt = generate.printable(job.tokenizer.decode(job.prompt).encode())
-                display.print_text("Sample before training", prompt, before["sample"])
-                display.print_text("Sample after training", prompt, after)
+                display.text("Sample before training", prompt, before["sample"])
+                display.text("Sample after training", prompt, after)
     display.close()
     what = f"adapters of rank {config.lora}" if config.lora else "all weights"
     rows = [
@@ -287,7 +286,7 @@ def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Disp
         return config.model
     tiny = config.out.parent / TINY
     if not folder.agree_on(lambda: (tiny / "config.json").exists()):
-        display.print(
+        display.say(
             f"Creating a tiny model in {tiny}, once: its tokenizer, then {NUM_STEPS} steps."
         )
         # A display of its own: it shows steps of another run.
@@ -329,11 +328,9 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"finetune.py: {refused}", file=sys.stderr)
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
-        display.print(about)
+        display.say(about)
         if begun.moved_to:
-            display.print(
-                f"Moved the files of an earlier run from {config.out} to {begun.moved_to}."
-            )
+            display.say(f"Moved the files of an earlier run from {config.out} to {begun.moved_to}.")
         return run_to_end(
             "finetune.py",
             display,

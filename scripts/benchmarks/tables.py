@@ -43,14 +43,14 @@ def figures(num_rows: int) -> Iterator[Figure]:
     yield Figure(SUITE, subject, "M rows/s created", num_rows / seconds / 1e6, None)
 
     table, sums = shard.state()["rows"], np.full(num_rows, 0.1, np.float32)
-    rows, out = random.permutation(num_rows)[: len(some)], np.empty((len(some), DIM), np.float32)
-    gradients = random.normal(size=out.shape).astype(np.float32)
+    rows = random.permutation(num_rows)[: len(some)]
+    gradients = random.normal(size=(len(some), DIM)).astype(np.float32)
 
     def push_by_hand() -> None:
         sums[rows] += np.einsum("ij,ij->i", gradients, gradients) / DIM
         table[rows] -= (0.1 / np.sqrt(sums[rows]))[:, None] * gradients
 
-    pulls = (lambda: shard.pull(some, out=out)), (lambda: np.take(table, rows, 0, out=out))
+    pulls = (lambda: shard.pull(some)), (lambda: np.take(table, rows, 0))
     yield _rate(subject, "M rows/s pulled", len(some), *pulls)
     pushes = (lambda: shard.push(some, gradients)), push_by_hand
     pushed = _rate(subject, "M rows/s pushed, Adagrad by row", len(some), *pushes)

@@ -1,5 +1,8 @@
 """A server's variables: what it gives, what changes them, and what its log says afterwards."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import tpudist.ps
 from tpudist.ps import shard_log
 from tpudist.ps.changes import Assignment, Gradients, RowChange, pack, unpack
 from tpudist.ps.record_file import RecordError
@@ -222,3 +226,13 @@ def test_one_that_was_replaced_writes_no_more(tmp_path):
         make_shard(tmp_path)  # whose thread was late
     assert second.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))]) == 0
     second.close()
+
+
+def test_readme_example_applies_an_update_once(tmp_path, monkeypatch):
+    readme = Path(tpudist.ps.__file__).with_name("README.md").read_text()
+    namespace = {}
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1], namespace)
+    successor = namespace["successor"]
+    np.testing.assert_array_equal(successor.pull({0: -1}).arrays[0][1], [1.0, 1.0])
+    assert successor.report()["repeated"] == 1

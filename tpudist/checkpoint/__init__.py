@@ -1,6 +1,6 @@
-"""Saves and restores the state of a program: atomically, with checksums, and on any mesh.
+"""Checkpoints: state that outlives the program, whole or not at all, on any mesh.
 
-Mirrors `tf.train.Checkpoint` and `tf.train.CheckpointManager`. Orbax stores the arrays.
+As `tf.train.Checkpoint` and `tf.train.CheckpointManager`, on Orbax.
 """
 
 from tpudist.checkpoint.checkpoint import Checkpoint

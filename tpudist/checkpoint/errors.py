@@ -1,4 +1,4 @@
-"""The error that checkpoints raise."""
+"""The error of checkpoints."""
 
 
 class CheckpointError(RuntimeError):

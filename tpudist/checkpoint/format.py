@@ -1,14 +1,4 @@
-"""Reads the JSON of a checkpoint, which describes everything in it except the arrays.
-
-    {"format": 1, "step": 7, "time": 1764340000.5, "metrics": {"loss": 0.5}, "notes": {},
-     "aliases": {"decoder.w": "encoder.w"},
-     "leaves": {"encoder.w": {"kind": "array", "shape": [3, 4], "dtype": "float32",
-                              "path": ["encoder", "w"]},
-                "step": {"kind": "value", "shape": [], "dtype": "int", "value": 7}}}
-
-A checkpoint is a directory with this JSON (`tpudist/metadata`), Orbax's item with the arrays
-(`state/`), and the manifest with checksums.
-"""
+"""The files of a checkpoint, and how one of ours is known."""
 
 import json
 from typing import Any
@@ -17,21 +7,21 @@ from etils import epath
 
 from tpudist.checkpoint.errors import CheckpointError
 
-ARRAYS, CONTENTS = "state", "tpudist"  # the two items of a step, which are directories
+ARRAYS, CONTENTS = "state", "tpudist"  # the items of a step, in Orbax's words
 FORMAT = 1
 _JSON_FILE = "metadata"
 
 
 def read_contents(path: epath.Path) -> Any:
-    """Returns the JSON of a step, unchecked."""
+    """The JSON of a step."""
     return json.loads((path / CONTENTS / _JSON_FILE).read_text())
 
 
 def read_valid_contents(path: epath.Path) -> dict[str, Any]:
-    """Returns the JSON of a step, after checking that everything needed to restore is in it.
+    """The JSON of a step that is to be restored.
 
     Raises:
-        CheckpointError: If it cannot be read, or lacks a part.
+        CheckpointError: It cannot be read, or lacks a part, so that nothing can be restored.
     """
     try:
         contents = read_contents(path)
@@ -49,7 +39,7 @@ def read_valid_contents(path: epath.Path) -> dict[str, Any]:
 
 
 def read_notes(path: epath.Path) -> dict[str, int]:
-    """Returns the notes of a step."""
+    """What else was noted in a step."""
     return dict(read_valid_contents(path).get("notes", {})) if is_ours(path) else {}
 
 

@@ -1,11 +1,9 @@
-"""CheckpointManager: the checkpoints of one run in a directory, saved in the background."""
+"""CheckpointManager: saves a state every so often, and finds the newest one that is whole."""
 
 import dataclasses
-import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import read_notes
 from tpudist.checkpoint.interval import Interval, as_int
 from tpudist.checkpoint.one_save import Barrier
-from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector
+from tpudist.checkpoint.restore_match import RestoreReport
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
@@ -47,43 +45,16 @@ class CheckpointManager:
 
     All processes must create the same managers and call the same methods in the same order. Mirrors
     `tf.train.CheckpointManager`, but numbers are steps, and saves run in the background.
-
-    The first save creates `directory`.
-
-    Args:
-        checkpoint: A `Checkpoint` or `TrainState`.
-        directory: Local path, or a path in an object store that Orbax supports, such as
-            `gs://bucket/run`. All processes must see the same files in it.
-        max_to_keep: Number of recent checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
-            also kept.
-        checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
-        step_counter: Counter of steps for `checkpoint_interval`: a Variable or any number; by
-            default the `step` of the checkpoint.
-        checkpoint_interval: Minimum number of steps from one save to the next.
-        init_fn: Called without arguments by `restore_or_initialize` if no checkpoint exists.
-        keep_period: Number of steps. Checkpoints whose number is a multiple of it are also
-            kept.
-        best: Name of a metric passed to `save`, and `"min"` or `"max"`. The best checkpoint by
-            this metric is also kept.
-        asynchronous: Whether `save` returns as soon as the state has been copied.
-        timeout_s: Maximum seconds for one save, including waiting for other processes.
-
-    Raises:
-        TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
-            a path.
-        ValueError: If a number is out of range, or `checkpoint_interval` has no step counter.
-        CheckpointError: If `directory` is a file.
     """
 
     def __init__(
         self,
         checkpoint: Container,
-        directory: str | os.PathLike,
+        directory: Any,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str | None = None,
-        step_counter: object = None,
+        step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
         *,
@@ -92,6 +63,33 @@ class CheckpointManager:
         asynchronous: bool = True,
         timeout_s: float = TIMEOUT_S,
     ):
+        """Creates a manager of `checkpoint`. The first save creates `directory`.
+
+        Args:
+            checkpoint: A `Checkpoint` or `TrainState`.
+            directory: Local path, or a path in an object store that Orbax supports, such as
+                `gs://bucket/run`. All processes must see the same files in it.
+            max_to_keep: Number of recent checkpoints to keep; None keeps all.
+            keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
+                also kept.
+            checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
+            step_counter: Counter of steps for `checkpoint_interval`: a Variable or any number; by
+                default the `step` of the checkpoint.
+            checkpoint_interval: Minimum number of steps from one save to the next.
+            init_fn: Called without arguments by `restore_or_initialize` if no checkpoint exists.
+            keep_period: Number of steps. Checkpoints whose number is a multiple of it are also
+                kept.
+            best: Name of a metric passed to `save`, and `"min"` or `"max"`. The best checkpoint by
+                this metric is also kept.
+            asynchronous: Whether `save` returns as soon as the state has been copied.
+            timeout_s: Maximum seconds for one save, including waiting for other processes.
+
+        Raises:
+            TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
+                a path.
+            ValueError: If a number is out of range, or `checkpoint_interval` has no step counter.
+            CheckpointError: If `directory` is a file.
+        """
         if not isinstance(checkpoint, Container):
             raise TypeError(
                 f"CheckpointManager(checkpoint={type(checkpoint).__name__}): checkpoint must be a "
@@ -110,7 +108,7 @@ class CheckpointManager:
         self.checkpoint_interval = checkpoint_interval
         self._interval = Interval(checkpoint_interval, step_counter, checkpoint)
         self.restored: RestoreReport | None = None
-        # Saved with the objects, and restored if the checkpoint has them.
+        # Saved beside the objects, and restored if there: a program without them is none the worse.
         self.notes: dict[str, int] = {}
         self._init_fn = init_fn
         self._asynchronous = asynchronous
@@ -131,14 +129,11 @@ class CheckpointManager:
             Barrier(f"checkpoint/{number}/writing"),
             timeout_s,
         )
-        # Whether this process left no partial files in the directory. False at first, because an
-        # earlier program may have left some.
         self._is_clean = False
         self._is_open = True
-        # For programs that also save from another thread.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # for programs that save from a thread of theirs too
 
-    # Existing checkpoints.
+    # What there is.
 
     @property
     def directory(self) -> str:
@@ -187,7 +182,7 @@ class CheckpointManager:
         self,
         checkpoint_number: int | None = None,
         check_interval: bool = True,
-        options: object = None,
+        options: Any = None,
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
@@ -226,7 +221,7 @@ class CheckpointManager:
         at_exit = lost_saves.note_at_exit(self.directory)
         with self._lock, goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
             self.wait()
-            # Objects that cannot be saved raise before anything on the disk changes.
+            # Whatever is wrong with the objects is said before anything is changed on the disk.
             step = self._number(checkpoint_number)
             found = entries.find_entries(self.checkpoint)
             arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
@@ -236,7 +231,7 @@ class CheckpointManager:
                 newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
                 refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
             self._prepare(step)
-            self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
+            self._is_clean = False  # until it has begun, or if that is broken off
             self._saver.begin(step, arrays, contents)
             self._is_clean = True
             self._interval.begin()
@@ -276,12 +271,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         if error is None:
             self.close()
             return
@@ -292,11 +282,11 @@ class CheckpointManager:
             warnings.warn(str(failure), stacklevel=2)
 
     def _prepare(self, step: int) -> None:
-        """Prepares the directory for a new step; all processes succeed, or all raise."""
+        """Makes room for a new step; in all processes the same comes of it."""
         self._history.require_same_step(step)
         finish_other(self.directory)
-        # Only process 0 changes the directory. Its error goes to all processes before any raises:
-        # if only process 0 raised, the others would wait for it in the save.
+        # One process touches the directory. What goes wrong there is told to all before any raises
+        # it: raised in one alone, the others would wait for that one.
         problem = ""
         if jax.process_index() == 0:
             try:
@@ -316,15 +306,15 @@ class CheckpointManager:
     def _agree_on_latest(self) -> int | None:
         return self._history.agree(self.latest_step)
 
-    def _number(self, requested: int | None) -> int:
-        # `step` is an attribute that the user may have given to the checkpoint.
-        counter = getattr(self.checkpoint, "step", None) if requested is None else requested
-        if counter is None:
+    def _number(self, asked: Any) -> int:
+        if asked is None:
+            asked = getattr(self.checkpoint, "step", None)
+        if asked is None:
             return (self._agree_on_latest() or 0) + 1
-        number = as_int(counter)
+        number = as_int(asked)
         if number is None or number < 0:
             raise ValueError(
-                f"save(checkpoint_number={shorten(counter)}): checkpoint_number must be a whole "
+                f"save(checkpoint_number={shorten(asked)}): checkpoint_number must be a whole "
                 f"number of at least 0."
             )
         return number
@@ -355,8 +345,8 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
-        only: Selector | None = None,
-        exclude: Selector = (),
+        only: str | type | Sequence[str | type] | None = None,
+        exclude: str | type | Sequence[str | type] = (),
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
         verify: bool = True,
@@ -395,20 +385,17 @@ class CheckpointManager:
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
         found = entries.find_entries(self.checkpoint)
-        selection = Selection(only, exclude, rename, cast)
+        parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
         chosen, skipped = self._history.choose(step, verify=verify)
         path = self._files.step(chosen)
         try:
             notes = read_notes(path)
-            report = restore(found, chosen, path, selection)
+            report = restore(found, chosen, path, **parts)
         except Exception:
             if jax.process_count() > 1 or path.exists():
                 raise
-            # The program that trains has removed it in the meantime, and has saved newer ones, so
-            # this ends. Several processes cannot decide this each on its own.
-            return self.restore(
-                step, only=only, exclude=exclude, rename=rename, cast=cast, verify=verify
-            )
+            # The program that trains has removed it meanwhile, and has newer ones.
+            return self.restore(step, verify=verify, **parts)
         goodput.note("restore", path=str(path))
         self.notes = notes
         self.restored = dataclasses.replace(report, skipped=skipped)
@@ -426,6 +413,5 @@ class CheckpointManager:
             )
 
 
-def _seconds(hours: float | None) -> float | None:
-    # `Retention` rejects other types with a message.
+def _seconds(hours: Any) -> Any:
     return hours * 3600 if isinstance(hours, int | float) else hours

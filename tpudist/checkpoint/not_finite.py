@@ -1,6 +1,7 @@
-"""Finds NaN and infinities in a state, on the devices that have it."""
+"""Looks for NaN and infinities in a state, on the devices that hold it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,13 @@ import numpy as np
 from tpudist.lowering import placement
 
 
-def find_not_finite(arrays: Mapping[str, jax.Array | np.ndarray]) -> list[str]:
-    """Returns the names of the arrays that contain NaN or infinities.
+def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that hold a NaN or an infinity.
 
-    All processes must call it with the same arrays.
-
-    Cost: one program for each set of devices, usually one, which reads every float once. An array
-    that several devices have is read by one of them.
+    Cost: one program for each set of devices, as a rule one, which reads every float once; of what
+    several devices hold alike, one of them reads. Several processes must ask for the same arrays.
     """
-    groups: dict[Hashable, dict[str, jax.Array]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     bad: set[str] = set()
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.size == 0:
@@ -28,7 +27,7 @@ def find_not_finite(arrays: Mapping[str, jax.Array | np.ndarray]) -> list[str]:
             continue
         x = x.addressable_data(0) if x.is_fully_replicated else x
         groups.setdefault(_group_key(x.sharding), {})[name] = x
-    # All programs start before the first result is read, so that the groups' devices work at once.
+    # All are dispatched before any is waited for: the groups' devices work side by side.
     with placement.without_mesh():
         pending = [(list(group), _are_finite(list(group.values()))) for group in groups.values()]
     for names, finite in pending:
@@ -36,8 +35,8 @@ def find_not_finite(arrays: Mapping[str, jax.Array | np.ndarray]) -> list[str]:
     return [name for name in arrays if name in bad]
 
 
-def _group_key(sharding: jax.sharding.Sharding) -> Hashable:
-    """Returns a key that is equal for arrays that may be arguments of one program."""
+def _group_key(sharding: jax.sharding.Sharding) -> Any:
+    """What the shardings of arrays must agree on to be arguments of one program."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return sharding.mesh
     return frozenset(sharding.device_set)
@@ -49,5 +48,5 @@ def _are_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    # XLA has no comparisons of eight-bit floats.
+    """Eight-bit floats have no comparisons of their own."""
     return x if x.dtype.itemsize > 1 else x.astype(jnp.float32)

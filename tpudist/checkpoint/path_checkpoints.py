@@ -1,21 +1,13 @@
-"""Writes and reads checkpoints at paths that the program chooses, as `tf.train.Checkpoint` does.
+"""Checkpoints at paths that the program names, as `tf.train.Checkpoint` writes and reads them.
 
 They have the format of a manager's steps. A new checkpoint replaces an old one only when it is
-complete. Paths of a replacement, and what a crash after each step leaves:
-
-    1. write PATH.new.orbax-checkpoint-tmp   the old checkpoint
-    2. rename it to PATH.new (commit)        both: the next save or restore finishes the replacement
-    3. rename PATH to PATH.orbax-...-tmp     only PATH.new, which `restore` finds
-    4. rename PATH.new to PATH               the new checkpoint
-    5. delete PATH.orbax-...-tmp
+complete: it is written to `PATH.new` and then renamed.
 """
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from tpudist.checkpoint import entries, manifest
@@ -24,7 +16,7 @@ from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
 from tpudist.checkpoint.one_save import Barrier
-from tpudist.checkpoint.restore_match import RestoreReport, Selection
+from tpudist.checkpoint.restore_match import RestoreReport
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import finish_other, make_failure
 from tpudist.checkpoint.steps_on_disk import agree, find_problems, require_same
@@ -37,22 +29,22 @@ _names = generations.Numbers()
 
 def write_at(
     checkpoint: Container,
-    path: str | os.PathLike,
+    path: Any,
     number: int,
     *,
     notes: dict[str, int],
     allow_nan: bool,
     on_written: Callable[[epath.Path], None] | None = None,
 ) -> None:
-    """Writes the objects of `checkpoint` to `path`; returns in all processes when it is committed.
+    """Writes the objects of `checkpoint` to `path`; returns when all is there, in all processes.
 
     Args:
-        checkpoint: Container of the objects.
+        checkpoint: The objects.
         path: Path of the checkpoint.
         number: Number of the checkpoint.
-        notes: Numbers to store with it.
-        allow_nan: Whether arrays may contain NaN or infinities.
-        on_written: Called in process 0 with the path, after the checkpoint is committed.
+        notes: Numbers to keep with it.
+        allow_nan: Whether arrays may hold NaN or infinities.
+        on_written: Called in process 0 with the path, when the checkpoint is there.
 
     Raises:
         CheckpointError: If something else is at `path`, it cannot be written, or a value cannot
@@ -70,19 +62,8 @@ def write_at(
     place, problem = agree(_prepare(target), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
-    _write(target, epath.Path(place), arrays, contents)
-    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
-    if problem:
-        raise CheckpointError(problem)
+    place = epath.Path(place)
 
-
-def _write(
-    target: epath.Path,
-    place: epath.Path,
-    arrays: Mapping[entries.Path, jax.Array | np.ndarray],
-    contents: Mapping[str, Any],
-) -> None:
-    """Writes to `place`, which is `target` or `PATH.new`; returns after the commit."""
     from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
 
     is_remote = manifest.is_remote(place)
@@ -106,23 +87,22 @@ def _write(
         raise make_failure(f"{target} could not be written", error, "") from error
     finally:
         writer.close()
+    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
+    if problem:
+        raise CheckpointError(problem)
 
 
 def read_at(
-    checkpoint: Container,
-    path: str | os.PathLike | None,
-    selection: Selection,
-    *,
-    verify: bool,
+    checkpoint: Container, path: Any, *, verify: bool, **parts: Any
 ) -> tuple[RestoreReport | None, dict[str, int]]:
     """Restores the objects of `checkpoint` from `path`.
 
     Returns:
-        The report, and the notes of the checkpoint. None and no notes if `path` is None.
+        The report, and the notes of the checkpoint. If `path` is None: None, and no notes.
 
     Raises:
-        CheckpointError: If no intact checkpoint is at `path`, it does not match the objects, or
-            processes pass different paths.
+        CheckpointError: If no whole checkpoint is at `path`, it does not fit the objects, or
+            processes name different paths.
     """
     target = None if path is None else _resolve(path)
     channel = Channel(f"checkpoint/path/{next(_names)}")
@@ -139,21 +119,21 @@ def read_at(
         raise CheckpointError(problem)
     number = read_valid_contents(place)["step"] if is_ours(place) else 0
     notes = read_notes(place)
-    return restore(entries.find_entries(checkpoint), number, place, selection), notes
+    return restore(entries.find_entries(checkpoint), number, place, **parts), notes
 
 
-def is_complete(path: epath.Path) -> bool:
-    """Returns whether a checkpoint of tpudist is at `path`, or at `path.new` after a crash."""
+def is_whole(path: epath.Path) -> bool:
+    """Returns whether a checkpoint of tpudist is at `path`, or was to replace one there."""
     return is_ours(path) or is_ours(_new(path))
 
 
-def _resolve(path: str | os.PathLike) -> epath.Path:
-    """Returns the path; a local one is made absolute."""
+def _resolve(path: Any) -> epath.Path:
+    """The path, absolute where it is local."""
     return Directory(path).path
 
 
 def _prepare(target: epath.Path) -> tuple[str, str]:
-    """Returns the path to write to, and its problem or ""; two empty texts except in process 0."""
+    """Returns in process 0 the path to write to, and the problem with it or ""."""
     if jax.process_index():
         return "", ""
     try:
@@ -181,7 +161,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
 
 
 def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
-    """Moves a new checkpoint to its path, in process 0; returns the problem or ""."""
+    """Puts a new checkpoint in its place, in process 0; returns the problem or ""."""
     if jax.process_index():
         return ""
     try:
@@ -194,7 +174,7 @@ def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None)
 
 
 def _locate(target: epath.Path) -> tuple[str, str]:
-    """Returns the path of a checkpoint, and its problem or ""; empty texts except in process 0."""
+    """Returns in process 0 the path of the checkpoint, and the problem with it or ""."""
     if jax.process_index():
         return "", ""
     if target.is_dir():
@@ -206,18 +186,20 @@ def _locate(target: epath.Path) -> tuple[str, str]:
         )
     if is_ours(_new(target)):  # the program was killed between two renames
         return str(_new(target)), ""
-    names = _list_checkpoints(target.parent)
+    found = _list_checkpoints(target.parent)
     others = (
-        f"{target.parent} contains: {', '.join(names)}"
-        if names
+        f"{target.parent} contains: {', '.join(found)}"
+        if found
         else f"{target.parent} contains none"
     )
     return "", f"The checkpoint {target} does not exist. {others}."
 
 
 def _finish_replacement(target: epath.Path) -> None:
-    """Does steps 3 to 5 of a replacement, if `PATH.new` exists."""
-    # `PATH.new` gets its name in the commit, so it is complete, and the old one may go.
+    """Puts a checkpoint that was written to replace another one in its place, if there is one.
+
+    A kill loses neither: `PATH.new` has its name only when complete, and the old one goes then.
+    """
     new = _new(target)
     if manifest.is_remote(target) or not new.exists():
         return

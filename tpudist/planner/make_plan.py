@@ -226,6 +226,6 @@ def _read(
     played = timeline.play(module, mesh, chip)
     return {
         "memory": memory.report(program, module, inputs, chip, mesh),
-        "time": None if chip is None else step_time.estimate(module, chip, played),
-        "collectives": tuple(collective_traffic.uses(played)),
+        "time": None if chip is None else step_time.estimate_from_timeline(module, chip, played),
+        "collectives": tuple(collective_traffic.uses_of_timeline(played)),
     }

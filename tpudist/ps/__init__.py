@@ -1,4 +1,7 @@
-"""What parameter servers hold, and how it changes: no more than once for each closure."""
+"""Parameter servers: variables and tables whose updates take effect once per closure.
+
+See README.md in this folder.
+"""
 
 from tpudist.ps.embedding_table import Table
 from tpudist.ps.sharded_variable import ShardedVariable, embedding_lookup

@@ -1,7 +1,7 @@
-"""What a closure does to variables that servers hold: data, which can be sent, logged and replayed.
+"""Updates of variables and tables, as data that can be sent, logged and replayed.
 
-A server applies changes in the order in which they come. None of them depends on what the closure
-had read, but for what is in it: a closure that adds sends what it adds.
+A server applies them in the order in which they arrive. An update contains everything it needs: a
+closure that adds sends the summand, and not the sum that it has computed.
 """
 
 from __future__ import annotations
@@ -10,132 +10,141 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.state import scatter_updates
+
+# Fields of type `Any` are jax.Arrays on a worker, tracers in a step, and NumPy arrays on the way to
+# a server and in its log.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
-    """A variable becomes `value`, or that is added to it, or subtracted.
+    """Sets a variable, or adds to it, or subtracts from it.
 
     Attributes:
-        variable: Its number.
-        what: `assign`, `add` or `sub`.
-        value: Of the variable's shape and dtype.
+        variable: Number of the variable.
+        op: `assign`, `add` or `sub`.
+        value: Operand, with the shape and dtype of the variable.
     """
 
     variable: int
-    what: str
+    op: str
     value: Any
 
-    def apply(self, old: Any) -> Any:
-        """What the variable holds then."""
-        if self.what == "assign":
+    def apply(self, old: jax.Array) -> jax.Array:
+        """Returns the new value of the variable."""
+        if self.op == "assign":
             return self.value
-        return old + self.value if self.what == "add" else old - self.value
+        return old + self.value if self.op == "add" else old - self.value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowChange:
-    """Some rows of a variable change; see `state.scatter_updates`.
+    """Changes some rows of a variable; see `state.scatter_updates`.
 
     Attributes:
-        variable: Its number.
-        what: `add`, `sub`, `mul`, `div`, `min`, `max` or `update`.
+        variable: Number of the variable.
+        op: `add`, `sub`, `mul`, `div`, `min`, `max` or `update`.
         indices: `[...]` integers.
         values: `[*indices.shape, ...]`.
     """
 
     variable: int
-    what: str
+    op: str
     indices: Any
     values: Any
 
-    def apply(self, old: Any) -> Any:
-        """What the variable holds then."""
-        return scatter_updates.apply(self.what, old, self.indices, self.values)
+    def apply(self, old: jax.Array) -> jax.Array:
+        """Returns the new value of the variable."""
+        return scatter_updates.apply(self.op, old, self.indices, self.values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gradients:
-    """An optimizer updates variables.
+    """Updates variables with an optimizer.
 
     Attributes:
-        optimizer: Its number.
-        variables: Their numbers.
-        values: The gradient of each: of its shape, or of the rows at `indices`.
-        indices: `[rows]` integers for each, or None where the gradient is of all rows.
+        optimizer: Number of the optimizer.
+        variables: Numbers of the variables.
+        values: Gradient of each variable, or of its rows at `indices`.
+        indices: `[rows]` integers for each variable; None if the gradient has all rows.
     """
 
     optimizer: int
     variables: tuple[int, ...]
-    values: tuple[Any, ...]
-    indices: tuple[Any, ...]
+    values: tuple[ArrayLike, ...]
+    indices: tuple[ArrayLike | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableChange:
-    """Rows of a table change; see `table_shard`.
+    """Changes rows of a table; see `table_shard`.
 
     Attributes:
-        table: Its number.
-        what: `gradients`, by which its optimizer updates rows; or `rows`, that replace them.
+        table: Number of the table.
+        op: `gradients`, by which the table's optimizer updates rows, or `rows`, which replace rows.
         ids: `[n]` int64.
         values: `[n, dim]`.
     """
 
     table: int
-    what: str
-    ids: Any
-    values: Any
+    op: str
+    ids: np.ndarray
+    values: np.ndarray
 
 
 Change = Assignment | RowChange | Gradients | TableChange
 
 
 def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Changes as what JSON holds, and arrays by name."""
+    """Returns changes as JSON, and their arrays by name."""
     facts: list[Any] = []
     arrays: dict[str, np.ndarray] = {}
 
-    def name_array(x: Any) -> str | None:
+    def name_array(x: ArrayLike | None) -> str | None:
         if x is None:
             return None
         arrays[name := str(len(arrays))] = np.asarray(x)
         return name
 
     for change in changes:
-        fact: dict[str, Any] = {"kind": type(change).__name__}
-        for field in dataclasses.fields(change):
-            value = getattr(change, field.name)
-            if field.name in _ARRAYS:
-                several = isinstance(value, tuple)
-                value = [name_array(x) for x in value] if several else name_array(value)
-            fact[field.name] = value
+        fact = {"kind": type(change).__name__, **vars(change)}
+        if "op" in fact:
+            fact[_OP_IN_LOGS] = fact.pop("op")
+        for field in _ARRAYS & fact.keys():
+            value = fact[field]
+            is_tuple = isinstance(value, tuple)
+            fact[field] = [name_array(x) for x in value] if is_tuple else name_array(value)
         facts.append(fact)
     return facts, arrays
 
 
 def unpack(facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Change]:
-    """The inverse of `pack`."""
+    """Returns the changes that `pack` received."""
 
     def find(x: Any) -> Any:
         if isinstance(x, list):
             return tuple(map(find, x))
         return None if x is None else arrays[x]
 
-    found: list[Change] = []
+    changes: list[Change] = []
     for fact in facts:
-        kind = _KINDS[fact["kind"]]
         fields = {k: v for k, v in fact.items() if k != "kind"}
+        if _OP_IN_LOGS in fields:
+            fields["op"] = fields.pop(_OP_IN_LOGS)
         for name in _ARRAYS & fields.keys():
             fields[name] = find(fields[name])
-        if kind is Gradients:
+        if "variables" in fields:
             fields["variables"] = tuple(fields["variables"])
-        found.append(kind(**fields))
-    return found
+        changes.append(_KINDS[fact["kind"]](**fields))
+    return changes
 
 
-_ARRAYS = {"ids", "indices", "value", "values"}
-_KINDS: dict[str, Any] = {x.__name__: x for x in (Assignment, RowChange, Gradients, TableChange)}
+_ARRAYS = {"ids", "indices", "value", "values"}  # fields that hold arrays
+_OP_IN_LOGS = "what"  # the name of `op` in the logs of earlier versions
+_KINDS: dict[str, type[Change]] = {
+    x.__name__: x for x in (Assignment, RowChange, Gradients, TableChange)
+}

@@ -1,20 +1,23 @@
-"""ClosureLedger: which closures were seen, in memory of those that are under way alone."""
+"""ClosureLedger: the set of finished closures, in memory for the unfinished ones only."""
 
 from collections.abc import Iterable
 
 
 class ClosureLedger:
-    """A set of whole numbers from 0, all of which come at some time.
+    """A set of whole numbers from 0, to which every number is added at some time.
 
-    What is kept is the first number that is missing, and those above it that are not: as many as
-    closures are under way, not as many as there were.
+    It stores the first missing number and the numbers above it, so its size is the number of
+    closures in flight and not the number of all closures.
+
+    Args:
+        low: All numbers below this one are in the set.
+        above: Further numbers in the set.
 
     Attributes:
-        low: All numbers below this one are in the set, and this one is not.
+        low: First missing number.
     """
 
     def __init__(self, low: int = 0, above: Iterable[int] = ()):
-        """The numbers below `low`, and those of `above`."""
         self.low = low
         self._above: set[int] = set()
         for number in above:
@@ -27,7 +30,7 @@ class ClosureLedger:
         return self.low + len(self._above)
 
     def add(self, number: int) -> bool:
-        """Adds a number; whether it was not there."""
+        """Adds a number; returns whether it was missing."""
         if number in self:
             return False
         self._above.add(number)
@@ -35,6 +38,8 @@ class ClosureLedger:
         return True
 
     def _close_gap(self) -> None:
+        # Invariant: `low` is not in `_above`. Each number is discarded once, so `add` is O(1) on
+        # average.
         while self.low in self._above:
             self._above.discard(self.low)
             self.low += 1
@@ -47,5 +52,5 @@ class ClosureLedger:
             self._close_gap()
 
     def above(self) -> list[int]:
-        """The numbers above `low`, in order."""
+        """Returns the numbers above `low`, in order."""
         return sorted(self._above)

@@ -1,23 +1,33 @@
-"""ClosureState: what one closure has read of what servers hold, and what it changes.
+"""ClosureState: the values that one closure reads from servers, and the updates that it sends.
 
-What is known to be read comes in one message from each server when the closure begins, and what the
-worker has already is not sent again. What is changed goes to each server in one message when the
-closure has ended, with the closure's number; one that raises changes nothing.
-
-Where closures wait for workers, the answer to that message has what the next one will read. It is
-used if that one was scheduled before this one began: then all that its program had seen happen when
-it was scheduled is in it.
+Only this file knows how reads and updates of a closure become messages. A closure sends nothing
+until its function has returned, so a function that raises changes nothing.
 """
+
+# A closure costs one message to each server at the start and one at the end:
+#
+# - Start: `pull` of the variables that the same function read last time (`homes_read`), with the
+#   versions of the copies. A server sends only other versions. A variable that is read for the
+#   first time costs one more message.
+# - End: `push` of the updates, with the closure's number. A server applies a number once, so a
+#   retry is harmless. Servers decide separately: after a crash, one server may have the update of
+#   the first run and another one the update of the second run. Both have it once.
+#
+# If closures wait for workers, the last message is `push_and_pull`: its answer contains what the
+# next closure on this worker will probably read (`ReadAhead`). That value is older than a `pull` at
+# the start of the next closure would be. It is correct if the next closure was scheduled before
+# this one started (`limit`): its program cannot have observed any later update at that time.
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.engine.engine import Actor, Engine
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
@@ -27,7 +37,7 @@ from tpudist.xla import traces
 
 
 class HeldVariable(Protocol):
-    """A variable that a server holds."""
+    """A variable on a server."""
 
     name: str
     home: Home
@@ -35,13 +45,13 @@ class HeldVariable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ReadAhead:
-    """What servers have sent when a closure had ended, for the next one.
+    """Values that servers sent at the end of a closure, for the next one.
 
     Attributes:
-        limit: The next one's number must be lower: then it was scheduled in time.
-        servers: Who has sent it, by the number of the server.
-        num_changed: How many closures had changed the server then.
-        variables: Of which the copy is as it was then.
+        limit: Only a closure with a lower number may use them.
+        servers: Server number -> actor that sent the values.
+        num_changed: Server number -> number of closures that had changed the server then.
+        variables: Variables whose copies are as of then.
     """
 
     limit: int
@@ -51,33 +61,44 @@ class ReadAhead:
 
 
 class ServerCopies:
-    """What a worker has of what servers hold, from closure to closure."""
+    """Copies of servers' variables on one worker, kept from closure to closure.
+
+    Args:
+        engine: Runs the servers.
+        device: Device of the copies; None for JAX's default.
+    """
 
     def __init__(self, engine: Engine, device: jax.Device | None):
-        """Nothing yet.
-
-        Args:
-            engine: Where the servers live.
-            device: Where copies are put; None for JAX's default.
-        """
         self.engine, self.device = engine, device
         self.arrays: dict[int, tuple[int, jax.Array]] = {}  # by variable: version and copy
-        self.homes_read: dict[Any, dict[int, Home]] = {}  # by function
+        self.homes_read: dict[Hashable, dict[int, Home]] = {}  # by function
         self.ahead: ReadAhead | None = None
 
-    def put(self, x: Any) -> jax.Array:
-        """A host array where the worker computes, also in the midst of a trace."""
+    def put(self, x: ArrayLike) -> jax.Array:
+        """Copies a host array to the worker's device, even during a trace."""
         with traces.run_eagerly(), jax.default_device(self.device):
             return _put(x)
 
     def take(self, values: Values) -> None:
-        """Keeps what a server has sent."""
+        """Stores values that a server sent."""
         for number, (version, array) in values.arrays.items():
             self.arrays[number] = version, self.put(array)
 
 
 class ClosureState:
-    """What one closure sees and does."""
+    """Reads and updates of one closure. Created when it starts, with a message to each server.
+
+    Args:
+        copies: Copies of the worker.
+        number: Number of the closure.
+        low: All closures with lower numbers have finished.
+        servers: Current servers.
+        function: Function of the closure. The variables that it read last time are fetched at once.
+        num_scheduled: Number of scheduled closures; see `worker.RunStatus`.
+
+    Raises:
+        ActorDied: If a server has died.
+    """
 
     def __init__(
         self,
@@ -88,19 +109,6 @@ class ClosureState:
         function: Callable[..., Any],
         num_scheduled: int = 0,
     ):
-        """Begins, with what `function` has read before.
-
-        Args:
-            copies: Of the worker.
-            number: Of the closure.
-            low: All closures of lower numbers have finished.
-            servers: Who the servers are now.
-            function: What the closure calls.
-            num_scheduled: See `worker.RunStatus`.
-
-        Raises:
-            ActorDied: A server has died.
-        """
         self._num_scheduled = num_scheduled
         self._copies, self._number, self._low = copies, number, low
         self._servers, self._engine = servers, copies.engine
@@ -119,15 +127,15 @@ class ClosureState:
     # Reading.
 
     def read(self, variable: HeldVariable) -> jax.Array:
-        """What a variable holds, as this closure has changed it.
+        """Returns the value of a variable, including the updates of this closure.
 
         Raises:
-            RuntimeError: An optimizer has updated it in this closure.
+            RuntimeError: If an optimizer has updated it in this closure.
         """
         return self.read_after(variable, len(self._pending.get(variable.home.number, ())))
 
     def read_after(self, variable: HeldVariable, count: int) -> jax.Array:
-        """What a variable held after the first `count` changes of this closure."""
+        """Returns the value of a variable after the first `count` updates of this closure."""
         home = variable.home
         if home.number in self._by_optimizer:
             raise RuntimeError(
@@ -147,10 +155,10 @@ class ClosureState:
         return value
 
     def read_rows(self, variable: HeldVariable, indices: np.ndarray) -> np.ndarray:
-        """Some rows of a variable.
+        """Returns some rows of a variable.
 
         Raises:
-            RuntimeError: The closure has changed it.
+            RuntimeError: If the closure has updated the variable.
         """
         home = variable.home
         if home.number in self._by_optimizer or self._pending.get(home.number):
@@ -163,28 +171,29 @@ class ClosureState:
 
     def _pull(self, homes: Sequence[Home]) -> None:
         known = self._copies.arrays
-        wanted: dict[int, dict[int, int]] = {}
+        versions: dict[int, dict[int, int]] = {}  # server -> variable -> version of the copy
         for home in homes:
             version = known[home.number][0] if home.number in known else -1
-            wanted.setdefault(home.server, {})[home.number] = version
+            versions.setdefault(home.server, {})[home.number] = version
         calls = {
-            server: self._engine.call(self._servers[server], "pull", versions)
-            for server, versions in wanted.items()
+            server: self._engine.call(self._servers[server], "pull", of_server)
+            for server, of_server in versions.items()
         }
         values: Values
         for server, values in gather(self._engine, calls).items():
+            # The first read of a server counts: staleness is the age of the oldest value.
             self._num_seen.setdefault(server, values.num_changed)
             self._copies.take(values)
         for home in homes:
             self._values[home.number] = known[home.number][1]
 
     def _was_read_ahead(self, home: Home) -> bool:
-        """Whether the worker has what a variable holds, read late enough; it is taken then."""
+        """Returns whether the last closure fetched a variable late enough, and uses that value."""
         ahead = self._copies.ahead
         if ahead is None or self._number >= ahead.limit or home.number not in ahead.variables:
             return False
         if ahead.servers[home.server] != self._servers[home.server]:
-            return False  # it has another one in its place, which may know less
+            return False  # the server was replaced, and its successor may have fewer updates
         self._num_seen[home.server] = ahead.num_changed[home.server]
         self._values[home.number] = self._copies.arrays[home.number][1]
         return True
@@ -192,26 +201,26 @@ class ClosureState:
     # Changing.
 
     def change(self, home: Home, change: Assignment | RowChange) -> int:
-        """Notes that a variable changes; how often it was changed then."""
+        """Records an update of a variable; returns the number of its updates so far."""
         self._changes.setdefault(home.server, []).append(change)
         pending = self._pending.setdefault(home.number, [])
         pending.append(change)
         return len(pending)
 
     def count(self, home: Home) -> int:
-        """How often a variable was changed."""
+        """Returns the number of updates of a variable."""
         return len(self._pending.get(home.number, ()))
 
     def update(self, server: int, gradients: Gradients) -> None:
-        """Notes that an optimizer updates variables of one server."""
+        """Records that an optimizer updates variables of one server."""
         self._changes.setdefault(server, []).append(gradients)
         self._by_optimizer |= set(gradients.variables)
 
     def check_table(self, number: int, name: str) -> None:
-        """Refuses to look up what this closure has changed.
+        """Checks that a table may be looked up.
 
         Raises:
-            RuntimeError: It has changed the table.
+            RuntimeError: If the closure has changed the table.
         """
         if number in self._tables_changed:
             raise RuntimeError(
@@ -220,19 +229,19 @@ class ClosureState:
             )
 
     def change_table(self, server: int, change: TableChange) -> None:
-        """Notes that rows of a table change."""
+        """Records that rows of a table change."""
         self._changes.setdefault(server, []).append(change)
         self._tables_changed.add(change.table)
 
     def finish(self) -> int | None:
-        """Has the servers apply what the closure has changed.
+        """Sends the updates, and waits until the servers have applied them.
 
         Returns:
-            By how many closures what it has changed was ahead of what it had read: the most of all
-            servers; None if it has changed nothing that it has read.
+            Largest number, over all servers, of closures that changed a server between the read and
+            the update of this closure; None if it updated no server from which it had read.
 
         Raises:
-            ActorDied: A server has died. It has applied all or nothing, and so has each other one.
+            ActorDied: If a server has died. Each server has applied all of its updates or none.
         """
         calls, homes = {}, [x for x in self._homes.values() if x.number in self._values]
         for server, changes in self._changes.items():
@@ -240,18 +249,19 @@ class ClosureState:
             actor = self._servers[server]
             if self._num_scheduled:
                 arrays = self._copies.arrays
-                wanted = {x.number: arrays[x.number][0] for x in homes if x.server == server}
-                calls[server] = self._engine.call(actor, "push_and_pull", *sent, wanted)
+                versions = {x.number: arrays[x.number][0] for x in homes if x.server == server}
+                calls[server] = self._engine.call(actor, "push_and_pull", *sent, versions)
             else:
                 calls[server] = self._engine.call(actor, "push", *sent)
         staleness, num_changed = None, {}
-        for server, found in gather(self._engine, calls).items():
+        for server, answer in gather(self._engine, calls).items():
             if self._num_scheduled:
-                num_before, values = found
+                num_before, values = answer
                 self._copies.take(values)
                 num_changed[server] = values.num_changed
             else:
-                num_before = found
+                num_before = answer
+            # -1: a server had applied this closure before. The staleness was counted then.
             if server in self._num_seen and num_before >= 0:
                 staleness = max(staleness or 0, num_before - self._num_seen[server])
         if num_changed:
@@ -271,17 +281,18 @@ def _on_host(change: Change) -> Change:
     if isinstance(change, TableChange):
         return change
     if isinstance(change, Assignment):
-        return Assignment(change.variable, change.what, np.asarray(change.value))
+        return Assignment(change.variable, change.op, np.asarray(change.value))
     if isinstance(change, RowChange):
         arrays = np.asarray(change.indices), np.asarray(change.values)
-        return RowChange(change.variable, change.what, *arrays)
+        return RowChange(change.variable, change.op, *arrays)
     values = tuple(map(np.asarray, change.values))
     indices = tuple(None if x is None else np.asarray(x) for x in change.indices)
     return Gradients(change.optimizer, change.variables, values, indices)
 
 
-def _key_of(function: Callable[..., Any]) -> Any:
-    """By what a function is known again: another object of one definition reads alike."""
+def _key_of(function: Callable[..., Any]) -> Hashable:
+    """Returns a key of a function's definition, which determines the variables that it reads."""
+    # Users schedule any callable. The key contains no object, so functions are not kept alive.
     function = getattr(function, "__wrapped__", function)
     code = getattr(function, "__code__", None)
     if isinstance(code, types.CodeType):

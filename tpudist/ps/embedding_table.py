@@ -1,15 +1,16 @@
-"""Table: rows by 64-bit id, on all servers of a strategy, without a vocabulary."""
+"""Table: rows by 64-bit id on all servers of a strategy, without a vocabulary."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from tpudist import context
 from tpudist.context.closure_place import current_place
@@ -21,11 +22,14 @@ from tpudist.ps.tables.id_hash import as_ids, shard_of
 from tpudist.ps.tables.row_touches import Eviction
 from tpudist.ps.tables.table_options import Initializer, TableOptions
 from tpudist.ps.tables.table_state import State, part_of_shard
+from tpudist.ps.worker_session import WorkerSession
 from tpudist.xla import traces
+
+T = TypeVar("T")
 
 
 class Table:
-    """An embedding table whose rows come into being when their ids are first asked for.
+    """An embedding table that creates a row when its id is first looked up or updated.
 
     Ids are any 64-bit integers. A hash assigns each id to one server. The initial value of a row
     depends only on its id and the seed, not on the order or the number of servers. Look up and
@@ -35,7 +39,29 @@ class Table:
         gradient = strategy.run(step, args=(rows, ...))
         table.apply_gradients(ids, gradient)
 
-    Changes of a function take effect once, after it ends. tf.distribute has no such table.
+    Changes of a function take effect once, after it ends. Create a table in the scope of a
+    `ParameterServerStrategy`. tf.distribute has no such table.
+
+    Args:
+        dim: Length of a row.
+        optimizer: Optimizer that updates each row separately: an Optax transformation, or
+            `rowwise_adagrad`. Rows without a gradient do not change.
+        initializer: Initializer of new rows, such as one of `jax.nn.initializers`.
+        dtype: Dtype of the rows: float32, bfloat16 or float16.
+        seed: Seed of the initializer.
+        max_rows: Maximum number of rows per server; by default unlimited.
+        max_bytes: Maximum memory of the table per server; by default unlimited. Room doubles from
+            `capacity`. If there is no room for a row, the function raises `MemoryError`, and the
+            server changes nothing.
+        eviction: Rows to remove when there would be more than `max_rows`: `oldest` or
+            `least frequent`.
+        capacity: Number of rows for which each server reserves room initially.
+        name: Name in messages.
+
+    Raises:
+        RuntimeError: If the table is created in another scope, or in a scheduled function.
+        ValueError: If a number is below 1, the dtype is not supported, the optimizer draws random
+            numbers, or the initial room exceeds `max_bytes`.
 
     Attributes:
         name: Name in messages.
@@ -48,7 +74,7 @@ class Table:
         optimizer: optax.GradientTransformation,
         *,
         initializer: Initializer = table_options.SMALL_NORMAL,
-        dtype: Any = np.float32,
+        dtype: DTypeLike = np.float32,
         seed: int = 0,
         max_rows: int | None = None,
         max_bytes: int | None = None,
@@ -56,29 +82,6 @@ class Table:
         capacity: int = 1024,
         name: str | None = None,
     ):
-        """Creates a table in the scope of a `ParameterServerStrategy`.
-
-        Args:
-            dim: Length of a row.
-            optimizer: Optimizer that updates each row separately: an Optax transformation, or
-                `rowwise_adagrad`. Rows without a gradient do not change.
-            initializer: Initializer of new rows, such as one of `jax.nn.initializers`.
-            dtype: Dtype of the rows: float32, bfloat16 or float16.
-            seed: Seed of the initializer.
-            max_rows: Maximum number of rows per server; by default unlimited.
-            max_bytes: Maximum memory of the table per server; by default unlimited. Room doubles
-                from `capacity`. If there is no room for a row, the function raises `MemoryError`,
-                and the server changes nothing.
-            eviction: Rows to remove when there would be more than `max_rows`: `oldest` or
-                `least frequent`.
-            capacity: Number of rows for which each server reserves room initially.
-            name: Name in messages.
-
-        Raises:
-            RuntimeError: If the table is created in another scope, or in a scheduled function.
-            ValueError: If a number is below 1, the dtype is not supported, the optimizer draws
-                random numbers, or the initial room exceeds `max_bytes`.
-        """
         strategy = context.get_strategy()
         if strategy.servers is None or current_place() is not None:
             raise RuntimeError(
@@ -101,7 +104,7 @@ class Table:
         self._number = strategy.servers.define_table(self.options)
         self.name = f"Table_{self._number}" if name is None else name
 
-    def lookup(self, ids: Any, *, create: bool = True) -> jax.Array:
+    def lookup(self, ids: ArrayLike, *, create: bool = True) -> jax.Array:
         """Returns the rows of ids: `[*ids.shape, dim]`.
 
         Args:
@@ -114,18 +117,18 @@ class Table:
                 table.
             TypeError: If the ids are not integers.
         """
-        self._refuse_traced("looked up", ids)
+        self._check_not_traced("looked up", ids)
         with traces.run_eagerly():
             return jnp.asarray(self._begin(np.asarray(ids), create).get())
 
-    def prefetch(self, ids: Any) -> PendingRows:
+    def prefetch(self, ids: ArrayLike) -> PendingRows:
         """Starts to look up rows, without waiting for them: see `PendingRows.get`."""
-        self._refuse_traced("looked up", ids)
+        self._check_not_traced("looked up", ids)
         return self._begin(np.asarray(ids), True)
 
     def prefetch_of(
-        self, elements: Iterable[Any], ids_of: Callable[[Any], Any], ahead: int = 1
-    ) -> Iterator[tuple[Any, PendingRows]]:
+        self, elements: Iterable[T], ids_of: Callable[[T], ArrayLike], ahead: int = 1
+    ) -> Iterator[tuple[T, PendingRows]]:
         """Yields elements with the rows of their ids, which are looked up `ahead` elements earlier.
 
         So the rows do not contain the updates of the functions in between. Use it in the function
@@ -139,7 +142,7 @@ class Table:
                 waiting.append((following, self.prefetch(ids_of(following))))
             yield waiting.pop(0)
 
-    def apply_gradients(self, ids: Any, gradients: Any) -> None:
+    def apply_gradients(self, ids: ArrayLike, gradients: ArrayLike) -> None:
         """Updates the rows of ids; the gradients of one id are summed first.
 
         Args:
@@ -152,7 +155,7 @@ class Table:
         """
         self._change("gradients", ids, gradients)
 
-    def assign(self, ids: Any, rows: Any) -> None:
+    def assign(self, ids: ArrayLike, rows: ArrayLike) -> None:
         """Replaces the rows of ids, but not their optimizer state.
 
         Args:
@@ -229,10 +232,10 @@ class Table:
     def _ask_all(self, method: str, *args: Any) -> list[Any]:
         return self._servers.ask_all(method, self._number, *args)
 
-    def _refuse_traced(self, what: str, *values: Any) -> None:
+    def _check_not_traced(self, action: str, *values: object) -> None:
         if context.current().frame is not None or any(map(traces.is_traced, values)):
             raise RuntimeError(
-                f"Rows of table '{self.name}' were {what} in a traced function, where ids are "
+                f"Rows of table '{self.name}' were {action} in a traced function, where ids are "
                 f"unknown. Do this in the scheduled function, before or after strategy.run, and "
                 f"pass the rows."
             )
@@ -243,76 +246,77 @@ class Table:
             place.state.check_table(self._number, self.name)
         return PendingRows(self, ids, create)
 
-    def _change(self, what: str, ids: Any, values: Any) -> None:
-        self._refuse_traced("changed", ids, values)
+    def _change(self, op: str, ids: ArrayLike, values: ArrayLike) -> None:
+        self._check_not_traced("changed", ids, values)
         ids = np.asarray(ids)
         flat, values = as_ids(ids.reshape(-1)), np.asarray(values)
         if values.shape != (*ids.shape, self.options.dim):
             raise ValueError(
-                f"{what} of shape {list(values.shape)} do not match ids {list(ids.shape)} of "
+                f"{op} of shape {list(values.shape)} do not match ids {list(ids.shape)} of "
                 f"table '{self.name}' with dim {self.options.dim}. Use the shape "
                 f"{[*ids.shape, self.options.dim]}."
             )
         values = values.reshape(flat.size, self.options.dim)
-        self.options.check_rows(what, values, flat.size)
+        self.options.check_rows(op, values, flat.size)
         place = current_place()
-        for server, which in self._divide(flat):
-            if which is None:
-                change = TableChange(self._number, what, flat, values)
+        for server, positions in self._divide(flat):
+            if positions is None:
+                change = TableChange(self._number, op, flat, values)
             else:
-                change = TableChange(self._number, what, flat[which], values[which])
+                change = TableChange(self._number, op, flat[positions], values[positions])
             if place is not None and place.state is not None:
                 place.state.change_table(server, change)
             else:
                 self._servers.change(server, [change])
 
     def _divide(self, flat: np.ndarray) -> list[tuple[int, np.ndarray | None]]:
-        """The servers of ids, and which of them those are; None for all."""
+        """Returns the servers of ids, each with the positions of its ids; None for all ids."""
         if self._num_servers == 1:
             return [(0, None)]
         owners = shard_of(flat, self._num_servers)
-        found = ((i, np.flatnonzero(owners == i)) for i in range(self._num_servers))
-        return [(i, which) for i, which in found if which.size]
+        divided = ((i, np.flatnonzero(owners == i)) for i in range(self._num_servers))
+        return [(i, positions) for i, positions in divided if positions.size]
 
     @property
-    def handle_parts(self) -> tuple:
-        """By what workers know it: which one it is; see `coordinator.function_snapshot`."""
+    def handle_parts(self) -> tuple[object, ...]:
+        """Identity of the table for `coordinator.function_snapshot`."""
         return (self,)
 
-    def __reduce__(self) -> tuple:
-        """For workers in other processes."""
-        kept: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k != "_strategy"}
-        return find_table, (self._strategy, self._number, kept)
+    def __reduce__(self) -> tuple[object, ...]:
+        """Returns a reference for workers in other processes."""
+        contents = {k: v for k, v in vars(self).items() if k != "_strategy"}
+        return find_table, (self._strategy, self._number, contents)
 
 
 class PendingRows:
-    """Rows of a table that were asked for; made by `Table.prefetch`."""
+    """Rows of a table that servers look up; created by `Table.prefetch`."""
 
     def __init__(self, table: Table, ids: np.ndarray, create: bool):
-        """Asks for the rows of `ids`."""
         self._table, self._create, self._shape = table, create, ids.shape
         self._flat = as_ids(ids.reshape(-1))
         self._parts = table._divide(self._flat)
         self._ask()
 
     def get(self) -> np.ndarray:
-        """The rows: `[*ids.shape, dim]`; waits for them."""
+        """Waits for the rows, and returns them: `[*ids.shape, dim]`."""
         try:
-            found = gather(self._engine, self._calls)
+            parts = gather(self._engine, self._calls)
         except ActorDied as died:
-            found = self._ask_again(died)
+            parts = self._ask_again(died)
         if len(self._parts) == 1 and self._parts[0][1] is None:
-            rows = found[0]
+            rows = parts[0]
         else:
             options = self._table.options
             rows = np.empty((self._flat.size, options.dim), options.dtype)
-            for server, which in self._parts:
-                rows[which] = found[server]
+            for server, positions in self._parts:
+                rows[positions] = parts[server]
         return rows.reshape(*self._shape, self._table.options.dim)
 
     def _ask_again(self, died: ActorDied) -> dict[int, Any]:
-        """The parts of those servers that are in the place of some that have died."""
-        if _session() is not None:  # maybe it was replaced since; else the closure is run again
+        """Asks again after a server was lost."""
+        if _session() is not None:
+            # On a worker. The dispatcher replaces servers: if it has done so since `prefetch`, the
+            # session has the successor. Otherwise `ActorDied` ends the closure, which runs again.
             self._ask()
             return gather(self._engine, self._calls)
         while True:
@@ -332,25 +336,25 @@ class PendingRows:
             self._engine = self._table._servers.engine
             actors = self._table._servers.actors
         self._calls = {}
-        for server, which in self._parts:
-            ids = self._flat if which is None else self._flat[which]
+        for server, positions in self._parts:
+            ids = self._flat if positions is None else self._flat[positions]
             number = self._table._number
             call = self._engine.call(actors[server], "pull_table", number, ids, self._create)
             self._calls[server] = call
 
 
-def _session() -> Any:
-    """What the worker of this thread keeps; None on no worker."""
+def _session() -> WorkerSession | None:
+    """Returns the session of this thread's worker; None outside of workers."""
     place = current_place()
     return None if place is None else place.session
 
 
 def find_table(strategy: Any, number: int, contents: Mapping[str, Any]) -> Table:
-    """A table of a strategy, in any of its processes: one object for each number."""
+    """Returns the table with this number; each process has one object per number."""
     key = "table", number
-    found = strategy.variables_by_number.get(key)
-    if found is None:
-        found = object.__new__(Table)
-        vars(found).update(contents, _strategy=strategy)
-        strategy.variables_by_number[key] = found
-    return found
+    table = strategy.variables_by_number.get(key)
+    if table is None:
+        table = object.__new__(Table)
+        vars(table).update(contents, _strategy=strategy)
+        strategy.variables_by_number[key] = table
+    return table

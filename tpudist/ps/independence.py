@@ -1,9 +1,9 @@
-"""Whether an Optax transformation treats each variable, or each element, on its own.
+"""Proves that an Optax transformation treats each variable, or each element, separately.
 
-Servers hold different variables, or different rows of one, and none of them sees the others. A
-transformation that looks at all gradients, as clipping by their global norm does, would give other
-results there, so its program is read: each value in it depends on no variable, on one element of
-one at the same place, or on more.
+Servers hold different variables, or different rows of one, and do not see each other's. A
+transformation that combines gradients, like clipping by the global norm, would give other results
+there. So its jaxpr is read: each value depends on no variable, on the element of one variable at
+the same place, or on more.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 import optax
 
+from tpudist.array_types import PyTree, Shape
 from tpudist.programs import elementwise, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond
 
@@ -26,37 +28,50 @@ _ELEMENTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Reach:
-    """On which variables a value depends; `is_element` if only on the element at its own place."""
+    """Variables on which a value depends; `is_element` if only on the element at its own place."""
 
     variables: frozenset[str] = frozenset()
     is_element: bool = True
 
     def join(self, other: _Reach) -> _Reach:
-        """What depends on both, element by element."""
+        """Returns the reach of an elementwise function of both."""
         variables = self.variables | other.variables
         return _Reach(variables, self.is_element and other.is_element and len(variables) <= 1)
 
     def spread(self) -> _Reach:
-        """What depends on any element of it."""
+        """Returns the reach of a function of all elements."""
         return _Reach(self.variables, not self.variables)
 
 
 @dataclasses.dataclass(frozen=True)
 class Independence:
-    """What a transformation was proved to do.
+    """Result of the proof.
 
     Attributes:
-        mixed: The variables whose update depends on others, or on which the state that belongs to
-            none depends.
-        whole: Those whose update depends on other elements of the same variable.
+        mixed: Variables whose update depends on others, or on which shared state depends.
+        whole: Variables with an update that depends on other elements of the same variable.
     """
 
     mixed: tuple[str, ...]
     whole: tuple[str, ...]
 
 
-def prove(tx: optax.GradientTransformation, parameters: Mapping[str, Any]) -> Independence:
-    """Reads what `tx` does to variables of these names, shapes and dtypes.
+class HasShape(Protocol):
+    """An array, a variable, or a `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the array."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        ...
+
+
+def prove(tx: optax.GradientTransformation, parameters: Mapping[str, HasShape]) -> Independence:
+    """Reads the program of `tx` for variables with these names, shapes and dtypes.
 
     Args:
         tx: The transformation.
@@ -70,12 +85,12 @@ def prove(tx: optax.GradientTransformation, parameters: Mapping[str, Any]) -> In
     names = {n: n for n in shapes}
     inputs = jax.tree.leaves((names, names_of_state(state, names), names))
     outputs = jax.tree.leaves((names, names_of_state(new_state, names)))
-    given = jax.tree.leaves((shapes, state, shapes))
-    reaches = [_reach_of_input(n, x, shapes) for n, x in zip(inputs, given, strict=True)]
-    found = _read(jaxprs.open_jaxpr(closed), reaches)
+    input_shapes = jax.tree.leaves((shapes, state, shapes))
+    reaches = [_reach_of_input(n, x, shapes) for n, x in zip(inputs, input_shapes, strict=True)]
+    output_reaches = _read(jaxprs.open_jaxpr(closed), reaches)
     mixed, whole = set(), set()
     results = jax.tree.leaves((updates, new_state))
-    for name, result, reach in zip(outputs, results, found, strict=True):
+    for name, result, reach in zip(outputs, results, output_reaches, strict=True):
         others = reach.variables - {name}
         if others:
             mixed |= reach.variables | ({name} - {""})
@@ -84,26 +99,28 @@ def prove(tx: optax.GradientTransformation, parameters: Mapping[str, Any]) -> In
     return Independence(tuple(sorted(mixed)), tuple(sorted(whole - mixed - {""})))
 
 
-def names_of_state(state: Any, names: Collection[str]) -> Any:
-    """The state with names for arrays: of the variable it belongs to, or an empty one.
+def names_of_state(state: PyTree, names: Collection[str]) -> PyTree:
+    """Returns a tree like the state, with the name of each array's variable, or an empty string.
 
-    Transformations keep such arrays in dicts as the parameters are.
+    Transformations store arrays of variables in dicts with the structure of the parameters.
     """
 
-    def name_of(path: Any, _: Any) -> str:
-        keys = [getattr(key, "key", None) for key in path]
+    def name_of(path: jax.tree_util.KeyPath, _: object) -> str:
+        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         return next((key for key in keys if isinstance(key, str) and key in names), "")
 
     return jax.tree_util.tree_map_with_path(name_of, state)
 
 
-def _reach_of_input(name: str, x: Any, shapes: Mapping[str, Any]) -> _Reach:
+def _reach_of_input(name: str, x: HasShape, shapes: Mapping[str, HasShape]) -> _Reach:
     if not name:
         return _Reach()
     return _Reach(frozenset([name]), x.shape == shapes[name].shape)
 
 
 def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
+    # An abstract interpretation in one pass: an equation reads only earlier results. Unknown
+    # equations, loops among them, join all operands and `spread`, which is always on the safe side.
     known: dict[Any, _Reach] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def reach(atom: Any) -> _Reach:
@@ -126,6 +143,6 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
 
 
 def _keeps_places(eqn: Any) -> bool:
-    """Whether operands have the shape of the result, or are scalars that go to all its places."""
+    """Returns whether operands have the shape of the result, or are scalars."""
     shape = eqn.outvars[0].aval.shape
     return all(x.aval.shape in (shape, ()) for x in eqn.invars)

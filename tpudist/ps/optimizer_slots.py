@@ -1,49 +1,60 @@
-"""OptimizerSlots: the state of an optimizer on all servers, as it would be in one place.
+"""OptimizerSlots: the state of an optimizer on all servers, as one state for a checkpoint.
 
-Each server has the state for the variables, and the parts of variables, that it holds. Together
-they are the state for all of them: rows are put together and divided as those of their variables
-are, and what belongs to no variable, such as a count of steps, is the same on all servers.
+Each server has the state for its variables, and parts of variables. Rows of the complete state are
+joined and divided like the rows of the variables. Arrays that belong to no variable, such as the
+count of steps, are the same on all servers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 from tpudist.ps import independence
 from tpudist.ps.server_array import ArraysInCheckpoint
 from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.servers import Servers
 
 Place = tuple[int, int]
-"""A server, and which of the arrays of its state."""
+"""Number of a server, and index of the array among the leaves of its state."""
 
 
 @dataclasses.dataclass
 class Slot:
-    """One array of the whole state, and where it is.
+    """One array of the complete state, and its places.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
-        places: Where the servers have it: rows of it in their order, or all of it each.
-        starts: At which rows the parts after the first begin; None if each place has all.
+        shape: Shape of the complete array.
+        dtype: Dtype of the array.
+        places: Places that have its rows, in their order, or that each have all of it.
+        starts: First rows of the parts after the first; None if each place has all of it.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
+    shape: Shape
+    dtype: DTypeLike
     places: list[Place] = dataclasses.field(default_factory=list)
     starts: list[int] | None = None
 
 
 class OptimizerSlots:
-    """The state of one optimizer for some variables."""
+    """The state of one optimizer for some variables.
+
+    Args:
+        servers: Servers of the strategy.
+        number: Number of the optimizer.
+        tx: Transformation of the optimizer.
+        variables: All variables that it updates, in the order of `apply_gradients`, by the names
+            that its state has for them in other strategies.
+
+    Raises:
+        ValueError: If it has state for other variables, or state that cannot be in a checkpoint.
+    """
 
     def __init__(
         self,
@@ -52,50 +63,38 @@ class OptimizerSlots:
         tx: optax.GradientTransformation,
         variables: Mapping[str, ServerVariable],
     ):
-        """Finds out what is where, and asks servers which variables they have state for.
-
-        Args:
-            servers: Of the strategy.
-            number: Of the optimizer.
-            tx: The optimizer's transformation.
-            variables: All that it updates, in the order of `apply_gradients`, by the names that
-                its state has for them in other strategies.
-
-        Raises:
-            ValueError: There is state for other variables, or such as has no place in a checkpoint.
-        """
         self._servers, self._number = servers, number
-        self._parts = {n: getattr(v, "variables", [v]) for n, v in variables.items()}
+        self._parts = {n: v.parts for n, v in variables.items()}
         self._of_server: dict[int, list[tuple[str, ServerVariable]]] = {}
         for name, parts in self._parts.items():
             for part in parts:
                 self._of_server.setdefault(part.home.server, []).append((name, part))
-        self._refuse_others()
+        self._check_groups()
         whole = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in variables.items()}
         self._state = jax.eval_shape(tx.init, whole)
         self._slots = self._find_slots(tx, whole)
-        self._found: dict[int, list[np.ndarray]] | None = None
+        self._arrays: dict[int, list[np.ndarray]] | None = None
 
     def tree(self, sharding: jax.sharding.Sharding) -> PyTree:
-        """The state, with arrays of a checkpoint that are restored by `sharding` first."""
+        """Returns the state, with arrays of a checkpoint that are restored to `sharding` first."""
         arrays = ArraysInCheckpoint(self)
         return jax.tree_util.tree_map_with_path(
             lambda path, x: arrays.array(_name(path), x.shape, x.dtype, sharding), self._state
         )
 
     def read(self, key: Hashable) -> np.ndarray:
-        """One array of the state.
+        """Returns one array of the state.
 
         Raises:
-            ValueError: Servers do not have the same where each has all of it.
+            ValueError: If servers disagree about an array that each of them has.
         """
-        if self._found is None:  # in one moment, rather than array by array
-            self._found = {
+        if self._arrays is None:  # one call per server, so that its arrays are consistent
+            self._arrays = {
                 server: self._servers.read_optimizer(server, self._number, self._numbers(server))
                 for server in self._of_server
             }
         slot = self._slots[str(key)]
-        parts = [self._found[server][index] for server, index in slot.places]
+        parts = [self._arrays[server][index] for server, index in slot.places]
         if slot.starts is not None:
             return np.concatenate(parts)
         for (server, _), x in zip(slot.places, parts, strict=True):
@@ -107,8 +106,8 @@ class OptimizerSlots:
                 )
         return parts[0]
 
-    def write_all(self, values: dict[Hashable, Any]) -> None:
-        """Has servers take arrays of the state; the others stay as they are."""
+    def write_all(self, values: dict[Hashable, np.ndarray]) -> None:
+        """Sends arrays of the state to the servers; other arrays do not change."""
         by_server: dict[int, dict[int, np.ndarray]] = {server: {} for server in self._of_server}
         for key, value in values.items():
             slot = self._slots[str(key)]
@@ -124,7 +123,7 @@ class OptimizerSlots:
     def _numbers(self, server: int) -> tuple[int, ...]:
         return tuple(part.home.number for _, part in self._of_server[server])
 
-    def _refuse_others(self) -> None:
+    def _check_groups(self) -> None:
         for server, known in enumerate(self._servers.variables_of_optimizer(self._number)):
             here = self._numbers(server) if server in self._of_server else ()
             others = [numbers for numbers in known if numbers != here]
@@ -137,7 +136,7 @@ class OptimizerSlots:
                 )
 
     def _find_slots(
-        self, tx: optax.GradientTransformation, whole: Mapping[str, Any]
+        self, tx: optax.GradientTransformation, whole: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Slot]:
         leaves = jax.tree_util.tree_leaves_with_path(self._state)
         slots = {_name(path): Slot(x.shape, x.dtype) for path, x in leaves}
@@ -148,7 +147,9 @@ class OptimizerSlots:
                     f"with which each server draws its own numbers. Remove the noise from the "
                     f"transformation."
                 )
-        found: dict[str, list[tuple[int, Place, tuple[int, ...]]]] = {name: [] for name in slots}
+        # A server names variables by their numbers, and has a part where the complete state has a
+        # variable. So each leaf of a server's state is matched by its name; `ranks` orders parts.
+        found: dict[str, list[tuple[int, Place, Shape]]] = {name: [] for name in slots}
         ranks = {
             str(part.home.number): i
             for parts in self._parts.values()
@@ -181,7 +182,7 @@ class OptimizerSlots:
         return slots
 
     def _find_starts(
-        self, owner: str, name: str, slot: Slot, shapes: list[tuple[int, ...]]
+        self, owner: str, name: str, slot: Slot, shapes: list[Shape]
     ) -> list[int] | None:
         parts = self._parts.get(owner, [])
         if all(shape == slot.shape for shape in shapes):
@@ -197,11 +198,11 @@ class OptimizerSlots:
         return np.cumsum(num_rows[:-1]).tolist()
 
 
-def _name(path: Any, names: Mapping[str, str] | None = None) -> str:
-    """The name of an array of a state, with those of variables for `names` in it."""
-    keys = [getattr(key, "key", None) for key in path]
-    known = [i for i, key in enumerate(keys) if names and isinstance(key, str) and key in names]
-    if names and known:  # the first, as in `names_of_state`
-        path = list(path)
-        path[known[0]] = jax.tree_util.DictKey(names[str(keys[known[0]])])
+def _name(path: jax.tree_util.KeyPath, names: Mapping[str, str] | None = None) -> str:
+    """Returns the name of a leaf by its path, with names of variables replaced by `names`."""
+    for i, key in enumerate(path):
+        if names and isinstance(key, jax.tree_util.DictKey) and key.key in names:
+            # Only the first, as in `names_of_state`.
+            path = (*path[:i], jax.tree_util.DictKey(names[key.key]), *path[i + 1 :])
+            break
     return jax.tree_util.keystr(path)

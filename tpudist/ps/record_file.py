@@ -1,8 +1,7 @@
-"""RecordFile: numbers, names and arrays appended to a file, of which a half-written end is found.
+"""RecordFile: appends numbers, names and arrays to a file, and finds an incomplete end.
 
-A record is a line of JSON and the bytes of its arrays, after a header with their lengths and a
-checksum of all. Nothing in it is code. What a process has appended outlives the process, and what
-was synced outlives the host.
+A record is a header with lengths and a checksum, a line of JSON, and the bytes of its arrays. It
+contains no code. Appended records survive the process; synced records survive the host.
 """
 
 import io
@@ -13,14 +12,14 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import ml_dtypes  # noqa: F401  # so that NumPy knows bfloat16 by its name
+import ml_dtypes  # noqa: F401  # registers names such as bfloat16 in NumPy
 import numpy as np
 
 _MAGIC = b"tpd1"
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of arrays, CRC-32 of both
-_MAX_TEXT = 1 << 28
+_MAX_TEXT = 1 << 28  # bytes; a longer text means that the header is damaged
 
 
 class RecordError(OSError):
@@ -32,15 +31,19 @@ class RecordError(OSError):
 
 
 class RecordFile:
-    """A file that is appended to."""
+    """A file to which records are appended.
+
+    Opens or creates the file, and removes an incomplete record at its end.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        RecordError: If the file is damaged before its end.
+        OSError: If the file cannot be written.
+    """
 
     def __init__(self, path: Path):
-        """Opens or makes it; what was not written to its end is taken away.
-
-        Raises:
-            RecordError: It is damaged before its end.
-            OSError: It cannot be written.
-        """
         if path.exists():
             os.truncate(path, max((end for end, _, _ in _read(path)), default=0))
         self._file = path.open("ab", buffering=0)
@@ -48,16 +51,16 @@ class RecordFile:
         weakref.finalize(self, self._file.close)
 
     def append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
-        """Adds a record; how many bytes it has.
+        """Appends a record; returns its number of bytes.
 
         Raises:
-            OSError: There is no room; what was written of it is taken away.
+            OSError: If the disk is full. The incomplete record is removed.
         """
         record = encode(facts, arrays)
         start = self._file.tell()
         try:
             rest = memoryview(record)
-            while rest:
+            while rest:  # an unbuffered write may write only a part
                 rest = rest[self._file.write(rest) :]
         except OSError:
             os.ftruncate(self._file.fileno(), start)
@@ -66,20 +69,20 @@ class RecordFile:
         return len(record)
 
     def sync(self) -> None:
-        """Returns when all of it would outlive the host."""
+        """Returns when all records would survive a crash of the host."""
         if not self._is_synced:
             os.fsync(self._file.fileno())
             self._is_synced = True
 
     def close(self) -> None:
-        """Syncs and closes it."""
+        """Syncs and closes the file."""
         if not self._file.closed:
             self.sync()
             self._file.close()
 
 
 def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A record."""
+    """Returns the bytes of a record."""
     parts = {name: np.asarray(x) for name, x in arrays.items()}
     described = [[name, x.dtype.name, list(x.shape)] for name, x in parts.items()]
     text = json.dumps({"facts": facts, "arrays": described}).encode()
@@ -89,34 +92,36 @@ def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def decode(record: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The facts and the arrays of a record, which cannot be written to.
+    """Returns the facts and the read-only arrays of a record.
 
     Raises:
-        ValueError: It is damaged, or none.
+        ValueError: If the bytes are not a complete, undamaged record.
     """
-    found = _read_record(io.BytesIO(record), len(record))
-    if found is None:
+    contents = _read_record(io.BytesIO(record), len(record))
+    if contents is None:
         raise ValueError("no complete record")
-    return found
+    return contents
 
 
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """The records of a file, in order, up to one that was not written to its end.
+    """Yields the facts and arrays of the records of a file, without an incomplete one at its end.
 
     Raises:
-        RecordError: One of them is damaged, and others come after it.
-        OSError: The file cannot be read.
+        RecordError: If a record is damaged, and others follow it.
+        OSError: If the file cannot be read.
     """
     return ((facts, arrays) for _, facts, arrays in _read(path))
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, np.ndarray]]]:
-    """Where each record ends, and what is in it."""
+    """Yields the end of each record, its facts and its arrays."""
     size = path.stat().st_size
     with path.open("rb") as file:
         while (start := file.tell()) < size:
             record = _read_record(file, size)
             if record is None:
+                # A crash can only cut off the last record. If a complete one follows, the file was
+                # damaged, and to truncate it here would lose updates without an error.
                 if _has_record_after(path, start + 1):
                     raise RecordError(
                         f"{path} is damaged at byte {start} of {size}, and later records depend "
@@ -126,7 +131,7 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any], dict[str, np.ndarra
             yield file.tell(), *record
 
 
-def _read_record(file: Any, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+def _read_record(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -137,17 +142,17 @@ def _read_record(file: Any, size: int) -> tuple[dict[str, Any], dict[str, np.nda
     text, data = file.read(num_text), file.read(num_data)
     if zlib.crc32(data, zlib.crc32(text)) != crc:
         return None
-    found = json.loads(text)
+    description = json.loads(text)
     arrays, offset = {}, 0
-    for name, dtype, shape in found["arrays"]:
-        kind, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(data, kind, count, offset).reshape(shape)
-        offset += count * kind.itemsize
-    return found["facts"], arrays
+    for name, dtype_name, shape in description["arrays"]:
+        dtype, count = np.dtype(dtype_name), int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(data, dtype, count, offset).reshape(shape)
+        offset += count * dtype.itemsize
+    return description["facts"], arrays
 
 
 def _has_record_after(path: Path, start: int) -> bool:
-    """Whether a whole record begins at some byte from `start` on."""
+    """Returns whether a complete record begins at some byte from `start`."""
     data = path.read_bytes()
     position = data.find(_MAGIC, start)
     while position >= 0:

@@ -1,23 +1,26 @@
-"""ServerArray: one array that servers hold together with others, as a checkpoint sees it."""
+"""ServerArray: one array on servers, as a checkpoint saves and restores it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from tpudist.array_types import Shape
 
 
 class ArraySource(Protocol):
-    """What has several arrays, which it reads and takes together."""
+    """An object with several arrays, which it reads and replaces together."""
 
-    def read(self, key: Hashable) -> Any:
-        """One of its arrays."""
+    def read(self, key: Hashable) -> np.ndarray:
+        """Returns one of the arrays."""
         ...
 
-    def write_all(self, values: dict[Hashable, Any]) -> None:
-        """Takes arrays, once for all that a checkpoint has restored."""
+    def write_all(self, values: dict[Hashable, np.ndarray]) -> None:
+        """Replaces arrays, once for all that a checkpoint has restored."""
         ...
 
 
@@ -25,41 +28,52 @@ class ArraysInCheckpoint:
     """The arrays of one source, while a checkpoint is saved or restored."""
 
     def __init__(self, source: ArraySource):
-        """None restored yet."""
         self.source = source
-        self.restored: dict[Hashable, Any] = {}
+        self.restored: dict[Hashable, np.ndarray] = {}
 
     def array(
-        self, key: Hashable, shape: tuple[int, ...], dtype: Any, sharding: Any = None
+        self,
+        key: Hashable,
+        shape: Shape,
+        dtype: DTypeLike,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> ServerArray:
-        """One of them; without a sharding it is NumPy's."""
+        """Returns one of the arrays; without a sharding it is a NumPy array."""
         return ServerArray(self, key, shape, dtype, sharding)
 
 
 class ServerArray:
-    """One array, which is saved by itself, and restored with the others of its source."""
+    """One array; created by `ArraysInCheckpoint.array`.
+
+    A checkpoint saves each array separately. A server must receive restored arrays together, so the
+    arrays of one source collect them.
+    """
 
     def __init__(
-        self, arrays: ArraysInCheckpoint, key: Hashable, shape: Any, dtype: Any, sharding: Any
+        self,
+        arrays: ArraysInCheckpoint,
+        key: Hashable,
+        shape: Shape,
+        dtype: DTypeLike,
+        sharding: jax.sharding.Sharding | None,
     ):
-        """Made by `ArraysInCheckpoint.array`."""
         self._arrays, self._key = arrays, key
         self._spec = tuple(shape), np.dtype(dtype), sharding
 
-    def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding | None]:
-        """Shape (with -1 for any number of rows), dtype, and where it is to be restored."""
+    def checkpoint_spec(self) -> tuple[Shape, np.dtype, jax.sharding.Sharding | None]:
+        """Returns shape (-1 for any number of rows), dtype, and sharding for a restored value."""
         return self._spec
 
-    def checkpoint_value(self) -> Any:
-        """The value for a checkpoint."""
+    def checkpoint_value(self) -> np.ndarray:
+        """Returns the value for a checkpoint."""
         return self._arrays.source.read(self._key)
 
-    def restore(self, value: Any) -> None:
-        """Takes a value from a checkpoint, in force from `finish_restore` on."""
+    def restore(self, value: ArrayLike) -> None:
+        """Stores a value from a checkpoint until `finish_restore`."""
         self._arrays.restored[self._key] = np.asarray(value)
 
     def finish_restore(self) -> None:
-        """Has servers take all that was restored; the first array does so for all."""
+        """Sends all restored arrays to the servers; only the first call of a source does."""
         restored, self._arrays.restored = self._arrays.restored, {}
         if restored:
             self._arrays.source.write_all(restored)

@@ -1,7 +1,7 @@
-"""ServerFigures: what servers say of themselves, asked for without waiting for them.
+"""ServerFigures: figures that servers report, without waiting for them.
 
-A server answers one call after the other, so one that is busy answers late, and one that hangs
-never: until it does, it keeps the figures that it gave last, and their age says so.
+A server answers one call after the other, so a busy server answers late, and a hanging server
+does not answer. Until it answers, its last figures are shown with their age.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tpudist.engine.engine import Actor, Future, ResultTimeout
+from tpudist.engine.engine import Actor, Engine, Future, ResultTimeout
 from tpudist.ps.servers import Servers
 
 
@@ -43,66 +43,67 @@ class ServerFigures:
 
 
 class ServerSurvey:
-    """Asks all servers of a strategy for their figures, again and again."""
+    """Asks all servers of a strategy for their figures, repeatedly."""
 
     def __init__(self, servers: Servers):
         self._servers, self._engine = servers, servers.engine
-        self._seen = [_Seen(i) for i in range(len(servers))]
+        self._states = [_ServerState(i) for i in range(len(servers))]
 
     def ask(self, timeout_s: float) -> list[ServerFigures]:
-        """The figures of each server that answers within `timeout_s` in all, else its last ones."""
+        """Returns new figures of all servers, or the last ones of a server that takes too long."""
         now_s = self._engine.concurrency.now_s
-        limit_s, found = now_s() + timeout_s, []
-        places = self._servers.look()
-        for seen, (actor, restarts) in zip(self._seen, places, strict=True):
+        limit_s, figures = now_s() + timeout_s, []
+        actors = self._servers.peek()
+        # Ask all before waiting for any. An actor whose successor starts will not answer.
+        for server, (actor, restarts) in zip(self._states, actors, strict=True):
             if restarts == actor.incarnation:
-                seen.ask(self._engine, actor)
-        for seen, (actor, restarts) in zip(self._seen, places, strict=True):
+                server.ask(self._engine, actor)
+        for server, (actor, restarts) in zip(self._states, actors, strict=True):
             state = "starts"
             if restarts == actor.incarnation:
-                state = self._hear(seen, max(limit_s - now_s(), 0.0))
-            found.append(seen.figures(state, restarts, now_s()))
-        return found
+                state = self._receive(server, max(limit_s - now_s(), 0.0))
+            figures.append(server.figures(state, restarts, now_s()))
+        return figures
 
-    def _hear(self, seen: _Seen, timeout_s: float) -> str:
+    def _receive(self, server: _ServerState, timeout_s: float) -> str:
         try:
-            facts = self._engine.result(seen.call, timeout_s)
+            facts = self._engine.result(server.call, timeout_s)
         except ResultTimeout:
             return "silent"
-        except Exception:  # who needs it hears why, and replaces it
-            seen.call = None
+        except Exception:  # the next caller of the server gets the error, and replaces it
+            server.call = None
             return "dead"
-        seen.hear(facts, self._engine.concurrency.now_s())
+        server.receive(facts, self._engine.concurrency.now_s())
         return "answers"
 
 
-class _Seen:
-    """What is known of one server."""
+class _ServerState:
+    """The last figures of one server, and the call that asks for new ones."""
 
     def __init__(self, index: int):
         self.index = index
         self.call: Future | None = None
         self._facts: Mapping[str, Any] = {}
         self._before = {"bytes_in": 0, "bytes_out": 0}
-        self._heard_s: float | None = None
+        self._received_s: float | None = None
 
-    def ask(self, engine: Any, actor: Actor) -> None:
-        """Calls it, unless a call is under way."""
+    def ask(self, engine: Engine, actor: Actor) -> None:
+        """Calls the server, unless a call is in flight."""
         if self.call is None or self.call.actor != actor:
             self.call = engine.call(actor, "measure")
 
-    def hear(self, facts: Mapping[str, Any], now_s: float) -> None:
-        """Takes its answer."""
+    def receive(self, facts: Mapping[str, Any], now_s: float) -> None:
+        """Stores an answer."""
         if facts["incarnation"] != self._facts.get("incarnation", facts["incarnation"]):
-            for name in self._before:  # the counts of the new one begin at 0
+            for name in self._before:  # the counts of the successor begin at 0
                 self._before[name] += self._facts[name]
-        self.call, self._facts, self._heard_s = None, facts, now_s
+        self.call, self._facts, self._received_s = None, facts, now_s
 
     def figures(self, state: str, restarts: int, now_s: float) -> ServerFigures:
-        """The last figures."""
+        """Returns the last figures."""
         facts = {name: self._facts.get(name, 0) for name in ("variables", "rows")}
         traffic = {name: x + self._facts.get(name, 0) for name, x in self._before.items()}
-        age_s = None if self._heard_s is None else now_s - self._heard_s
+        age_s = None if self._received_s is None else now_s - self._received_s
         held = self._facts.get("bytes", 0)
         return ServerFigures(
             self.index, state, age_s, restarts, bytes_held=held, **facts, **traffic

@@ -1,8 +1,8 @@
-"""ServerOptimizer: an Optax transformation and its state, where the variables are.
+"""ServerOptimizer: an Optax transformation and its state, on the server of the variables.
 
-What it updates together is one compiled program. Where a gradient is of some rows only, those rows
-and the rows of the state that belong to them are taken, updated and put back; no other row is read
-or written, so momenta of the others do not decay.
+The variables that it updates together are one compiled program. If a gradient has only some rows,
+those rows and the corresponding rows of the state are gathered, updated and scattered. No other row
+is read or written, so the momenta of other rows do not decay.
 """
 
 from __future__ import annotations
@@ -14,33 +14,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from tpudist.array_types import PyTree
 from tpudist.ps import independence
 from tpudist.ps.changes import Gradients
+from tpudist.ps.independence import HasShape
 
 MIN_ROWS = 64
-"""The least number of rows that a program is compiled for; then twice as many, and so on."""
+"""Least number of rows of a compiled program; larger programs have powers of two."""
 
 
 class ServerOptimizer:
-    """Updates variables of one server."""
+    """Updates variables of one server.
+
+    Args:
+        tx: Transformation of the optimizer.
+
+    Attributes:
+        states: States of the optimizer, by the group of variables that it updates together.
+    """
 
     def __init__(self, tx: optax.GradientTransformation):
-        """Without state yet: each set of variables that are updated together has its own."""
         self._tx = tx
         self.states: dict[tuple[int, ...], PyTree] = {}
         self._update = jax.jit(self._compute)
         self._update_in_place = jax.jit(self._compute, donate_argnums=(0, 2))
 
     def begin(self, numbers: tuple[int, ...], values: Sequence[jax.Array]) -> PyTree:
-        """The state of some variables, which is made, and not kept yet, if there is none.
+        """Returns the state of a group of variables, or a new one, which is not stored.
 
         Raises:
-            ValueError: Some of them are updated together with others.
+            ValueError: If the optimizer updates some of them together with others.
         """
-        found = self.states.get(numbers)
-        if found is None:
+        state = self.states.get(numbers)
+        if state is None:
             for others in self.states:
                 if set(others) & set(numbers):
                     raise ValueError(
@@ -48,10 +56,10 @@ class ServerOptimizer:
                         f"but now for {numbers}. Pass all trained Variables in each call, in the "
                         f"same order."
                     )
-            found = self._tx.init(_by_name(numbers, values))
-            # What is donated must not be shared, as zeros of one shape may be.
-            found = jax.tree.map(lambda x: jnp.array(x, copy=True), found)
-        return found
+            state = self._tx.init(_by_name(numbers, values))
+            # Donated arrays must be distinct, but JAX may share zeros of one shape.
+            state = jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+        return state
 
     def apply(
         self,
@@ -62,14 +70,14 @@ class ServerOptimizer:
         *,
         in_place: bool,
     ) -> tuple[list[jax.Array], PyTree]:
-        """What the variables hold then, and the state of the optimizer.
+        """Returns the new values of the variables, and the new state of the optimizer.
 
         Args:
-            gradients: Of variables that this server has.
-            values: What they hold now.
-            state: Of the optimizer.
-            viewed: The numbers of those that others may read, which are not overwritten.
-            in_place: Whether the state and the others may be.
+            gradients: Gradients of variables of this server.
+            values: Current values of the variables.
+            state: Current state of the optimizer.
+            viewed: Variables whose arrays others may read, so that they are not overwritten.
+            in_place: Whether the state and all other arrays may be overwritten.
         """
         numbers = gradients.variables
         dense, rows = {}, {}
@@ -80,10 +88,10 @@ class ServerOptimizer:
             else:
                 rows[str(number)] = _find_rows(np.asarray(indices), gradient, values[i].shape[0])
         free = [i for i, number in enumerate(numbers) if number not in viewed]
-        kept = [i for i, number in enumerate(numbers) if number in viewed]
+        shared = [i for i, number in enumerate(numbers) if number in viewed]
         update = self._update_in_place if in_place else self._update
         new, new_state = update(
-            *({str(numbers[i]): values[i] for i in some} for some in (free, kept)),
+            *({str(numbers[i]): values[i] for i in group} for group in (free, shared)),
             state,
             dense,
             rows,
@@ -93,12 +101,13 @@ class ServerOptimizer:
     def _compute(
         self,
         free: dict[str, jax.Array],
-        kept: dict[str, jax.Array],
+        shared: dict[str, jax.Array],
         state: PyTree,
         dense: dict[str, jax.Array],
         rows: dict[str, tuple[jax.Array, jax.Array, jax.Array]],
     ) -> tuple[dict[str, jax.Array], PyTree]:
-        parameters = free | kept
+        # `free` is donated, and `shared` is not: some other thread may read its arrays.
+        parameters = free | shared
         names = independence.names_of_state(state, parameters)
         gradients = dense | {
             n: jax.ops.segment_sum(values, segments, len(where))
@@ -108,6 +117,7 @@ class ServerOptimizer:
         def take(x: jax.Array, name: str) -> jax.Array:
             if name not in rows:
                 return x
+            # Padding reads 1: a 0 could divide by zero, and the result is dropped anyway.
             return x.at[rows[name][0]].get(mode="fill", fill_value=1, unique_indices=True)
 
         def put(old: jax.Array, new: jax.Array, name: str) -> jax.Array:
@@ -115,20 +125,20 @@ class ServerOptimizer:
                 return new
             return old.at[rows[name][0]].set(new, mode="drop", unique_indices=True)
 
-        some = {n: take(x, n) for n, x in parameters.items()}
-        updates, new_state = self._tx.update(gradients, jax.tree.map(take, state, names), some)
-        changed: Any = optax.apply_updates(some, updates)
+        selected = {n: take(x, n) for n, x in parameters.items()}
+        updates, new_state = self._tx.update(gradients, jax.tree.map(take, state, names), selected)
+        changed: Any = optax.apply_updates(selected, updates)
         values = {n: put(x, changed[n], n) for n, x in parameters.items()}
         return values, jax.tree.map(put, state, new_state, names)
 
 
 def _find_rows(
-    indices: np.ndarray, values: Any, num_rows: int
+    indices: np.ndarray, values: ArrayLike, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of which each is there once, values, and to which of the rows each value is added.
+    """Returns the distinct rows, padded values, and the row of each value in the distinct rows.
 
-    Their numbers are filled up to powers of two, so that few programs are compiled: with rows that
-    are past the last one, to which nothing is added, and with values that are added to none.
+    Both are padded to powers of two, so that few programs are compiled: rows beyond the last one
+    have no effect, and padded values belong to no row.
     """
     indices, values = indices.reshape(-1), np.asarray(values)
     unique, inverse = np.unique(indices, return_inverse=True)
@@ -136,9 +146,9 @@ def _find_rows(
     where = np.concatenate([unique, num_rows + np.arange(size - len(unique))]).astype(np.int32)
     segments = np.full(length, size, np.int32)
     segments[: len(indices)] = inverse
-    filled = np.empty((length, *values.shape[1:]), values.dtype)
-    filled[: len(indices)] = values
-    return where, filled, segments
+    padded = np.empty((length, *values.shape[1:]), values.dtype)
+    padded[: len(indices)] = values
+    return where, padded, segments
 
 
 def _round_up(count: int) -> int:
@@ -147,24 +157,24 @@ def _round_up(count: int) -> int:
 
 def check_transformation(
     tx: optax.GradientTransformation,
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, HasShape],
     names: Mapping[str, str],
     parts: Mapping[str, int],
 ) -> None:
-    """Refuses a transformation that would do something else on servers than in one place.
+    """Checks that a transformation computes the same on servers as in one place.
 
     Args:
         tx: The transformation.
-        parameters: The variables, or their shapes and dtypes, by a key of each.
-        names: Of the variables.
-        parts: In how many parts they are, of those that are in several.
+        parameters: Variables, or their shapes and dtypes, by key.
+        names: Names of the variables.
+        parts: Numbers of parts of the variables that are in several.
 
     Raises:
-        ValueError: It looks at several variables, or at all of one that is in several parts.
+        ValueError: If it combines several variables, or elements of a variable in several parts.
     """
-    found = independence.prove(tx, parameters)
-    if found.mixed:
-        several = ", ".join(f"'{names[x]}'" for x in found.mixed[:3])
+    result = independence.prove(tx, parameters)
+    if result.mixed:
+        several = ", ".join(f"'{names[x]}'" for x in result.mixed[:3])
         raise ValueError(
             f"Optimizer: in this transformation, the update of one variable depends on others "
             f"({several}), as with optax.clip_by_global_norm. Servers do not see each other's "
@@ -172,7 +182,7 @@ def check_transformation(
             f"apply_gradients: grads, _ = optax.clip_by_global_norm(1.0).update(grads, "
             f"optax.EmptyState())."
         )
-    for key in found.whole:
+    for key in result.whole:
         if key in parts:
             raise ValueError(
                 f"Optimizer: in this transformation, the update of an element of variable "

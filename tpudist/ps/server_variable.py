@@ -1,16 +1,19 @@
-"""ServerVariable: a Variable that a parameter server holds."""
+"""ServerVariable: a Variable on a parameter server."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context.closure_place import current_place
 from tpudist.options import warn_of_op_arguments
 from tpudist.ps import step_changes
@@ -27,30 +30,30 @@ from tpudist.xla import traces
 
 
 class ServerVariable(Variable):
-    """A value that one parameter server holds, read and changed by the closures of all workers.
+    """A value on one parameter server, which the closures of all workers read and update.
 
-    In a closure it reads as the server had it when the closure first asked, with what the closure
-    itself has changed since; the server applies that when the closure has ended, and once, however
-    often the closure is begun. Outside of closures it is read and changed at once. What a closure
-    assigns is given back as something that is fetched when it is used.
+    In a closure, it reads as the server had it when the closure first read it, with the closure's
+    own updates. The server applies those when the closure has ended, once, even if the closure
+    starts again. Outside of closures it is read and updated at once. Assignments in a closure
+    return a `LaterRead`.
 
     Attributes:
-        home: Which server holds it, and under which number.
+        home: Server and number of the variable.
     """
 
     is_on_servers = True
     home: Home
-    whole: Variable | None = None  # of which it is a part
+    whole: ServerVariable | None = None  # the sharded variable, if this is one of its parts
 
-    def initialize(self, value: jax.Array) -> None:
-        """Stores the initial value on the next server."""
+    def start_with(self, value: jax.Array) -> None:
+        """Creates the variable on the next server, or on the server of `colocate_with`."""
         if current_place() is not None:
             raise RuntimeError(
                 f"Variable '{self.name}' was created in a closure. A closure may run again, and "
                 f"would create another Variable each time. Create it outside, in strategy.scope()."
             )
-        beside = colocation.neighbor()
-        server = beside.home.server if isinstance(beside, ServerVariable) else None
+        neighbor = colocation.neighbor()
+        server = neighbor.home.server if isinstance(neighbor, ServerVariable) else None
         initial = np.asarray(value)
         self.home = self._servers.define(self.name, initial, self.constraint, server)
         self.strategy._register_variable(self)
@@ -69,7 +72,8 @@ class ServerVariable(Variable):
 
     @property
     def _value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if not hasattr(self, "home") else self._read()
+        # `Variable.__init__` asks for the value before `start_with` has set `home`.
+        return self._read() if "home" in vars(self) else None
 
     @_value.setter
     def _value(self, value: Any) -> None:
@@ -84,11 +88,11 @@ class ServerVariable(Variable):
             return jnp.asarray(self._servers.read(self.home))
 
     def read_value(self) -> jax.Array:
-        """The value; see the class.
+        """Returns the value; see the class.
 
         Raises:
-            RuntimeError: An optimizer has updated it in this closure; or a function is traced
-                outside of `strategy.run`.
+            RuntimeError: If an optimizer has updated it in this closure, or if it is called in a
+                traced function outside of `strategy.run`.
         """
         mode = context.current()
         if mode.frame is not None:
@@ -96,11 +100,11 @@ class ServerVariable(Variable):
         self._check_usable_here(mode, "read")
         return self._read()
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
-        """The rows of the value at `indices`: no others are fetched.
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+        """Returns the rows of the value at `indices`, and fetches only those.
 
-        In a replica function they are looked up in the whole value, since which ones are wanted is
-        not known before it runs. As `tf.Variable.sparse_read`.
+        A replica function reads the complete value, because the indices are unknown before it runs.
+        Mirrors `tf.Variable.sparse_read`.
         """
         warn_of_op_arguments("sparse_read", False, name)
         if context.current().frame is not None or traces.is_traced(indices):
@@ -114,17 +118,22 @@ class ServerVariable(Variable):
         return jnp.asarray(state.read_rows(self, numbers))
 
     @property
-    def values(self) -> tuple[Any, ...]:
-        """Itself: there is one."""
+    def parts(self) -> list[ServerVariable]:
+        """Variables on servers that together have the rows: this one, or several parts."""
+        return [self]
+
+    @property
+    def values(self) -> tuple[ServerVariable, ...]:
+        """A tuple with only this variable."""
         return (self,)
 
     def component_value(self, replica: int) -> jax.Array:
-        """The value."""
+        """Returns the value."""
         return self.read_value()
 
     @property
     def device(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Which server holds it, as TensorFlow names it."""
+        """Server of the variable, as TensorFlow names it."""
         return f"/job:ps/replica:0/task:{self.home.server}/device:CPU:0"
 
     # Changing.
@@ -132,37 +141,43 @@ class ServerVariable(Variable):
     def _assign_value(self, value: Any, read_value: bool) -> Any:
         return self._assign_as("assign", value, read_value)
 
-    def _assign_change(self, delta: Any, sign: int, method: str, read_value: bool) -> Any:
+    def _assign_change(self, delta: Any, sign: int, what: str, read_value: bool) -> Any:
         return self._assign_as("add" if sign > 0 else "sub", delta, read_value)
 
-    def _assign_as(self, what: str, value: Any, read_value: bool) -> Any:
+    def _assign_as(self, op: str, value: Any, read_value: bool) -> jax.Array | LaterRead | None:
         mode = context.current()
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
-            return self._change(Assignment(self.home.number, what, self.conform(value)), read_value)
+            return self._change(Assignment(self.home.number, op, self.conform(value)), read_value)
         if mode.replica_context is not None:
             aggregation.check_number(self, value, mode)
             value = aggregation.aggregate_write(self, self.conform(local_part(value)))
-        change = Assignment(self.home.number, what, self.conform(value))
-        return self._change_in_step(change, what, (change.value,), read_value)
+        change = Assignment(self.home.number, op, self.conform(value))
+        return self._change_in_step(change, op, (change.value,), read_value)
 
     def _change_in_step(
-        self, change: Assignment | RowChange, what: str, arrays: Sequence[Any], read_value: bool
-    ) -> Any:
+        self,
+        change: Assignment | RowChange,
+        op: str,
+        arrays: Sequence[ArrayLike],
+        read_value: bool,
+    ) -> LaterRead | None:
+        # The frame computes the value that later reads in this trace see; `note` returns the
+        # operand from the compiled step, and the closure sends it.
         frame = context.current_frame()
         count = frame.change_guest(self, change.apply)
-        step_changes.note(self, what, arrays)
+        step_changes.note(self, op, arrays)
         return LaterRead(self, frame.read_guest, count) if read_value else None
 
-    def _scatter(self, operation: str, sparse_delta: Any) -> Any:
-        self._check_scatter(operation, sparse_delta)
+    def _scatter(self, what: str, sparse_delta: Any) -> Any:
+        self._check_scatter(what, sparse_delta)
         mode = context.current()
         values, indices = sparse_delta.values, sparse_delta.indices
         if mode.frame is None and any(isinstance(x, PerReplica) for x in (values, indices)):
             raise ValueError(
-                f"scatter_{operation} of variable '{self.name}' received slices that differ "
-                f"between replicas, in cross-replica context. Reduce them first with "
-                f"strategy.reduce(op, slices, axis=None), or call it in the replica function."
+                f"scatter_{what} of variable '{self.name}' received slices that differ between "
+                f"replicas, in cross-replica context. Reduce them first with strategy.reduce(op, "
+                f"slices, axis=None), or call it in the replica function."
             )
         values, indices = local_part(values), local_part(indices)
         values, indices = scatter_updates.check_slices(
@@ -170,20 +185,22 @@ class ServerVariable(Variable):
         )
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
-            return self._change(RowChange(self.home.number, operation, indices, values))
+            return self._change(RowChange(self.home.number, what, indices, values))
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
-        change = RowChange(self.home.number, operation, indices, values)
-        return self._change_in_step(change, f"scatter_{operation}", (indices, values), True)
+        change = RowChange(self.home.number, what, indices, values)
+        return self._change_in_step(change, f"scatter_{what}", (indices, values), True)
 
-    def apply_noted(self, what: str, arrays: Sequence[Any]) -> None:
-        """Does after a step what was noted in its trace."""
-        if what.startswith("scatter_"):
-            self._change(RowChange(self.home.number, what.removeprefix("scatter_"), *arrays))
+    def apply_noted(self, op: str, arrays: Sequence[jax.Array]) -> None:
+        """Applies, after a step, an update that its trace recorded."""
+        if op.startswith("scatter_"):
+            self._change(RowChange(self.home.number, op.removeprefix("scatter_"), *arrays))
         else:
-            self._change(Assignment(self.home.number, what, *arrays))
+            self._change(Assignment(self.home.number, op, *arrays))
 
-    def _change(self, change: Assignment | RowChange, read_value: bool = True) -> Any:
+    def _change(
+        self, change: Assignment | RowChange, read_value: bool = True
+    ) -> jax.Array | LaterRead | None:
         count = self._change_now(change)
         if not read_value:
             return None
@@ -191,7 +208,7 @@ class ServerVariable(Variable):
         return self.read_value() if state is None else LaterRead(self, state.read_after, count)
 
     def _change_now(self, change: Assignment | RowChange) -> int:
-        """Changes it; how often its closure has done so."""
+        """Updates the variable; returns the number of its updates in this closure."""
         state = current_state()
         if state is not None:
             return state.change(self.home, change)
@@ -199,76 +216,83 @@ class ServerVariable(Variable):
         return 0
 
     def send_gradients(
-        self, optimizer: int, tx: Any, variables: Sequence[Any], gradients: Sequence[Any]
+        self,
+        optimizer: int,
+        tx: optax.GradientTransformation,
+        variables: Sequence[ServerVariable],
+        gradients: Sequence[ArrayLike | IndexedSlices],
     ) -> None:
-        """Has the servers of some variables apply their gradients.
+        """Sends gradients to the servers of their variables, which apply them.
 
         Args:
-            optimizer: The number of the optimizer.
-            tx: Its transformation.
-            variables: ServerVariables, and such as consist of them.
-            gradients: Of each: an array of its shape, or IndexedSlices.
+            optimizer: Number of the optimizer.
+            tx: Transformation of the optimizer.
+            variables: ServerVariables and ShardedVariables.
+            gradients: An array or IndexedSlices for each variable.
         """
         check_once(self.strategy, optimizer, tx, variables)
         if context.current().frame is not None:
-            step_changes.note(self, ("gradients", optimizer, tx, tuple(variables)), gradients)
+            update = step_changes.GradientUpdate(optimizer, tx, tuple(variables))
+            step_changes.note(self, update, gradients)
             return
-        by_server: dict[int, list[tuple[int, Any, Any]]] = {}
+        by_server: dict[int, list[tuple[int, ArrayLike, ArrayLike | None]]] = {}
         for variable, gradient in zip(variables, gradients, strict=True):
             for part, values, indices in variable.split_gradient(gradient):
-                found = by_server.setdefault(part.home.server, [])
-                found.append((part.home.number, values, indices))
+                parts = by_server.setdefault(part.home.server, [])
+                parts.append((part.home.number, values, indices))
         state = current_state()
-        for server, found in by_server.items():
-            numbers, values, indices = zip(*found, strict=True)
+        for server, parts in by_server.items():
+            numbers, values, indices = zip(*parts, strict=True)
             change = Gradients(optimizer, numbers, values, indices)
             if state is None:
                 self._servers.change(server, [change])
             else:
                 state.update(server, change)
 
-    def split_gradient(self, gradient: Any) -> list[tuple[ServerVariable, Any, Any]]:
-        """The servers' variables that a gradient is of, with its values and rows (or None)."""
+    def split_gradient(
+        self, gradient: ArrayLike | IndexedSlices
+    ) -> list[tuple[ServerVariable, ArrayLike, ArrayLike | None]]:
+        """Returns (variable, values, rows or None) for each server's part of a gradient."""
         if isinstance(gradient, IndexedSlices):
             return [(self, gradient.values, gradient.indices)]
         return [(self, gradient, None)]
 
-    # What is otherwise where a server holds the value.
+    # Overrides of Variable.
 
-    def _check_usable_here(self, mode: context.Mode, action: str) -> None:
+    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
         if not traces.is_eager():
             raise RuntimeError(
-                f"Variable '{self.name}' was {action} in a function that jax.jit (or another "
+                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
                 f"transformation) traces, outside of strategy.run: its value would become a "
                 f"constant of the program. Pass variable.read_value() as an argument, or use "
                 f"strategy.run."
             )
 
     def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
-        """Shape and dtype of the value, and where a checkpoint restores it before it is sent."""
+        """Returns shape, dtype and sharding with which a checkpoint restores the value."""
         return self.shape, self.dtype, self.strategy.replica_mesh.replicated
 
     def checkpoint_value(self) -> jax.Array:
-        """The value for a checkpoint."""
+        """Returns the value for a checkpoint."""
         return self._read()
 
     def restore(self, value: jax.Array) -> None:
-        """Takes a value from a checkpoint."""
+        """Replaces the value by one from a checkpoint."""
         self._change(Assignment(self.home.number, "assign", value), read_value=False)
 
     @property
-    def handle_parts(self) -> tuple:
-        """By what workers know it: which one it is; see `coordinator.function_snapshot`."""
+    def handle_parts(self) -> tuple[object, ...]:
+        """Identity of the variable for `coordinator.function_snapshot`."""
         return (self,)
 
     def __reduce__(self) -> Any:
-        """For workers in other processes: what is needed to read and change it."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("strategy", "_components")}
-        return find_variable, (self.strategy, self.key, {**kept, "kind": type(self)})
+        """Returns a reference for workers in other processes, without strategy and value."""
+        contents = {k: v for k, v in vars(self).items() if k not in ("strategy", "_components")}
+        return find_variable, (type(self), self.strategy, self.key, contents)
 
     @property
-    def key(self) -> Any:
-        """By what it is known in all processes."""
+    def key(self) -> Hashable:
+        """Key of the variable in `strategy.variables_by_number`, the same in all processes."""
         return self.home.number
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
@@ -279,59 +303,68 @@ class ServerVariable(Variable):
 
 
 class LaterRead(ReadsAsArray):
-    """Stands for what a variable was at one moment of a closure; found out when it is used."""
+    """The value of a variable after `count` updates of a closure, computed when it is used.
+
+    An update is seldom followed by a read, which could need a message to the server.
+    """
 
     def __init__(self, variable: ServerVariable, read: Callable[[Any, int], jax.Array], count: int):
-        """After `count` changes, as `read(variable, count)` gives it."""
         self._variable, self._read, self._count = variable, read, count
         self.shape, self.dtype = variable.shape, variable.dtype
 
     def read_value(self) -> jax.Array:
-        """The value."""
+        """Returns the value."""
         return self._read(self._variable, self._count)
 
 
-def read_now(value: Any) -> Any:
-    """What a closure gives, with arrays for what assignments have given: that changes later on."""
+def read_now(value: PyTree) -> PyTree:
+    """Replaces each `LaterRead` in a closure's result by an array, because variables change."""
     return jax.tree.map(
         lambda x: x.read_value() if isinstance(x, LaterRead) else x,
         value,
-        is_leaf=lambda x: isinstance(x, ReadsAsArray),  # variables stay what they are
+        is_leaf=lambda x: isinstance(x, ReadsAsArray),  # variables are leaves, and stay variables
     )
 
 
 def current_state() -> ClosureState | None:
-    """What the closure of this thread has read and changed; None outside of closures."""
+    """Returns the reads and updates of this thread's closure; None outside of closures."""
     place = current_place()
     return None if place is None else place.state
 
 
-_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+# Strategy -> optimizers and variables that passed the check, which traces the transformation.
+_checked: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def check_once(strategy: Any, optimizer: int, tx: Any, variables: Sequence[Any]) -> None:
-    """Refuses an optimizer that would do something else on servers than in one place.
+def check_once(
+    strategy: object,
+    optimizer: int,
+    tx: optax.GradientTransformation,
+    variables: Sequence[ServerVariable],
+) -> None:
+    """Checks that an optimizer computes the same on servers as in one place.
 
     Raises:
-        ValueError: It is one; see `check_transformation`.
+        ValueError: If it does not; see `check_transformation`.
     """
     known = _checked.setdefault(strategy, set())
     key = optimizer, tuple(v.home.number for v in variables)
     if key in known:
         return
     by_key = {str(i): v for i, v in enumerate(variables)}
-    parts = {k: len(v.variables) for k, v in by_key.items() if hasattr(v, "variables")}
+    parts = {k: len(v.parts) for k, v in by_key.items() if len(v.parts) > 1}
     with traces.run_eagerly():
         check_transformation(tx, by_key, {k: v.name for k, v in by_key.items()}, parts)
     known.add(key)
 
 
-def find_variable(strategy: Any, number: int, contents: dict[str, Any]) -> ServerVariable:
-    """A variable of a strategy, in any of its processes: one object for each number."""
-    found = strategy.variables_by_number.get(number)
-    if found is None:
-        kind = contents.pop("kind")
-        found = object.__new__(kind)
-        vars(found).update(contents, strategy=strategy)
-        strategy.variables_by_number[number] = found
-    return found
+def find_variable(
+    kind: type[ServerVariable], strategy: Any, key: Hashable, contents: dict[str, Any]
+) -> ServerVariable:
+    """Returns the variable with this number; each process has one object per number."""
+    variable = strategy.variables_by_number.get(key)
+    if variable is None:
+        variable = object.__new__(kind)
+        vars(variable).update(contents, strategy=strategy)
+        strategy.variables_by_number[key] = variable
+    return variable

@@ -1,8 +1,17 @@
-"""Servers: the shards of a strategy, as the program sees them that has made it.
+"""Servers: the parameter servers of a strategy, as the program that created them sees them.
 
-They are made, told what to hold, asked and changed here, and replaced when they have died: one that
-has a log goes on where it was.
+Defines variables, optimizers and tables on them, reads and changes them outside of closures, and
+replaces servers that have died. A server with a log continues where it was.
 """
+
+# `_lock` guards the lists of definitions and actors. Unlike the queue's condition, it is held while
+# servers are called: a new variable must not be defined while its server is replaced. Therefore
+# nothing that runs inside of a server, or that finds servers which hang (`ServerWatch`, `look`),
+# may take it.
+#
+# Exactly-once outside of closures: each server counts direct changes. `_change_once` sends the
+# expected count (`_num_direct`), and a server ignores a count that it has applied. So `_ask` may
+# repeat a call whose answer was lost. A restarted program learns the count from `define`.
 
 from __future__ import annotations
 
@@ -16,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 
 from tpudist.engine.engine import Actor, ActorDied, Engine, Future
 from tpudist.errors import UnavailableError
 from tpudist.ps.changes import Change
 from tpudist.ps.server_watch import ServerWatch
-from tpudist.ps.shard import Definition, Shard, Values
+from tpudist.ps.shard import Constraint, Definition, Shard, Values
 from tpudist.ps.shard_log import close_logs
 from tpudist.ps.tables.table_options import TableOptions
 
@@ -31,11 +41,11 @@ _log = logging.getLogger("tpudist")
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """Where a variable is.
+    """The place of a variable.
 
     Attributes:
-        number: Of the variable, among all of the strategy.
-        server: Which server holds it.
+        number: Number of the variable, unique in the strategy.
+        server: Number of its server.
     """
 
     number: int
@@ -45,9 +55,16 @@ class Home:
 class Servers:
     """The parameter servers of one strategy.
 
+    Args:
+        engine: Runs the servers.
+        num_servers: Number of servers.
+        folder: Folder of their logs; None keeps no logs.
+        timeout_s: Seconds without a sign of life after which a server is given up; None means
+            never.
+
     Attributes:
-        engine: Where they live.
-        folder: Where their logs are; None for none.
+        engine: Runs the servers.
+        folder: Folder of their logs, if any.
     """
 
     def __init__(
@@ -57,26 +74,19 @@ class Servers:
         folder: str | os.PathLike | None,
         timeout_s: float | None = None,
     ):
-        """Starts them.
-
-        Args:
-            engine: Where they live.
-            num_servers: How many.
-            folder: Where their logs are; None for none.
-            timeout_s: After how many seconds without a sign of life one is given up; None for
-                never.
-        """
         self.engine = engine
         self.folder = None if folder is None else Path(folder)
         self._lock = engine.concurrency.condition()
         self._definitions: list[list[Definition]] = [[] for _ in range(num_servers)]
-        self._transformations: dict[int, Any] = {}
+        self._transformations: dict[int, optax.GradientTransformation] = {}
         self._tables: dict[int, TableOptions] = {}
         self._next_server = itertools.cycle(range(num_servers))
         self._num_variables = 0
         self._num_direct = [0] * num_servers
         self._incarnations = [0] * num_servers
-        self._newest: dict[int, Actor] = {}  # of each, also if nobody sees it yet
+        # Includes successors that are not visible yet: if one hangs while it reads its log, it must
+        # be found too. It has no lock, because `_revive` holds the lock meanwhile.
+        self._newest: dict[int, Actor] = {}
         self._actors = [self._spawn(i) for i in range(num_servers)]
         self._watch: ServerWatch | None = None
         if timeout_s is not None and engine.actors_may_hang:
@@ -88,35 +98,34 @@ class Servers:
 
     @property
     def actors(self) -> tuple[Actor, ...]:
-        """The actors, in the order of the servers."""
+        """Actors of the servers, in their order."""
         with self._lock:
             return tuple(self._actors)
 
-    def look(self) -> list[tuple[Actor, int]]:
-        """The actors, and how many were in the place of each; does not wait.
-
-        While another one is made in the place of an actor that has died, it is one more than the
-        actor's incarnation. Without the lock, which is held until that one goes on.
-        """
+    def peek(self) -> list[tuple[Actor, int]]:
+        """Returns each actor and the number of its predecessors, without waiting for a lock."""
+        # While a successor starts, the number is one more than the actor's incarnation.
         return list(zip(self._actors, self._incarnations, strict=True))
 
-    # What they hold.
+    # Definitions.
 
-    def define(self, name: str, initial: np.ndarray, constraint: Any, server: int | None) -> Home:
-        """Has the next server, or a certain one, hold a new variable."""
+    def define(
+        self, name: str, initial: np.ndarray, constraint: Constraint | None, server: int | None
+    ) -> Home:
+        """Creates a variable on a server, by default on the next one in turn."""
         with self._lock:
             place = next(self._next_server) if server is None else server
             home = Home(self._num_variables, place)
             self._num_variables += 1
-            made = Definition(home.number, name, initial, constraint)
-            last = self._ask(place, "define", [made])
+            definition = Definition(home.number, name, initial, constraint)
+            last = self._ask(place, "define", [definition])
             self._num_direct[place] = max(self._num_direct[place], last + 1)
-            # What comes after it begins with its log, or is not there.
-            self._definitions[place].append(dataclasses.replace(made, initial=None))
+            # A successor reads the value from the log; without a log there is no successor.
+            self._definitions[place].append(dataclasses.replace(definition, initial=None))
             return home
 
-    def define_optimizer(self, tx: Any) -> int:
-        """Has all servers know a new optimizer; its number."""
+    def define_optimizer(self, tx: optax.GradientTransformation) -> int:
+        """Announces an optimizer to all servers; returns its number."""
         with self._lock:
             number = len(self._transformations)
             self._transformations[number] = tx
@@ -124,7 +133,7 @@ class Servers:
             return number
 
     def define_table(self, options: TableOptions) -> int:
-        """Has all servers hold parts of a new table; its number."""
+        """Creates a table on all servers; returns its number."""
         with self._lock:
             number = len(self._tables)
             self._tables[number] = options
@@ -134,36 +143,36 @@ class Servers:
     # Outside of closures.
 
     def read(self, home: Home) -> np.ndarray:
-        """What a variable holds."""
+        """Returns the value of a variable."""
         values: Values = self._ask(home.server, "pull", {home.number: -1})
         return values.arrays[home.number][1]
 
     def read_rows(self, home: Home, indices: np.ndarray) -> np.ndarray:
-        """Some rows of a variable."""
+        """Returns some rows of a variable."""
         return self._ask(home.server, "pull_rows", home.number, indices)
 
     def change(self, server: int, changes: Sequence[Change]) -> None:
-        """Changes variables of one server, once, whatever becomes of it meanwhile."""
+        """Applies changes to one server, once, even if the server is replaced meanwhile."""
         self._change_once(server, "push_direct", list(changes))
 
     def report(self) -> list[Mapping[str, Any]]:
-        """What each server says of itself."""
+        """Returns the figures of each server."""
         return self.ask_all("report")
 
     def restore_table(
         self, server: int, number: int, state: Mapping[str, np.ndarray], *, replace: bool = False
     ) -> None:
-        """Puts rows into a table on one server, or in the place of all that it has there."""
+        """Adds rows to a table on one server, or replaces all of its rows there."""
         self._change_once(server, "restore_table", number, dict(state), replace)
 
     def variables_of_optimizer(self, number: int) -> list[list[tuple[int, ...]]]:
-        """For each server the numbers of variables that an optimizer has updated together."""
+        """Returns each server's groups of variables that an optimizer updates together."""
         return self.ask_all("variables_of_optimizer", number)
 
     def read_optimizer(
         self, server: int, number: int, variables: tuple[int, ...]
     ) -> list[np.ndarray]:
-        """The arrays of an optimizer's state for variables of one server."""
+        """Returns the arrays of an optimizer's state for variables of one server."""
         return self._ask(server, "state_of_optimizer", number, variables)
 
     def restore_optimizer(
@@ -173,7 +182,7 @@ class Servers:
         variables: tuple[int, ...],
         arrays: Mapping[int, np.ndarray],
     ) -> None:
-        """Replaces some of the arrays that `read_optimizer` gives."""
+        """Replaces some of the arrays that `read_optimizer` returns."""
         self._change_once(server, "restore_optimizer", number, variables, dict(arrays))
 
     def _change_once(self, server: int, method: str, *args: Any) -> None:
@@ -182,32 +191,33 @@ class Servers:
             self._num_direct[server] += 1
 
     def ask_all(self, method: str, *args: Any) -> list[Any]:
-        """What a method of each server gives."""
+        """Calls a method of each server; returns the results."""
         return [self._ask(i, method, *args) for i in range(len(self))]
 
     def seal(self, closure: int) -> None:
-        """Has a closure change nothing from now on: it has finished, and was begun several times.
+        """Makes all servers reject later updates of a finished closure that was started several
+        times.
 
-        Changes of one that began earlier and is late are refused also where those of the one that
-        has finished never were. A server that is dead cannot be late.
+        A slow run of the closure may still send updates, also to a server to which the finished run
+        sent none. A dead server needs no seal: its callers are dead too, or get `ActorDied`.
         """
         calls = [self.engine.call(actor, "seal", closure) for actor in self.actors]
         for call in calls:
             with contextlib.suppress(ActorDied):
                 self.engine.result(call)
 
-    # When one has died.
+    # Replacement.
 
     def replace(self, died: ActorDied) -> None:
-        """Puts another server in the place of one that has died.
+        """Replaces a server that has died.
 
         Raises:
-            UnavailableError: It had no log, so that what it held is lost.
+            UnavailableError: If the server had no log, so that its contents are lost.
         """
         with self._lock:
             index = died.actor.index
             if died.actor.role != ROLE or self._actors[index] != died.actor:
-                return  # somebody has done so
+                return  # another thread has replaced it
             if self.folder is None:
                 raise UnavailableError(
                     f"{died} Its state is lost, because the strategy keeps no log. Restore a "
@@ -218,8 +228,10 @@ class Servers:
             self._actors[index] = self._revive(index, died)
 
     def _revive(self, index: int, died: ActorDied) -> Actor:
-        """A server that goes on where a log ends; nobody sees it before it knows all."""
+        """Starts a server that continues from a log; it is visible once it knows everything."""
         while True:
+            # Ends: each round needs a new death. An actor that never existed (`was_made`), or an
+            # error of its log, is raised.
             _log.warning("%s Another server continues where its log ends.", died)
             self._incarnations[index] += 1
             actor = self._spawn(index)
@@ -237,7 +249,7 @@ class Servers:
                 return actor
 
     def close(self) -> None:
-        """Ends their logs."""
+        """Closes the logs."""
         if self._watch is not None:
             self._watch.close()
         for actor in self.actors:
@@ -250,12 +262,12 @@ class Servers:
 
     def _spawn(self, index: int) -> Actor:
         folder = None if self.folder is None else self.folder / f"server-{index}"
-        made = self.engine.spawn(ROLE, index, Shard, index, self._incarnations[index], folder)
-        self._newest[index] = made
-        return made
+        actor = self.engine.spawn(ROLE, index, Shard, index, self._incarnations[index], folder)
+        self._newest[index] = actor
+        return actor
 
     def _ask(self, server: int, method: str, *args: Any) -> Any:
-        """Calls a method of a server, again if it has died before it has answered."""
+        """Calls a method of a server; replaces a server that dies, and calls again."""
         while True:
             actor = self.actors[server]
             try:
@@ -268,19 +280,19 @@ class Servers:
     def _call(self, actor: Actor, method: str, *args: Any) -> Any:
         value = self.engine.result(self.engine.call(actor, method, *args))
         if self._watch is not None:
-            self._watch.note_answer(actor)
+            self._watch.record_answer(actor)
         return value
 
 
 def gather(engine: Engine, calls: Mapping[int, Future]) -> dict[int, Any]:
-    """The results of calls of several servers; waits for all of them, then raises."""
-    found: dict[int, Any] = {}
+    """Returns the results of one call per server; waits for all calls before it raises an error."""
+    results: dict[int, Any] = {}
     error: BaseException | None = None
     for server, call in calls.items():
         try:
-            found[server] = engine.result(call)
+            results[server] = engine.result(call)
         except Exception as raised:
             error = error or raised
     if error is not None:
         raise error
-    return found
+    return results

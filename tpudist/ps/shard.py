@@ -1,19 +1,36 @@
 """Shard: one parameter server, as an actor of an engine.
 
-It holds variables (`shard_variables`) and tables (`shard_tables`). What a closure changes comes
-with the closure's number, is logged, and is applied once however often it comes.
+It holds variables (`shard_variables`) and tables (`shard_tables`), logs updates, and applies the
+updates of each closure once. It knows no engine and no other server.
 """
+
+# How an update takes effect exactly once, whatever dies:
+#
+# 1. `push` looks the closure's number up in the ledger. A retry, a second run of a slow closure and
+# a
+#    late message of a worker that was given up all carry the same number, and are ignored.
+# 2. The update and its number are one record of the log, which is appended before the update is
+#    applied and before the worker gets an answer. A server that dies in between replays it.
+# 3. A worker that gets no answer repeats the closure. If the record was complete, the successor has
+#    the number in its ledger; if it was cut off, `RecordFile` removes it. There is no third case.
+# 4. If applying raises, `revoke` appends a record that cancels the first one.
+#
+# The ledger may forget numbers below `low`: the coordinator guarantees that they do not come again.
+# The log is replayed lazily (`_catch_up`), because updates by an optimizer need its transformation,
+# which the program defines after the server has started.
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
+from tpudist.array_types import Shape
 from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
 from tpudist.ps.shard_log import ShardLog
@@ -22,31 +39,34 @@ from tpudist.ps.shard_variables import ShardVariables
 from tpudist.ps.tables.shard_tables import ShardTables, state_arrays
 from tpudist.ps.tables.table_options import TableOptions
 
+Constraint = Callable[[jax.Array], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A variable that a server is to hold.
+    """A variable that a server shall hold.
 
     Attributes:
-        number: Which, of all of the strategy.
-        name: Of the variable.
-        initial: Its first value; None if the server has it, from its log.
-        constraint: What is applied to the value after an optimizer has updated it, or None.
+        number: Number of the variable, unique in the strategy.
+        name: Name of the variable.
+        initial: Initial value; None if the server has the variable in its log.
+        constraint: Called with the value after each update by an optimizer; returns the new value.
     """
 
     number: int
     name: str
-    initial: Any
-    constraint: Any = None
+    initial: np.ndarray | None
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What was asked for of a server.
+    """Values that a server sends.
 
     Attributes:
-        num_changed: How many closures have changed this server so far.
-        arrays: Versions and arrays by the variable's number, of those that had changed.
+        num_changed: Number of closures that have changed this server.
+        arrays: Variable -> version and value, only for variables with another version than
+            requested.
     """
 
     num_changed: int
@@ -54,20 +74,18 @@ class Values:
 
 
 class Shard:
-    """The variables of one server.
+    """The contents of one server.
 
-    What it gives are views of its arrays, which it does not overwrite after that.
+    It returns views of its arrays, and does not overwrite an array after that.
+
+    Args:
+        index: Number of the server.
+        incarnation: Number of its predecessors, so that no version number occurs twice.
+        folder: Folder of its log; None keeps no log.
+        sync_s: Maximum seconds until a logged update would survive a crash of the host.
     """
 
     def __init__(self, index: int, incarnation: int, folder: Path | None, sync_s: float = 0.05):
-        """Empty, or as its log says.
-
-        Args:
-            index: Which server this is.
-            incarnation: How many were in its place before, so that no version is given twice.
-            folder: Where its log is; None for none.
-            sync_s: After how many seconds at the latest what was logged would outlive the host.
-        """
         self._index, self._incarnation = index, incarnation
         self._variables = ShardVariables(index, incarnation)
         self._traffic = ShardTraffic()
@@ -79,86 +97,88 @@ class Shard:
         self._direct = -1 if self._log is None else self._log.last_direct
 
     def define(self, variables: Sequence[Definition]) -> int:
-        """Takes variables that it is to hold from now on.
+        """Creates variables, or finds them in the log.
 
         Returns:
-            The number of the last change that came from no closure; -1 if there was none.
+            Number of the last direct change (`push_direct`); -1 if there was none.
 
         Raises:
-            ValueError: Its log has another variable of the same number.
+            ValueError: If the log has another variable with the same number.
         """
         logged = self._log.definitions if self._log is not None else {}
-        for wanted in variables:
-            self._traffic.take(wanted.initial)
-            if wanted.constraint is not None:
-                self._variables.constrain(wanted.number, wanted.constraint)
-            if wanted.number in logged:
-                self._check(wanted, *logged[wanted.number])
-            elif wanted.number not in self._variables:
-                self._variables.add(wanted.number, wanted.name, wanted.initial)
+        for variable in variables:
+            number, name, initial = variable.number, variable.name, variable.initial
+            self._traffic.take(initial)
+            if variable.constraint is not None:
+                self._variables.constrain(number, variable.constraint)
+            if number in logged:
+                self._check(variable, *logged[number])
+            elif number not in self._variables:
+                assert initial is not None, "only a variable in a log has no initial value"
+                self._variables.add(number, name, initial)
                 if self._log is not None:
-                    self._log.define(wanted.number, wanted.name, np.asarray(wanted.initial))
+                    self._log.define(number, name, initial)
         return self._direct
 
     def define_optimizers(
         self, transformations: Mapping[int, optax.GradientTransformation]
     ) -> None:
-        """Takes the optimizers, by number, that change its variables."""
+        """Adds the optimizers of its variables, by number."""
         self._variables.define_optimizers(transformations)
 
     def define_tables(self, options: Mapping[int, TableOptions]) -> None:
-        """Takes the tables, by number, of which it is to hold parts."""
+        """Adds its parts of tables, by number of the table."""
         self._tables.define(options)
 
     # Reading.
 
-    def pull(self, wanted: Mapping[int, int]) -> Values:
-        """What variables hold: of those that have another version than the one that is known."""
+    def pull(self, versions: Mapping[int, int]) -> Values:
+        """Returns the values of variables whose version differs from the given one."""
         self._catch_up()
-        found = self._variables.pull(wanted)
-        for _, array in found.values():
+        arrays = self._variables.pull(versions)
+        for _, array in arrays.values():
             self._traffic.give(array)
-        return Values(self._num_changed, found)
+        return Values(self._num_changed, arrays)
 
     def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Some rows of a variable: `[*indices.shape, ...]`."""
+        """Returns some rows of a variable: `[*indices.shape, ...]`."""
         self._catch_up()
         self._traffic.take(indices)
         return self._traffic.give(self._variables.pull_rows(number, indices))
 
     def pull_table(self, number: int, ids: np.ndarray, create: bool) -> np.ndarray:
-        """Rows of a table; see `TableShard.pull`."""
+        """Returns rows of a table; see `TableShard.pull`."""
         self._catch_up()
         self._traffic.take(ids)
         return self._traffic.give(self._tables.pull(number, ids, create))
 
     def variables_of_optimizer(self, optimizer: int) -> list[tuple[int, ...]]:
-        """Which variables an optimizer has updated together."""
+        """Returns the groups of variables that an optimizer updates together."""
         self._catch_up()
         return self._variables.variables_of_optimizer(optimizer)
 
     def state_of_optimizer(self, optimizer: int, variables: tuple[int, ...]) -> list[np.ndarray]:
-        """Copies of an optimizer's state for variables of this server."""
+        """Returns copies of an optimizer's state for variables of this server."""
         self._catch_up()
         return self._variables.state(optimizer, variables)
 
     def state_of_table(self, number: int) -> dict[str, np.ndarray]:
-        """All rows of a table, copied."""
+        """Returns a copy of all rows of a table."""
         self._catch_up()
         return {name: self._traffic.give(x) for name, x in self._tables.state(number).items()}
 
     def size_of_table(self, number: int) -> int:
-        """How many rows of a table there are."""
+        """Returns the number of rows of a table."""
         self._catch_up()
         return self._tables.size(number)
 
     def report(self) -> dict[str, Any]:
-        """Bytes of the values, and how many closures have changed them."""
+        """Returns the figures of this server."""
         self._catch_up()
         return self.measure()
 
     def measure(self) -> dict[str, Any]:
-        """As `report`, without doing what the log says first, for which not all may be known."""
+        """Returns figures without replaying the log, for which optimizers may still be missing."""
         return {
             "server": self._index,
             "incarnation": self._incarnation,
@@ -175,18 +195,18 @@ class Shard:
     # Changing.
 
     def push(self, closure: int, low: int, changes: Sequence[Change]) -> int:
-        """Applies what a closure changes, if it was not applied before.
+        """Applies the updates of a closure, unless it has done so before.
 
         Args:
-            closure: Its number.
-            low: Closures of lower numbers have finished, and do not come again.
-            changes: What it does to variables of this server.
+            closure: Number of the closure.
+            low: All closures with lower numbers have finished, and will not send updates again.
+            changes: Updates of variables and tables of this server.
 
         Returns:
-            How many closures had changed this server before; -1 if this one had.
+            Number of closures that had changed this server before; -1 if this closure had.
 
         Raises:
-            Exception: A change does not fit, and none of them was applied.
+            Exception: If an update is invalid. Then none of them is applied.
         """
         self._catch_up()
         self._traffic.take_changes(changes)
@@ -194,25 +214,25 @@ class Shard:
             self._num_repeated += 1
             return -1
         self._apply({"closure": closure, "low": low}, changes)
-        self._note(closure, low, changes)
+        self._record(closure, low, changes)
         self._save_if_long()
         return self._num_changed - 1
 
     def push_and_pull(
-        self, closure: int, low: int, changes: Sequence[Change], wanted: Mapping[int, int]
+        self, closure: int, low: int, changes: Sequence[Change], versions: Mapping[int, int]
     ) -> tuple[int, Values]:
-        """As `push` and then `pull`, in one call."""
-        return self.push(closure, low, changes), self.pull(wanted)
+        """Calls `push` and then `pull`, in one message."""
+        return self.push(closure, low, changes), self.pull(versions)
 
     def seal(self, closure: int) -> None:
-        """Has a closure change nothing from now on, if it has not; see `Servers.seal`."""
+        """Rejects all later updates of a closure; see `Servers.seal`."""
         self._catch_up()
         if closure not in self._ledger:
             self._apply({"closure": closure, "low": 0}, ())
-            self._note(closure, 0, ())
+            self._record(closure, 0, ())
 
     def push_direct(self, number: int, changes: Sequence[Change]) -> None:
-        """Applies what was changed by no closure; `number` counts such changes."""
+        """Applies updates from outside of closures; `number` counts them."""
         self._catch_up()
         self._traffic.take_changes(changes)
         if number <= self._direct:
@@ -222,17 +242,17 @@ class Shard:
         self._save_if_long()
 
     def evict_table(self, number: int, max_age: int | None, min_touches: int) -> int:
-        """Forgets rows of a table; how many."""
+        """Removes rows of a table; returns their number."""
         self._catch_up()
         count = self._tables.evict(number, max_age, min_touches)
         if count and self._log is not None:
-            self._save()  # when rows were looked up is not in the log
+            self._save()  # the log cannot repeat it: lookups, which it does not contain, decide
         return count
 
     def restore_table(
         self, number: int, table: int, state: Mapping[str, np.ndarray], replace: bool
     ) -> None:
-        """Puts rows into a table, or in the place of all that it has; see `push_direct`."""
+        """Adds rows to a table, or replaces all of its rows; see `push_direct`."""
         self._catch_up()
         self._traffic.take(*state.values())
         if number <= self._direct:
@@ -240,7 +260,7 @@ class Shard:
         self._tables.restore(table, state_arrays(state), replace=replace)
         self._direct = number
         if self._log is not None:
-            self._save()
+            self._save()  # contains the restored rows, and `number` with them
 
     def restore_optimizer(
         self,
@@ -260,28 +280,27 @@ class Shard:
             self._save()
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the log."""
         if self._log is not None:
             self._log.close()
 
-    # Within.
-
-    def _check(self, wanted: Definition, name: str, shape: tuple, dtype: Any) -> None:
-        given = "" if wanted.initial is None else f"{wanted.initial.dtype}{wanted.initial.shape}"
-        if wanted.name != name or given not in ("", f"{dtype}{shape}"):
+    def _check(self, variable: Definition, name: str, shape: Shape, dtype: str) -> None:
+        initial = variable.initial
+        kind = "" if initial is None else f"{initial.dtype}{initial.shape}"
+        if variable.name != name or kind not in ("", f"{dtype}{shape}"):
             raise ValueError(
-                f"Variable {wanted.number} is '{wanted.name}' {given}, but the log of server "
+                f"Variable {variable.number} is '{variable.name}' {kind}, but the log of server "
                 f"{self._index} has '{name}' {dtype}{shape} under this number. Another program "
                 f"wrote the log, or the program creates its variables in another order. Use "
                 f"another folder."
             )
 
     def _apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
-        """Logs some changes and applies them."""
+        """Logs updates, and applies them."""
         if self._log is None:
             self._apply_unlogged(changes)
             return
-        place = self._log.append(facts, changes)  # first: then nothing is lost if this fails
+        place = self._log.append(facts, changes)
         try:
             self._apply_unlogged(changes)
         except Exception:
@@ -289,28 +308,28 @@ class Shard:
             raise
 
     def _apply_unlogged(self, changes: Sequence[Change]) -> None:
+        # All or nothing: tables are checked first, because their updates cannot be undone, and
+        # `ShardVariables.apply` changes nothing if it raises.
         of_tables = [x for x in changes if isinstance(x, TableChange)]
         self._tables.check(of_tables)
         self._variables.apply([x for x in changes if not isinstance(x, TableChange)])
         for change in of_tables:
             self._tables.apply(change)
 
-    def _note(self, closure: int, low: int, changes: Sequence[Change]) -> None:
+    def _record(self, closure: int, low: int, changes: Sequence[Change]) -> None:
         self._ledger.add(closure)
         self._ledger.raise_to(low)
         self._num_changed += bool(changes)
 
     def _catch_up(self) -> None:
-        """Does again what the log says, once optimizers are known."""
+        """Replays the log, once."""
         if not self._is_behind:
             return
         assert self._log is not None
+        # An error, such as a missing optimizer, must not leave half of the log applied: the next
+        # call replays all of it again.
+        self._replay(self._log)
         self._is_behind = False
-        try:
-            self._replay(self._log)
-        except Exception:
-            self._is_behind = True
-            raise
 
     def _replay(self, log: ShardLog) -> None:
         self._ledger, self._num_changed = ClosureLedger(), 0
@@ -333,14 +352,14 @@ class Shard:
                 self._direct = facts["direct"]
             elif facts["closure"] not in self._ledger:
                 self._apply_unlogged(changes)
-                self._note(facts["closure"], facts["low"], changes)
+                self._record(facts["closure"], facts["low"], changes)
 
     def _save_if_long(self) -> None:
         if self._log is not None and self._log.is_long():
             self._save()
 
     def _save(self) -> None:
-        """Begins the log anew, with all that is held."""
+        """Compacts the log: replaces it by a description of the current contents."""
         assert self._log is not None
         records: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
         for number, name, value in self._variables.values():
@@ -352,4 +371,4 @@ class Shard:
             records.append(({"table": number}, self._tables.state(number)))
         facts = {"low_of_base": self._ledger.low, "above": self._ledger.above()}
         facts |= {"changed": self._num_changed, "direct": self._direct}
-        self._log.begin_anew([*records, (facts, {})])
+        self._log.compact([*records, (facts, {})])

@@ -1,7 +1,7 @@
-"""ShardLog: what a server holds, in files: a base, and what has changed since then.
+"""ShardLog: the log of one server: a description of its contents, and all updates since then.
 
-The changes themselves are logged, and applied again when a server starts; a log that has grown
-longer than what it describes begins anew with a base. A base is complete or is not there.
+A server that starts applies the logged updates again. If the log has grown much longer than the
+description, `compact` writes a new one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from tpudist.ps.changes import Change
 from tpudist.ps.record_file import RecordError, RecordFile, read_records
 
 MIN_BYTES = 64 << 20
-"""Below this many bytes a log does not begin anew."""
+"""Number of bytes below which a log is not compacted."""
 
+# In one process, a killed server's thread may still run. Opening closes its log (`_opening` makes
+# that one step), so that two servers never write one file. Lock order: `_opening`, then a log's
+# `_lock`.
 _opening = threading.Lock()
 _open_logs: weakref.WeakValueDictionary[Path, ShardLog] = weakref.WeakValueDictionary()
 
@@ -29,36 +32,36 @@ Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 
 
 class ShardLog:
-    """The files of one server.
+    """The log of one server.
+
+    Opens the latest log in the folder, or creates one.
+
+    Args:
+        folder: Folder of the log; one server has it.
+        sync_s: Maximum seconds until a logged update would survive a crash of the host.
+        incarnation: Number of the server's predecessors.
+
+    Raises:
+        RecordError: If the log is damaged before its end, or a later server has opened it.
 
     Attributes:
-        has_records: Whether there was something in them when it was opened.
-        definitions: Names, shapes and dtypes by number, of the variables that were in them then.
-        last_direct: The number of the last change that came from no closure; -1 if there was none.
+        has_records: Whether the log had records when it was opened.
+        definitions: Variables in those records: number -> name, shape, dtype.
+        last_direct: Number of the last direct change in those records; -1 if there was none.
     """
 
     def __init__(self, folder: Path, sync_s: float, incarnation: int = 0):
-        """Opens the latest log in `folder`, or begins one.
-
-        Args:
-            folder: Where it is.
-            sync_s: After how many seconds at the latest what was logged would outlive the host.
-            incarnation: How many servers were in the place of this one before.
-
-        Raises:
-            RecordError: It is damaged before its end, or a server that came later has it.
-        """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder, self._incarnation = folder, incarnation
         self._lock = threading.Lock()
         self._ended = threading.Event()
         with _opening:
-            self._take_from_earlier(folder.resolve())
+            self._close_predecessor(folder.resolve())
             self._open(sync_s)
             _open_logs[folder.resolve()] = self
 
-    def _take_from_earlier(self, folder: Path) -> None:
-        """Ends the log of the server in whose place this is: a thread cannot be killed."""
+    def _close_predecessor(self, folder: Path) -> None:
+        """Closes the log of the predecessor, which may be a thread: threads cannot be killed."""
         earlier = _open_logs.get(folder)
         if earlier is None or earlier._ended.is_set():
             return
@@ -73,7 +76,7 @@ class ShardLog:
     def _open(self, sync_s: float) -> None:
         numbers = sorted(int(x.stem.split("-")[1]) for x in self._folder.glob("log-*.records"))
         self._number = numbers[-1] if numbers else 0
-        for number in numbers[:-1]:  # a crash came between the new one and this
+        for number in numbers[:-1]:  # `compact` crashed between renaming and deleting
             self._path(number).unlink()
         for unfinished in self._folder.glob("*.unfinished"):
             unfinished.unlink()
@@ -89,7 +92,7 @@ class ShardLog:
                 value = arrays["value"]
                 self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
         self._base_bytes = 0
-        # One that nobody has any more ends, so the thread must not have it.
+        # The thread has only a weak reference, so that it ends when the log is garbage.
         target = weakref.WeakMethod(self._sync), self._ended, sync_s
         self._thread = threading.Thread(
             target=_sync_often, args=target, name="tpudist log", daemon=True
@@ -98,7 +101,7 @@ class ShardLog:
         weakref.finalize(self, _end_thread, self._ended, self._thread).atexit = False
 
     def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
-        """The records: what was said of each, its arrays, and the changes in it."""
+        """Yields the facts, arrays and updates of each record that was not revoked."""
         path = self._path(self._number)
         revoked = {facts.get("revoke") for facts, _ in read_records(path)}
         for place, (facts, arrays) in enumerate(read_records(path)):
@@ -113,25 +116,28 @@ class ShardLog:
         self._append({"define": number, "name": name}, {"value": value})
 
     def append(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> int:
-        """Logs changes; when it returns they outlive the process. Which record it is."""
+        """Logs updates, which then survive a crash of the process; returns the record's place."""
         packed, arrays = changes_of_closures.pack(changes)
         return self._append({**facts, "changes": packed}, arrays)
 
     def revoke(self, place: int) -> None:
-        """Has a record be as if it were not there: its changes could not be applied."""
+        """Cancels a record, because its updates could not be applied."""
         self._append({"revoke": place}, {})
 
     def is_long(self) -> bool:
-        """Whether it is time to begin anew."""
+        """Returns whether the log should be compacted."""
+        # With a factor of 3, compaction writes at most half as many bytes as the updates.
         return self._num_bytes > max(MIN_BYTES, 3 * self._base_bytes)
 
-    def begin_anew(self, records: Sequence[Record]) -> None:
-        """Goes on in a new file that begins with `records`."""
+    def compact(self, records: Sequence[Record]) -> None:
+        """Continues in a new file, which begins with `records`."""
         with self._lock:
             if self._ended.is_set():
                 raise ValueError(
                     f"The log in {self._folder} is closed: another server writes it now."
                 )
+            # A crash leaves the old file, both files, or the new file. `_open` takes the highest
+            # number, and a file gets its number only when it is complete and synced.
             path = self._path(self._number + 1)
             unfinished = path.with_suffix(".unfinished")
             file = RecordFile(unfinished)
@@ -147,7 +153,7 @@ class ShardLog:
         self._num_records = len(records)
 
     def close(self) -> None:
-        """Syncs and ends it."""
+        """Syncs and closes the log."""
         self._ended.set()
         self._thread.join()
         with self._lock:
@@ -181,9 +187,9 @@ def _end_thread(ended: threading.Event, thread: threading.Thread) -> None:
 
 
 def close_logs(folder: Path) -> None:
-    """Ends the logs in `folder` that servers of this process have left open when they were killed.
+    """Closes the logs in `folder` that killed servers of this process have left open.
 
-    Servers that are processes of their own have taken theirs with them.
+    Killed processes have closed theirs.
     """
     for place, log in list(_open_logs.items()):
         if place.parent == folder.resolve():
@@ -197,6 +203,6 @@ def _sync_often(sync: weakref.WeakMethod, ended: threading.Event, every_s: float
             return
         try:
             method()
-        except ValueError:  # it was closed since
+        except ValueError:  # the file was closed
             return
         del method

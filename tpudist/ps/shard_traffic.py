@@ -1,46 +1,46 @@
-"""ShardTraffic: how many bytes of arrays one server was sent and has given."""
+"""ShardTraffic: the bytes of arrays that one server has received and sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange
 
 
 class ShardTraffic:
-    """Counts the bytes of arrays, as they are in memory, since the server began.
+    """Counts the bytes of arrays in memory since the server started.
 
-    What a message has around its arrays is not among it, nor a repetition below: of what an engine
-    sends between machines this is the part that grows with the model.
+    Message headers, and repeated messages of a lower layer, do not count: arrays are the part that
+    grows with the model.
 
     Attributes:
-        bytes_in: Of what it was sent: first values, changes, and the ids and indices asked for.
-        bytes_out: Of what it has given.
+        bytes_in: Bytes of received initial values, updates, ids and indices.
+        bytes_out: Bytes of sent values.
     """
 
     def __init__(self):
-        """Nothing yet."""
         self.bytes_in = self.bytes_out = 0
 
-    def take(self, *arrays: Any) -> None:
-        """Counts what has come; None for nothing."""
+    def take(self, *arrays: ArrayLike | None) -> None:
+        """Counts received arrays; None counts as nothing."""
         self.bytes_in += sum(map(_nbytes, arrays))
 
     def take_changes(self, changes: Sequence[Change]) -> None:
-        """Counts changes that have come."""
+        """Counts received updates."""
         for change in changes:
             self.take(*_arrays_of(change))
 
     def give(self, array: np.ndarray) -> np.ndarray:
-        """Counts an array that goes out; the array."""
+        """Counts and returns an array that is sent."""
         self.bytes_out += array.nbytes
         return array
 
 
-def _arrays_of(change: Change) -> tuple[Any, ...]:
+def _arrays_of(change: Change) -> tuple[ArrayLike | None, ...]:
     if isinstance(change, Assignment):
         return (change.value,)
     if isinstance(change, Gradients):
@@ -50,8 +50,7 @@ def _arrays_of(change: Change) -> tuple[Any, ...]:
     return change.ids, change.values
 
 
-def _nbytes(array: Any) -> int:
+def _nbytes(array: ArrayLike | None) -> int:
     if array is None:
         return 0
-    nbytes = getattr(array, "nbytes", None)
-    return np.asarray(array).nbytes if nbytes is None else int(nbytes)
+    return array.nbytes if isinstance(array, np.ndarray | jax.Array) else np.asarray(array).nbytes

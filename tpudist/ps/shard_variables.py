@@ -1,14 +1,13 @@
 """ShardVariables: the variables of one server, and the optimizers that update them.
 
-Each array has a version. What is given are views of the arrays, which are not overwritten after
-that; those that nobody has seen are updated in place.
+Each array has a version. Readers get views, so an array that was read is never overwritten; an
+array that nobody has read is updated in place.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +20,24 @@ from tpudist.ps.server_optimizer import ServerOptimizer
 
 
 class ShardVariables:
-    """Arrays in host memory by the number of their variable."""
+    """Arrays in host memory, by the number of their variable.
+
+    Args:
+        server: Number of the server, for messages.
+        incarnation: Number of the server's predecessors.
+    """
 
     def __init__(self, server: int, incarnation: int):
-        """None yet.
-
-        Args:
-            server: Which server holds them, for messages.
-            incarnation: How many servers were in its place before, so that no version is given
-                twice.
-        """
         self._server = server
         self._device = jax.local_devices(backend="cpu")[0]
         self._values: dict[int, jax.Array] = {}
         self._names: dict[int, str] = {}
-        self._constraints: dict[int, Any] = {}
+        self._constraints: dict[int, Callable[[jax.Array], jax.Array]] = {}
         self._versions: dict[int, int] = {}
+        # Each incarnation has 2^40 versions of its own, so that a worker's copy from an earlier
+        # server never looks current.
         self._next_version = itertools.count(incarnation << 40)
-        self._viewed: set[int] = set()  # whose arrays somebody may read
+        self._viewed: set[int] = set()  # variables whose arrays a reader may still have
         self._optimizers: dict[int, ServerOptimizer] = {}
 
     def __contains__(self, number: int) -> bool:
@@ -49,70 +48,70 @@ class ShardVariables:
 
     @property
     def nbytes(self) -> int:
-        """How much memory the values take."""
+        """Bytes of the values."""
         return sum(x.nbytes for x in self._values.values())
 
-    def add(self, number: int, name: str, value: Any) -> None:
-        """Takes a variable that begins with `value`."""
+    def add(self, number: int, name: str, value: np.ndarray) -> None:
+        """Adds a variable with an initial value."""
         self._values[number] = jax.device_put(np.array(value), self._device)
         self._names[number] = name
         self._versions[number] = next(self._next_version)
 
-    def constrain(self, number: int, constraint: Any) -> None:
+    def constrain(self, number: int, constraint: Callable[[jax.Array], jax.Array]) -> None:
         """Applies a function to a variable after each update by an optimizer."""
         self._constraints[number] = constraint
 
     def define_optimizers(
         self, transformations: Mapping[int, optax.GradientTransformation]
     ) -> None:
-        """Takes the optimizers, by number, that are not known yet."""
+        """Adds optimizers, by number, that are not known yet."""
         for number, tx in transformations.items():
             if number not in self._optimizers:
                 self._optimizers[number] = ServerOptimizer(tx)
 
     def clear(self) -> None:
-        """Has no variables and no state any more."""
-        for table in (self._values, self._names, self._versions):
-            table.clear()
+        """Removes all variables and all states of optimizers."""
+        for values in (self._values, self._names, self._versions):
+            values.clear()
         self._viewed.clear()
         for optimizer in self._optimizers.values():
             optimizer.states.clear()
 
     # Reading.
 
-    def pull(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, np.ndarray]]:
-        """Versions and arrays of those that have another version than the one that is known."""
-        found = {}
-        for number, known in wanted.items():
+    def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, np.ndarray]]:
+        """Returns versions and values of variables whose version differs from the given one."""
+        arrays = {}
+        for number, known in versions.items():
             if (version := self._versions[number]) != known:
                 self._viewed.add(number)
-                found[number] = version, np.asarray(self._values[number])
-        return found
+                arrays[number] = version, np.asarray(self._values[number])
+        return arrays
 
     def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Some rows of a variable: `[*indices.shape, ...]`."""
+        """Returns some rows of a variable: `[*indices.shape, ...]`."""
         return np.take(np.asarray(self._values[number]), indices, axis=0)
 
     def values(self) -> Iterator[tuple[int, str, np.ndarray]]:
-        """Number, name and value of each variable."""
+        """Yields number, name and value of each variable."""
         for number, value in self._values.items():
             yield number, self._names[number], np.asarray(value)
 
     def states(self) -> Iterator[tuple[int, tuple[int, ...], list[np.ndarray]]]:
-        """The number of an optimizer, the variables that it updates together, and its state."""
+        """Yields number of an optimizer, variables that it updates together, and their state."""
         for number, optimizer in self._optimizers.items():
             for variables, state in optimizer.states.items():
                 yield number, variables, [np.asarray(x) for x in jax.tree.leaves(state)]
 
     def variables_of_optimizer(self, optimizer: int) -> list[tuple[int, ...]]:
-        """Those that an optimizer updates together, of each state that it has."""
+        """Returns the groups of variables that an optimizer updates together."""
         return list(self._optimizer(optimizer).states)
 
     def state(self, optimizer: int, variables: tuple[int, ...]) -> list[np.ndarray]:
-        """Copies of an optimizer's state for some variables; where it has none, of a new one.
+        """Returns copies of an optimizer's state for a group of variables, or of its initial state.
 
         Raises:
-            ValueError: Some of them are updated together with others.
+            ValueError: If the optimizer updates some of them together with others.
         """
         with jax.default_device(self._device):
             values = [self._values[n] for n in variables]
@@ -120,9 +119,9 @@ class ShardVariables:
             return [np.array(x) for x in jax.tree.leaves(state)]
 
     def restore_state(
-        self, optimizer: int, variables: tuple[int, ...], leaves: Sequence[Any]
+        self, optimizer: int, variables: tuple[int, ...], leaves: Sequence[np.ndarray]
     ) -> None:
-        """Puts the state of an optimizer for some variables in."""
+        """Replaces the state of an optimizer for a group of variables."""
         with jax.default_device(self._device):
             owner = self._optimizer(optimizer)
             state = owner.begin(variables, [self._values[n] for n in variables])
@@ -132,26 +131,27 @@ class ShardVariables:
     # Changing.
 
     def apply(self, changes: Sequence[Assignment | RowChange | Gradients]) -> None:
-        """Applies all of some changes in their order, or none of them if one raises."""
+        """Applies all changes in their order, or none of them if one raises an error."""
         new: dict[int, jax.Array] = {}
         states: dict[tuple[int, tuple[int, ...]], PyTree] = {}
 
-        def now(number: int) -> jax.Array:
+        def current(number: int) -> jax.Array:
             return new[number] if number in new else self._values[number]
 
         with jax.default_device(self._device):
             for change in changes:
-                # Only the last one may overwrite: should one after it fail, the old values stay.
+                # Only the last change may overwrite arrays: if a later one fails, `_values` must
+                # still be intact.
                 last = change is changes[-1]
                 if isinstance(change, Gradients):
-                    new |= self._update(change, now, self._viewed - new.keys(), states, last)
+                    new |= self._update(change, current, self._viewed - new.keys(), states, last)
                 elif isinstance(change, RowChange):
                     number = change.variable
                     in_place = last and (number in new or number not in self._viewed)
-                    new[number] = _change_rows(change, now(number), in_place=in_place)
+                    new[number] = _change_rows(change, current(number), in_place=in_place)
                 else:
                     number = change.variable
-                    new[number] = jnp.array(change.apply(now(number)), copy=True)
+                    new[number] = jnp.array(change.apply(current(number)), copy=True)
         for (optimizer, numbers), state in states.items():
             self._optimizers[optimizer].states[numbers] = state
         for number, value in new.items():
@@ -160,14 +160,21 @@ class ShardVariables:
             self._versions[number] = next(self._next_version)
 
     def _update(
-        self, change: Gradients, now: Any, viewed: set[int], states: dict[Any, PyTree], last: bool
+        self,
+        change: Gradients,
+        current: Callable[[int], jax.Array],
+        viewed: set[int],
+        states: dict[tuple[int, tuple[int, ...]], PyTree],
+        last: bool,
     ) -> dict[int, jax.Array]:
-        """What variables become by an optimizer, whose new state goes into `states`."""
+        """Returns variables after an update by an optimizer; adds its new state to `states`."""
         numbers = change.variables
-        optimizer, values = self._optimizer(change.optimizer), [now(n) for n in numbers]
+        optimizer, values = self._optimizer(change.optimizer), [current(n) for n in numbers]
         key = change.optimizer, numbers
         state = states[key] if key in states else optimizer.begin(numbers, values)
-        constrained = self._constraints.keys() & set(numbers)  # a function that may raise
+        # A constraint is a user's function and may raise after the update, so nothing may have been
+        # overwritten by then.
+        constrained = self._constraints.keys() & set(numbers)
         after, states[key] = optimizer.apply(
             change, values, state, viewed, in_place=last and not constrained
         )
@@ -188,11 +195,11 @@ class ShardVariables:
 
 def _change_rows(change: RowChange, old: jax.Array, *, in_place: bool) -> jax.Array:
     apply = _apply_in_place if in_place else _apply
-    return apply(change.what, old, jnp.asarray(change.indices), jnp.asarray(change.values))
+    return apply(change.op, old, jnp.asarray(change.indices), jnp.asarray(change.values))
 
 
-def _scatter(what: str, old: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-    return RowChange(0, what, indices, values).apply(old)
+def _scatter(op: str, old: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return RowChange(0, op, indices, values).apply(old)
 
 
 _apply = jax.jit(_scatter, static_argnums=0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist import context
+from tpudist.array_types import Shape
 from tpudist.context.closure_place import current_place
 from tpudist.options import warn_of_op_arguments
 from tpudist.ps.changes import Assignment, RowChange
@@ -24,19 +26,20 @@ from tpudist.xla import traces
 class ShardedVariable(ServerVariable):
     """A value whose rows are divided among variables on several servers.
 
-    The rows are divided as TensorFlow divides them ("div"): each part has as many, and the first
-    ones one more where they do not come out even. It is used as any Variable; lookups, changes of
-    rows and gradients that are IndexedSlices go to the servers of those rows, and nothing else
-    does. As `tf.distribute.experimental.ShardedVariable`, but also a Variable.
+    The rows are divided like TensorFlow's "div": each part has the same number, and the first parts
+    have one more if they do not divide evenly. Use it as any Variable. Lookups, updates of rows and
+    gradients that are IndexedSlices go only to the servers of those rows.
+
+    Mirrors `tf.distribute.experimental.ShardedVariable`, which is not a Variable.
 
     Attributes:
-        variables: The parts, in order: each a Variable of its own.
+        variables: The parts, in order: each is a Variable.
     """
 
     variables: list[ServerVariable]
 
     def start_in_parts(self, value: jax.Array, count: int) -> None:
-        """Has `count` servers hold the rows of `value`."""
+        """Creates the variable with its rows on `count` servers."""
         if self.constraint is not None:
             raise ValueError(
                 f"Variable '{self.name}' has a constraint, but would be split into {count} parts "
@@ -62,12 +65,17 @@ class ShardedVariable(ServerVariable):
         self.strategy._register_variable(self)
 
     @property
-    def key(self) -> Any:
-        """By what it is known in all processes."""
+    def parts(self) -> list[ServerVariable]:
+        """Same as `variables`."""
+        return self.variables
+
+    @property
+    def key(self) -> Hashable:
+        """Key of the variable, the same in all processes."""
         return "whole", self.home.number
 
     def __iter__(self) -> Iterator[Any]:
-        """The parts, as `tf.distribute.experimental.ShardedVariable` gives them."""
+        """Returns an iterator over the parts, like TensorFlow's."""
         return iter(self.variables)
 
     # Reading.
@@ -75,12 +83,14 @@ class ShardedVariable(ServerVariable):
     def _read(self) -> jax.Array:
         return self._join([part._read() for part in self.variables])
 
-    def _join(self, parts: Sequence[Any]) -> jax.Array:
+    def _join(self, parts: Sequence[jax.Array]) -> jax.Array:
         with traces.run_eagerly():
             return jnp.concatenate(parts)
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
-        """The rows of the value at `indices`: `[*indices.shape, ...]`; see `ServerVariable`."""
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+        """Returns the rows of the value at `indices`: `[*indices.shape, ...]`; see
+        `ServerVariable`.
+        """
         warn_of_op_arguments("sparse_read", False, name)
         if context.current().frame is not None or traces.is_traced(indices):
             return jnp.take(self.read_value(), jnp.asarray(indices), axis=0)
@@ -89,25 +99,27 @@ class ShardedVariable(ServerVariable):
         scatter_updates.check_rows(self.name, self.shape, numbers)
         flat = numbers.reshape(-1)
         rows = np.empty((flat.size, *self.shape[1:]), self.dtype)
-        for part, which, inside in self._divide(flat):
-            rows[which] = part.sparse_read(inside)
+        for part, positions, part_rows in self._divide(flat):
+            rows[positions] = part.sparse_read(part_rows)
         return jnp.asarray(rows.reshape(*numbers.shape, *self.shape[1:]))
 
     def _divide(self, flat: np.ndarray) -> Iterator[tuple[ServerVariable, np.ndarray, np.ndarray]]:
-        """The parts of which some rows are wanted: which of `flat`, and where in the part."""
+        """Yields each part with some of the rows: positions in `flat`, and rows of the part."""
         owners = np.searchsorted(self._starts, flat, side="right") - 1
         for i, part in enumerate(self.variables):
-            which = np.flatnonzero(owners == i)
-            if which.size:
-                yield part, which, flat[which] - self._starts[i]
+            positions = np.flatnonzero(owners == i)
+            if positions.size:
+                yield part, positions, flat[positions] - self._starts[i]
 
     # Changing.
 
-    def _change(self, change: Assignment | RowChange, read_value: bool = True) -> Any:
+    def _change(
+        self, change: Assignment | RowChange, read_value: bool = True
+    ) -> jax.Array | LaterRead | None:
         if isinstance(change, Assignment):
             parts = np.split(np.asarray(change.value), self._starts[1:])
             counts = [
-                part._change_now(Assignment(part.home.number, change.what, value))
+                part._change_now(Assignment(part.home.number, change.op, value))
                 for part, value in zip(self.variables, parts, strict=True)
             ]
         else:
@@ -121,10 +133,12 @@ class ShardedVariable(ServerVariable):
     def _change_rows(self, change: RowChange) -> list[int]:
         indices, values = np.asarray(change.indices), np.asarray(change.values)
         flat, rows = indices.reshape(-1), values.reshape(indices.size, *self.shape[1:])
-        inside = (flat >= 0) & (flat < self.shape[0])  # a step that computes others means nothing
-        flat, rows = flat[inside], rows[inside]
-        for part, which, numbers in self._divide(flat):
-            part._change_now(RowChange(part.home.number, change.what, numbers, rows[which]))
+        # Indices from a compiled step were not checked; JAX drops updates out of bounds, too.
+        is_inside = (flat >= 0) & (flat < self.shape[0])
+        flat, rows = flat[is_inside], rows[is_inside]
+        for part, positions, part_rows in self._divide(flat):
+            update = RowChange(part.home.number, change.op, part_rows, rows[positions])
+            part._change_now(update)
         state = current_state()
         return [0 if state is None else state.count(part.home) for part in self.variables]
 
@@ -134,73 +148,75 @@ class ShardedVariable(ServerVariable):
         pairs = zip(self.variables, counts, strict=True)
         return self._join([state.read_after(part, count) for part, count in pairs])
 
-    def split_gradient(self, gradient: Any) -> list[tuple[ServerVariable, Any, Any]]:
-        """The parts that a gradient is of, with its values and rows (or None)."""
+    def split_gradient(
+        self, gradient: ArrayLike | IndexedSlices
+    ) -> list[tuple[ServerVariable, ArrayLike, ArrayLike | None]]:
+        """Returns (part, values, rows or None) for each part."""
         if not isinstance(gradient, IndexedSlices):
             parts = np.split(np.asarray(gradient), self._starts[1:])
             return [(part, x, None) for part, x in zip(self.variables, parts, strict=True)]
         indices, values = np.asarray(gradient.indices), np.asarray(gradient.values)
         flat, rows = indices.reshape(-1), values.reshape(indices.size, *self.shape[1:])
-        found = {id(part): (which, inside) for part, which, inside in self._divide(flat)}
-        nothing = np.zeros(0, np.int64)
-        result = []
-        for part in self.variables:
-            # One without rows is among them too: what is updated together has one state.
-            which, inside = found.get(id(part), (nothing, nothing))
-            result.append((part, rows[which], inside))
-        return result
+        divided = {id(part): (positions, rows) for part, positions, rows in self._divide(flat)}
+        empty = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        # Parts without rows are included: an optimizer has one state for all variables of a server
+        # that it updates together, so the group must be the same in each call.
+        split = ((part, *divided.get(id(part), empty)) for part in self.variables)
+        return [(part, rows[positions], part_rows) for part, positions, part_rows in split]
 
     def restore(self, value: jax.Array) -> None:
-        """Takes a value from a checkpoint, of however many parts it was."""
+        """Replaces the value by one from a checkpoint, which may have had other parts."""
         self._change(Assignment(-1, "assign", value), read_value=False)
 
 
 class UnplacedVariable(ServerVariable):
-    """A new variable of a strategy of servers, until it is known in how many parts it will be."""
+    """A new variable of a strategy with servers, before its number of parts is known."""
 
-    def initialize(self, value: jax.Array) -> None:
-        """Becomes what it is, and has servers hold it."""
+    def start_with(self, value: jax.Array) -> None:
+        """Changes its class to the final one, and creates it on servers."""
         if current_place() is not None:
             raise RuntimeError(
                 f"Variable '{self.name}' was created in a closure. A closure may run again, and "
                 f"would create another Variable each time. Create it outside, in strategy.scope()."
             )
-        partitioner: Any = self.strategy.variable_partitioner
         count = 1
         if colocation.neighbor() is None:
+            partitioner = self.strategy.variable_partitioner
             count = num_parts(partitioner, self.shape, self.dtype, self.name)
-        # Its user has this very object, so it is the object that changes its class.
+        # `Variable(...)` returns this object to the caller, so it changes its class in place. The
+        # partitioner needs the shape, which is known only after the initial value was computed.
         itself: Any = self
         if count == 1:
             itself.__class__ = ServerVariable
-            itself.initialize(value)
+            itself.start_with(value)
         else:
             itself.__class__ = ShardedVariable
             itself.start_in_parts(value, count)
 
 
-def embedding_lookup(params: Any, ids: Any) -> jax.Array:
-    """The rows of a Variable at `ids`: `[*ids.shape, ...]`.
+def embedding_lookup(params: Variable | Iterable[Variable], ids: ArrayLike) -> jax.Array:
+    """Returns the rows of a Variable at `ids`: `[*ids.shape, ...]`.
 
-    Of one that is in parts only the servers of those rows are asked, for those rows. Call it in a
-    scheduled function, before `strategy.run`, which takes the rows as an argument.
+    If the Variable is in parts, only the servers of those rows are asked. Call it in a scheduled
+    function, before `strategy.run`, and pass the rows.
 
     Args:
-        params: A Variable, or a list of the parts of one.
+        params: A Variable, or the list of all parts of one.
         ids: Integers from 0.
 
     Raises:
-        RuntimeError: It is on servers, and the function is traced, so that ids are not known.
-        TypeError: `params` is something else.
+        RuntimeError: If the Variable is on servers and the function is traced, so that ids are
+            unknown.
+        TypeError: If `params` has another type.
 
-    As `tf.nn.embedding_lookup`.
+    Mirrors `tf.nn.embedding_lookup`.
     """
     if isinstance(params, Variable):
         return _look_up(params, ids)
     parts = list(params)
-    if parts and all(isinstance(x, ServerVariable) for x in parts):
-        whole = getattr(parts[0], "whole", None)
-        if whole is not None and list(map(id, whole.variables)) == list(map(id, parts)):
+    if parts and isinstance(parts[0], ServerVariable):
+        whole = parts[0].whole
+        if whole is not None and list(map(id, whole.parts)) == list(map(id, parts)):
             return _look_up(whole, ids)
     raise TypeError(
         f"embedding_lookup(params={type(params).__name__}): params must be a Variable, or a list "
@@ -208,7 +224,7 @@ def embedding_lookup(params: Any, ids: Any) -> jax.Array:
     )
 
 
-def _look_up(variable: Variable, ids: Any) -> jax.Array:
+def _look_up(variable: Variable, ids: ArrayLike) -> jax.Array:
     in_trace = context.current().frame is not None or traces.is_traced(ids)
     if variable.is_on_servers and in_trace:
         raise RuntimeError(
@@ -220,16 +236,18 @@ def _look_up(variable: Variable, ids: Any) -> jax.Array:
 
 
 def _starts(num_rows: int, count: int) -> list[int]:
-    """Where each of `count` parts begins: the first ones have one row more."""
+    """Returns the first row of each part; the first parts have one row more."""
     size, rest = divmod(num_rows, count)
     return [i * size + min(i, rest) for i in range(count)]
 
 
-def num_parts(partitioner: Any, shape: tuple[int, ...], dtype: Any, name: str) -> int:
-    """Into how many parts a partitioner cuts a variable, along its rows.
+def num_parts(
+    partitioner: Callable[..., Sequence[int]] | None, shape: Shape, dtype: np.dtype, name: str
+) -> int:
+    """Returns the number of parts into which a partitioner divides the rows of a variable.
 
     Raises:
-        ValueError: It cuts another dim, or says something else than a count for each dim.
+        ValueError: If it divides another dim, or does not return a count for each dim.
     """
     if partitioner is None or not shape:
         return 1

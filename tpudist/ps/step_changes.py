@@ -1,8 +1,12 @@
-"""What a replica function in a closure changes of what servers hold: results of its step.
+"""Updates of servers' variables in a compiled step: extra results of the step.
 
-A compiled step cannot send anything. What it would assign leaves it as results beside its own, and
-the closure does with them what the function has said.
+A compiled step cannot send anything. `StepChanges.run` lets it return the values that it would
+assign, and the closure assigns them after the step.
 """
+
+# While a step is traced, `note` appends descriptions to a list that belongs to the trace, and the
+# arrays become results of the compiled program. So the descriptions are static: they are recorded
+# once per compilation, and apply to the results of every call.
 
 from __future__ import annotations
 
@@ -10,14 +14,19 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
+import optax
+
+from tpudist.array_types import PyTree
 from tpudist.options import RunOptions
 from tpudist.values.per_replica import PerReplica
 
 MAX_COPIES = 8
-"""How many functions of one definition are told apart by what they capture."""
+"""Number of functions of one definition, with different captured values, that are kept."""
 
 _noted: contextvars.ContextVar[list[tuple[_Note, Any]] | None] = contextvars.ContextVar(
     "tpudist.step_changes", default=None
@@ -25,30 +34,43 @@ _noted: contextvars.ContextVar[list[tuple[_Note, Any]] | None] = contextvars.Con
 
 
 class ChangeableVariable(Protocol):
-    """A variable whose changes a step can note; `ps.server_variable.ServerVariable` is one."""
+    """A variable whose updates a step can record, such as `ps.server_variable.ServerVariable`."""
 
     @property
     def name(self) -> str:
         """The name, for messages."""
         ...
 
-    def apply_noted(self, what: str, arrays: Sequence[Any]) -> None:
-        """Applies a change that was noted in a trace."""
+    def apply_noted(self, op: str, arrays: Sequence[jax.Array]) -> None:
+        """Applies an update that was recorded in a trace."""
         ...
 
     def send_gradients(
-        self, optimizer: int, tx: Any, variables: Sequence[Any], gradients: Sequence[Any]
+        self,
+        optimizer: int,
+        tx: optax.GradientTransformation,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
     ) -> None:
         """Sends gradients to the servers, which apply them."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class GradientUpdate:
+    """An update by an optimizer, whose arrays are the gradients of `variables`."""
+
+    optimizer: int
+    tx: optax.GradientTransformation
+    variables: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Note:
-    """What is to be done with arrays that a step gives."""
+    """Describes an update whose arrays are results of the step."""
 
     variable: ChangeableVariable
-    what: Any
+    update: str | GradientUpdate
 
     def apply(self, arrays: Sequence[Any]) -> None:
         if any(isinstance(x, PerReplica) for x in arrays):
@@ -57,18 +79,18 @@ class _Note:
                 f"one value. Reduce them with get_replica_context().all_reduce(op, value), or "
                 f"create the variable with an aggregation."
             )
-        if isinstance(self.what, str):
-            self.variable.apply_noted(self.what, arrays)
+        if isinstance(self.update, str):
+            self.variable.apply_noted(self.update, arrays)
         else:
-            _, optimizer, tx, variables = self.what
-            self.variable.send_gradients(optimizer, tx, variables, arrays)
+            update = self.update
+            self.variable.send_gradients(update.optimizer, update.tx, update.variables, arrays)
 
 
-def note(variable: ChangeableVariable, what: Any, arrays: Sequence[Any]) -> None:
-    """Notes a change in the trace of a replica function.
+def note(variable: ChangeableVariable, update: str | GradientUpdate, arrays: Sequence[Any]) -> None:
+    """Records an update during the trace of a replica function.
 
     Raises:
-        RuntimeError: It is no function that a closure runs.
+        RuntimeError: If no closure runs the function.
     """
     noted = _noted.get()
     if noted is None:
@@ -76,36 +98,47 @@ def note(variable: ChangeableVariable, what: Any, arrays: Sequence[Any]) -> None
             f"Variable '{variable.name}' is on a parameter server, but was changed outside of a "
             f"closure. Schedule the function: coordinator.schedule(fn)."
         )
-    noted.append((_Note(variable, what), tuple(arrays)))
+    noted.append((_Note(variable, update), tuple(arrays)))
 
 
-class StepChanges:
-    """Runs replica functions of closures, on one worker."""
-
-    def __init__(self):
-        """No function yet."""
-        self._by_code: dict[Any, list[tuple[Any, Any]]] = {}
+class ReplicaStrategy(Protocol):
+    """A worker's synchronous strategy; `strategy.Strategy`, a higher layer, is one."""
 
     def run(
         self,
-        strategy: Any,
-        fn: Callable[..., Any],
+        fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """Calls `fn` on each replica."""
+        ...
+
+
+class StepChanges:
+    """Runs the replica functions of closures on one worker."""
+
+    def __init__(self):
+        self._by_code: dict[Hashable, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+
+    def run(
+        self,
+        strategy: ReplicaStrategy,
+        fn: Callable[..., PyTree],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         options: RunOptions | None,
-    ) -> Any:
-        """`strategy.run`, and what `fn` changes of what servers hold."""
+    ) -> PyTree:
+        """Calls `strategy.run`, and applies the updates of `fn`."""
         result, noted = strategy.run(self._wrap(fn), args, kwargs, options)
-        for what, arrays in noted:
-            what.apply(arrays)
+        for update, arrays in noted:
+            update.apply(arrays)
         return result
 
     def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that gives its changes beside its result.
-
-        One for all functions of a definition that capture the same objects: what is defined in a
-        closure is another function in each, and would be compiled for each.
-        """
+        # A closure that defines its replica function creates a new object each time, which JAX
+        # would compile each time. Functions with the same code and captures share one wrapper.
+        # Users' callables without code, such as partials, are grouped by type.
         copies = self._by_code.setdefault(getattr(fn, "__code__", type(fn)), [])
         for other, wrapped in copies:
             if other is fn or _captures_equal(fn, other):
@@ -135,24 +168,22 @@ def _collect() -> Iterator[list[tuple[_Note, Any]]]:
         _noted.reset(token)
 
 
-def _captures_equal(one: Any, other: Any) -> bool:
-    """Whether two functions of one definition are the same in all that they can see."""
-    if not hasattr(one, "__code__"):  # another object, of which it is not known what it does
-        return False
-    if getattr(one, "__self__", None) is not getattr(other, "__self__", None):
-        return False
+def _captures_equal(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Returns whether two functions of one definition can see only the same objects."""
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one.__self__ is other.__self__ and _captures_equal(one.__func__, other.__func__)
+    if not isinstance(one, types.FunctionType) or not isinstance(other, types.FunctionType):
+        return False  # a callable object, whose state is unknown
     if one.__globals__ is not other.__globals__:
         return False
     if not _are_same(one.__defaults__ or (), other.__defaults__ or ()):
         return False
-    named, others = one.__kwdefaults__ or {}, other.__kwdefaults__ or {}
-    if named.keys() != others.keys() or not _are_same(
-        [*named.values()], [others[k] for k in named]
-    ):
+    keywords = [sorted((f.__kwdefaults__ or {}).items()) for f in (one, other)]
+    if not _are_same(*([x for pair in pairs for x in pair] for pairs in keywords)):
         return False
     try:
         contents = [[x.cell_contents for x in f.__closure__ or ()] for f in (one, other)]
-    except ValueError:  # a name that is bound later
+    except ValueError:  # a variable that the enclosing function assigns later
         return False
     return _are_same(*contents)
 

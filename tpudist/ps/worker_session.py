@@ -1,4 +1,4 @@
-"""WorkerSession: what one worker keeps for a strategy of servers, from closure to closure."""
+"""WorkerSession: the state that a worker keeps between closures of a strategy with servers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from tpudist.ps.step_changes import StepChanges
 
 
 class WorkerSession:
-    """What one worker keeps.
+    """The state of one worker.
+
+    Args:
+        engine: Runs the servers.
+        strategy: Synchronous strategy of this worker; `run` of the strategy with servers uses it.
+        device: Device on which the worker computes.
 
     Attributes:
-        strategy: The strategy of this worker, which `run` of the one of servers leads to.
-        steps: The replica functions that it has run.
-        engine: Where the servers live.
-        servers: Who the servers are, as far as it knows.
+        strategy: Synchronous strategy of this worker.
+        steps: Replica functions that the worker has run.
+        engine: Runs the servers.
+        servers: Servers, as of the current closure.
     """
 
     servers: Sequence[Actor]
 
     def __init__(self, engine: Engine, strategy: Any, device: jax.Device | None):
-        """Nothing read yet.
-
-        Args:
-            engine: Where the servers live.
-            strategy: See the class.
-            device: Where the worker computes.
-        """
-        self.strategy, self.steps = strategy, StepChanges()
+        self.strategy, self.steps = strategy, StepChanges()  # `Strategy` is in a higher layer
         self.engine, self.servers = engine, ()
         self._copies = ServerCopies(engine, device)
 
@@ -44,6 +42,6 @@ class WorkerSession:
         function: Callable[..., Any],
         num_scheduled: int = 0,
     ) -> ClosureState:
-        """What a closure sees and does; see `ClosureState`."""
+        """Returns the state of a closure that starts; see `ClosureState`."""
         self.servers = servers
         return ClosureState(self._copies, number, low, servers, function, num_scheduled)

@@ -1,1 +1,1 @@
-"""State between steps: Variables, and the arrays of NNX objects."""
+"""What steps read and change."""

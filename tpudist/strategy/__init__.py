@@ -1,1 +1,1 @@
-"""The class `Strategy`, which all strategies share: a mesh and a placement rule."""
+"""What all strategies share: a mesh and a rule of placement."""

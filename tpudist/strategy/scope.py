@@ -1,4 +1,4 @@
-"""The result of `Strategy.scope`."""
+"""The scope of a strategy."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,13 +6,10 @@ from typing import Any
 
 
 class Scope(contextlib.AbstractContextManager):
-    """A context manager that you can enter again, in itself and after you left it.
-
-    Args:
-        enter: Called at each entry; returns a new context manager.
-    """
+    """A scope that can be entered again, in itself and after it was left."""
 
     def __init__(self, enter: Callable[[], contextlib.AbstractContextManager]):
+        """`enter` makes what is entered each time."""
         self._enter = enter
         self._entered: list[contextlib.AbstractContextManager] = []
 

@@ -1,4 +1,4 @@
-"""Writers of the metrics of a run: lines of JSON, TensorBoard events, Weights & Biases."""
+"""Where a run's numbers go while it runs: lines of JSON, TensorBoard events, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from tpudist.training.history import History
 
 
 class MetricsWriter(Protocol):
-    """Receives the metrics of a run; only the first process calls its writers."""
+    """Takes the numbers of a run; only the first process has any."""
 
     def begin(self, history: History) -> None:
-        """Opens the writer of a run that has finished `history.num_steps` steps.
+        """Called before the first step, of a run that has done `history.num_steps` steps.
 
-        Metrics of later steps belong to a start that ended before its next checkpoint: these steps
-        run again.
+        What is known of later steps belongs to a start that was cut short: they are done again.
         """
         ...
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Writes metrics.
+        """Takes the `values` measured after `step` steps.
 
         Args:
-            step: Number of finished steps.
-            split: `train`, `held_out`, or `resumed` when a run resumes.
-            values: Values by name.
+            step: Steps done.
+            split: `train`, `held_out`, or `resumed` where a run goes on.
+            values: By name.
         """
         ...
 
     def sync(self) -> None:
-        """Waits until all metrics are on disk: a checkpoint of their steps follows."""
+        """Makes sure that what was written outlives the machine: a checkpoint builds on it."""
         ...
 
     def close(self) -> None:
-        """Writes buffered metrics; there are no more calls afterwards."""
+        """Writes what is left; nothing is added afterwards."""
         ...
 
 
@@ -47,25 +46,23 @@ class JsonLinesWriter:
     """Writes `metrics.jsonl` into a folder; each line is on disk at once.
 
     A line is `{"step": 10, "split": "train", "time_s": 12.3, "loss": 2.1, ...}`, where `time_s` is
-    the time since the run began, without pauses between its starts. A run that resumes keeps the
-    lines of its finished steps, and its `History` restores losses and times from them.
-
-    Args:
-        folder: Directory of the run; created if it does not exist.
+    the time since the run began, but for pauses between its starts. A run that goes on keeps the
+    lines of the steps that it has done, and tells its `History` of them.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
+        """Of the folder of a run; it is made if need be."""
         self._path = Path(folder) / "metrics.jsonl"
         self._start = time.perf_counter()
-        self._lines: IO[str] | None = None  # open between `begin` and `close`
+        self._lines: Any = None
 
     def begin(self, history: History) -> None:
-        """Keeps only the lines of finished steps; see `MetricsWriter`."""
+        """Keeps the lines of the steps done, and no others; see `MetricsWriter`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = history.continue_from(read_lines(self._path.parent)) if history.num_steps else []
         earlier_s = max((float(line.get("time_s", 0)) for line in kept), default=0.0)
         self._start = time.perf_counter() - earlier_s
-        # A process that is killed here leaves either the old lines or the new ones.
+        # In one move: a process that is killed here leaves the old lines or the new ones.
         new_path = self._path.with_suffix(".new")
         with new_path.open("w", encoding="utf-8") as new:
             new.write("".join(json.dumps(line) + "\n" for line in kept))
@@ -75,16 +72,14 @@ class JsonLinesWriter:
         self._lines = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Appends a line."""
-        assert self._lines is not None, "begin() was not called"
+        """Adds a line."""
         line: dict[str, Any] = {"step": step, "split": split}
         line["time_s"] = round(time.perf_counter() - self._start, 3)
         self._lines.write(json.dumps(line | dict(values)) + "\n")
         self._lines.flush()
 
     def sync(self) -> None:
-        """Waits until the lines are on disk."""
-        assert self._lines is not None, "begin() was not called"
+        """Has the disk keep the lines."""
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
@@ -94,29 +89,28 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """Writes events such as `train/loss` into `tensorboard/` of a folder.
+    """Writes events into `tensorboard/` of a folder: `train/loss` and its like.
 
-    A run that resumes hides the events of later steps. A new run deletes the events of an earlier
-    run in the same folder, because TensorBoard would join the curves of both.
-
-    Args:
-        folder: Directory of the run.
-
-    Raises:
-        ModuleNotFoundError: If tensorboardX is not installed.
+    Needs tensorboardX. A run that goes on hides what TensorBoard knows of later steps; one that
+    starts replaces the events of an earlier one, whose curves would be drawn as one with its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
+        """Of the folder of a run.
+
+        Raises:
+            ModuleNotFoundError: tensorboardX is not installed.
+        """
         if not has_tensorboard():
             raise ModuleNotFoundError(
                 "TensorBoardWriter requires tensorboardX, which is not installed: pip install "
                 "tensorboardX."
             )
         self._folder = Path(folder) / "tensorboard"
-        self._events: Any = None  # a `SummaryWriter`; tensorboardX is optional and untyped
+        self._events: Any = None
 
     def begin(self, history: History) -> None:
-        """Creates a file of events; see `MetricsWriter`."""
+        """Makes a file of events; see `MetricsWriter`."""
         from tensorboardX import SummaryWriter
 
         purge_step = history.num_steps + 1 if history.num_steps else None
@@ -126,49 +120,39 @@ class TensorBoardWriter:
         self._events = SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Writes a scalar for each value."""
+        """Adds a scalar for each value."""
         for name, value in values.items():
             self._events.add_scalar(f"{split}/{name}", value, step)
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes a text."""
+        """Adds a text."""
         self._events.add_text(name, text)
 
     def sync(self) -> None:
-        """Does nothing: a resumed run does not read events."""
+        """Nothing: events are for looking at, and no checkpoint builds on them."""
 
     def close(self) -> None:
-        """Writes buffered events."""
+        """Writes what is left."""
         if self._events is not None:
             self._events.close()
 
 
-@runtime_checkable
-class WandbRun(Protocol):
-    """Method of `wandb.Run` that `WandbWriter` calls."""
-
-    def log(self, data: dict[str, float], step: int) -> None:
-        """Logs values of a step."""
-        ...
-
-
 class WandbWriter:
-    """Logs metrics such as `train/loss` to a run of Weights & Biases.
+    """Logs to a run of Weights & Biases: `train/loss` and its like, by the number of the step.
 
         writer = tpudist.training.WandbWriter(wandb.init(project="digits", resume="allow", id=name))
 
-    W&B rejects steps before its last step. So if a run resumes from a checkpoint, the
-    metrics of steps that run again keep their first values.
-
-    Args:
-        run: Result of `wandb.init`. The writer does not finish it.
-
-    Raises:
-        TypeError: If `run` is not a run of W&B.
+    W&B takes no numbers of steps before the last one that it has: where a run goes on from a
+    checkpoint, those of the steps that are done again stay what they were.
     """
 
-    def __init__(self, run: WandbRun):
-        if not isinstance(run, WandbRun):
+    def __init__(self, run: Any):
+        """Of what `wandb.init` returned; the run is not finished at the end, as it is yours.
+
+        Raises:
+            TypeError: `run` is none.
+        """
+        if not callable(getattr(run, "log", None)):
             raise TypeError(
                 f"WandbWriter(run={type(run).__name__}): this object has no log(). Pass the run "
                 f"that wandb.init(...) returns."
@@ -176,23 +160,23 @@ class WandbWriter:
         self._run = run
 
     def begin(self, history: History) -> None:
-        """Does nothing: W&B knows its last step."""
+        """Nothing: W&B knows the steps that it has."""
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Logs the values."""
         self._run.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
 
     def sync(self) -> None:
-        """Does nothing: W&B sends in the background."""
+        """Nothing: W&B sends in the background."""
 
     def close(self) -> None:
-        """Does nothing: the caller finishes the run."""
+        """Nothing: the run is the caller's."""
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of `metrics.jsonl` in a folder; no lines if there is no such file.
+    """The lines of `metrics.jsonl` in a folder, without one that a killed process left unfinished.
 
-    A line that a killed process left incomplete is omitted.
+    None where there is no such file.
     """
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
@@ -201,14 +185,14 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for line in text.splitlines():
         try:
-            values = json.loads(line)
+            read = json.loads(line)
         except ValueError:
             continue
-        if isinstance(values, dict):
-            lines.append(values)
+        if isinstance(read, dict):
+            lines.append(read)
     return lines
 
 
 def has_tensorboard() -> bool:
-    """Returns whether tensorboardX is installed."""
+    """Whether TensorBoard events can be written here."""
     return importlib.util.find_spec("tensorboardX") is not None

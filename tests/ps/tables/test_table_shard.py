@@ -1,4 +1,4 @@
-"""A shard is a dict of rows that are drawn by their ids, and nothing of it is lost on the way."""
+"""TableShard: a dict of rows that are drawn by their ids, with updates, eviction and restore."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tpudist.ps.tables.table_state import part_of_shard
 
 SGD, ADAM = optax.sgd(0.5), optax.adam(0.1)
 OPTIONS = TableOptions(dim=2, optimizer=SGD, capacity=64)
-FRESH = TableShard(OPTIONS)  # is never touched
+FRESH = TableShard(OPTIONS)  # never changes
 
 
 def initial(ids):
@@ -28,7 +28,7 @@ def initial(ids):
 
 @dataclasses.dataclass
 class Model:
-    """What a shard is meant to be, one id at a time."""
+    """The expected contents of a shard, one id at a time."""
 
     max_rows: int | None
     eviction: Eviction
@@ -68,10 +68,11 @@ CALLS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(CALLS, st.sampled_from([None, 7, 9]), st.sampled_from(Eviction), st.integers(0, 3))
-def test_it_is_a_dict_of_rows_and_its_changes_give_another_one(calls, max_rows, eviction, every):
+def test_shard_behaves_like_a_dict_and_its_state_restores_another_one(
+    calls, max_rows, eviction, every
+):
     options = dataclasses.replace(OPTIONS, max_rows=max_rows, eviction=eviction)
-    shard, model = TableShard(options, keep_changes=True), Model(max_rows, eviction)
-    copy = TableShard(options)
+    shard, model = TableShard(options), Model(max_rows, eviction)
     for number, (what, ids) in enumerate(calls):
         values = np.arange(2.0 * len(ids), dtype=np.float32).reshape(-1, 2) + number
         if what == "pull":
@@ -101,8 +102,8 @@ def test_it_is_a_dict_of_rows_and_its_changes_give_another_one(calls, max_rows, 
                 model.remove(i)
         require_same(shard, model)
         if number % (every + 1) == 0:
-            copy.restore(shard.take_changes())
-            np.testing.assert_array_equal(np.sort(copy.ids()), np.sort(shard.ids()))
+            copy = TableShard(options)
+            copy.restore(shard.state())
             assert_same_rows(copy, shard)
 
 
@@ -123,19 +124,23 @@ def require_same(shard, model):
 
 
 def assert_same_rows(shard, other):
-    ids = np.sort(other.ids())
-    found, expected = shard.state(ids), other.state(ids)
+    actual, expected = sort_by_id(shard.state()), sort_by_id(other.state())
     for name in set(expected) - {"last", "num", "clock"}:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+def sort_by_id(state):
+    order = np.argsort(state["ids"])
+    return {name: x[order] if x.ndim else x for name, x in state.items()}
 
 
 def some_ids(count):
     return np.unique(np.random.default_rng(count).integers(-(1 << 63), 1 << 63, count))
 
 
-def shard_with(ids, options, **others):
-    """With rows and slots of their own."""
-    shard = TableShard(options, **others)
+def shard_with(ids, options):
+    """Returns a shard whose rows and slots all differ."""
+    shard = TableShard(options)
     for part in (ids, ids[::2]):
         shard.push(part, np.sin(np.arange(len(part) * options.dim)).reshape(-1, options.dim))
     return shard
@@ -143,7 +148,7 @@ def shard_with(ids, options, **others):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [ADAM, rowwise_adagrad(0.1), optax.sgd(0.1, momentum=0.9)])
-def test_a_table_that_grows_is_one_that_was_large(optimizer):
+def test_growing_a_table_does_not_change_its_rows(optimizer):
     ids = some_ids(300)
     shards = [
         shard_with(ids, TableOptions(dim=3, optimizer=optimizer, capacity=capacity))
@@ -158,7 +163,7 @@ def test_a_table_that_grows_is_one_that_was_large(optimizer):
 
 
 @pytest.mark.slow
-def test_a_batch_of_several_chunks_is_one_of_small_ones():
+def test_a_batch_of_several_chunks_equals_several_small_batches():
     ids = some_ids(20_000)
     options = TableOptions(dim=2, optimizer=rowwise_adagrad(0.1), capacity=32_768)
     whole, parts = TableShard(options), TableShard(options)
@@ -190,7 +195,7 @@ def test_a_row_does_not_depend_on_the_order_the_batch_or_the_shard():
 
 
 @pytest.mark.slow
-def test_duplicates_are_summed_before_the_optimizer_sees_them():
+def test_gradients_of_one_id_are_summed_before_the_optimizer():
     """Adam of twice a gradient is not twice Adam."""
     options = TableOptions(dim=2, optimizer=ADAM)
     once, twice = TableShard(options), TableShard(options)
@@ -201,14 +206,12 @@ def test_duplicates_are_summed_before_the_optimizer_sees_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_may_be_of_half_the_size(dtype):
+def test_half_precision_rows_have_float32_slots(dtype):
     shard = shard_with(some_ids(40), TableOptions(dim=2, optimizer=ADAM, dtype=dtype))
     ids = shard.ids()
     rows = shard.pull(ids)
     assert rows.dtype == np.dtype(dtype)
-    out = np.empty_like(rows)
-    assert shard.pull(ids[::-1], out=out) is out
-    np.testing.assert_array_equal(out, rows[::-1])
+    np.testing.assert_array_equal(shard.pull(ids[::-1]), rows[::-1])
     state = shard.state()
     assert {state[name].dtype.name for name in state if name.endswith("mu")} == {"float32"}
     shard.push(ids, jnp.ones(rows.shape, jnp.bfloat16))
@@ -218,17 +221,17 @@ def test_rows_may_be_of_half_the_size(dtype):
 
 
 def test_empty_batches_change_nothing():
-    shard = TableShard(OPTIONS, keep_changes=True)
+    shard = TableShard(OPTIONS)
     assert shard.pull([]).shape == shard.pull([], create=False).shape == (0, 2)
     shard.push([], np.zeros((0, 2)))
     shard.assign(np.zeros(0, np.uint64), np.zeros((0, 2)))
     assert len(shard) == len(shard.remove([])) == len(shard.evict(min_touches=9)) == 0
-    shard.restore(shard.take_changes())
+    shard.restore(shard.state())
     assert len(shard.state()["rows"]) == len(shard.ids()) == 0
 
 
 @pytest.mark.slow
-def test_a_table_is_split_over_8_shards_then_5_then_8_and_loses_nothing():
+def test_state_survives_8_shards_then_5_then_8():
     options = TableOptions(dim=3, optimizer=ADAM, capacity=64)
     ids = some_ids(400)
     whole = shard_with(ids, options)
@@ -244,22 +247,12 @@ def test_a_table_is_split_over_8_shards_then_5_then_8_and_loses_nothing():
     back = TableShard(options)
     for state in states:
         back.restore(state)
-    found, expected = back.state(ids), whole.state(ids)
-    assert list(found) == list(expected)
-    for name, x in expected.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    actual, expected = sort_by_id(back.state()), sort_by_id(whole.state())
+    assert list(actual) == list(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_evicted_ids_are_those_of_their_shard():
-    shard = shard_with(np.arange(20), OPTIONS, keep_changes=True)
-    shard.remove(np.arange(5, 15))
-    changes = shard.take_changes()
-    parts = [part_of_shard(changes, i, 3)["evicted"] for i in range(3)]
-    assert sorted(np.concatenate(parts).tolist()) == list(range(5, 15))
-    assert all((shard_of(part, 3) == i).all() for i, part in enumerate(parts))
-
-
-def test_a_restored_table_keeps_its_bound_and_the_rows_that_go_last():
+def test_restore_evicts_the_oldest_rows_beyond_max_rows():
     options = dataclasses.replace(OPTIONS, max_rows=4)
     shard = TableShard(OPTIONS)
     for i in (3, 1, 2, 0, 5, 4):
@@ -274,7 +267,7 @@ def test_a_restored_table_keeps_its_bound_and_the_rows_that_go_last():
 
 
 @pytest.mark.slow
-def test_a_shard_takes_no_more_memory_than_it_may():
+def test_rows_beyond_max_bytes_raise_memory_error_and_change_nothing():
     options = TableOptions(dim=2, optimizer=ADAM, capacity=16, max_bytes=20_000)
     shard, room, ids = TableShard(options), options.room, some_ids(1000)
     assert room >= 64
@@ -283,13 +276,13 @@ def test_a_shard_takes_no_more_memory_than_it_may():
     assert 0.9 * options.bytes_for(room) < shard.nbytes <= options.bytes_for(room) <= 20_000
     before, state = shard.state(), TableShard(dataclasses.replace(options, max_bytes=None))
     state.pull(ids[room - 5 : room + 1])
-    for refused in (
+    for call in (
         lambda: shard.pull(ids[: room + 1]),
         lambda: shard.push(ids[: room + 1], np.ones((room + 1, 2))),
         lambda: shard.restore(state.state()),
     ):
         with pytest.raises(MemoryError, match=f"{room + 1} rows .* has room for {room}: .* Use mo"):
-            refused()
+            call()
     jax.tree.map(np.testing.assert_array_equal, shard.state(), before)
     shard.pull(ids, create=False)
     shard.remove(ids[:1])
@@ -298,7 +291,7 @@ def test_a_shard_takes_no_more_memory_than_it_may():
     assert shard.nbytes <= 20_000
 
 
-def test_a_shard_lets_rows_go_before_it_runs_out_of_memory():
+def test_max_rows_evicts_before_max_bytes_is_reached():
     options = dataclasses.replace(OPTIONS, max_rows=4, max_bytes=OPTIONS.bytes_for(64))
     shard = TableShard(options)
     for i in range(80):
@@ -307,7 +300,7 @@ def test_a_shard_lets_rows_go_before_it_runs_out_of_memory():
 
 
 def test_the_table_is_overwritten_in_place():
-    """Also after a pull, which looks at it: a copy would take seconds for a large table."""
+    """Also after a pull, which reads it: a copy would take seconds for a large table."""
     shard = shard_with(np.arange(50), OPTIONS)
     before = shard._arrays._tree.values.unsafe_buffer_pointer()
     for _ in range(3):
@@ -315,7 +308,7 @@ def test_the_table_is_overwritten_in_place():
     assert shard._arrays._tree.values.unsafe_buffer_pointer() == before
 
 
-def test_what_a_caller_got_stays_as_it_was():
+def test_updates_do_not_change_returned_arrays_or_read_arguments_later():
     shard = shard_with(np.arange(50), OPTIONS)
     pulled, state = shard.pull([1, 2]), shard.state()
     copies = pulled.copy(), {name: x.copy() for name, x in state.items()}
@@ -339,16 +332,9 @@ def test_what_a_caller_got_stays_as_it_was():
         (lambda x: x.push([1], np.ones((1, 2), int)), TypeError, "but gradients has dtype int64"),
         (lambda x: x.assign([1], np.ones((2, 2))), ValueError, r"but rows has shape \[2, 2\]"),
         (lambda x: x.pull([0.5]), TypeError, "ids of table rows have dtype float64"),
-        (
-            lambda x: x.pull([1], out=np.ones((1, 2))),
-            ValueError,
-            "written to out with dtype float64",
-        ),
-        (lambda x: x.pull([1], out=np.ones((2, 2))), ValueError, r"but out has shape \[2, 2\]"),
-        (lambda x: x.take_changes(), ValueError, "Create the shard with keep_changes=True"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(call, error, message):
+def test_invalid_calls_raise_errors_and_change_nothing(call, error, message):
     shard = TableShard(OPTIONS)
     with pytest.raises(error, match=message):
         call(shard)
@@ -371,12 +357,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(call, error, message):
         ({"optimizer": None}, TypeError, "The optimizer of a table is None"),
     ],
 )
-def test_options_that_are_no_table_are_refused(change, error, message):
+def test_invalid_options_raise_errors(change, error, message):
     with pytest.raises(error, match=message):
         dataclasses.replace(OPTIONS, **change)
 
 
-def test_a_state_of_another_table_is_refused():
+def test_restore_rejects_states_of_other_tables():
     state = shard_with(np.arange(3), TableOptions(dim=2, optimizer=ADAM)).state()
     with pytest.raises(ValueError, match=r"slots\[0\]\.mu.* Restore it with the optimizer"):
         TableShard(OPTIONS).restore(state)

@@ -1,8 +1,8 @@
-"""Labels the dims, parameters and numbers of a program that depend on the number of rows.
+"""Which dims, parameters and numbers of a program depend on how many rows its batches have.
 
-The function is traced with several numbers of rows. The traces must have the same structure: the
-same primitives, which read the same values. Everything else that differs (sizes, parameters,
-scalars, constants) becomes a function of the number of rows, fitted by `row_sizes`.
+The function has been traced at several numbers of rows. The traces must have one structure: the
+same primitives that read the same values. What differs between them (sizes of dims, parameters,
+scalars, constants) is a function of the number of rows, which `sizes` finds.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jax.core import Tracer
 from jax.extend import core
 
 from tpudist.programs import jaxprs
-from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_sizes import (
     Dim,
@@ -37,15 +36,15 @@ NOT_COMPARED = frozenset(
     "update_jaxpr compiler_options_kvs out_sharding sharding unconstrained_dims "
     "fun_jaxpr_thunk".split()
 )
-"""Parameters that do not affect the result, or that contain another form of a compared program."""
+"""Parameters that say nothing of what is computed, or that hold a program in another form."""
 
 
 @dataclasses.dataclass(frozen=True)
-class UnknownFunction:
-    """A parameter or constant that depends on the number of rows by no known formula.
+class Varies:
+    """A parameter or a constant that depends on the number of rows in no way that is known.
 
     Attributes:
-        values: The value in each trace.
+        values: What it was in each trace.
     """
 
     values: tuple[Any, ...]
@@ -53,10 +52,10 @@ class UnknownFunction:
 
 @dataclasses.dataclass(frozen=True)
 class Corner:
-    """A constant array with rows: with fewer rows it is the leading corner of this one.
+    """A constant that has rows: that of fewer rows is the leading corner of that of more.
 
     Attributes:
-        value: The constant of the trace with the most rows.
+        value: That of the most rows.
     """
 
     value: Any
@@ -64,17 +63,17 @@ class Corner:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LabelledEquation:
-    """An equation, and its parts that depend on the number of rows.
+    """One equation, and what in it depends on the number of rows.
 
     Attributes:
-        eqn: The equation in the first trace.
+        eqn: That of the first trace.
         in_dims: The dims of each operand.
         out_dims: The dims of each result.
-        params: The parameters that contain no programs. A size that depends on the rows is a
-            `RowSize`; any other dependence is an `UnknownFunction`.
-        literals: Operands that are literals, by position: a value, `RowSize`, `RowNumber` or
+        params: The parameters, with a `RowSize` for each size that depends on the rows, and
+            `Varies` for what differs in another way. Those that hold programs are not among them.
+        literals: For each operand that is a literal, its value, `RowSize`, `RowNumber` or
             `Piecewise`.
-        bodies: The programs inside the equation, by parameter, in the order of `bodies_of`.
+        bodies: The programs that it holds, by parameter.
     """
 
     eqn: core.JaxprEqn
@@ -86,34 +85,29 @@ class LabelledEquation:
 
     @property
     def line(self) -> str:
-        """The user's line, as `file:line`; empty if it is unknown."""
+        """The user's line, as `file:line`, or an empty string."""
         return users_line_of(self.eqn)
 
     @property
-    def all_bodies(self) -> tuple["LabelledProgram", ...]:
-        """The programs inside the equation, in the order of `bodies_of`."""
-        return tuple(itertools.chain(*self.bodies.values()))
-
-    @property
     def depends_on_rows(self) -> bool:
-        """Whether anything in the equation depends on the number of rows."""
+        """Whether anything in it depends on the number of rows."""
         dims = itertools.chain(*self.in_dims, *self.out_dims)
         values = itertools.chain(dims, self.params.values(), self.literals.values())
-        return any(map(varies, values)) or any(body.depends_on_rows for body in self.all_bodies)
+        bodies = itertools.chain(*self.bodies.values())
+        return any(map(varies, values)) or any(body.depends_on_rows for body in bodies)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LabelledProgram:
-    """A program, and its parts that depend on the number of rows.
+    """A program, and what in it depends on the number of rows.
 
     Attributes:
-        jaxpr: The program in the first trace.
-        consts: The constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or
-            `UnknownFunction`.
-        equations: The equations.
+        jaxpr: That of the first trace.
+        consts: Its constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or `Varies`.
+        equations: Its equations.
         in_dims: The dims of each input.
         out_dims: The dims of each output.
-        out_literals: Values of the outputs that are literals, by position.
+        out_literals: For each output that is a literal, its value.
     """
 
     jaxpr: core.Jaxpr
@@ -125,7 +119,7 @@ class LabelledProgram:
 
     @functools.cached_property
     def depends_on_rows(self) -> bool:
-        """Whether anything in the program depends on the number of rows."""
+        """Whether anything in it depends on the number of rows."""
         values = itertools.chain(self.consts, self.out_literals.values())
         dims = itertools.chain(*self.in_dims, *self.out_dims)
         return any(map(varies, itertools.chain(values, dims))) or any(
@@ -133,21 +127,20 @@ class LabelledProgram:
         )
 
 
-def find_difference(first: Program, second: Program) -> str | None:
-    """Describes where two traces differ in structure; None if they do not."""
-    # Structure includes the wiring: each variable is numbered at its first use, and equal numbers
-    # mean that both traces read the same value. `x - y` and `y - x` are the same primitives.
+def find_difference(first: Any, second: Any) -> str | None:
+    """Where two traces have another structure, in words; None where they have the same."""
     a, b = jaxprs.open_jaxpr(first), jaxprs.open_jaxpr(second)
     numbers: tuple[dict, dict] = ({}, {})
 
-    def describe(atom: Atom, trace: int) -> tuple:
+    def describe(atom: Any, which: int) -> tuple:
         if isinstance(atom, core.Literal):
             number = -1
         else:
-            number = numbers[trace].setdefault(atom, len(numbers[trace]))
-        return number, len(jaxprs.shape_of(atom)), jaxprs.dtype_of(atom)
+            number = numbers[which].setdefault(atom, len(numbers[which]))
+        aval = atom.aval
+        return number, len(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
 
-    def differ(x: Sequence[Atom], y: Sequence[Atom]) -> bool:
+    def differ(x: Sequence[Any], y: Sequence[Any]) -> bool:
         return [describe(v, 0) for v in x] != [describe(v, 1) for v in y]
 
     if differ([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
@@ -172,11 +165,11 @@ def find_difference(first: Program, second: Program) -> str | None:
     return None
 
 
-def label(programs: Sequence[Program], points: tuple[Point, ...]) -> LabelledProgram:
-    """Labels a program by its traces at these points, which must have the same structure.
+def label(programs: Sequence[Any], points: tuple[Point, ...]) -> LabelledProgram:
+    """Labels a program by its traces at these points, which have one structure.
 
     Raises:
-        RowsError: If a size depends on the number of rows by no known formula.
+        RowsError: A size depends on the number of rows in no way that is known.
     """
     return _Labeller(points).program(list(programs))
 
@@ -184,20 +177,19 @@ def label(programs: Sequence[Program], points: tuple[Point, ...]) -> LabelledPro
 class _Labeller:
     def __init__(self, points: tuple[Point, ...]):
         self._points = points
-        # By the ids of the same program in all traces, which live as long as the labeller: a
-        # program that is called in several places is labelled once.
         self._known: dict[tuple[int, ...], LabelledProgram] = {}
 
-    def program(self, programs: list[Program]) -> LabelledProgram:
+    def program(self, programs: list[Any]) -> LabelledProgram:
         key = tuple(map(id, programs))
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        found = self._known.get(key)
+        if found is not None:
+            return found
         opened = [jaxprs.open_jaxpr(program) for program in programs]
-        consts = zip(*map(jaxprs.consts_of, programs), strict=True)
+        first = opened[0]
+        consts = list(zip(*(getattr(p, "consts", ()) for p in programs), strict=True))
         labelled = self._known[key] = LabelledProgram(
-            opened[0],
-            tuple(map(self._value, consts)),
+            first,
+            tuple(self._value(values) for values in consts),
             tuple(self._equation(eqns) for eqns in zip(*(j.eqns for j in opened), strict=True)),
             self._all_dims([j.invars for j in opened]),
             self._all_dims([j.outvars for j in opened]),
@@ -207,19 +199,18 @@ class _Labeller:
 
     def _equation(self, eqns: Sequence[core.JaxprEqn]) -> LabelledEquation:
         first = eqns[0]
-        labelled: dict[str, list[LabelledProgram]] = {}
-        for bodies in zip(*map(bodies_of, eqns), strict=True):
+        held: dict[str, list] = {}
+        for bodies in zip(*(list(bodies_of(e)) for e in eqns), strict=True):
             name = bodies[0][0]
             try:
                 body = self.program([body for _, body in bodies])
-            except RowsError as error:
-                # Inside a function of JAX no equation has a line of the user; its call has one.
+            except RowsError as error:  # of what a function of JAX's holds, its call has the line
                 raise RowsError(error.reason, error.line or users_line_of(first)) from None
-            labelled.setdefault(name, []).append(body)
+            held.setdefault(name, []).append(body)
         params = {
             name: value if name in NOT_COMPARED else self._param([e.params[name] for e in eqns])
             for name, value in first.params.items()
-            if name not in labelled
+            if name not in held
         }
         try:
             return LabelledEquation(
@@ -228,79 +219,81 @@ class _Labeller:
                 self._all_dims([e.outvars for e in eqns]),
                 params,
                 self._literals([e.invars for e in eqns]),
-                {name: tuple(bodies) for name, bodies in labelled.items()},
+                {name: tuple(bodies) for name, bodies in held.items()},
             )
         except RowsError as error:
             raise RowsError(
                 f"{first.primitive.name}: {error.reason}", users_line_of(first)
             ) from None
 
-    def _all_dims(self, atoms: Sequence[Sequence[Atom]]) -> tuple[Dims, ...]:
-        return tuple(map(self._dims, zip(*atoms, strict=True)))
+    def _all_dims(self, variables: Sequence[Sequence[Any]]) -> tuple[Dims, ...]:
+        return tuple(map(self._dims, zip(*variables, strict=True)))
 
-    def _dims(self, atoms: Sequence[Atom]) -> Dims:
-        dims = []
-        for sizes in zip(*map(jaxprs.shape_of, atoms), strict=True):
+    def _dims(self, variables: Sequence[Any]) -> Dims:
+        found = []
+        for sizes in zip(*(getattr(v.aval, "shape", ()) for v in variables), strict=True):
             size = fit_size(tuple(sizes), self._points)
             if size is None:
                 raise RowsError(
                     f"a size that is {_describe(sizes)} for {_describe(self._points)} rows"
                 )
-            dims.append(size)
-        return tuple(dims)
+            found.append(size)
+        return tuple(found)
 
-    def _literals(self, atoms: Sequence[Sequence[Atom]]) -> dict[int, Any]:
-        literals = {}
-        for i, in_traces in enumerate(zip(*atoms, strict=True)):
-            values = [x.val for x in in_traces if isinstance(x, core.Literal)]
-            if values:
-                literals[i] = self._value(values)
-        return literals
+    def _literals(self, atoms: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        return {
+            i: self._value([x.val for x in same])
+            for i, same in enumerate(zip(*atoms, strict=True))
+            if isinstance(same[0], core.Literal)
+        }
 
     def _param(self, values: Sequence[Any]) -> Any:
-        """Returns a parameter as a function of the number of rows."""
         first = values[0]
         if all(are_equal(first, value) for value in values[1:]):
             return first
         if callable(first):
-            return first  # each trace has a new object; `bodies_of` compares the programs inside
-        if type(first) is tuple:
+            return first  # it is compared by what it holds
+        if isinstance(first, tuple) and type(first) is tuple:
             if len({len(value) for value in values}) > 1:
-                return UnknownFunction(tuple(values))
-            return tuple(self._param(elements) for elements in zip(*values, strict=True))
-        size = None
-        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values):
+                return Varies(tuple(values))
+            return tuple(self._param(same) for same in zip(*values, strict=True))
+        if all(_is_whole(value) for value in values):
             size = fit_size(tuple(map(int, values)), self._points)
-        return UnknownFunction(tuple(values)) if size is None else size
+            if size is not None:
+                return size
+        return Varies(tuple(values))
 
     def _value(self, values: Sequence[Any]) -> Any:
-        """Returns a constant or a literal as a function of the number of rows."""
+        """What a constant or a literal is for any number of rows."""
         first = values[0]
         if all(value is first for value in values):
             return first
-        unknown = UnknownFunction(tuple(values))
         if any(isinstance(value, Tracer) for value in values):
-            return unknown
+            return Varies(tuple(values))
         try:
             arrays = [np.asarray(value) for value in values]
-        except Exception:  # random keys and other values without numbers
-            return unknown
-        if all(_have_equal_numbers(arrays[0], x) for x in arrays[1:]):
+        except Exception:  # random keys and what else is no numbers
+            return Varies(tuple(values))
+        if all(_same_numbers(arrays[0], x) for x in arrays[1:]):
             return first
         if arrays[0].ndim:
             largest = max(range(len(arrays)), key=lambda i: arrays[i].shape)
-            is_leading = all(is_corner(x, arrays[largest]) for x in arrays)
-            return Corner(values[largest]) if is_leading else unknown
-        fitted = None
+            return (
+                Corner(values[largest])
+                if all(is_corner(x, arrays[largest]) for x in arrays)
+                else Varies(tuple(values))
+            )
         if arrays[0].dtype.kind in "iu":
-            fitted = fit_size(tuple(int(x) for x in arrays), self._points)
-        elif arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":
-            fitted = fit_number([float(x) for x in arrays], self._points)
-        return unknown if fitted is None else fitted
+            size = fit_size(tuple(int(x) for x in arrays), self._points)
+            return Varies(tuple(values)) if size is None else size
+        if arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":
+            number = fit_number([float(x) for x in arrays], self._points)
+            return Varies(tuple(values)) if number is None else number
+        return Varies(tuple(values))
 
 
-def predict(value: object, counts: Point) -> Any:
-    """Returns a labelled value for these counts; an `UnknownFunction` or `Corner` stays."""
+def predict(value: Any, counts: Point) -> Any:
+    """What a labelled value or parameter is with so many rows; `Varies` where that is not known."""
     if isinstance(value, RowSize):
         return size_at(value, counts)
     if isinstance(value, RowNumber):
@@ -312,40 +305,40 @@ def predict(value: object, counts: Point) -> Any:
     return value
 
 
-def varies(value: object) -> bool:
-    """Returns whether a labelled value, parameter or size depends on the number of rows."""
-    if isinstance(value, RowSize | RowNumber | Piecewise | UnknownFunction | Corner):
+def varies(value: Any) -> bool:
+    """Whether a labelled value, parameter or size depends on the number of rows."""
+    if isinstance(value, RowSize | RowNumber | Piecewise | Varies | Corner):
         return True
     return type(value) is tuple and any(map(varies, value))
 
 
 def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
-    """Returns whether an array is the leading corner of another one."""
+    """Whether an array is the leading corner of another one."""
     if small.ndim != large.ndim or small.dtype != large.dtype:
         return False
     if any(a > b for a, b in zip(small.shape, large.shape, strict=True)):
         return False
-    return _have_equal_numbers(small, large[tuple(map(slice, small.shape))])
+    return _same_numbers(small, large[tuple(map(slice, small.shape))])
 
 
-def are_equal(a: object, b: object) -> bool:
-    """Returns whether two parameters are equal. NaN equals NaN, and programs compare by content."""
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether two parameters are equal; NaN is, and a program that is traced again."""
     if a is b:
         return True
-    if type(a) is type(b) and jaxprs.is_program(a) and jaxprs.is_program(b):
+    if type(a) is type(b) and isinstance(a, core.Jaxpr | jaxprs.ClosedJaxpr):
         return find_difference(a, b) is None and str(a) == str(b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return _have_equal_numbers(np.asarray(a), np.asarray(b))
+        return _same_numbers(np.asarray(a), np.asarray(b))
     try:
         if bool(a == b) or bool(a != a and b != b):
             return True
-    except Exception:  # whatever the class of a parameter raises
+    except Exception:
         return False
     return type(a) is type(b) and _have_equal_parts(a, b)
 
 
-def _have_equal_parts(a: object, b: Any) -> bool:
-    # JAX's records of parameters may contain programs, as the grid of a kernel does.
+def _have_equal_parts(a: Any, b: Any) -> bool:
+    """Whether two parameters are, that hold others: a kernel's grid holds programs."""
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(are_equal, a, b))
     if not dataclasses.is_dataclass(a):
@@ -354,14 +347,14 @@ def _have_equal_parts(a: object, b: Any) -> bool:
     return bool(names) and all(are_equal(getattr(a, n), getattr(b, n)) for n in names)
 
 
-def _have_equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
+def _same_numbers(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.tobytes() == b.tobytes() or np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
 
 def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
-    """Yields the programs inside an equation with their constants, each after its parameter."""
+    """The programs that an equation holds, with their constants, by parameter."""
     if eqn.primitive.name == "call_hi_primitive":
         yield "_prim", jaxprs.expand(eqn)
         return
@@ -371,8 +364,12 @@ def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
                 yield name, body
 
 
-def _describe(values: Sequence[int | Point]) -> str:
-    # The point of a single symbol is written as a number.
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _describe(values: Sequence[Any]) -> str:
+    """Values of several traces, in words; points of one symbol as numbers."""
     plain = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
     return ", ".join(map(str, plain))
 

@@ -1,7 +1,7 @@
-"""Zeros in large pages of memory, which random rows of a large array are found in sooner.
+"""Allocates arrays in huge pages, which make random access to a large array faster.
 
-A processor knows the places of some thousand pages. Rows of a table are on other pages than those
-of the call before, and with pages of 4 KiB half of the time of an update went to finding them.
+A processor caches the addresses of some thousand pages. Rows of a table are spread over many more:
+with pages of 4 KiB, half of the time of an update was spent on finding addresses.
 """
 
 import ctypes
@@ -13,18 +13,19 @@ import jax
 import jax.numpy as jnp
 
 _PAGE_BYTES = 2 << 20
-_DONTNEED, _HUGEPAGE = 4, 14  # of <linux/mman.h>
+_DONTNEED, _HUGEPAGE = 4, 14  # from <linux/mman.h>
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, device: jax.Device) -> jax.Array:
-    """Zeros in the host's memory; in large pages where Linux has them for who asks."""
+    """Returns zeros in host memory, in huge pages if Linux provides them."""
     with jax.default_device(device):
         array = jax.block_until_ready(jax.device_put(jnp.zeros(shape, dtype), device))
     advise = _madvise()
     start = -(-array.unsafe_buffer_pointer() // _PAGE_BYTES) * _PAGE_BYTES
     length = (array.unsafe_buffer_pointer() + array.nbytes) // _PAGE_BYTES * _PAGE_BYTES - start
     if advise is not None and length > 0 and advise(start, length, _HUGEPAGE) == 0:
-        # The small pages are given back: who reads there finds zeros again, in a new page.
+        # JAX has written zeros into small pages. Releasing them is safe: the kernel provides zeros
+        # at the next access, now in huge pages. Only whole pages inside of the array are released.
         advise(start, length, _DONTNEED)
     return array
 

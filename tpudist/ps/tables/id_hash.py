@@ -1,26 +1,25 @@
-"""Ids of 64 bits, and on which shard of a table each of them is.
+"""Converts ids to 64 bits, and assigns each id to a shard of its table.
 
-An unsigned id and the signed one of the same bits are the same id. The shard depends on the id and
-on the number of shards alone, so that everyone finds it, and a table can be split anew.
+An unsigned id and the signed id with the same bits are the same id. The shard depends only on the
+id and the number of shards, so that every process finds it, and a table can be divided again.
 """
 
-from typing import Any
-
 import numpy as np
+from jax.typing import ArrayLike
 
-_MOST_SHARDS = 1 << 31
+_MAX_SHARDS = 1 << 31  # so that `upper * num_shards` fits into 64 bits
 
 
-def as_ids(ids: Any) -> np.ndarray:
-    """The ids as int64 `[n]`.
+def as_ids(ids: ArrayLike) -> np.ndarray:
+    """Returns ids as int64 `[n]`.
 
     Raises:
-        TypeError: They are not integers.
-        ValueError: They have not one dim.
+        TypeError: If the ids are not integers.
+        ValueError: If they do not have one dim.
     """
     array = np.asarray(ids)
-    if not array.size and not hasattr(ids, "dtype"):
-        array = array.astype(np.int64)  # NumPy takes an empty list for floats
+    if not array.size and isinstance(ids, list | tuple):
+        array = array.astype(np.int64)  # NumPy makes floats of an empty list
     if array.dtype.kind not in "iu":
         raise TypeError(
             f"The ids of table rows have dtype {array.dtype}, but must be integers of at most 64 "
@@ -36,14 +35,14 @@ def as_ids(ids: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def shard_of(ids: Any, num_shards: int) -> np.ndarray:
-    """The shard of each id, int32 `[n]`: each shard has the hashes of one range.
+def shard_of(ids: ArrayLike, num_shards: int) -> np.ndarray:
+    """Returns the shard of each id, int32 `[n]`. A shard has a range of the hashes.
 
     Raises:
-        TypeError: The ids are not integers.
-        ValueError: The ids have not one dim, or the number of shards is not from 1 to 2^31.
+        TypeError: If the ids are not integers.
+        ValueError: If they do not have one dim, or `num_shards` is not from 1 to 2^31.
     """
-    if not 1 <= num_shards <= _MOST_SHARDS:
+    if not 1 <= num_shards <= _MAX_SHARDS:
         raise ValueError(
             f"A table cannot be split over {num_shards} shards: the number must be from 1 to "
             f"2^31. Use the number of parameter servers."
@@ -53,7 +52,7 @@ def shard_of(ids: Any, num_shards: int) -> np.ndarray:
 
 
 def _mix(ids: np.ndarray) -> np.ndarray:
-    """Each bit of an id changes half of the bits: the finalizer of MurmurHash3, on 64 bits."""
+    """Hashes ids with the 64-bit finalizer of MurmurHash3: each bit affects half of the bits."""
     bits = ids.view(np.uint64).copy()
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         bits ^= bits >> np.uint64(33)

@@ -1,35 +1,33 @@
-"""IdMap: which row of a table each id has; exact, whatever the ids are.
+"""IdMap: the row of each id of a table, exactly, for arbitrary ids.
 
-Open addressing with linear probing, whole arrays at a time. A slot holds a row number, and the id
-of that row says whether it is the one that is looked for, so that no id is special.
+A hash table with open addressing and linear probing, vectorized with NumPy. A slot contains a row
+number, and `_id_of_row` says whether that row has the requested id, so no id is reserved.
 """
 
-from typing import Any
-
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.ps.tables.id_hash import as_ids
 
 _FREE = -1
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
-_LEAST_BITS = 6
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
+_MIN_BITS = 6
+# Invariants: a slot is free or has a row in use; each row in use has one slot; and no slot between
+# an id's home and its slot is free, so that a search may end at a free slot. At most a quarter of
+# the slots is in use: most ids are in their home slot, and every search ends.
 
 
 class IdMap:
     """Ids of 64 bits, each with a row of its own.
 
-    At most a quarter of the slots is taken, so that few ids look at several, and their number
-    doubles when more would be.
-
     Attributes:
-        num_rows: All rows are below this number.
+        num_rows: Upper bound of the row numbers: rows in use, and freed rows.
     """
 
     def __init__(self) -> None:
-        """No ids."""
         self.num_rows = 0
-        self._slots = np.full(1 << _LEAST_BITS, _FREE, np.int32)
-        self._id_of_row = np.zeros(1 << (_LEAST_BITS - 2), np.int64)
+        self._slots = np.full(1 << _MIN_BITS, _FREE, np.int32)
+        self._id_of_row = np.zeros(1 << (_MIN_BITS - 2), np.int64)
         self._free_rows = np.zeros(0, np.int32)
 
     def __len__(self) -> int:
@@ -37,27 +35,27 @@ class IdMap:
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes."""
+        """Bytes of memory."""
         return self._slots.nbytes + self._id_of_row.nbytes + self._free_rows.nbytes
 
-    def find(self, ids: Any) -> np.ndarray:
-        """The row of each id, int64 `[n]`; -1 for one that is not there.
+    def find(self, ids: ArrayLike) -> np.ndarray:
+        """Returns the row of each id, int64 `[n]`; -1 for missing ids.
 
         Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim.
+            TypeError: If the ids are not integers.
+            ValueError: If they do not have one dim.
         """
         return self._probe(as_ids(ids))[0]
 
-    def find_or_add(self, ids: Any) -> np.ndarray:
-        """The row of each id, which is new for one that was not there.
+    def find_or_add(self, ids: ArrayLike) -> np.ndarray:
+        """Returns the row of each id, and adds missing ids.
 
-        New rows are those that were freed, and then the next ones, in order of the ids: the order
-        in which a call names them does not matter.
+        Freed rows are used first, then new ones, in the order of the ids: the order in which a call
+        names them does not matter.
 
         Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim.
+            TypeError: If the ids are not integers.
+            ValueError: If they do not have one dim.
         """
         ids = as_ids(ids)
         rows = self.find(ids)
@@ -70,17 +68,19 @@ class IdMap:
             rows[missing] = new_rows[inverse]
         return rows
 
-    def remove(self, ids: Any) -> np.ndarray:
-        """The rows that ids had, `[n]`, which are free now; -1 for one that was not there.
+    def remove(self, ids: ArrayLike) -> np.ndarray:
+        """Removes ids, and frees their rows; returns the rows `[n]`, -1 for missing ids.
 
         Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim.
+            TypeError: If the ids are not integers.
+            ValueError: If they do not have one dim.
         """
         rows, at = self._probe(as_ids(ids))
         at = np.unique(at[rows >= 0])
         if len(at):
             self._free_rows = np.concatenate([self._free_rows, self._slots[at]])
+            # Free slots would end the search for ids behind them too early, so the occupied slots
+            # that follow are placed again.
             after = self._followers(at)
             moved = self._slots[after]
             self._slots[at] = self._slots[after] = _FREE
@@ -88,18 +88,18 @@ class IdMap:
         return rows
 
     def ids(self) -> np.ndarray:
-        """All ids, in the order of their rows."""
+        """Returns all ids, in the order of their rows."""
         return self.items()[0]
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """All ids and their rows, in the order of the rows."""
+        """Returns all ids and their rows, in the order of the rows."""
         is_used = np.ones(self.num_rows, bool)
         is_used[self._free_rows] = False
         rows = np.flatnonzero(is_used).astype(np.int32)
         return self._id_of_row[rows], rows
 
     def _home(self, ids: np.ndarray) -> np.ndarray:
-        """The slot that each id would like to have."""
+        """Returns the first slot to look at for each id."""
         bits = ids.view(np.uint64) >> np.uint64(32)
         bits ^= ids.view(np.uint64)
         bits *= _FACTOR
@@ -107,34 +107,30 @@ class IdMap:
         return bits.view(np.int64)
 
     def _probe(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The row of each id, and its slot; -1 and a free slot for one that is not there."""
+        """Returns the row and the slot of each id; -1 and a free slot for missing ids."""
         at = self._home(ids)
-        rows = self._slots.take(at).astype(
-            np.int64
-        )  # which NumPy looks up with; once, and not anew
+        # int64, because NumPy would convert int32 indices again for each lookup below.
+        rows = self._slots.take(at).astype(np.int64)
         left = np.flatnonzero(self._is_other(rows, ids))
         if not len(left):
             return rows, at
-        found, ids = at, ids.take(left)
+        slots, ids = at, ids.take(left)
         at = at.take(left)
         while len(left):
             at += 1
             at &= len(self._slots) - 1
-            there = self._slots.take(at)
-            rows[left], found[left] = there, at
-            go_on = np.flatnonzero(self._is_other(there, ids))
-            left, at, ids = left.take(go_on), at.take(go_on), ids.take(go_on)
-        return rows, found
+            candidates = self._slots.take(at)
+            rows[left], slots[left] = candidates, at
+            other = np.flatnonzero(self._is_other(candidates, ids))
+            left, at, ids = left.take(other), at.take(other), ids.take(other)
+        return rows, slots
 
     def _is_other(self, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Whether a slot is taken by another id than the one that is looked for."""
+        """Returns whether a slot has another id than the requested one."""
         return (self._id_of_row.take(rows, mode="clip") != ids) & (rows >= 0)
 
     def _followers(self, at: np.ndarray) -> np.ndarray:
-        """The slots from some on up to the next free one, but for those.
-
-        What is there may have been pushed on by what was in `at`, and would not be found any more.
-        """
+        """Returns the occupied slots after some slots, up to the next free one each."""
         is_listed = np.zeros(len(self._slots), bool)
         is_listed[at] = True
         followers = []
@@ -146,11 +142,12 @@ class IdMap:
         return np.concatenate(followers)
 
     def _take_rows(self, num: int) -> np.ndarray:
-        """Rows for new ids, and slots for them."""
+        """Returns rows for new ids; enlarges the table if necessary."""
         keep = max(0, len(self._free_rows) - num)
         free, self._free_rows = self._free_rows[keep:], self._free_rows[:keep]
         next_rows = np.arange(self.num_rows, self.num_rows + num - len(free), dtype=np.int32)
         self.num_rows += len(next_rows)
+        # Doubling makes adding O(1) on average; all rows are placed again.
         size = len(self._slots)
         while size < 4 * self.num_rows:
             size *= 2
@@ -164,11 +161,9 @@ class IdMap:
         return np.concatenate([np.sort(free), next_rows])
 
     def _place(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Puts rows of ids that are not there into slots.
-
-        All write to the slot they would like, if it is free; of those that want the same one NumPy
-        lets one win, and the others go on. Each round places one of them at least.
-        """
+        """Puts rows of new ids into slots."""
+        # Every row writes to its slot if that is free. NumPy keeps one of several writes to a slot,
+        # and the losers try the next slot. Ends: each round places a row or passes a taken slot.
         at = self._home(ids)
         while len(rows):
             free = self._slots[at] < 0

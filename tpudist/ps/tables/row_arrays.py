@@ -1,8 +1,8 @@
-"""RowArrays: arrays with a row for each of many things, in the host's memory, changed in place.
+"""RowArrays: a pytree of arrays with one row per table row, in host memory, changed in place.
 
-A function of JAX changes some rows, chunk by chunk: whole chunks of one size, and the rest padded
-to a power of two, so that few programs are compiled, whatever the numbers of rows are. The arrays
-are donated to it: a view of them must not outlive the call that took it, so none is given away.
+A jitted function changes some rows, in chunks of one size; the last chunk is padded to a power of
+two, so that few programs are compiled for any number of rows. It donates the arrays: a view of them
+must not outlive the call that created it, so this class returns copies only.
 """
 
 import functools
@@ -15,26 +15,30 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.ps.tables import huge_pages
 
-CHUNK_ROWS = 8192  # gradients and rows of a chunk stay in the cache; larger ones were slower
-_LEAST_ROWS = 64
+CHUNK_ROWS = 8192  # rows and gradients of a chunk fit into the cache; larger ones were slower
+_MIN_ROWS = 64
 
 
 class RowArrays:
-    """A pytree of arrays `[capacity, ...]`, of zeros at first."""
+    """A pytree of arrays `[capacity, ...]`, initially zeros.
+
+    Args:
+        row: Pytree of arrays or shapes of one row.
+        capacity: Initial number of rows.
+    """
 
     def __init__(self, row: PyTree, capacity: int):
-        """Of arrays or shapes of one row."""
         self.device = jax.local_devices(backend="cpu")[0]
         self._tree = self._zeros(row, capacity)
         self._capacity = capacity
 
     @property
     def nbytes(self) -> int:
-        """How much memory they take."""
+        """Bytes of the arrays."""
         return sum(x.nbytes for x in jax.tree.leaves(self._tree))
 
     def reserve(self, num_rows: int) -> None:
-        """Makes room for rows below `num_rows`, by doubling, which copies all."""
+        """Enlarges the arrays to at least `num_rows`, by doubling, which copies them."""
         capacity = self._capacity
         while capacity < num_rows:
             capacity *= 2
@@ -49,34 +53,33 @@ class RowArrays:
             lambda x: huge_pages.zeros((capacity, *x.shape), x.dtype, self.device), row
         )
 
-    def read(self, rows: np.ndarray, select: Callable[[PyTree], PyTree] = lambda tree: tree) -> Any:
-        """Copies of rows of all arrays, or of those of `select`, as a pytree of NumPy arrays."""
-        return jax.tree.map(
-            lambda x: np.take(np.asarray(x), rows, axis=0, mode="clip"), select(self._tree)
-        )
+    def read(self, rows: np.ndarray) -> PyTree:
+        """Returns copies of rows of all arrays, as a pytree of NumPy arrays."""
+        return jax.tree.map(lambda x: np.take(np.asarray(x), rows, axis=0, mode="clip"), self._tree)
 
     def read_into(self, out: np.ndarray, rows: np.ndarray, array: Callable[[PyTree], Any]) -> None:
         """Copies rows of one array into `out`."""
         np.take(np.asarray(array(self._tree)), rows, axis=0, mode="clip", out=out)
 
     def change(self, function: Callable[..., PyTree], rows: np.ndarray, *values: PyTree) -> None:
-        """Begins to change rows, none of them named twice; `values` must stay until `wait`.
+        """Starts to change rows, each at most once; `values` must not change until `wait`.
 
         Args:
-            function: A jitted one of the pytree of arrays, which it donates, the numbers of the
-                rows, and what stands for them in `values`. Numbers past the end are padding, and
-                must have no effect.
+            function: Jitted function of the pytree of arrays, which it donates, of row numbers, and
+                of the corresponding `values`; returns the new arrays. Row numbers beyond the end
+                are padding, and must have no effect.
             rows: Integers `[n]`.
             values: Pytrees of arrays `[n, ...]`.
         """
         for start, stop, size in chunks(len(rows)):
+            # Distinct numbers beyond the end: `unique_indices=True` in `scatter` relies on that.
             padding = np.arange(self._capacity, self._capacity + size - (stop - start))
             numbers = np.concatenate([rows[start:stop], padding]).astype(np.int32)
             parts = jax.tree.map(lambda x: pad(x[start:stop], size), values)  # noqa: B023
             self._tree = function(self._tree, numbers, *parts)
 
     def wait(self) -> None:
-        """Returns when all is changed."""
+        """Waits until all rows are changed."""
         jax.block_until_ready(self._tree)
 
 
@@ -86,14 +89,14 @@ def _copy_to_start(larger: PyTree, smaller: PyTree) -> PyTree:
 
 
 def chunks(num_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Where each chunk of some rows begins and ends, and how many rows it has with its padding."""
+    """Yields start, end and padded size of each chunk."""
     for start in range(0, num_rows, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, num_rows)
-        yield start, stop, max(_LEAST_ROWS, 1 << (stop - start - 1).bit_length())
+        yield start, stop, max(_MIN_ROWS, 1 << (stop - start - 1).bit_length())
 
 
 def pad(array: np.ndarray, size: int) -> np.ndarray:
-    """With zeros at the end of its first dim; itself if there is nothing to add."""
+    """Appends zeros to the first dim of an array, if necessary."""
     if len(array) == size:
         return array
     whole = np.zeros((size, *array.shape[1:]), array.dtype)

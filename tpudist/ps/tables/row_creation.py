@@ -1,6 +1,6 @@
-"""The rows of new ids: drawn from the seed of the table and the id, and from nothing else.
+"""Initial values of rows, drawn only from the seed of the table and the id.
 
-So a row does not depend on when it is created, with which others, and on which shard of how many.
+So a row does not depend on when it is created, with which others, or on which shard.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tpudist.ps.tables.table_options import Initializer, TableOptions
 
 
 def words(numbers: np.ndarray) -> np.ndarray:
-    """The halves of integers of 64 bits, uint32 `[n, 2]`, which JAX takes for what they are."""
+    """Returns the halves of 64-bit integers, uint32 `[n, 2]`: JAX has no int64 by default."""
     return np.ascontiguousarray(numbers).view(np.uint32).reshape(-1, 2)
 
 
@@ -29,20 +29,20 @@ def create_rows(
     optimizer: RowOptimizer,
     initializer: Initializer,
 ) -> Rows:
-    """The table with new rows `[n, dim]` at `indices`, and their slots."""
+    """Returns the table with new rows `[n, dim]` and their slots at `indices`."""
     values = _draw(id_words, seed, initializer, table.values.shape[1]).astype(table.values.dtype)
     return scatter(table, indices, Rows(values, jax.vmap(optimizer.init)(values)))
 
 
 def initial_rows(ids: np.ndarray, seed: np.ndarray, options: TableOptions) -> np.ndarray:
-    """The values that new rows would have, `[n, dim]`."""
-    found = [np.zeros((0, options.dim), options.dtype)]
+    """Returns the initial values of rows, `[n, dim]`, without creating them."""
+    parts = [np.zeros((0, options.dim), options.dtype)]
     device = jax.local_devices(backend="cpu")[0]
     for start, stop, size in chunks(len(ids)):
         id_words = jax.device_put(pad(words(ids[start:stop]), size), device)
         rows = _draw_alone(id_words, seed, initializer=options.initializer, dim=options.dim)
-        found.append(np.asarray(rows)[: stop - start].astype(options.dtype))
-    return np.concatenate(found)
+        parts.append(np.asarray(rows)[: stop - start].astype(options.dtype))
+    return np.concatenate(parts)
 
 
 def _draw(id_words: jax.Array, seed: jax.Array, initializer: Initializer, dim: int) -> jax.Array:
@@ -50,7 +50,7 @@ def _draw(id_words: jax.Array, seed: jax.Array, initializer: Initializer, dim: i
 
     def draw(halves: jax.Array) -> jax.Array:
         row_key = jax.random.fold_in(jax.random.fold_in(key, halves[0]), halves[1])
-        # A table of one row: initializers that scale by the number of features need two dims.
+        # Two dims, because initializers that scale by the number of features need them.
         return initializer(row_key, (1, dim), jnp.float32)[0]
 
     return jax.vmap(draw)(id_words)

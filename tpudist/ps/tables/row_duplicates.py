@@ -1,4 +1,4 @@
-"""Sums the gradients of rows that are there more than once, so that each row is changed once."""
+"""Sums the gradients of rows that occur more than once, so that each row is updated once."""
 
 import functools
 
@@ -9,16 +9,17 @@ import numpy as np
 from tpudist.ps.tables.row_arrays import chunks, pad
 
 
-def sum_duplicates(gradients: np.ndarray, which: np.ndarray, num_unique: int) -> np.ndarray:
-    """The sums `[unique, dim]`, in float32, of gradients `[n, dim]` by `which` `[n]`."""
+def sum_duplicates(gradients: np.ndarray, groups: np.ndarray, num_unique: int) -> np.ndarray:
+    """Returns float32 sums `[unique, dim]` of gradients `[n, dim]`, grouped by `groups` `[n]`."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
         size = 1 << (num_unique - 1).bit_length()
         sums = jnp.zeros((size, gradients.shape[1]), jnp.float32)
     sums = jax.device_put(sums, device)
-    for start, stop, rows in chunks(len(which)):
+    for start, stop, rows in chunks(len(groups)):
+        # Padding belongs to the group `size`, which is beyond the end and dropped.
         padding = np.full(rows - (stop - start), size, np.int32)
-        numbers = np.concatenate([which[start:stop], padding])
+        numbers = np.concatenate([groups[start:stop], padding])
         sums = _add(sums, numbers, pad(gradients[start:stop], rows))
     return np.asarray(sums)[:num_unique]
 

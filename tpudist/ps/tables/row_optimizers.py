@@ -1,10 +1,12 @@
-"""RowOptimizer: Optax on some rows of a table, each of which is a parameter of its own.
+"""RowOptimizer: an Optax transformation that updates each row of a table separately.
 
-Init and update of an Optax transformation are mapped over rows, so that no row can see another one,
-and all that is kept has a row for each row of the table. Three things follow from it. Counts are
-those of a row: the bias correction of Adam is right for a row that is seldom seen, and a schedule
-goes on with the updates of a row. What clips by a global norm clips by the norm of a row. And a row
-that is not touched stays as it is, without decay or momentum.
+Init and update of the transformation are mapped over rows, so that no row affects another one, and
+all state has a row per row of the table. Three consequences:
+
+- Counts are per row: the bias correction of Adam is right for rare rows, and a schedule advances
+  with the updates of its row.
+- Clipping by the global norm clips by the norm of the row.
+- A row without a gradient does not change, neither by decay nor by momentum.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ _DRAW = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
 class Rows(NamedTuple):
-    """Rows of a table, and what an optimizer keeps of them."""
+    """Rows of a table, and their state of the optimizer."""
 
-    values: Any
+    values: Any  # jax.Array, np.ndarray or jax.ShapeDtypeStruct
     """`[row, dim]`."""
     slots: PyTree
-    """Of arrays `[row, ...]`."""
+    """Pytree of arrays `[row, ...]`."""
 
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """A transformation of Optax's that is applied to each row by itself, in float32.
+    """An Optax transformation that is applied to each row separately, in float32.
 
-    Two of the same transformation are equal, and share what was compiled.
+    Two of the same transformation are equal, and share compiled programs.
 
     Raises:
-        TypeError: It is no transformation.
-        ValueError: It draws random numbers, which would be the same ones for all rows.
+        TypeError: If `transformation` is not an Optax transformation.
+        ValueError: If it draws random numbers, which would be the same for all rows.
     """
 
     transformation: optax.GradientTransformation
@@ -61,18 +63,18 @@ class RowOptimizer:
             )
 
     def init(self, value: jax.Array) -> PyTree:
-        """What is kept of a new row `[dim]`."""
+        """Returns the state of a new row `[dim]`."""
         return self.transformation.init(value.astype(jnp.float32))
 
     def update(self, table: Rows, indices: jax.Array, gradients: jax.Array) -> Rows:
-        """The table after gradients `[n, dim]` of rows `indices`, of which none is there twice.
+        """Returns the table after updates of distinct rows `indices` by gradients `[n, dim]`.
 
-        Indices past the end have no effect. For `jax.jit`, which is given `table` to overwrite.
+        Indices beyond the end have no effect. Call it in `jax.jit`, which donates `table`.
         """
         rows = gather(table, indices)
         changes, slots = jax.vmap(self._change)(rows.values, rows.slots, gradients)
         slots = scatter(table.slots, indices, slots)
-        if table.values.dtype == changes.dtype:  # the same sums, and XLA need not gather the rows
+        if table.values.dtype == changes.dtype:  # the same sums, without writing rows back
             values = table.values.at[indices].add(changes, mode="drop", unique_indices=True)
         else:
             values = scatter(table.values, indices, rows.values + changes)
@@ -88,12 +90,12 @@ class RowOptimizer:
 
 
 def gather(table: PyTree, indices: jax.Array) -> PyTree:
-    """The rows at `indices` of each array; for those past the end the last one."""
+    """Returns the rows at `indices` of each array; indices beyond the end read the last row."""
     return jax.tree.map(lambda x: x.at[indices].get(mode="clip"), table)
 
 
 def scatter(table: PyTree, indices: jax.Array, rows: PyTree) -> PyTree:
-    """The arrays with `rows` at `indices`, all of which differ; those past the end are left out."""
+    """Returns the arrays with `rows` at distinct `indices`; indices beyond the end are dropped."""
     return jax.tree.map(
         lambda x, y: x.at[indices].set(y.astype(x.dtype), mode="drop", unique_indices=True),
         table,

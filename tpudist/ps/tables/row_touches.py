@@ -1,4 +1,4 @@
-"""RowTouches: when and how often each row of a table was touched, and which rows go first."""
+"""RowTouches: when and how often each row of a table was used, and which rows to evict first."""
 
 import enum
 
@@ -6,41 +6,44 @@ import numpy as np
 
 
 class Eviction(enum.Enum):
-    """Which rows of a full table go first."""
+    """Order in which rows of a full table are evicted."""
 
     OLDEST = "oldest"
-    """Those that were touched the longest time ago; of these the ones touched less often."""
+    """First the least recently used rows; among equals, the less frequently used ones."""
     LEAST_FREQUENT = "least frequent"
-    """Those that were touched by the fewest calls; of these the oldest ones."""
+    """First the rows that the fewest calls used; among equals, the less recently used ones."""
 
 
 _RECORD = np.dtype([("last", np.int64), ("num", np.int64)])
 
 
 class RowTouches:
-    """Two numbers for each row of a table, which lie side by side: they are needed together."""
+    """Time and number of uses of each row, stored together because they are used together.
+
+    Args:
+        capacity: Initial number of rows.
+    """
 
     def __init__(self, capacity: int):
-        """None so far."""
         self._records = np.zeros(capacity, _RECORD)
 
     @property
     def last(self) -> np.ndarray:
-        """The clock when a row was touched last, int64 `[capacity]`; may be written to."""
+        """Clock of the last use of each row, int64 `[capacity]`; writable."""
         return self._records["last"]
 
     @property
     def num(self) -> np.ndarray:
-        """How many calls touched it, int64 `[capacity]`; may be written to."""
+        """Number of calls that used each row, int64 `[capacity]`; writable."""
         return self._records["num"]
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes."""
+        """Bytes of memory."""
         return self._records.nbytes
 
     def reserve(self, num_rows: int) -> None:
-        """Makes room for rows below `num_rows`, by doubling."""
+        """Makes room for at least `num_rows`, by doubling."""
         capacity = len(self._records)
         while capacity < num_rows:
             capacity *= 2
@@ -50,22 +53,25 @@ class RowTouches:
             self._records = larger
 
     def touch(self, rows: np.ndarray, clock: int | np.ndarray) -> None:
-        """Notes one call, which may name a row more than once."""
-        found = self._records.take(rows)
-        found["last"] = clock
-        found["num"] += 1
-        self._records[rows] = found
+        """Records a call that uses rows; a row may occur more than once."""
+        # A row that occurs twice is counted once, because both copies have the same new number.
+        records = self._records.take(rows)
+        records["last"] = clock
+        records["num"] += 1
+        self._records[rows] = records
 
     def touch_each(self, rows: np.ndarray, clock: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Notes one call, and finds the rows that it names more than once, without sorting them.
+        """Records a call that uses rows, and finds duplicates without sorting.
 
         Returns:
-            Where each row is named last, positions `[unique]` in order, and which of those rows
-            each of `rows` is, int32 `[n]`; None if all of them differ.
+            Last position of each distinct row, `[unique]` in order; and for each of `rows` its
+            index in that array, int32 `[n]`, or None if all rows are distinct.
         """
         positions = np.arange(len(rows), dtype=np.int32)
-        self.touch(rows, positions)  # in place of the clock, which comes when they have been read
-        last = self.last[rows]  # whatever order NumPy wrote in: one of each row's positions
+        # `last` is scratch space for a moment: each row gets one of its positions there (NumPy may
+        # write duplicates in any order). A position that reads itself back represents its row.
+        self.touch(rows, positions)
+        last = self.last[rows]
         self.last[rows] = clock
         is_last = last == positions
         if is_last.all():
@@ -73,13 +79,13 @@ class RowTouches:
         rank = np.cumsum(is_last, dtype=np.int32) - 1
         return np.flatnonzero(is_last), rank[last]
 
-    def first_to_go(
+    def find_first(
         self, count: int, eviction: Eviction, ids: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
-        """The ids of `count` of some rows.
+        """Returns the ids of the `count` rows to evict first.
 
-        They depend on ids and touches alone, not on which row an id has: of rows that are as old
-        and as frequent, those with the lowest ids go first. Looks at each of the rows.
+        They depend only on ids and uses, not on row numbers: among equals, lower ids come first.
+        Reads each of the rows once.
         """
         keys = [self.last[rows], self.num[rows]]
         if eviction is Eviction.LEAST_FREQUENT:
@@ -88,14 +94,16 @@ class RowTouches:
 
 
 def _smallest(count: int, keys: list[np.ndarray]) -> np.ndarray:
-    """Where the smallest tuples of keys are, in any order; no two are equal in all keys."""
-    found, left = [], np.arange(len(keys[0]))
+    """Returns the positions of the `count` smallest tuples of keys; no two tuples are equal."""
+    # Selects by one key after the other: everything below the `count`-th value is chosen, and ties
+    # at that value are decided by the next key. Linear time, unlike a sort.
+    chosen, left = [], np.arange(len(keys[0]))
     for key in keys:
         if not 0 < count < len(left):
             break
         values = key[left]
         last = np.partition(values, count - 1)[count - 1]
-        found.append(left[values < last])
-        count -= len(found[-1])
+        chosen.append(left[values < last])
+        count -= len(chosen[-1])
         left = left[values == last]
-    return np.concatenate([*found, left[:count]])
+    return np.concatenate([*chosen, left[:count]])

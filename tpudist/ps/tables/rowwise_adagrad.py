@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: one number per row says how large its gradients were."""
+"""Row-wise Adagrad: one accumulator per row of a table."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ import optax
 
 
 class RowwiseAdagradState(NamedTuple):
-    """What is kept for a row."""
+    """State of a row."""
 
     sum_of_mean_squares: jax.Array
-    """Scalar: the mean of the squares of each gradient, summed."""
+    """Scalar: sum over all gradients of their mean square."""
 
 
 def rowwise_adagrad(
@@ -20,10 +20,16 @@ def rowwise_adagrad(
     initial_accumulator_value: float = 0.1,
     eps: float = 1e-7,
 ) -> optax.GradientTransformation:
-    """Adagrad on a row of a table, with one accumulator rather than one per element.
+    """Returns Adagrad for rows of a table, with one accumulator per row instead of one per element.
 
-    For `RowOptimizer` alone: on a whole table it would be one accumulator for all rows. As
-    `optax.adagrad` otherwise, and as the exact row-wise Adagrad of TorchRec and FBGEMM.
+    Use it only as the optimizer of a table: for a complete variable there would be one accumulator.
+    Otherwise it is like `optax.adagrad`, and like the exact row-wise Adagrad of TorchRec and
+    FBGEMM.
+
+    Args:
+        learning_rate: Learning rate, or a schedule over the updates of a row.
+        initial_accumulator_value: Initial sum of mean squares.
+        eps: Small number that is added to the sum before the square root.
     """
 
     def init(row: jax.Array) -> RowwiseAdagradState:

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a table: its ids, rows, slots and touches, of however many rows."""
+"""The arrays of a table in a checkpoint: ids, rows, slots and uses, for any number of rows."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from tpudist.ps.tables.table_state import State, slot_name
 
 
 class ReplaceableTable(Protocol):
-    """A table of which all rows can be read and replaced."""
+    """A table whose rows can be read and replaced together."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """All rows, and what belongs to them."""
+        """Returns all rows and their state."""
         ...
 
     def replace(self, state: State) -> None:
-        """Has those rows, and no others."""
+        """Replaces all rows."""
         ...
 
 
 class _Source:
-    """A table, whose arrays are read in one moment and replaced in one."""
+    """Reads all arrays of a table at one moment, and replaces them at one moment."""
 
     def __init__(self, table: ReplaceableTable):
         self._table = table
-        self._found: dict[str, np.ndarray] | None = None
+        self._state: dict[str, np.ndarray] | None = None
 
     def read(self, key: Hashable) -> np.ndarray:
-        if self._found is None:
-            self._found = self._table.state()
-        return self._found[str(key)]
+        if self._state is None:
+            self._state = self._table.state()
+        return self._state[str(key)]
 
-    def write_all(self, values: dict[Hashable, Any]) -> None:
+    def write_all(self, values: dict[Hashable, np.ndarray]) -> None:
         self._table.replace({str(key): value for key, value in values.items()})
 
 
 def arrays_of_table(table: ReplaceableTable, options: TableOptions) -> dict[str, Any]:
-    """The arrays of a table for a checkpoint, by name; those of slots as the optimizer has them."""
+    """Returns the arrays of a table for a checkpoint, by name."""
     arrays = ArraysInCheckpoint(_Source(table))
     row = jax.ShapeDtypeStruct((options.dim,), options.dtype)
     slots = jax.eval_shape(RowOptimizer(options.optimizer).init, row)

@@ -1,4 +1,4 @@
-"""TableOptions: what a table of rows by id is, the same on all of its shards."""
+"""TableOptions: the options of a table, the same on all of its shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpudist.ps.tables.row_optimizers import RowOptimizer, Rows
 from tpudist.ps.tables.row_touches import Eviction
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-"""As those of `jax.nn.initializers`: a key, a shape and a dtype give an array."""
+"""Called with a key, a shape and a dtype; returns an array, like those of `jax.nn.initializers`."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 SMALL_NORMAL = jax.nn.initializers.normal(0.01)
@@ -24,33 +24,36 @@ SMALL_NORMAL = jax.nn.initializers.normal(0.01)
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """What a table is."""
+    """Options of a table.
+
+    Attributes:
+        dim: Length of a row.
+        optimizer: Updates a row by its gradient (`RowOptimizer`).
+        initializer: Draws a new row as an array `[1, dim]`, from a key of `seed` and the id.
+        dtype: Dtype of rows: float32, bfloat16 or float16. Gradients and slots are float32.
+        seed: Seed, 64 bits.
+        max_rows: Maximum number of rows per shard; None for no limit.
+        max_bytes: Maximum memory per shard; None for no limit. A row that does not fit is
+            rejected. While arrays grow, the old ones need memory too.
+        eviction: Rows to evict when there would be more than `max_rows`.
+        capacity: Initial room in rows. It doubles, which copies all rows and compiles again.
+    """
 
     dim: int
-    """The length of a row."""
     optimizer: optax.GradientTransformation
-    """What a gradient does to its row (`RowOptimizer`)."""
     initializer: Initializer = SMALL_NORMAL
-    """Draws a new row as a table `[1, dim]`, from a key of `seed` and its id."""
-    dtype: Any = np.float32
-    """That of rows: float32, bfloat16 or float16. Gradients and slots are in float32."""
+    dtype: Any = np.float32  # any DTypeLike; a np.dtype after `__post_init__`
     seed: int = 0
-    """Of 64 bits."""
     max_rows: int | None = None
-    """How many rows a shard may have; None for any number."""
     max_bytes: int | None = None
-    """How much memory a shard may take; None for any. A row for which there is no room is refused.
-    While the room grows, the old one is there as well."""
     eviction: Eviction = Eviction.OLDEST
-    """Which rows go when there would be more than `max_rows`."""
     capacity: int = 1024
-    """For how many rows there is room at first; it doubles, which copies all and compiles anew."""
 
     def __post_init__(self) -> None:
-        RowOptimizer(self.optimizer)  # refuses what it cannot apply to rows
+        RowOptimizer(self.optimizer)  # raises an error if it cannot be applied to rows
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         for name in ("dim", "max_rows", "max_bytes", "capacity"):
-            number = getattr(self, name)
+            number = vars(self)[name]
             if number is not None and number < 1:
                 raise ValueError(f"Table({name}={number}): {name} must be at least 1.")
         if self.dtype.name not in _DTYPES:
@@ -67,20 +70,22 @@ class TableOptions:
 
     @functools.cached_property
     def row(self) -> Rows:
-        """What is held for a row, as shapes."""
+        """Shapes of a row and its slots."""
         value = jax.ShapeDtypeStruct((self.dim,), self.dtype)
         return Rows(value, jax.eval_shape(RowOptimizer(self.optimizer).init, value))
 
     def bytes_for(self, num_rows: int) -> int:
-        """How much memory a shard takes at most that has room for so many rows."""
-        of_row = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.row))
+        """Returns the maximum memory of a shard with room for `num_rows`."""
+        row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.row))
         num_slots = 1 << (2 * num_rows - 1).bit_length()
-        # Besides: two touches, the place in a call, and whether it is free; the ids, and a map.
-        return num_rows * (of_row + 2 * 8 + 4 + 4) + max(num_slots, 64) * (4 + 8 // 2)
+        # In addition to the row: two uses of 8 bytes, its position in a call (4) and in the list of
+        # free rows (4); and `IdMap`, with 4 bytes per slot and 8 per id for a quarter of the slots,
+        # twice while it grows.
+        return num_rows * (row_bytes + 2 * 8 + 4 + 4) + max(num_slots, 64) * (4 + 8 // 2)
 
     @functools.cached_property
     def room(self) -> int | None:
-        """How many rows fit into `max_bytes`, as the room doubles from `capacity`."""
+        """Number of rows that fit into `max_bytes`, as arrays double from `capacity`."""
         if self.max_bytes is None:
             return None
         room = self.capacity
@@ -88,35 +93,20 @@ class TableOptions:
             room *= 2
         return room
 
-    def check_rows(self, what: str, rows: np.ndarray, num_ids: int) -> None:
-        """Refuses what are no rows of this table, one for each id.
+    def check_rows(self, name: str, rows: np.ndarray, num_ids: int) -> None:
+        """Checks that `rows` has one row of this table per id.
 
         Raises:
-            TypeError: They are not floats.
-            ValueError: Their shape is another one.
+            TypeError: If the rows are not floats.
+            ValueError: If their shape does not match.
         """
         if rows.shape != (num_ids, self.dim):
             raise ValueError(
-                f"{num_ids} ids of a table with dim={self.dim} need one row per id, but {what} "
+                f"{num_ids} ids of a table with dim={self.dim} need one row per id, but {name} "
                 f"has shape {list(rows.shape)}. Use the shape [{num_ids}, {self.dim}]."
             )
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             raise TypeError(
-                f"A table of {self.dtype} needs rows of floats, but {what} has dtype "
-                f"{rows.dtype}. Cast them, such as with {what}.astype(np.float32)."
-            )
-
-    def check_out(self, out: np.ndarray, num_ids: int) -> None:
-        """Refuses what rows of this table cannot be written to.
-
-        Raises:
-            TypeError: They are not floats.
-            ValueError: Shape, dtype or strides are other ones.
-        """
-        self.check_rows("out", out, num_ids)
-        if out.dtype != self.dtype or not out.flags.c_contiguous:
-            raise ValueError(
-                f"Rows of {self.dtype} cannot be written to out with dtype {out.dtype} and "
-                f"strides {out.strides}. It must have the dtype of the table and be contiguous. "
-                f"Use np.empty({out.shape}, {self.dtype})."
+                f"A table of {self.dtype} needs rows of floats, but {name} has dtype "
+                f"{rows.dtype}. Cast them, such as with {name}.astype(np.float32)."
             )

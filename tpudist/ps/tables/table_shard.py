@@ -1,18 +1,17 @@
-"""TableShard: rows of an embedding table by ids of 64 bits, in the host's memory.
+"""TableShard: rows of an embedding table by 64-bit ids, in host memory.
 
-There is no vocabulary: a row comes into being when its id is first asked for, and a bound on the
-number of rows makes others go. It knows no network, no file and no closure: what changed, and all
-that is there, it gives as NumPy arrays by name (`table_state`), and takes the same. One caller at a
-time.
+There is no vocabulary: the first use of an id creates its row, and a bound on the number of rows
+evicts others. It knows no network, file or closure: it returns its contents as NumPy arrays by name
+(`table_state`), and restores them. Only one thread may call it at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.ps.tables import table_state
 from tpudist.ps.tables.id_hash import as_ids
@@ -34,178 +33,134 @@ _update_rows = jax.jit(
 
 
 class TableShard:
-    """Rows `[dim]` by id, and what an optimizer keeps of each.
+    """Rows `[dim]` by id, and their state of the optimizer.
+
+    Args:
+        options: Options of the table, the same on all of its shards.
 
     Attributes:
-        options: Those of the table.
-        clock: Goes on by one with each call that touches rows; rows are as old as it says. Whoever
-            knows a better one, such as the number of a closure, sets it.
+        options: Options of the table.
+        clock: Number of calls that used rows. The age of a row is measured in it.
     """
 
-    def __init__(self, options: TableOptions, *, keep_changes: bool = False):
-        """No rows.
-
-        Args:
-            options: Those of the table, the same ones on all of its shards.
-            keep_changes: Whether to note which rows changed, for `take_changes`.
-        """
+    def __init__(self, options: TableOptions):
         self.options, self.clock = options, 0
         self._seed = words(np.array([options.seed & (1 << 64) - 1], np.uint64))[0]
         self._optimizer = RowOptimizer(options.optimizer)
         self._map = IdMap()
         self._arrays = RowArrays(options.row, options.capacity)
         self._touches = RowTouches(options.capacity)
-        self._keep_changes = keep_changes
-        self._changed: list[np.ndarray] = []
-        self._evicted: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return len(self._map)
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes, with the room for further rows."""
+        """Bytes of memory, including the room for further rows."""
         return self._map.nbytes + self._arrays.nbytes + self._touches.nbytes
 
     def ids(self) -> np.ndarray:
-        """The ids that have rows, int64 `[n]`."""
+        """Returns the ids that have rows, int64 `[n]`."""
         return self._map.ids()
 
-    def pull(self, ids: Any, *, create: bool = True, out: np.ndarray | None = None) -> np.ndarray:
-        """Copies of the rows of ids `[n]`, in their order, as `[n, dim]`.
+    def pull(self, ids: ArrayLike, *, create: bool = True) -> np.ndarray:
+        """Returns copies of the rows of ids `[n]`, in their order, as `[n, dim]`.
 
         Args:
-            ids: They may be there more than once.
-            create: Whether ids that are not there get rows. If not, what those would be is given,
-                and nothing is touched: for evaluation.
-            out: Where to write them, contiguous and of this table's dtype.
+            ids: Ids; an id may occur more than once.
+            create: Whether to create rows for missing ids. With False, their initial values are
+                returned, and no use is recorded: for evaluation.
 
         Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim, `out` does not fit, or there are more ids than
-                `max_rows`.
-            MemoryError: There is no room for new rows in `max_bytes`.
+            TypeError: If the ids are not integers.
+            ValueError: If they do not have one dim, or are more than `max_rows`.
+            MemoryError: If there is no room for new rows in `max_bytes`.
         """
         ids = as_ids(ids)
-        if out is None:
-            out = np.empty((len(ids), self.options.dim), self.options.dtype)
-        self.options.check_out(out, len(ids))
         rows = self._find_or_create(ids) if create else self._map.find(ids)
         if create:
             self._touches.touch(rows, self._tick())
-        self._arrays.read_into(out, rows, lambda table: table.values)
+        values = np.empty((len(ids), self.options.dim), self.options.dtype)
+        self._arrays.read_into(values, rows, lambda table: table.values)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
-            out[missing] = initial_rows(ids[missing], self._seed, self.options)
-        return out
+            values[missing] = initial_rows(ids[missing], self._seed, self.options)
+        return values
 
-    def push(self, ids: Any, gradients: Any) -> None:
+    def push(self, ids: ArrayLike, gradients: ArrayLike) -> None:
         """Updates the rows of ids `[n]` by gradients `[n, dim]`, each row once.
 
-        Gradients of the same id are summed. An id that is not there gets a row first.
+        Gradients of one id are summed. A missing id gets a row first.
 
         Raises:
-            TypeError: The ids are not integers, or the gradients are not floats.
-            ValueError: The shapes do not fit, or there are more ids than `max_rows`.
+            TypeError: If the ids are not integers, or the gradients are not floats.
+            ValueError: If the shapes do not match, or there are more ids than `max_rows`.
         """
         ids, gradients = as_ids(ids), np.asarray(gradients)
         self.options.check_rows("gradients", gradients, len(ids))
         rows = self._find_or_create(ids)
-        last, which = self._touches.touch_each(rows, self._tick())
-        if which is not None:
-            gradients = sum_duplicates(gradients, which, len(last))
+        last, groups = self._touches.touch_each(rows, self._tick())
+        if groups is not None:
+            gradients = sum_duplicates(gradients, groups, len(last))
             rows = rows[last]
         update = functools.partial(_update_rows, optimizer=self._optimizer)
         self._arrays.change(update, rows, gradients)
-        self._note_changes(ids)
+        # The computation reads NumPy arrays of the caller, who may change them after this call.
         self._arrays.wait()
 
-    def assign(self, ids: Any, rows: Any) -> None:
-        """Sets the rows of ids `[n]` to `rows` `[n, dim]`, and leaves what the optimizer keeps.
+    def assign(self, ids: ArrayLike, rows: ArrayLike) -> None:
+        """Replaces the rows of ids `[n]` by `rows` `[n, dim]`, but not their slots.
 
-        Of an id that is there more than once the last row counts.
+        If an id occurs more than once, its last row counts.
 
         Raises:
-            TypeError: The ids are not integers, or the rows are not floats.
-            ValueError: The shapes do not fit, or there are more ids than `max_rows`.
+            TypeError: If the ids are not integers, or the rows are not floats.
+            ValueError: If the shapes do not match, or there are more ids than `max_rows`.
         """
         ids, values = as_ids(ids), np.asarray(rows)
         self.options.check_rows("rows", values, len(ids))
         numbers = self._find_or_create(ids)
         last, _ = self._touches.touch_each(numbers, self._tick())
         self._arrays.change(_set_values, numbers[last], values[last])
-        self._note_changes(ids)
         self._arrays.wait()
 
-    def remove(self, ids: Any) -> np.ndarray:
-        """Forgets rows; the ids that were there, in order.
+    def remove(self, ids: ArrayLike) -> np.ndarray:
+        """Removes rows; returns the ids that had rows, in order.
 
         Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim.
+            TypeError: If the ids are not integers.
+            ValueError: If they do not have one dim.
         """
         ids = np.unique(as_ids(ids))
-        gone = ids[self._map.remove(ids) >= 0]
-        if self._keep_changes and len(gone):
-            self._evicted.append(gone)
-        return gone
+        return ids[self._map.remove(ids) >= 0]
 
     def evict(self, *, max_age: int | None = None, min_touches: int = 0) -> np.ndarray:
-        """Forgets rows that no call has touched for long, or few calls; their ids.
+        """Removes rows that were not used recently or often; returns their ids.
 
         Args:
-            max_age: By how much the clock may have gone on since; None for any age.
-            min_touches: How many calls must have touched a row for it to stay.
+            max_age: Maximum number of calls since a row was last used; None for any number.
+            min_touches: Minimum number of calls that used a row.
         """
         ids, rows = self._map.items()
-        is_gone = self._touches.num[rows] < min_touches
+        is_unused = self._touches.num[rows] < min_touches
         if max_age is not None:
-            is_gone |= self.clock - self._touches.last[rows] > max_age
-        return self.remove(ids[is_gone])
+            is_unused |= self.clock - self._touches.last[rows] > max_age
+        return self.remove(ids[is_unused])
 
-    def state(self, ids: Any = None) -> dict[str, np.ndarray]:
-        """All that is there, or what there is of some ids, as copies by name (`table_state`).
-
-        Raises:
-            TypeError: The ids are not integers.
-            ValueError: The ids have not one dim.
-        """
-        if ids is None:
-            ids, rows = self._map.items()
-        else:
-            ids = np.unique(as_ids(ids))
-            rows = self._map.find(ids)
-            ids, rows = ids[rows >= 0], rows[rows >= 0]
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns copies of all contents, by name (`table_state`)."""
+        ids, rows = self._map.items()
         touches = self._touches.last[rows], self._touches.num[rows]
         return table_state.to_state(ids, self._arrays.read(rows), *touches, self.clock)
 
-    def take_changes(self) -> dict[str, np.ndarray]:
-        """The state of the ids that changed since the last call, and the ids that are `evicted`.
-
-        Restored in turn onto an earlier state, they give the rows of this one. A pull changes a row
-        only if it creates it: when and how often others were pulled is in `state` alone.
-
-        Raises:
-            ValueError: The shard keeps no changes.
-        """
-        if not self._keep_changes:
-            raise ValueError(
-                "This table does not record changes. Create the shard with keep_changes=True."
-            )
-        none = np.zeros(0, np.int64)
-        changed, evicted = np.concatenate([none, *self._changed]), [none, *self._evicted]
-        self._changed, self._evicted = [], []
-        gone = np.unique(np.concatenate(evicted))
-        return self.state(changed) | {"evicted": gone[self._map.find(gone) < 0]}
-
     def restore(self, state: State) -> None:
-        """Puts in rows as `state` or `take_changes` gave them, over those that are there.
+        """Adds rows of a `state`, and replaces existing rows with the same ids.
 
-        If there are more than `max_rows` then, those that go first are evicted.
+        If there are more than `max_rows` then, rows are evicted.
 
         Raises:
-            ValueError: The state is of a table with another dim, dtype or optimizer.
-            MemoryError: There is no room for them in `max_bytes`.
+            ValueError: If the table of the state had another dim, dtype or optimizer.
+            MemoryError: If there is no room for them in `max_bytes`.
         """
         rows, ids = table_state.rows_of_state(state, self.options.row), state["ids"]
         if len(np.unique(ids)) < len(ids):
@@ -214,7 +169,6 @@ class TableShard:
                 f"Each id has one row. Restore the states one after the other."
             )
         self.require_room(ids, may_evict=False)
-        self._map.remove(state.get("evicted", ids[:0]))
         numbers = self._map.find_or_add(ids)
         self._reserve()
         self._arrays.change(_set_rows, numbers, rows)
@@ -226,14 +180,14 @@ class TableShard:
             self._evict_first(len(self) - self.options.max_rows, numbers[:0])
 
     def require_room(self, ids: np.ndarray, *, may_evict: bool = True) -> None:
-        """Refuses ids whose rows would take more memory than `max_bytes`.
+        """Checks that rows fit into `max_bytes`.
 
         Args:
-            ids: Of rows that are to be there at once.
-            may_evict: Whether others go before, as `max_rows` says.
+            ids: Ids whose rows must exist at the same time.
+            may_evict: Whether other rows may be evicted first, because of `max_rows`.
 
         Raises:
-            MemoryError: They would.
+            MemoryError: If they do not fit.
         """
         room = self.options.room
         if room is None or len(self) + len(ids) <= room:
@@ -251,7 +205,7 @@ class TableShard:
             )
 
     def _find_or_create(self, ids: np.ndarray) -> np.ndarray:
-        """The rows of ids, of which those that are missing are created."""
+        """Returns the rows of ids, and creates missing ones."""
         rows = self._map.find(ids)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
@@ -264,6 +218,7 @@ class TableShard:
         return self.clock
 
     def _create(self, ids: np.ndarray, rows_in_use: np.ndarray) -> None:
+        # All checks come before the first change, so that a call that raises changes nothing.
         self.require_room(ids)
         if self.options.max_rows is not None:
             in_call = len(ids) + len(np.unique(rows_in_use))
@@ -285,7 +240,6 @@ class TableShard:
         )
         self._arrays.change(create, rows, words(ids))
         self._arrays.wait()
-        self._note_changes(ids)
 
     def _reserve(self) -> None:
         self._arrays.reserve(self._map.num_rows)
@@ -295,14 +249,10 @@ class TableShard:
         if count <= 0:
             return
         ids, rows = self._map.items()
-        may_go = ~np.isin(rows, rows_in_use)
+        may_go = ~np.isin(rows, rows_in_use)  # rows of the current call stay
         self.remove(
-            self._touches.first_to_go(count, self.options.eviction, ids[may_go], rows[may_go])
+            self._touches.find_first(count, self.options.eviction, ids[may_go], rows[may_go])
         )
-
-    def _note_changes(self, ids: np.ndarray) -> None:
-        if self._keep_changes and len(ids):
-            self._changed.append(ids.copy())
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,12 +1,10 @@
-"""What a shard of a table holds, as NumPy arrays by name, and which part of it is another shard's.
+"""The contents of a shard of a table, as NumPy arrays by name, and their division among shards.
 
 `ids` `[n]`, `rows` `[n, dim]`, `slots...` `[n, ...]` by their paths in the optimizer's state,
-`last` and `num` of touches `[n]`, and the number `clock`. Of changes also `evicted` `[m]`, the ids
-that are there no more.
+`last` and `num` of uses `[n]`, and the number `clock`.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +18,7 @@ State = Mapping[str, np.ndarray]
 def to_state(
     ids: np.ndarray, rows: Rows, last: np.ndarray, num: np.ndarray, clock: int
 ) -> dict[str, np.ndarray]:
-    """The arrays by name."""
+    """Returns the arrays by name."""
     slots = jax.tree_util.tree_leaves_with_path(rows.slots)
     return {
         "ids": ids,
@@ -33,18 +31,18 @@ def to_state(
 
 
 def rows_of_state(state: State, row: Rows) -> Rows:
-    """The rows and slots of a state of a table that has rows as `row`, shapes of one.
+    """Returns the rows and slots of a state of a table with rows like `row`.
 
     Raises:
-        ValueError: The state is of a table with another dim, dtype or optimizer, or not whole.
+        ValueError: If the table had another dim, dtype or optimizer, or the state is incomplete.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(row.slots)
     shapes = {slot_name(path): x for path, x in paths} | {"rows": row.values}
     shapes |= {name: jax.ShapeDtypeStruct((), np.int64) for name in ("ids", "last", "num")}
-    needed, found = {*shapes, "clock"}, set(state) - {"evicted"}
-    if needed != found:
+    needed, names = {*shapes, "clock"}, set(state)
+    if needed != names:
         raise ValueError(
-            f"A table cannot be restored from the arrays {sorted(found)}: with its optimizer it "
+            f"A table cannot be restored from the arrays {sorted(names)}: with its optimizer it "
             f"needs {sorted(needed)}. Restore it with the optimizer with which it was saved."
         )
     for name, x in shapes.items():
@@ -59,19 +57,15 @@ def rows_of_state(state: State, row: Rows) -> Rows:
 
 
 def part_of_shard(state: State, shard: int, num_shards: int) -> dict[str, np.ndarray]:
-    """What of a state is that of one shard, if there are `num_shards`.
+    """Returns the part of a state that belongs to one of `num_shards` shards.
 
     Raises:
-        ValueError: The number of shards is not from 1 to 2^31.
+        ValueError: If `num_shards` is not from 1 to 2^31.
     """
     keep = shard_of(state["ids"], num_shards) == shard
-    part = {name: x[keep] if x.ndim else x for name, x in state.items() if name != "evicted"}
-    if "evicted" in state:
-        evicted = state["evicted"]
-        part["evicted"] = evicted[shard_of(evicted, num_shards) == shard]
-    return part
+    return {name: x[keep] if x.ndim else x for name, x in state.items()}
 
 
-def slot_name(path: Any) -> str:
-    """The name of an array of the optimizer's state, by its path in that."""
+def slot_name(path: jax.tree_util.KeyPath) -> str:
+    """Returns the name of an array of the optimizer's state by its path."""
     return f"slots{jax.tree_util.keystr(path)}"

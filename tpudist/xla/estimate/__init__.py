@@ -1,1 +1,1 @@
-"""Estimates the time, memory and traffic of a compiled program."""
+"""What a compiled program takes: time, memory and traffic."""

@@ -1,4 +1,4 @@
-"""Explains why the TPU compiler rejected a program that does not fit into a device's memory."""
+"""Explains the TPU compiler's refusal of a program that does not fit into a device's memory."""
 
 import dataclasses
 import re
@@ -10,8 +10,7 @@ from tpudist.xla.hlo.buffers import Buffer
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?\b"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# Messages of libtpu versions, newest first. Each has the bytes needed and the bytes available; see
-# openxla.org/xla/errors/error_1000.
+# What libtpu writes, newest first: (needed, available). openxla.org/xla/errors/error_1000
 _FORMS = (
     re.compile(rf"total memory required for HLO temporaries \({_SIZE}\).*?HBM \({_SIZE}\)", re.S),
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
@@ -24,16 +23,18 @@ _NUM_LARGEST = 10
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """The memory of a program that does not fit, in bytes per device.
+    """Why a program does not fit, in bytes per device.
 
     Attributes:
-        needed_bytes: Memory that the program needs, including arguments; 0 if unknown. Without the
-            compiler's buffers it comes from the message, rounded to hundredths of its unit.
-        available_bytes: Memory that a program can use, from the message.
-        over_bytes: Bytes that do not fit.
-        largest: Largest allocations, largest first; empty if the compiler lists none.
-        text: The compiler's message.
-        argument_bytes: Part of `needed_bytes` for arguments and outputs; 0 if unknown.
+        needed_bytes: What the program needs, arguments included; 0 if the compiler does not say.
+            Without its buffers it is what the message says, rounded to hundredths of its unit.
+        available_bytes: What a device has for a program, as the message says.
+        over_bytes: By how much it is too large.
+        largest: The largest allocations that the compiler names, largest first; empty if it names
+            none.
+        text: The compiler's own message.
+        argument_bytes: How much of what it needs are arguments and outputs; 0 if the compiler does
+            not say.
     """
 
     needed_bytes: int
@@ -44,38 +45,35 @@ class Refusal:
     argument_bytes: int = 0
 
     def __str__(self) -> str:
+        """What happened and what is biggest, for people."""
         if not self.needed_bytes:
             return f"The compiler rejected the program: {self.text.strip()}"
         share = self.over_bytes / self.available_bytes
-        sentences = [
+        said = [
             f"The program needs {format_bytes(self.needed_bytes)} of each device, which has "
             f"{format_bytes(self.available_bytes)}: {format_bytes(self.over_bytes)} ({share:.1%}) "
             f"too much."
         ]
         if self.argument_bytes:
-            sentences.append(
-                f"{format_bytes(self.argument_bytes)} of it are arguments and outputs."
-            )
+            said.append(f"{format_bytes(self.argument_bytes)} of it are arguments and outputs.")
         if self.largest:
             first = self.largest[0]
-            origin = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
-            size = format_bytes(first.num_bytes)
-            sentences.append(f"The largest has {size}: {origin or first.name}.")
-        return " ".join(sentences)
+            what = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
+            said.append(f"The largest has {format_bytes(first.num_bytes)}: {what or first.name}.")
+        return " ".join(said)
 
 
 def explain(text: str, names: Sequence[str] = ()) -> Refusal:
-    """Parses the compiler's message about a program that does not fit.
+    """Reads why the compiler refused a program.
 
     Args:
-        text: The message, followed by the program and its buffers if the compiler wrote them; see
-            `HbmExceeded.text`.
-        names: The user's names of the program's arguments, in order.
+        text: The compiler's message, and what else it wrote; see `HbmExceeded.text`.
+        names: What the user calls the program's arguments, in their order.
     """
-    before_buffers, _, buffers = text.partition("\nBufferAssignment:")
-    text, _, module = before_buffers.partition("\nHloModule ")
+    whole, _, buffers = text.partition("\nBufferAssignment:")
+    text, _, module = whole.partition("\nHloModule ")
     needed, available, over = _figures(text)
-    if exact := liveness.total_bytes(buffers):  # exact, while the message is rounded
+    if exact := liveness.total_bytes(buffers):  # the message rounds
         needed, over = exact, exact - available
     parsed = hlo_module.parse(f"HloModule {module}") if "\nENTRY " in module else None
     arguments = liveness.arguments(buffers, parsed, names)
@@ -103,20 +101,22 @@ def _figures(text: str) -> tuple[int, int, int]:
 
 
 def _parse_list(text: str) -> list[Buffer]:
-    """Parses the numbered list "Largest program allocations in hbm" of older messages."""
-    _, _, rest = text.partition("Largest program allocations in hbm")
+    """The numbered list "Largest program allocations in hbm" that some messages end with."""
+    _, found, rest = text.partition("Largest program allocations in hbm")
+    if not found:
+        return []
     return [_allocation(match["size"], match["rest"]) for match in _LISTED.finditer(rest)]
 
 
-def _allocation(size: str, fields: str) -> Buffer:
+def _allocation(said: str, rest: str) -> Buffer:
     def field(name: str) -> str:
-        match = re.search(rf"^ *{name}: (.*)$", fields, re.M)
+        match = re.search(rf"^ *{name}: (.*)$", rest, re.M)
         return match[1].strip() if match else ""
 
     operator = field("Operator")
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', operator)
     line = re.search(r'source_file="([^"]*)" source_line=(\d+)', operator)
-    num_bytes = _bytes(size)
+    num_bytes = _bytes(said)
     label = field("XLA label").removeprefix("%").partition(" = ")[0]
     return Buffer(
         name=label,
@@ -128,6 +128,6 @@ def _allocation(size: str, fields: str) -> Buffer:
     )
 
 
-def _bytes(size: str) -> int:
-    match = re.match(_SIZE, size)
+def _bytes(said: str) -> int:
+    match = re.match(_SIZE, said)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0

@@ -1,1 +1,1 @@
-"""Facts about TPU chips, slices and the links between them."""
+"""Chips, slices of them and the links between."""

@@ -1,1 +1,1 @@
-"""Reads the text of programs that XLA compiled."""
+"""Reads the program that XLA compiled."""

@@ -1,7 +1,6 @@
-"""Records for the instructions and computations of a compiled program.
+"""The instructions of a program that XLA compiled, and the computations that they make up.
 
-`hlo_module` reads them from the text of the program. Attributes are parsed on access, because
-programs are long and most questions concern few of their instructions.
+`hlo_module` reads them from the text of the program.
 """
 
 import dataclasses
@@ -16,8 +15,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-# The TPU7x compiler writes this number for operations that run on SparseCores.
-_UNKNOWN_CYCLES = 2**63 - 1
+_UNKNOWN_CYCLES = 2**63 - 1  # of what the TPU7x compiler leaves to SparseCores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,17 +23,16 @@ class Instruction:
     """One instruction of a program.
 
     Attributes:
-        name: Name, unique in the program.
-        opcode: Operation, such as "fusion", "all-gather-start" or "while".
-        shape: Shape of the result, as text; see `shapes.arrays`.
-        operands: Names of the instructions of the same computation whose results it reads.
-        computation: Name of the computation that contains it.
-        is_root: Whether its result is the result of the computation.
-        arguments: Text between the parentheses: the operands, a parameter's number, or a
+        name: Its name, unique in the program.
+        opcode: Such as "fusion", "all-gather-start" or "while".
+        shape: The shape of its result, as text; see `shapes.arrays`.
+        operands: Names of the instructions of its computation whose results it takes.
+        computation: Name of the computation it stands in.
+        is_root: Whether its result is that of the computation.
+        arguments: The text between its parentheses: the operands, or a parameter's number, or a
             constant's value.
-        attributes: Text after the parentheses.
-        line: Complete line of text.
-        sources: Tables of source lines of the program.
+        attributes: The text after its parentheses.
+        line: Its whole line of text.
     """
 
     name: str
@@ -51,29 +48,29 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """The called computations: ("body", name), ("calls", name), ..."""
+        """The computations it calls: ("body", name), ("calls", name), ..."""
         attributes = self.attributes.partition(", metadata={")[0]
         if "=" not in attributes:
             return ()
         return tuple(
             (role, name)
-            for role, single, several in _CALLED.findall(attributes)
-            for name in ([single] if single else re.findall(r"%?([\w.-]+)", several))
+            for role, one, several in _CALLED.findall(attributes)
+            for name in ([one] if one else re.findall(r"%?([\w.-]+)", several))
         )
 
     def callee(self, role: str) -> str | None:
-        """Returns the name of the computation that is called as `role`, or None."""
+        """The name of the computation it calls as `role`, or None."""
         return next((name for called_as, name in self.called if called_as == role), None)
 
     @property
     def op_name(self) -> str:
-        """Path of the JAX operation; empty if the compiler added the instruction."""
+        """The path of the JAX operation it comes from; empty for what the compiler added."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
     @property
     def stack(self) -> tuple[str, ...]:
-        """The source lines "file:line" of the JAX operation, innermost first."""
+        """The source lines "file:line" it comes from, innermost first."""
         return self.sources.lines_of(self.attributes)
 
     @property
@@ -83,17 +80,17 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[shapes.Array, ...]:
-        """The arrays of the result."""
+        """The arrays of its result."""
         return shapes.arrays(self.shape)
 
     @property
     def cycles(self) -> int | None:
-        """XLA's estimate of the clock cycles of one run; None if XLA has none."""
+        """The clock cycles that XLA expects one run of it to take; None where XLA says nothing."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match and int(match[1]) != _UNKNOWN_CYCLES else None
 
     def attribute(self, name: str) -> str | None:
-        """Returns the value of a plain attribute, such as "1" for `index=1`; None without it."""
+        """The value of a plain attribute, such as "1" of `index=1`; None where there is none."""
         match = re.search(rf'\b{name}="?([\w.-]+)', self.attributes)
         return match[1] if match else None
 
@@ -103,8 +100,8 @@ class Computation:
     """A function of a program: instructions in the order in which they run.
 
     Attributes:
-        name: Name of the computation.
-        instructions: Instructions by name, in order.
+        name: Its name.
+        instructions: Its instructions by name, in order.
     """
 
     name: str
@@ -112,12 +109,12 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction whose result is the result of the computation."""
+        """The instruction whose result is the computation's."""
         instructions = list(self.instructions.values())
         return next((i for i in reversed(instructions) if i.is_root), instructions[-1])
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by number."""
-        instructions = self.instructions.values()
-        return {int(i.arguments): i for i in instructions if i.opcode == "parameter"}
+        """Its parameters by number."""
+        found = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {int(parameter.arguments): parameter for parameter in found}

@@ -1,8 +1,4 @@
-"""The rules of the primitives on padded rows, by name. The exactness of results depends on them.
-
-A rule receives an `Operation` and returns its padded results. It must keep the invariant of
-`evaluator`: the leading corner of each result is the array of the real rows.
-"""
+"""What each primitive does with padded rows: the trusted base of the rows' exactness."""
 
 from tpudist.programs.rows.evaluator import Rule
 from tpudist.programs.rows.rules import (
@@ -35,5 +31,5 @@ _ALL: dict[str, Rule] = {
 
 
 def rule_of(primitive: str) -> Rule | None:
-    """Returns the rule of a primitive; None if it has none."""
+    """The rule of a primitive, by its name; None if it has none."""
     return _ALL.get(primitive)
