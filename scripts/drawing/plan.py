@@ -8,10 +8,10 @@ from drawing.canvas import Canvas, width_of
 from drawing.palettes import Palette
 from tpudist.display.text_tables import format_source
 from tpudist.planner import Plan
-from tpudist.planner.show.parts import Bars
+from tpudist.planner.show.formats import format_seconds
 from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.report_parts import Bars
 from tpudist.planner.show.speed_text import merge
-from tpudist.planner.show.words import format_seconds
 
 HUES = ("blue", "teal", "amber", "purple", "red")
 COLLECTIVES = 4

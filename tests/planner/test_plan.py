@@ -24,9 +24,9 @@ from tpudist.planner import (
     Plan,
     abstract_arguments,
     answer_cache,
-    ask_compiler,
-    make_plan,
+    compiler_query,
     model_flops,
+    plan_builder,
 )
 from tpudist.planner.show import progress
 from tpudist.run.arguments import call_description
@@ -87,7 +87,7 @@ def lowered(strategy, fn, args):
     twin = strategy._twin(None)
     names = call_description.names_of_leaves(fn, args, {})
     call = abstract_arguments.move_arguments(args, {}, names, strategy, twin)
-    return make_plan.lower(twin, fn, call, None, {}, lambda *_: None)
+    return plan_builder.lower(twin, fn, call, None, {}, lambda *_: None)
 
 
 # The plan of one's own devices.
@@ -651,14 +651,14 @@ def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypa
 
 def test_an_answer_without_buffers_is_not_kept(monkeypatch):
     """Its memory report is a poor one, and the next may be better."""
-    ask = ask_compiler.compiler_process.compile_here
+    ask = compiler_query.compiler_process.compile_here
 
     def without_buffers(*args):
         return dataclasses.replace(ask(*args), buffers="")
 
     strategy = sharded()
     with monkeypatch.context() as patch:
-        patch.setattr(ask_compiler.compiler_process, "compile_here", without_buffers)
+        patch.setattr(compiler_query.compiler_process, "compile_here", without_buffers)
         strategy.plan(lambda x: x * 2, (np.ones(8),))
     assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
     assert kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
@@ -717,7 +717,7 @@ def _rewrite(file, change):
 
 
 def test_the_oldest_plans_are_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(answer_cache, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(answer_cache, "_MAX_ENTRIES", 2)
     kept = answer_cache.Cache(tmp_path / "plans")
     for i in range(4):
         kept.put(str(i), answer_cache.Entry(None, "refused", float(i)))
@@ -856,7 +856,7 @@ def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
 ):
     devices = topology.devices(name)[picked]
     strategy = tpudist.TPUStrategy(devices=devices)
-    assert make_plan._num_chips(strategy.mesh, chips.chip_of_device(devices[0])) == num_chips
+    assert plan_builder._num_chips(strategy.mesh, chips.chip_of_device(devices[0])) == num_chips
 
 
 @pytest.mark.libtpu

@@ -262,7 +262,7 @@ def test_all_public_names_together_load_jax_flax_and_optax_alone(modules_after_u
     assert others(modules_after_use) - others(base) == set()
     assert {"grain", "orbax", "tyro"} & others(modules_after_use) == set()
     used = [x for x in modules_after_use if x.startswith("tpudist.")]
-    assert [x for x in used if x.startswith(("tpudist.cli", "tpudist.planner.show.table"))] == []
+    assert [x for x in used if x.startswith(("tpudist.cli", "tpudist.planner.show.terminal"))] == []
 
 
 def test_public_names_start_no_backend_and_change_no_setting(modules_after_use):

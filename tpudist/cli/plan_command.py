@@ -15,11 +15,12 @@ from tpudist import planner
 from tpudist.cli import reference, user_step
 from tpudist.cli.console import say, show, write
 from tpudist.cli.errors import WrongUse
-from tpudist.planner import search_status
 from tpudist.planner.calibration import Calibration, read_calibration
-from tpudist.planner.show import html
-from tpudist.planner.show.table import table
-from tpudist.planner.show.words import format_error, format_seconds, plural
+from tpudist.planner.layouts import search_outcomes
+from tpudist.planner.show.formats import format_error, format_seconds, plural
+from tpudist.planner.show.html import format_html, format_page
+from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.terminal import TerminalReport
 from tpudist.strategy import logical_axes
 from tpudist.training import arguments
 from tpudist.xla import topology
@@ -180,14 +181,14 @@ def _plan(options: Options, work: _Work) -> int:
         figures = {"tokens_per_step": work.tokens_per_step} | (more[0] if more else {})
         figures = {"calibration": work.calibration} | figures
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
-    shown = {"num_steps": options.steps, "price_per_chip_hour": options.price_per_chip_hour}
+    report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
         with _explain_write_errors():
-            _write_files(plan, html.page(html.html(plan, **shown)), options)
+            _write_files(plan, format_page(format_html(report)), options)
             if options.chart is not None:
                 plan.chart(options.chart)
     finally:  # what was found is not lost for a file that cannot be written
-        _print(plan, table(plan, **shown), options)
+        _print(plan, TerminalReport(report), options)
     with _explain_write_errors():
         if options.save is not None and plan.fits:
             plan.save(options.save)
@@ -213,7 +214,7 @@ def _search(options: Options, work: _Work) -> int:
         )
     try:
         with _explain_write_errors():
-            _write_files(found, html.page(found._repr_html_()), options)
+            _write_files(found, format_page(found._repr_html_()), options)
     finally:
         _print(found, found, options)
     _report_files(options)
@@ -226,9 +227,9 @@ def _exit_code(found: planner.SearchResult) -> int:
     Raises:
         WrongUse: Nothing was compiled.
     """
-    if found.best or found.of(search_status.TOO_LARGE):
+    if found.best or found.of(search_outcomes.TOO_LARGE):
         return FITS if found.best else DOES_NOT_FIT
-    if failed := found.of(search_status.FAILED):
+    if failed := found.of(search_outcomes.FAILED):
         first, num = failed[0], len(failed)
         all_ = f"All {num} layouts" if num > 1 else "The layout"
         raise WrongUse(f"{all_} failed. {first.candidate.name}: {first.reason}")

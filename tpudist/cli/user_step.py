@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpudist.cli.errors import WrongUse
-from tpudist.planner.show.words import format_error
+from tpudist.planner.show.formats import format_error
 
 RULE = (
     "Name a function make_step(candidate) that gives (strategy, fn, args), as my_module:make_step "

@@ -1,4 +1,4 @@
-"""Says what a step costs on a TPU slice that nobody has rented; see `Strategy.plan`."""
+"""Plans: memory, time and communication of a step on a TPU slice that you do not have yet."""
 
 from tpudist.planner.abstract_arguments import GlobalBatch
 from tpudist.planner.calibration import Calibration, read_calibration

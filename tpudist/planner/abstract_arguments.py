@@ -1,11 +1,12 @@
-"""The arguments of a step without their data, as they would be on other devices.
+"""The arguments of a step without their data, placed on the devices of a plan.
 
 Every array becomes a `jax.ShapeDtypeStruct` with the same partition spec on the mesh of the twin of
-a strategy; see `Strategy.on`. NNX objects are copied, so that the user's own stay as they are.
+a strategy (the same strategy on other devices; see `Strategy.on`). NNX objects are copied, so the
+objects of the user do not change.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +28,10 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """An argument of `Strategy.plan`: a batch to be split over however many replicas there will be.
+    """Argument of `Strategy.plan`: a batch that is split over the replicas of the plan.
 
-    Each replica gets its part, as of a distributed dataset. The global batch stays the same on all
-    slices; a PerReplica stays the same on each replica.
+    Each replica gets its part, as from a distributed dataset. On every slice the global batch has
+    the same size. In contrast, a PerReplica has the same size on each replica.
 
     Attributes:
         tree: Pytree of `jax.ShapeDtypeStruct`s (or arrays) `[global_batch, ...]`.
@@ -39,15 +40,15 @@ class GlobalBatch:
     tree: PyTree
 
     def on(self, mesh: ReplicaMesh, name: str = "the batch") -> PyTree:
-        """The same for the replicas of `mesh`: what a distributed dataset would give them.
+        """Returns the batch as a distributed dataset would give it to the replicas of `mesh`.
 
         Raises:
-            ValueError: A leaf has no rows, or the batch does not split evenly.
-            TypeError: A leaf is no array.
+            ValueError: If a leaf has no rows, or the batch does not split evenly.
+            TypeError: If a leaf is not an array.
         """
         sizes = set()
         for x in jax.tree.leaves(self.tree):
-            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            if not isinstance(x, _ARRAYS):
                 raise TypeError(
                     f"GlobalBatch for '{name}' holds a {type(x).__name__}. Pass arrays or "
                     "jax.ShapeDtypeStructs [global_batch, ...]."
@@ -61,14 +62,14 @@ class GlobalBatch:
             )
         n = mesh.num_replicas
         (size,) = sizes
-        each = _rows_of_each(size, n, name)
-        rows = None if n == 1 else (each,) * n
+        each = _rows_per_replica(size, n, name)
+        rows = None if n == 1 else (each,) * n  # one replica gets arrays, not a PerReplica
         return jax.tree.map(
             lambda x: part_spec(mesh, (each, *x.shape[1:]), x.dtype, rows), self.tree
         )
 
 
-def _rows_of_each(global_batch: int, num_replicas: int, name: str) -> int:
+def _rows_per_replica(global_batch: int, num_replicas: int, name: str) -> int:
     each, left_over = divmod(global_batch, num_replicas)
     if left_over or not each:
         smaller, larger = each * num_replicas, (each + 1) * num_replicas
@@ -83,13 +84,13 @@ def _rows_of_each(global_batch: int, num_replicas: int, name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TwinArguments:
-    """Arguments as they are on other devices.
+    """Arguments for the twin of a strategy.
 
     Attributes:
-        args: The positional ones.
-        kwargs: The others.
-        batches: Ids of the abstract arrays among them that are parts of a batch.
-        notes: What is not as it was, one sentence each.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        batches: Ids of the abstract arrays that are parts of a batch.
+        notes: Differences from the arguments of the user, one sentence each.
     """
 
     args: tuple
@@ -106,45 +107,42 @@ def move_arguments(
     twin: StrategyBase,
     function_name: str = "fn",
 ) -> TwinArguments:
-    """The arguments of a call of `strategy.run`, as a call of its twin takes them.
+    """Returns the arguments of a call of `strategy.run` for a call of its twin.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        names: What each flat argument is called; see `call_description.names_of_leaves`.
-        strategy: What they were made for.
-        twin: The strategy that they are wanted for.
-        function_name: Whose arguments they are, for messages.
+        names: Name of each flat argument; see `call_description.names_of_leaves`.
+        strategy: Strategy of the arguments.
+        twin: Same strategy on the devices of the plan.
+        function_name: Name of the function, for messages.
 
     Raises:
-        TypeError: An array that no device can hold, or one that JAX cannot see.
-        ValueError: A PerReplica of another number of replicas, a batch that does not divide, an
-            axis that replicas do not have.
+        TypeError: If an array has a dtype that devices do not support, or is in an object that JAX
+            does not flatten.
+        ValueError: If a PerReplica has another number of replicas, a batch does not split evenly,
+            or an array is split over an axis that the twin does not have.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=call_arguments.is_leaf)
-    looked_at = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
-    call_arguments.check_leaves(
-        looked_at, call_arguments.Kinds.of(looked_at), None, 1, function_name
-    )
+    checked = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
+    call_arguments.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
     mover = _Mover(strategy, twin)
-    made = [mover.leaf(x, name) for x, name in zip(leaves, names, strict=True)]
-    mover.copy_objects(made)
-    args, kwargs = treedef.unflatten(made)
+    moved = [mover.move(x, name) for x, name in zip(leaves, names, strict=True)]
+    mover.copy_objects(moved)
+    args, kwargs = treedef.unflatten(moved)
     return TwinArguments(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
 
 
 class _Mover:
-    """Moves one argument after the other."""
-
     def __init__(self, strategy: StrategyBase, twin: StrategyBase):
         self._strategy, self._mesh = strategy, twin.replica_mesh
         self.batches: list[int] = []
         self._notes: list[str] = []
-        self._whole: list[str] = []  # arguments of which every replica gets all
+        self._whole: list[str] = []  # names of arrays that every replica receives completely
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not as it was."""
+        """Differences from the arguments of the user."""
         n = self._mesh.num_replicas
         if not self._whole or not self._strategy.num_replicas_in_sync == 1 < n:
             return tuple(self._notes)
@@ -155,46 +153,46 @@ class _Mover:
             "tpudist.planner.GlobalBatch.",
         )
 
-    def leaf(self, x: Any, name: str) -> Any:
+    def move(self, x: Any, name: str) -> PyTree:
         if isinstance(x, GlobalBatch):
             batch = x.on(self._mesh, name)
-            self._is_batch(batch)
+            self._note_batch(batch)
             rows = jax.tree.leaves(x.tree)[0].shape[0]
             n = self._mesh.num_replicas
             each = f"in all, {rows // n} on each of {n} replicas" if n > 1 else "on one replica"
             self._notes.append(f"{name}: {rows} rows {each}.")
             return batch
         if isinstance(x, PerReplica):
-            return self._part(x, name)
+            return self._move_per_replica(x, name)
         if isinstance(x, nnx_contents.OBJECT_TYPES):
-            return x  # all of them together, in `copy_objects`: they may share Variables
+            return x  # `copy_objects` moves all objects together, because they may share Variables
         if isinstance(x, _ARRAYS):
             self._whole += [name] if x.shape else []
             return array_on(self._mesh, x, name, self._strategy.replica_mesh)
-        return jax.tree.map(self._maybe_array(name), x) if call_arguments.is_leaf(x) else x
+        return jax.tree.map(self._array_mover(name), x) if call_arguments.is_leaf(x) else x
 
     def copy_objects(self, leaves: list[Any]) -> None:
-        """Replaces the NNX objects among `leaves` by abstract copies, in place."""
-        where = [i for i, x in enumerate(leaves) if isinstance(x, nnx_contents.OBJECT_TYPES)]
-        if not where:
+        """Replaces the NNX objects in `leaves` by abstract copies."""
+        places = [i for i, x in enumerate(leaves) if isinstance(x, nnx_contents.OBJECT_TYPES)]
+        if not places:
             return
-        binding = nnx_binding.Binding([leaves[i] for i in where])
+        binding = nnx_binding.Binding([leaves[i] for i in places])
         values = [
-            jax.tree.map(self._maybe_array(binding.name(i)), x)
+            jax.tree.map(self._array_mover(binding.name(i)), x)
             for i, x in enumerate(binding.values())
         ]
-        for i, x in zip(where, binding.copy_with(values), strict=True):
+        for i, x in zip(places, binding.copy_with(values), strict=True):
             leaves[i] = x
 
-    def _maybe_array(self, name: str) -> Any:
+    def _array_mover(self, name: str) -> Callable[[object], object]:
         home = self._strategy.replica_mesh
 
-        def move(x: Any) -> Any:
+        def move(x: object) -> object:
             return array_on(self._mesh, x, name, home) if isinstance(x, _ARRAYS) else x
 
         return move
 
-    def _part(self, x: PerReplica, name: str) -> Any:
+    def _move_per_replica(self, x: PerReplica, name: str) -> PerReplica | jax.ShapeDtypeStruct:
         parts, old, n = (
             x.array.shape[0],
             self._strategy.num_replicas_in_sync,
@@ -211,20 +209,22 @@ class _Mover:
                 f"{name}: each of {n} replicas receives {list(x.shape)}, as each of {parts} did."
             )
         shape = (n, *x.shape)
-        sharding = getattr(x.array, "sharding", None)
+        sharding = getattr(x.array, "sharding", None)  # a NumPy array has none
         if isinstance(sharding, NamedSharding):
-            where = sharding_on(self._mesh, sharding, name)
+            stacked = sharding_on(self._mesh, sharding, name)
         else:
-            where = placement.sharding_of_stack(self._mesh, shape, split_rows=x.rows is not None)
-        if n == 1:  # as of a distributed dataset
-            whole = NamedSharding(self._mesh.mesh, PartitionSpec(*where.spec[1:]))
-            made = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+            stacked = placement.sharding_of_stack(self._mesh, shape, split_rows=x.rows is not None)
+        if n == 1:
+            # One replica gets arrays without the dim of replicas, as from a distributed dataset.
+            single = NamedSharding(self._mesh.mesh, PartitionSpec(*stacked.spec[1:]))
+            moved = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single)
         else:
             rows = None if x.rows is None else (x.shape[x.dim],) * n
-            array = jax.ShapeDtypeStruct(shape, x.dtype, sharding=where)
-            made = PerReplica(array, rows, x.dim)
-        self._is_batch(made)
-        return made
+            array = jax.ShapeDtypeStruct(shape, x.dtype, sharding=stacked)
+            moved = PerReplica(array, rows, x.dim)
+        self._note_batch(moved)
+        return moved
 
-    def _is_batch(self, tree: PyTree) -> None:
+    def _note_batch(self, tree: PyTree) -> None:
+        # By id: the arrays stay alive in the arguments until the plan is made.
         self.batches += [id(x) for x in jax.tree.leaves(tree)]

@@ -1,8 +1,8 @@
-"""Keeps what the compiler said of a program, to say it again at once.
+"""A cache on disk of the compiler's answers, so that the same program is compiled only once.
 
-What is kept is the compiled program's text and its memory figures, not what was made of them: a
-better pricing reads them anew. An entry is found by a hash of the program and of all that it was
-compiled for and with. JAX's own cache does not hit for programs of absent slices.
+An entry has the compiled program's text and its memory figures, not the plan that was made of them:
+a later version of the planner reads them again. JAX's own cache has no entries for slices that are
+not present.
 """
 
 import dataclasses
@@ -11,29 +11,30 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from tpudist.planner import as_json
+from tpudist.planner import json_records
 from tpudist.xla.compiler import private_files
 from tpudist.xla.compiler.compiler_process import CompiledProgram
 
 _log = logging.getLogger("tpudist")
-# Of the format of entries, and of what is asked of the compiler.
+# Raise it if entries have other fields, or if the compiler is called in another way.
 _VERSION = 2
-_MOST_ENTRIES = 500
+# An entry of a large model has a few MB, compressed.
+_MAX_ENTRIES = 500
 _ENDING = ".json.gz"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the compiler said: a program, or why there is none.
+    """Answer of the compiler: a program or a refusal.
 
     Attributes:
-        program: What it made.
-        refusal: Its refusal of a program that does not fit, whole.
-        seconds: How long it took.
-        lines: A hash of the source lines that the program came from, which are in its text.
+        program: Compiled program; None if it does not fit.
+        refusal: Complete message for a program that does not fit.
+        seconds: Seconds that the compiler took.
+        lines: Hash of the program with its source lines, which `program` contains.
     """
 
     program: CompiledProgram | None
@@ -42,22 +43,25 @@ class Entry:
     lines: str = ""
 
 
-def key_of(facts: dict[str, Any]) -> str:
-    """A hash of what decides what the compiler says."""
+def key_of(facts: Mapping[str, object]) -> str:
+    """Returns a hash of the facts that decide an answer."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def default_folder() -> Path:
-    """Where plans are kept for this user."""
+    """Returns the directory of the cache of this user."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "tpudist" / "plans"
 
 
 class Cache:
-    """A folder of entries, private to its owner. What is wrong with it is a warning in the log."""
+    """A folder of entries, private to its owner. Its failures are only warnings in the log.
+
+    Args:
+        folder: Directory; None for a cache without entries.
+    """
 
     def __init__(self, folder: Path | None):
-        """In `folder`; None for a cache that keeps nothing."""
         self._folder: Path | None = None
         if folder is not None:
             try:
@@ -66,20 +70,20 @@ class Cache:
                 _log.warning("Plans are not kept: %s", error)
 
     @classmethod
-    def of(cls, asked: "bool | str | Path") -> "Cache":
-        """The cache that a caller asked for: the usual one, none, or one in a folder."""
-        if asked is True:
+    def of(cls, cache: "bool | str | Path") -> "Cache":
+        """Returns the default cache for True, none for False, or the cache in a folder."""
+        if cache is True:
             return cls(default_folder())
-        return cls(Path(asked)) if asked else cls(None)
+        return cls(Path(cache)) if cache else cls(None)
 
     def get(self, key: str) -> Entry | None:
-        """The entry of a key; None if there is none, or one that cannot be believed."""
+        """Returns the entry of a key; None if it does not exist or is damaged."""
         if self._folder is None:
             return None
         path = self._folder / f"{key}{_ENDING}"
         try:
             data = private_files.read(path)
-            os.utime(path)  # used now: those not used for longest go first
+            os.utime(path)  # `_remove_oldest` goes by the time of the last use
             return _decode(data, key)
         except FileNotFoundError:
             return None
@@ -88,7 +92,7 @@ class Cache:
             return None
 
     def put(self, key: str, entry: Entry) -> None:
-        """Keeps an entry."""
+        """Stores an entry."""
         if self._folder is None:
             return
         try:
@@ -100,23 +104,23 @@ class Cache:
     def _remove_oldest(self) -> None:
         assert self._folder is not None
         entries = sorted(self._folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime)
-        for path in entries[:-_MOST_ENTRIES]:
+        for path in entries[:-_MAX_ENTRIES]:
             path.unlink(missing_ok=True)
 
 
 def _encode(entry: Entry, key: str) -> bytes:
-    text = as_json.dumps(entry, _VERSION)
-    whole = {"key": key, "checksum": hashlib.sha256(text.encode()).hexdigest(), "entry": text}
-    return gzip.compress(json.dumps(whole).encode(), 6)
+    text = json_records.dumps(entry, _VERSION)
+    content = {"key": key, "checksum": hashlib.sha256(text.encode()).hexdigest(), "entry": text}
+    return gzip.compress(json.dumps(content).encode(), 6)
 
 
 def _decode(data: bytes, key: str) -> Entry:
     try:
-        whole = json.loads(gzip.decompress(data))
-        text = whole["entry"]
-        matches = whole["checksum"] == hashlib.sha256(text.encode()).hexdigest()
-    except Exception as error:  # zlib, UTF-8, JSON, or another structure
+        content = json.loads(gzip.decompress(data))
+        text = content["entry"]
+        matches = content["checksum"] == hashlib.sha256(text.encode()).hexdigest()
+    except Exception as error:  # from zlib, UTF-8, JSON, or a missing key
         raise ValueError(f"{key} cannot be read ({type(error).__name__}: {error})") from error
-    if not matches or whole["key"] != key:
+    if not matches or content["key"] != key:
         raise ValueError(f"{key} differs from the written content")
-    return as_json.loads(Entry, text, _VERSION)
+    return json_records.loads(Entry, text, _VERSION)

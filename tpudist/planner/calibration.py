@@ -1,4 +1,4 @@
-"""Rates that were measured on a machine, in place of the published ones that a plan prices with."""
+"""Measured rates of a machine, which replace the published rates in the estimates of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tpudist.xla.hardware.chips import CHIPS, Chip
 
-_MOST = 1.05
+_MAX_SHARE = 1.05
 """Largest share of a published peak that a measurement may have; a larger one is a mistake."""
 
 
@@ -54,7 +54,7 @@ class Calibration:
         }
         for name, peak in peaks.items():
             value = getattr(self, name)
-            if value is not None and not 0 < value <= _MOST * peak:
+            if value is not None and not 0 < value <= _MAX_SHARE * peak:
                 raise ValueError(
                     f"The calibration of {self.generation} has {name}={value:.3g}; the published "
                     f"peak is {peak:.3g}. Measure again with tpudist doctor --accelerator."
@@ -64,7 +64,7 @@ class Calibration:
         """Returns the chip with the measured rates.
 
         Raises:
-            ValueError: If the chip is of another generation.
+            ValueError: If the chip has another generation.
         """
         if chip.generation != self.generation:
             raise ValueError(

@@ -1,10 +1,10 @@
-"""What each input of a compiled step is to its user: its name, and what it is for."""
+"""The user's name and the role (parameters, batch, ...) of each input of a compiled step."""
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from tpudist.lowering import compile
 from tpudist.run.arguments import call_description
@@ -14,42 +14,48 @@ from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.xla.estimate.memory import InputLeaf
 
-# Of plain pytrees only names tell what they are: those of Optax's states and of common models.
+# Plain pytrees have no types that show roles, only names. These are from Optax's states and common
+# models.
 _OPTIMIZER_WORDS = frozenset({"opt", "optimizer", "mu", "nu", "trace", "momentum", "adam"})
 _PARAMETER_WORDS = frozenset({"params", "parameters", "param", "weights", "kernel", "embedding"})
 
 
 def inputs_of(
-    step: Step, now: Call, donated: Sequence[Any], kept: Sequence[Any], batches: frozenset[int]
+    step: Step,
+    call: Call,
+    donated: Sequence[ArrayLike],
+    kept: Sequence[ArrayLike],
+    batches: frozenset[int],
 ) -> list[InputLeaf]:
-    """The flat inputs of a lowered step, in the program's order: the overwritten ones first.
+    """Returns the flat inputs of a lowered step, in the order of the program: donated ones first.
 
-    JAX leaves out of the program those that it does not use; see `select_used`.
+    JAX removes unused inputs from the program; see `select_used`.
 
     Args:
-        step: The step.
-        now: The call that it was lowered for.
-        donated: The inputs that are overwritten.
-        kept: The others.
+        step: Step.
+        call: Call that it was lowered for.
+        donated: Inputs that are overwritten.
+        kept: Other inputs.
         batches: Ids of the arrays that are parts of a batch.
     """
-    assert step.plan is not None, "it has been lowered"
+    assert step.plan is not None, "lowering makes it"
     arrays = step.plan.merge_inputs(donated, kept)
     named = [
         *_roles_of_captured(step),
-        *_roles_of_objects(now, step),
-        *_roles_of_arguments(step, now),
+        *_roles_of_objects(step, call),
+        *_roles_of_arguments(step, call),
     ]
     assert len(named) == len(arrays), (len(named), len(arrays))
 
-    def leaf(name: str, role: str, x: Any, overwritten: bool) -> InputLeaf:
+    def leaf(name: str, role: str, x: ArrayLike, is_donated: bool) -> InputLeaf:
         role = "batch" if id(x) in batches else role
-        where = getattr(x, "sharding", None) or step.mesh.replicated
-        x = x if hasattr(x, "shape") else compile.shape_of(x)  # a Python number
-        return InputLeaf(name, role, tuple(x.shape), x.dtype, where, overwritten)
+        # A NumPy array or a Python number has no sharding.
+        sharding = getattr(x, "sharding", None) or step.mesh.replicated
+        array = compile.shape_of(x) if isinstance(x, bool | int | float | complex) else x
+        return InputLeaf(name, role, tuple(array.shape), array.dtype, sharding, is_donated)
 
-    # Names come in the order of the step: captured, objects, arguments. The program has another,
-    # for JAX donates whole arguments: first all that is overwritten, then all that is kept.
+    # Names are in the order of the step: captured, objects, arguments. The program has another
+    # order, because JAX donates complete arguments: first all donated arrays, then all others.
     return [
         leaf(*named[i], arrays[i], k < len(donated))
         for k, i in enumerate((*step.plan.donated, *step.plan.kept))
@@ -57,25 +63,28 @@ def inputs_of(
 
 
 def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> list[InputLeaf]:
-    """Those of `inputs` that the program of this HLO text has, in its order.
+    """Returns the inputs that the program of an HLO text has, in the order of its parameters.
 
-    Its parameters are named as those of the Python function that `Step` gives to `jax.jit`.
+    The list is empty if the text does not show which inputs the program has.
     """
+    # `Step` gives `jax.jit` a function of `donated_arrays` and `kept_arrays`, and XLA writes these
+    # names into the metadata of the parameters. Unused inputs leave gaps in the numbers.
     entry = text[text.rfind("\nENTRY ") :]
-    found: dict[int, int] = {}
+    places: dict[int, int] = {}  # number of a parameter -> index of its input
     for line in entry.splitlines():
         match = re.search(r" parameter\((\d+)\),.*op_name=\"(donated|kept)_arrays\[(\d+)\]\"", line)
         if match:
             offset = 0 if match[2] == "donated" else num_donated
-            found[int(match[1])] = offset + int(match[3])
+            places[int(match[1])] = offset + int(match[3])
     number = len(re.findall(r" parameter\(\d+\)", entry))
-    if sorted(found) != list(range(number)):  # names were lost: they can be told if all are there
+    if sorted(places) != list(range(number)):
+        # Some parameters have lost their names. If none was removed, the order is the same.
         return list(inputs) if number == len(inputs) else []
-    return [inputs[found[i]] for i in sorted(found)]
+    return [inputs[places[i]] for i in sorted(places)]
 
 
 def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
-    found = []
+    roles = []
     for v in step.captured:
         if not isinstance(v, Variable):
             role = "batch" if v.on_read else "other"
@@ -83,44 +92,44 @@ def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
             role = "parameters"
         else:
             role = "optimizer state" if v.name.startswith("optimizer") else "other"
-        found.append((v.name, role))
-    return found
+        roles.append((v.name, role))
+    return roles
 
 
-def _roles_of_objects(now: Call, step: Step) -> list[tuple[str, str]]:
-    if now.binding is None:
+def _roles_of_objects(step: Step, call: Call) -> list[tuple[str, str]]:
+    if call.binding is None:
         return []
-    names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
+    names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
     names = [names[i] for i in step.kinds_of_leaves.objects]
-    found = []
-    binding = now.binding
+    roles = []
+    binding = call.binding
     for i, (path, value) in enumerate(zip(binding.paths, binding.values(), strict=True)):
         name = ".".join([names[path[0]], *map(str, path[1:])])
         role = nnx_contents.role_of(binding.variables[i])
         inside = jax.tree_util.tree_flatten_with_path(value)[0]
-        found += [(name + jax.tree_util.keystr(rest), role) for rest, _ in inside]
-    return found
+        roles += [(name + jax.tree_util.keystr(rest), role) for rest, _ in inside]
+    return roles
 
 
-def _roles_of_arguments(step: Step, now: Call) -> list[tuple[str, str]]:
-    names = call_description.names_of_leaves(now.fn, now.args, now.kwargs)
-    kinds, leaves = step.kinds_of_leaves, now.leaves()
-    found = []
+def _roles_of_arguments(step: Step, call: Call) -> list[tuple[str, str]]:
+    names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
+    kinds, leaves = step.kinds_of_leaves, call.leaves()
+    roles = []
     for i in kinds.dynamic:
         if i in kinds.states:
-            found += [
+            roles += [
                 (names[i] + path, nnx_contents.role_of(variable))
                 for path, variable in nnx_contents.variables_of_state(leaves[i])
             ]
         else:
-            found.append((names[i], "batch" if i in kinds.per_replica else _guess_role(names[i])))
+            roles.append((names[i], "batch" if i in kinds.per_replica else _guess_role(names[i])))
+    # Partial batches add two inputs per group of batches: the real rows of the replica, and of all.
     for i in range(len(step.groups.sizes) if step.groups else 0):
-        found += [(f"real rows of batch {i}", "other"), (f"all real rows of batch {i}", "other")]
-    return found
+        roles += [(f"real rows of batch {i}", "other"), (f"all real rows of batch {i}", "other")]
+    return roles
 
 
 def _guess_role(name: str) -> str:
-    """What an array of a plain pytree is for, if its name tells."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & _OPTIMIZER_WORDS:
         return "optimizer state"

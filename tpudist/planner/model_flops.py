@@ -1,14 +1,15 @@
-"""Counts the work of a step: the FLOPs of its matrix multiplications, as its program was written.
+"""Model FLOPs of a step: the work of its matrix multiplications, as the program was written.
 
-The count is of the jaxpr, before any compiler: multiplications and additions of `dot_general` and
-convolutions, loops by their lengths, of both halves of a gradient. What `jax.checkpoint` computes a
-second time is no work (JAX names such operations "rematted_computation"), so a step does not look
-busier for computing more again; what a custom derivative repeats by itself is counted, unless it
-says so by the same name. Nor is a product that only moves values. Attention counts what a causal
-mask throws away, as the usual formula 12 * layers * width * length does.
+The count reads the jaxpr, before any compiler: multiplications and additions of `dot_general` and
+convolutions in the forward and the backward pass, with loops by their lengths.
 
-A Pallas kernel counts what it says of itself (`cost_estimate`), else its body as often as its grid
-says. Its gradient is another kernel, which repeats parts of it at will: it counts twice the kernel.
+Not counted: operations that `jax.checkpoint` computes again (JAX names them
+"rematted_computation"), so that rematerialization does not look like more work; and products that
+only move values. Counted: operations that a custom derivative repeats under another name; and the
+part of attention that a causal mask discards, as in the formula 12 * layers * width * length.
+
+A Pallas kernel counts its `cost_estimate`, else its body times the size of its grid. Its gradient
+is another kernel, which may repeat parts of the first; it counts twice the kernel.
 """
 
 import math
@@ -18,17 +19,17 @@ import numpy as np
 
 from tpudist.programs import jaxprs
 
-# `jax.named_scope`s of products that are no work: JAX's own, and those of
-# models/parts/embedding.py and models/parts/rotary.py.
+# Parts of `jax.named_scope`s whose products do not count: JAX's name of rematerialization, and the
+# names in models/parts/embedding.py and models/parts/rotary.py for products that move values.
 _NO_WORK = ("rematted_computation", "in_place_of_")
 
 
 def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]:
-    """FLOPs of all replicas, and what could not be counted, one sentence each.
+    """Returns the FLOPs of all replicas, and a sentence for each part that could not be counted.
 
     Args:
-        closed: The jaxpr of one replica, whole over the axes inside of it.
-        num_replicas: How many replicas there are.
+        closed: Jaxpr of one replica, with arrays that are not split over the axes inside it.
+        num_replicas: Number of replicas.
     """
     counter = _Counter()
     flops = counter.count(closed.jaxpr, "")
@@ -39,8 +40,8 @@ class _Counter:
     def __init__(self):
         self.notes: list[str] = []
 
-    def count(self, jaxpr: Any, where: str) -> float:
-        """FLOPs of a jaxpr; `where` are the names of the transformations that it is in."""
+    def count(self, jaxpr: jaxprs.Jaxpr, where: str) -> float:
+        """Returns the FLOPs of a jaxpr; `where` has the names of the transformations around it."""
         return sum(self._count_equation(eqn, where) for eqn in jaxpr.eqns)
 
     def _count_equation(self, eqn: Any, where: str) -> float:
@@ -75,7 +76,7 @@ class _Counter:
 
     def _count_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
         if "transpose(" in where:
-            return 0.0  # counted with the kernel that it is the gradient of
+            return 0.0  # counted with the kernel whose gradient it is: 1 + 2 below
         flops = kernel.flops
         if flops is None:
             if kernel.grid is None:

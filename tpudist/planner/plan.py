@@ -1,4 +1,4 @@
-"""A Plan: what the compiler says of a step on some devices, and what follows from it.
+"""`Plan`: memory, time and communication of a step on given devices, as the compiler reports them.
 
 Bytes are per device and step, seconds per step, FLOPs of the model per step on all chips.
 """
@@ -7,59 +7,60 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tpudist.planner import as_json, saved_plan
+from tpudist.planner import json_records, saved_plan
 from tpudist.planner.plan_figures import PlanFigures
 
-# Of the files that `to_json` writes.
 JSON_VERSION = 1
+"""Format of `to_json`. Raise it if a field changes its meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(PlanFigures):
-    """What a step needs on some devices; `Strategy.plan` makes it.
+    """Needs of a step on given devices; the result of `Strategy.plan`.
 
     Attributes:
-        name: Of the replica function.
-        topology: The slice, or the kind of the devices.
-        chip: The generation of its chips, such as "v5e"; empty for devices that are no TPUs.
-        num_chips: How many chips it has.
-        num_devices: How many devices; a chip of v2, v3 or tpu7x is two.
-        mesh: The sizes of the mesh's axes, `replica` first.
-        num_replicas: How many replicas there are.
-        fits: Whether the compiler found room for the program.
-        refusal: Why not, in its words; None if it fits.
-        memory: What is held on each device; None if it does not fit.
-        time: How long a step takes; None if it does not fit, or on devices without a price.
-        collectives: What a step communicates.
-        tokens_per_step: Of all replicas, if it was given.
-        model_flops: Of one step on all chips, without what is computed again; see `mfu`.
-        trace_s: How long tracing and lowering took.
-        compile_s: How long the compiler took when it compiled this program.
-        versions: Of jax, jaxlib, libtpu and tpudist.
-        program: A hash of the program and all that it was compiled for.
-        notes: What else there is to know, one sentence each.
+        name: Name of the replica function.
+        topology: Name of the slice, or number and kind of the devices.
+        chip: Generation of the chips, such as "v5e"; empty for devices other than TPUs.
+        num_chips: Number of chips.
+        num_devices: Number of devices; a chip of v2, v3 or tpu7x has two.
+        mesh: Sizes of the axes of the mesh, `replica` first.
+        num_replicas: Number of replicas.
+        fits: Whether the program fits into the memory.
+        refusal: Report of the compiler on a program that does not fit; None if it fits.
+        memory: Memory of each device; None if the program does not fit.
+        time: Estimated time of a step; None if it does not fit, or for devices without rates.
+        collectives: Communication of a step.
+        tokens_per_step: Tokens of all replicas in a step, if the caller passed them.
+        model_flops: FLOPs of one step on all chips, without rematerialization; see `mfu`.
+        trace_s: Seconds of tracing and lowering.
+        compile_s: Seconds that the compiler took when it compiled this program.
+        versions: Versions of jax, jaxlib, libtpu and tpudist.
+        program: Hash of the program and of everything that it was compiled for.
+        notes: Further facts, one sentence each.
     """
 
-    # Where `save` takes the program from.
+    # The program, for `save`. JSON and comparisons omit it.
     _source: saved_plan.Source | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A program is of this process: a plan that is pickled or copied has none.
+        # A program cannot leave its process: a plan that is pickled or copied has none.
         return {**vars(self), "_source": None}
 
-    # Not the one that `dataclass` makes of all fields: dicts have no hash.
+    # `dataclass` would hash all fields, but dicts have no hash.
     __hash__ = PlanFigures.__hash__
 
     def save(self, path: str | Path) -> None:
         """Writes the plan and the compiled program to a folder, for `Strategy.load_plan`.
 
-        The folder is made private to the user: who can write to it can run code as whoever loads
-        it. The program is compiled once more, unless the plan was made with `in_process=True`.
+        The folder is made private to the user, because anyone who can write to it can run code as
+        the user who loads it. The program is compiled again, unless the plan was made with
+        `in_process=True`.
 
         Raises:
-            ValueError: The step does not fit, the plan is of a search, a copy or read from JSON, or
-                the program calls back into Python.
-            PermissionError: The folder is somebody else's, or others may write to it.
+            ValueError: If the step does not fit; if the plan is from a search, a copy or JSON; or
+                if the program calls Python.
+            PermissionError: If the folder belongs to another user, or others may write to it.
         """
         if not self.fits:
             raise ValueError(
@@ -74,35 +75,35 @@ class Plan(PlanFigures):
             )
         saved_plan.save(path, self.to_json(), self._source)
 
-    # As text.
-
     def to_json(self) -> str:
-        """All of it as JSON; `from_json` reads it back."""
-        return as_json.dumps(self, JSON_VERSION)
+        """Returns the plan as JSON; `from_json` reads it."""
+        return json_records.dumps(self, JSON_VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
 
         Raises:
-            ValueError: The text is no plan, or one of another version of tpudist.
+            ValueError: If the text is not a plan, or another version of tpudist wrote it.
         """
-        return as_json.loads(cls, text, JSON_VERSION)
+        return json_records.loads(cls, text, JSON_VERSION)
 
-    # As a picture; see `table`, `html` and `chart`, which load what draws only when they are used.
+    # For people. Each method imports its renderer, because `import tpudist` must not load rich.
 
     def __rich__(self) -> Any:
-        from tpudist.planner.show import table
+        from tpudist.planner.show.plan_text import describe_plan
+        from tpudist.planner.show.terminal import TerminalReport
 
-        return table.table(self)
+        return TerminalReport(describe_plan(self))
 
     def _repr_html_(self) -> str:
-        from tpudist.planner.show import html
+        from tpudist.planner.show.html import format_html
+        from tpudist.planner.show.plan_text import describe_plan
 
-        return html.html(self)
+        return format_html(describe_plan(self))
 
     def chart(self, path: str | Path) -> None:
-        """Draws memory, time and traffic as a picture, in the format that the name ends in."""
+        """Draws memory, time and communication to a picture; the suffix decides the format."""
         from tpudist.planner.show import chart
 
         chart.draw(self, path)

@@ -1,4 +1,4 @@
-"""The figures of a plan, and what follows from them.
+"""The figures of a plan, and quantities that follow from them.
 
 Bytes are per device and step, seconds per step, FLOPs of the model per step on all chips.
 """
@@ -14,7 +14,7 @@ from tpudist.xla.hardware.chips import CHIPS
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-    """The figures of a plan, for functions that show it; `plan.Plan` documents the fields."""
+    """The figures of a plan, for the modules that format it; `plan.Plan` documents the fields."""
 
     name: str
     topology: str
@@ -39,13 +39,11 @@ class PlanFigures:
     def __hash__(self) -> int:
         return hash((self.name, self.topology, self.program))
 
-    # What follows.
-
     @property
     def mfu(self) -> float | None:
         """Model FLOPs per second as a share of the chips' bf16 peak; None without a time.
 
-        What is computed again (rematerialised) does not count as work.
+        Rematerialization does not count as work.
         """
         if self.model_flops is None or not self._step_s or self.chip not in CHIPS:
             return None
@@ -55,28 +53,28 @@ class PlanFigures:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of all chips; None without a time, or where nobody counted them."""
+        """Tokens per second of all chips; None without a time or without `tokens_per_step`."""
         if self.tokens_per_step is None or not self._step_s:
             return None
         return self.tokens_per_step / self._step_s
 
     def chip_hours(self, num_steps: int) -> float | None:
-        """Hours times chips of so many steps; None without a time."""
+        """Returns the chip-hours of `num_steps` steps; None without a time."""
         return self._step_s and self.num_chips * self._step_s * num_steps / 3600
 
     def cost(self, num_steps: int, price_per_chip_hour: float) -> float | None:
-        """The price of so many steps, in the currency of the price; None without a time."""
+        """Returns the cost of `num_steps` steps, in the unit of the price; None without a time."""
         hours = self.chip_hours(num_steps)
         return hours and hours * price_per_chip_hour
 
     @property
     def ici_bytes(self) -> float:
-        """What a device sends to others of its slice in a step."""
+        """Bytes that a device sends to devices of its slice in a step."""
         return self._sum_sent_bytes("ici")
 
     @property
     def dcn_bytes(self) -> float:
-        """What a device sends to other slices in a step."""
+        """Bytes that a device sends to other slices in a step."""
         return self._sum_sent_bytes("dcn")
 
     def _sum_sent_bytes(self, network: str) -> float:

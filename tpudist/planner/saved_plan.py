@@ -1,9 +1,9 @@
-"""Compiled steps that travel: saved where they were planned, loaded where they run.
+"""Saved plans: the executable of a step, saved where it was planned and loaded where it runs.
 
-A saved plan is a folder: `plan.json` (the plan), `program.json` (what the executable is of and for)
-and `program.bin` (the executable). To load an executable is to run code of whoever wrote it: JAX
-unpickles it. So the folder is private to its owner, and before a byte of the executable is looked
-at, owner, mode, versions, devices, program and checksum are checked.
+A saved plan is a folder: `plan.json` (the plan), `program.json` (the program, versions and devices
+of the executable) and `program.bin` (the executable). JAX unpickles an executable, so to load it is
+to run code of its author. Therefore the folder is private to its owner, and owner, mode, versions,
+devices, program and checksum are checked before a byte of the executable is unpickled.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from tpudist.planner import ask_compiler
+from tpudist.planner import compiler_query
 from tpudist.xla.compiler import executables, private_files, processor, program_text
 
 _log = logging.getLogger("tpudist")
@@ -27,14 +27,14 @@ _PLAN, _HEADER, _PROGRAM = "plan.json", "program.json", "program.bin"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the executable of a plan comes from.
+    """Origin of the executable of a plan.
 
     Attributes:
-        name: Of the step.
-        lowered: The program.
-        mesh: Its devices.
-        compiler_options: How it is compiled.
-        compiled: The executable, if it was compiled in this process.
+        name: Name of the step.
+        lowered: Program.
+        mesh: Devices of the program.
+        compiler_options: Options of the compiler.
+        compiled: Executable, if it was compiled in this process.
     """
 
     name: str
@@ -46,9 +46,8 @@ class Source:
 
 def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
     """Writes a plan and its executable; see `Plan.save`."""
-    folder = private_files.folder(
-        path, ours=(_PLAN, _HEADER, _PROGRAM)
-    )  # before what takes minutes
+    # First, because compiling may take minutes.
+    folder = private_files.folder(path, ours=(_PLAN, _HEADER, _PROGRAM))
     compiled = source.compiled
     if compiled is None:
         _log.warning(
@@ -66,26 +65,26 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
         "checksum": hashlib.sha256(data).hexdigest(),
         **_place(source.mesh),
     }
-    # The header last: without it there is no saved plan, and that of an older one, should this be
-    # broken off, has another checksum than the new program.
+    # The header is written last. If the process dies before that, the folder has no header, or the
+    # header of an older plan, whose checksum differs from the new program: both raise in `load`.
     private_files.write(folder / _PROGRAM, data)
     private_files.write(folder / _PLAN, plan_as_json.encode())
     private_files.write(folder / _HEADER, json.dumps(header).encode())
 
 
 def hash_of(lowered: jax.stages.Lowered) -> str:
-    """A hash of a program, without where it is for and where its source lies."""
+    """Returns a hash of a program without its devices and source lines."""
     return hashlib.sha256(program_text.strip_locations(lowered).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedPlan:
-    """A saved plan whose owner, versions, devices and checksum are right for a strategy.
+    """A saved plan whose owner, versions, devices and checksum were checked for a strategy.
 
     Attributes:
-        plan_as_json: The plan.
-        name: Of the step.
-        program: The hash of its program.
+        plan_as_json: Plan.
+        name: Name of the step.
+        program: Hash of its program.
     """
 
     plan_as_json: str
@@ -94,11 +93,11 @@ class SavedPlan:
     _data: bytes = dataclasses.field(repr=False)
     _mesh: jax.sharding.Mesh = dataclasses.field(repr=False)
 
-    def check_program(self, name: str, lowered: jax.stages.Lowered, path: Any) -> None:
-        """Refuses another program.
+    def check_program(self, name: str, lowered: jax.stages.Lowered, path: str | Path) -> None:
+        """Checks that `lowered` is the saved program.
 
         Raises:
-            ValueError: `lowered` is not the program that was saved.
+            ValueError: If it is another program.
         """
         if hash_of(lowered) != self.program:
             raise ValueError(
@@ -109,7 +108,7 @@ class SavedPlan:
             )
 
     def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
-        """The executable, if this is its program; else None."""
+        """Returns the executable if `lowered` is its program; else None."""
         if hash_of(lowered) != self.program:
             _log.info("%s differs from the loaded program, so it is compiled.", self.name)
             return None
@@ -117,12 +116,13 @@ class SavedPlan:
 
 
 def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
-    """Reads and checks what `save` wrote, for the devices of `mesh`; nothing is unpickled yet.
+    """Reads and checks a saved plan for the devices of `mesh`, without unpickling anything.
 
     Raises:
-        FileNotFoundError: There is no saved plan.
-        PermissionError: The folder or a file is another user's, or others may write to it.
-        ValueError: It is damaged, of another format or other versions, or for other devices.
+        FileNotFoundError: If there is no saved plan.
+        PermissionError: If the folder or a file belongs to another user, or others may write to it.
+        ValueError: If the plan is damaged, has another format or other versions, or is for other
+            devices.
     """
     folder = Path(path).expanduser()
     if not (folder / _HEADER).exists():
@@ -145,18 +145,18 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
 def _header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads(private_files.read(folder / _HEADER))
-        found = header["format"]
+        format_version = header["format"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{folder / _HEADER} is damaged: {error!r}. Save the plan again."
         ) from None
-    if found != _FORMAT:
+    if format_version != _FORMAT:
         raise ValueError(
-            f"{folder} was saved in format {found}, but this tpudist reads format {_FORMAT}. Plan "
-            "and save it with this tpudist."
+            f"{folder} was saved in format {format_version}, but this tpudist reads format "
+            f"{_FORMAT}. Plan and save it with this tpudist."
         )
-    needed = {"name", "program", "num_bytes", "checksum", "versions", "kind", "mesh", "devices"}
-    if missing := needed - set(header):
+    required = {"name", "program", "num_bytes", "checksum", "versions", "kind", "mesh", "devices"}
+    if missing := required - set(header):
         raise ValueError(
             f"{folder / _HEADER} is damaged: it has no {', '.join(sorted(missing))}. Save the plan "
             "again."
@@ -165,12 +165,12 @@ def _header(folder: Path) -> dict[str, Any]:
 
 
 def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """What an executable is bound to."""
+    """Returns the facts that must be the same where an executable is compiled and where it runs."""
     devices = list(mesh.devices.flat)
     is_tpu = devices[0].platform == "tpu"
-    versions = ask_compiler.versions()
+    versions = compiler_query.versions()
     if not is_tpu:
-        versions.pop("libtpu", None)
+        versions.pop("libtpu", None)  # does not compile for these devices
     return {
         "versions": versions,
         "kind": devices[0].device_kind,
@@ -185,14 +185,14 @@ def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) -> None:
     here = _place(mesh)
-    what = f"{folder} was saved for"
+    prefix = f"{folder} was saved for"
     if header["kind"] != here["kind"] or len(header["devices"]) != len(here["devices"]):
         raise ValueError(
-            f"{what} {len(header['devices'])} x {header['kind']}, but the strategy has "
+            f"{prefix} {len(header['devices'])} x {header['kind']}, but the strategy has "
             f"{len(here['devices'])} x {here['kind']}. Load it on the same kind of slice as in the "
             "plan, or plan and save for this one."
         )
-    if ask_compiler.is_elsewhere(mesh):
+    if compiler_query.is_elsewhere(mesh):
         raise ValueError(
             f"{folder} cannot be loaded here: the strategy's {len(here['devices'])} x "
             f"{here['kind']} are only descriptions of devices, and cannot run programs. Load it on "
@@ -200,31 +200,31 @@ def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) 
         )
     if header["mesh"] != here["mesh"]:
         raise ValueError(
-            f"{what} the mesh {header['mesh']}, but the strategy's is {here['mesh']}. Make the "
+            f"{prefix} the mesh {header['mesh']}, but the strategy's is {here['mesh']}. Make the "
             f"strategy with the same replica_axes, or plan and save with these."
         )
     for package in sorted({*header["versions"], *here["versions"]}):
-        then, now = header["versions"].get(package), here["versions"].get(package)
-        if then != now:
+        saved, current = header["versions"].get(package), here["versions"].get(package)
+        if saved != current:
             raise ValueError(
-                f"{what} {package} {then}, but {now} is installed. An executable works only with "
-                f"the versions that made it: install {package}=={then}, or plan and save with "
-                f"{now}."
+                f"{prefix} {package} {saved}, but {current} is installed. An executable works "
+                f"only with the versions that made it: install {package}=={saved}, or plan and "
+                f"save with {current}."
             )
     if header["devices"] != here["devices"]:
         differs = next(
-            (then, now)
-            for then, now in zip(header["devices"], here["devices"], strict=True)
-            if then != now
+            (saved, current)
+            for saved, current in zip(header["devices"], here["devices"], strict=True)
+            if saved != current
         )
         raise ValueError(
-            f"{what} devices in a different order or place: [id, *coordinates, core] {differs[0]}, "
-            f"where the strategy's mesh has {differs[1]}. Make the strategy on all devices of a "
-            "slice of the same shape."
+            f"{prefix} devices in a different order or place: [id, *coordinates, core] "
+            f"{differs[0]}, where the strategy's mesh has {differs[1]}. Make the strategy on all "
+            "devices of a slice of the same shape."
         )
     if header.get("processor") != here["processor"]:
         raise ValueError(
-            f"{what} the processor {header.get('processor')}, but this is {here['processor']}. "
+            f"{prefix} the processor {header.get('processor')}, but this is {here['processor']}. "
             "Programs for the CPU contain instructions of one processor: plan and save on this "
             "machine."
         )

@@ -1,4 +1,4 @@
-"""The methods of a strategy that say what a step would cost, also on a slice that is not there."""
+"""`Strategy.plan`, `Strategy.load_plan` and `Strategy.on`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import jax
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.planner import make_plan, saved_plan, user_figures
+from tpudist.planner import figure_checks, plan_builder, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan import Plan
@@ -24,29 +24,29 @@ from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
 
 
 class PlanMethods(StrategyBase):
-    """What `Strategy` offers to plan with."""
+    """Methods of `Strategy` for plans."""
 
-    # Hooks.
+    # Hooks of subclasses.
 
-    # Whether it has one device, and cannot have more.
+    # Whether the strategy always has exactly one device.
     has_one_device: bool = False
 
     def adapt_to_devices(self) -> None:
-        """Adapts what depends on the kind of the devices, after they were chosen; see `on`."""
+        """Adapts attributes that depend on the kind of the devices, after `on` has set them."""
 
     def on(self, devices: Sequence[jax.Device]) -> Any:
-        """The same strategy on other devices: as many replicas as they give, of the same axes.
+        """Returns the same strategy on other devices, with as many replicas as fit on them.
 
-        Class, logical axis rules, placement rule and attributes are those of this one. What an
-        attribute says of devices is for a subclass to adapt, in `adapt_to_devices`. The Variables
-        and compiled functions of this strategy stay its own.
+        The result has the class, the axes inside a replica, the logical axis rules, the placement
+        rule and the attributes of this strategy. A subclass whose attributes depend on the devices
+        changes them in `adapt_to_devices`. Variables and compiled functions are not shared.
 
         Args:
-            devices: Such as `tpudist.xla.topology.devices("v5e-256")` gives.
+            devices: Devices, such as `tpudist.xla.topology.devices("v5e-256")`.
 
         Raises:
-            ValueError: They do not split into such replicas; or this strategy is bound to its
-                devices: by a device assignment, central storage, or for having one.
+            ValueError: If the devices do not split into such replicas, or this strategy is bound to
+                its devices: by a device assignment, by central storage, or because it has only one.
         """
         devices = list(devices)
         self._check_movable(devices)
@@ -68,7 +68,7 @@ class PlanMethods(StrategyBase):
                 "keeps its state on one device or in its host's memory. Plan it on its own devices "
                 "(topology=None), or use another strategy for the slice, such as TPUStrategy"
             )
-        elif getattr(self, "device_assignment", None) is not None:
+        elif getattr(self, "device_assignment", None) is not None:  # only TPU strategies have it
             bound = (
                 "has a device assignment, which names the cores of one topology. Give replica_axes "
                 "instead, or build an assignment on the other topology"
@@ -100,57 +100,58 @@ class PlanMethods(StrategyBase):
         calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
         progress: Progress | None = None,
     ) -> Plan:
-        """What `run` with the same arguments would need, without running it: compiled and read.
+        """Compiles the step that `run` would execute, and returns its memory, time and traffic.
 
-        The step goes the way of `run`: traced, proven, compiled by the compiler of the devices,
-        with state overwritten in place. Nothing is put on devices, and the arguments stay as they
-        are. With a `topology` it is compiled for that slice, which need not be there: for a
-        strategy like this one (see `on`), to which `tpudist.get_strategy()` leads in the function.
+        The step is traced, checked and compiled in the same way as by `run`, with state overwritten
+        in place. But it does not run: nothing is put on devices, and the arguments do not change.
+        With a `topology` the step is compiled for that slice, which you do not need to have, and
+        for a strategy like this one (see `on`), which `tpudist.get_strategy()` returns in the
+        function.
 
         Args:
-            fn: The replica function.
-            args: Positional arguments, as of `run`. Arrays may be `jax.ShapeDtypeStruct`s, objects
-                those of `create_abstract`. On another slice they are split as they are here; a
-                PerReplica has the same part on each of its replicas; a
-                `tpudist.planner.GlobalBatch` is split over them.
-            kwargs: Keyword arguments, alike.
-            options: How to compile, as of `run`.
-            topology: A slice, such as "v5e-256", "2xv5e-256" or "v5e:4x4"; None for the devices of
-                this strategy, which stay as they are too if they are described ones of that slice.
-            compiler_options: More options for the compiler, which go before those of the strategy.
-            tokens_per_step: In the global batch, to say tokens per second.
-            model_flops: Of a step, on all chips, for the MFU. By default matrix multiplications and
-                convolutions of the step are counted, without what is computed again for the
-                gradients (`jax.checkpoint`); see `planner.model_flops`.
-            cache: Whether to keep what the compiler said, and to believe what it said before of the
-                same program; or a folder to keep it in.
-            in_process: Whether to compile once more, in this process, so that `Plan.save` has an
-                executable. An abort of the TPU compiler would then end it.
+            fn: Replica function.
+            args: Positional arguments, as in `run`. Arrays may be `jax.ShapeDtypeStruct`s, and
+                objects may come from `create_abstract`. On another slice, arrays are split over the
+                same axes; a PerReplica has the same part on each replica; a
+                `tpudist.planner.GlobalBatch` is split over the replicas.
+            kwargs: Keyword arguments, with the same choices.
+            options: Options for compiling, as in `run`.
+            topology: Slice, such as "v5e-256", "2xv5e-256" or "v5e:4x4". By default, or if the
+                strategy is on descriptions of that slice, the devices of this strategy.
+            compiler_options: Options of the compiler that override those of the strategy.
+            tokens_per_step: Tokens of a global batch, to compute tokens per second.
+            model_flops: FLOPs of a step on all chips, for the MFU. By default the planner counts
+                matrix multiplications and convolutions, without rematerialization
+                (`jax.checkpoint`); see `planner.model_flops`.
+            cache: Whether to store the answer of the compiler, and to use a stored answer for the
+                same program; or a directory for the answers.
+            in_process: Whether to compile again in this process, so that `Plan.save` has an
+                executable. An abort of the TPU compiler would then end the process.
             calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation: its
                 path or content. Its measured rates replace the published ones.
-            progress: Called with what is being done, and for how many seconds. By default a
-                terminal shows it.
+            progress: Called with the current activity and its seconds. By default a terminal or a
+                notebook shows them.
 
         Raises:
             FileNotFoundError: If `calibration` is a path without a file.
-            ValueError: If `calibration` is not a report of this generation of TPUs. Also:
-                What `run` raises; a topology that is not there; arguments or a strategy
-                that cannot be moved to it.
-            ImportError: libtpu is missing, or another one than this JAX was made for.
-            RuntimeError: In a replica function, or in the scope of another strategy; or the
-                compiler failed otherwise than for want of memory.
+            ValueError: If `calibration` is not a report of this generation of TPUs, the topology
+                does not exist, or arguments or the strategy cannot be moved to it. `plan` also
+                raises the errors of `run`.
+            ImportError: If libtpu is missing, or is not the version for this JAX.
+            RuntimeError: If it is called in a replica function or in the scope of another strategy,
+                or the compiler failed for another reason than memory.
         """
         context.require_scope_or_default(self, "plan")
         if not traces.is_eager():
             raise RuntimeError(
                 "plan was called in a function that JAX traces. Call it outside of all functions."
             )
-        user_figures.check(tokens_per_step, model_flops)
+        figure_checks.check(tokens_per_step, model_flops)
         measured = None if calibration is None else read_calibration(calibration)
-        with show_progress(progress) as tell:
-            tell("tracing", 0.0)
+        with show_progress(progress) as report:
+            report("tracing", 0.0)
             twin = self._twin(topology)
-            request = make_plan.Request(
+            request = plan_builder.Request(
                 topology=topology,
                 compiler_options=dict(compiler_options or {}),
                 tokens_per_step=tokens_per_step,
@@ -163,12 +164,14 @@ class PlanMethods(StrategyBase):
             notes = (*_notes_on_devices(self.replica_mesh, topology), *call.notes)
             call = dataclasses.replace(call, notes=notes)
             try:
-                return make_plan.plan(twin, fn, call, options, request, tell)
-            except MakesVariables:  # as the first `run` would: they live here
-                home = self._twin(None)
-                here = self._move_arguments(fn, args, kwargs, home)
-                make_plan.lower(home, fn, here, options, {}, tell)
-                return make_plan.plan(twin, fn, call, options, request, tell)
+                return plan_builder.plan(twin, fn, call, options, request, report)
+            except MakesVariables:
+                # The function creates Variables in its first call. They belong to this strategy,
+                # as after a first `run`, so it is traced here first. The second attempt finds them.
+                own_twin = self._twin(None)
+                own_call = self._move_arguments(fn, args, kwargs, own_twin)
+                plan_builder.lower(own_twin, fn, own_call, options, {}, report)
+                return plan_builder.plan(twin, fn, call, options, request, report)
 
     def load_plan(
         self,
@@ -178,42 +181,47 @@ class PlanMethods(StrategyBase):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Plan:
-        """Loads what `Plan.save` wrote: `run` with these arguments then compiles nothing.
+        """Loads a plan that `Plan.save` wrote, so that `run` with these arguments does not compile.
 
-        The step is traced and lowered here, and must be the program that was saved. It runs with
-        the compiler options that it was planned with. For other shapes or Python values `run`
-        compiles as ever. Call it before the first `run` of the function.
+        The step is traced and lowered here, and must be the saved program. It runs with the
+        compiler options of the plan. For other shapes or Python values `run` compiles as usual.
+        Call `load_plan` before the first `run` of the function.
 
-        Loading runs what is in the folder (JAX unpickles it): load only what you, or somebody whom
-        you trust like yourself, have saved.
+        Loading runs code from the folder, because JAX unpickles it. Load only plans that you, or
+        somebody whom you trust like yourself, have saved.
 
         Args:
-            path: The folder.
-            fn: The replica function.
-            args: Positional arguments of the `run` to come, or such as `plan` takes.
-            kwargs: Keyword arguments, alike.
-            options: How it is to be run, as of `run`.
+            path: Directory of the saved plan.
+            fn: Replica function.
+            args: Positional arguments of the later `run`, or abstract ones as in `plan`.
+            kwargs: Keyword arguments, with the same choices.
+            options: Options of the later `run`.
 
         Returns:
-            The plan that was saved.
+            The saved plan.
 
         Raises:
-            FileNotFoundError: There is no saved plan.
-            PermissionError: It is another user's, or others may write to it.
-            ValueError: It is damaged; or of another program, for other devices or other versions.
+            FileNotFoundError: If there is no saved plan.
+            PermissionError: If the plan belongs to another user, or others may write to it.
+            ValueError: If the plan is damaged, or is for another program, other devices or other
+                versions.
         """
         context.require_scope_or_default(self, "load_plan")
         saved = saved_plan.load(path, self.replica_mesh.mesh)
         plan = Plan.from_json(saved.plan_as_json)
         twin = self._twin(None)
         call = self._move_arguments(fn, args, kwargs, twin)
-        lowered = make_plan.lower(twin, fn, call, options, {}, lambda doing, seconds: None)
+        lowered = plan_builder.lower(twin, fn, call, options, {}, lambda activity, seconds: None)
         saved.check_program(lowered.name, lowered.program, path)
         self._replicator.adopt(fn, saved)
         return plan
 
     def _move_arguments(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, twin: StrategyBase
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        twin: StrategyBase,
     ) -> TwinArguments:
         if not isinstance(args, tuple | list):
             raise ValueError(
@@ -226,39 +234,41 @@ class PlanMethods(StrategyBase):
         return move_arguments(args, kwargs, names, self, twin, name)
 
     def _twin(self, name: str | None) -> Any:
-        """This strategy on the devices of a slice, for as long as a plan takes."""
+        """Returns this strategy on the devices of a slice, for the duration of a plan."""
         if name is None or _is_of(self.replica_mesh, name):
             twin = self._with_mesh(self.replica_mesh)
         else:
             twin = self.on(topology.devices(name))
+        # In the function, `get_strategy()` returns the twin, but Variables belong to this strategy.
         twin._twin_of = self._twin_of or self
         return twin
 
 
 def _is_of(mesh: ReplicaMesh, name: str) -> bool:
-    """Whether the devices of `mesh` are described ones of the slice: all or some, in any order."""
-    found = compiler_process.slice_of(list(mesh.mesh.devices.flat))
-    if found is None:
+    """Returns whether the devices of `mesh` are descriptions of the slice: some or all of them."""
+    described = compiler_process.slice_of(list(mesh.mesh.devices.flat))
+    if described is None:
         return False
-    asked = slices.parse(name)
-    return found == (asked.raw, asked.num_slices)
+    requested = slices.parse(name)
+    return described == (requested.raw, requested.num_slices)
 
 
 def _notes_on_devices(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
-    """Notes on where a strategy of described devices is planned, if that may surprise."""
-    found = compiler_process.slice_of(list(mesh.mesh.devices.flat))
-    if name is None or found is None:
+    """Returns a note if a strategy on descriptions of devices is planned for other devices."""
+    described = compiler_process.slice_of(list(mesh.mesh.devices.flat))
+    if name is None or described is None:
         return ()
-    size, everything = mesh.mesh.size, len(mesh.mesh.devices.flat[0].client.devices())
+    size, slice_size = mesh.mesh.size, len(mesh.mesh.devices.flat[0].client.devices())
     if not _is_of(mesh, name):
-        raw, number = found
-        there = f"{number}x{raw}" if number > 1 else raw
+        raw, number = described
+        slice_name = f"{number}x{raw}" if number > 1 else raw
         return (
-            f"The strategy is on {size} devices of {there}: the plan makes a new mesh for {name}.",
+            f"The strategy is on {size} devices of {slice_name}: the plan makes a new mesh for "
+            f"{name}.",
         )
-    if size < everything:
+    if size < slice_size:
         return (
-            f"The strategy is on {size} of the {everything} devices of {name}; the plan uses only "
+            f"The strategy is on {size} of the {slice_size} devices of {name}; the plan uses only "
             "these.",
         )
     return ()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tpudist import context
 from tpudist.planner import Plan
-from tpudist.planner.show.words import format_axes, format_bytes, format_count
+from tpudist.planner.show.formats import format_axes, format_bytes, format_count
 from tpudist.testing import ledger as ledgers
 from tpudist.testing.ledger import UPDATE, Entry, Record
 from tpudist.xla.estimate.collective_traffic import CollectiveUse

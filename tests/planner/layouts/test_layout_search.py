@@ -332,7 +332,7 @@ def test_as_many_are_planned_at_a_time_as_there_is_memory_for():
         figures = dict(line.split(":") for line in file)
     available = int(figures["MemAvailable"].split()[0]) * 1024
     assert layout_search._available_bytes() == pytest.approx(available, rel=0.25)
-    assert layout_search._workers(1) == 1
+    assert layout_search._count_workers(1) == 1
 
 
 # What is made of it.

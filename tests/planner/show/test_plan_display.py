@@ -19,8 +19,9 @@ from rich.console import Console
 
 import plans
 from tpudist.planner.plan import Plan
-from tpudist.planner.show import advice, chart, html, memory_text, progress, speed_text, words
-from tpudist.planner.show.table import table
+from tpudist.planner.show import advice, chart, formats, html, memory_text, progress, speed_text
+from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.terminal import TerminalReport
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.refusal import Refusal
 from tpudist.xla.hardware.chips import CHIPS
@@ -31,14 +32,20 @@ SCRIPT = "<script>alert('x')</script>"
 def shown(plan, width=100, encoding="utf-8", **run):
     page = io.BytesIO()
     file = io.TextIOWrapper(page, encoding)
-    Console(file=file, width=width, color_system=None).print(table(plan, **run))
+    Console(file=file, width=width, color_system=None).print(
+        TerminalReport(describe_plan(plan, **run))
+    )
     file.flush()
     return page.getvalue().decode(encoding)
 
 
+def as_html(plan, **run):
+    return html.format_html(describe_plan(plan, **run))
+
+
 def everywhere(plan, **run):
     """The words of a terminal and of a notebook, in one line each."""
-    page = re.sub(r"<style>.*?</style>", "", html.html(plan, **run), flags=re.S)
+    page = re.sub(r"<style>.*?</style>", "", as_html(plan, **run), flags=re.S)
     text = unescape(re.sub(r"<[^>]*>", " ", page))
     return [" ".join(one.split()) for one in (shown(plan, 120, **run), text)]
 
@@ -98,13 +105,13 @@ def test_a_plan_that_does_not_fit_says(text, fact):
 
 
 def test_a_run_is_priced_if_its_length_and_a_price_are_given():
-    (text, page) = everywhere(plans.fitting(), num_steps=10_000, price_per_chip_hour=1.2)
+    (text, page) = everywhere(plans.fitting(), num_steps=10_000, price=1.2)
     for said in (text, page):
         assert "10,000 steps" in said
         assert "28.9 h, 7,410 chip-hours, 8,891.73 at 1.2 per chip-hour" in said
     assert "chip-hours" in shown(plans.fitting(), num_steps=10)
     assert "at 1.2" not in shown(plans.fitting(), num_steps=10)
-    assert "chip-hours" not in shown(plans.refused(), num_steps=10, price_per_chip_hour=1.0)
+    assert "chip-hours" not in shown(plans.refused(), num_steps=10, price=1.0)
 
 
 def test_where_a_chip_is_two_devices_memory_is_said_to_be_of_a_device():
@@ -125,7 +132,7 @@ def test_devices_without_a_price_have_memory_and_no_time():
     assert "8.90 GiB per chip" in text
     assert "step time" not in text
     assert "%" not in text.partition("Memory")[2].partition("Largest")[0]
-    html.html(plan)
+    as_html(plan)
 
 
 def test_what_is_alike_is_one_row_and_what_is_waited_for_comes_first():
@@ -277,7 +284,7 @@ class Balanced(HTMLParser):
 
 
 @pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
-@pytest.mark.parametrize("make", [html.html, lambda plan: html.page(html.html(plan))])
+@pytest.mark.parametrize("make", [as_html, lambda plan: html.format_page(as_html(plan))])
 def test_html_is_whole_and_needs_nothing_from_elsewhere(plan, make):
     text = make(plan)
     parser = Balanced()
@@ -289,7 +296,7 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(plan, make):
 
 
 def test_the_bars_of_a_notebook_are_as_wide_as_what_they_show():
-    text = html.html(plans.fitting())
+    text = as_html(plans.fitting())
     assert f"width:{100 * 8.9 / 10.42:.3f}%" in text
     assert f"width:{100 * 1.1 / 10.42:.3f}%" in text
 
@@ -297,7 +304,7 @@ def test_the_bars_of_a_notebook_are_as_wide_as_what_they_show():
 def test_text_of_the_user_is_no_html():
     plan = plans.fitting(name=SCRIPT, notes=(SCRIPT,), mesh={SCRIPT: 1})
     use = dataclasses.replace(plans.collectives()[0], source=f'/a/"{SCRIPT}".py:1', kind=SCRIPT)
-    text = html.page(html.html(dataclasses.replace(plan, collectives=(use,))))
+    text = html.format_page(as_html(dataclasses.replace(plan, collectives=(use,))))
     assert SCRIPT not in text
     assert "&lt;script&gt;" in text
 
@@ -333,7 +340,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
 
 def test_a_plan_shows_itself():
     plan = plans.fitting()
-    assert html.html(plan) == plan._repr_html_()
+    assert as_html(plan) == plan._repr_html_()
     console = Console(width=100, color_system=None)
     with console.capture() as captured:
         console.print(plan)
@@ -437,7 +444,7 @@ def test_a_number_that_json_has_not_is_refused(number):
     ],
 )
 def test_bytes_in_words(count, told):
-    assert words.format_bytes(count) == told
+    assert formats.format_bytes(count) == told
 
 
 @pytest.mark.parametrize(
@@ -457,12 +464,12 @@ def test_bytes_in_words(count, told):
     ],
 )
 def test_seconds_in_words(seconds, told):
-    assert words.format_seconds(seconds) == told
+    assert formats.format_seconds(seconds) == told
 
 
 @hypothesis.given(st.floats(1e-7, 1e7))
 def test_seconds_in_words_are_the_seconds(seconds):
-    number, unit = words.format_seconds(seconds).replace(",", "").split()
+    number, unit = formats.format_seconds(seconds).replace(",", "").split()
     sizes = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}
     assert float(number) * sizes[unit] == pytest.approx(seconds, rel=0.006)
 
@@ -480,7 +487,7 @@ def test_seconds_in_words_are_the_seconds(seconds):
     ],
 )
 def test_shares_in_words(share, told):
-    assert words.format_share(share) == told
+    assert formats.format_share(share) == told
 
 
 @pytest.mark.parametrize(
@@ -497,7 +504,7 @@ def test_shares_in_words(share, told):
     ],
 )
 def test_operations_in_words(op_name, told):
-    assert words.format_op(op_name) == told
+    assert formats.format_op(op_name) == told
 
 
 @pytest.mark.parametrize(
@@ -510,4 +517,4 @@ def test_operations_in_words(op_name, told):
     ],
 )
 def test_shapes_in_short(shape, told):
-    assert words.format_shape(shape) == told
+    assert formats.format_shape(shape) == told

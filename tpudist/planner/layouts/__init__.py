@@ -1,1 +1,1 @@
-"""Which ways of splitting a model a search tries, and what it finds."""
+"""The search for layouts of a step: its candidates, its order and its result."""

@@ -4,7 +4,9 @@ import dataclasses
 
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.plan import Plan
-from tpudist.planner.search_status import FITS
+
+FITS, TOO_LARGE, FAILED, NOT_REACHED = "fits", "too large", "failed", "not reached"
+"""Statuses of a candidate. A status is a plain string because `to_json` writes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,8 +14,8 @@ class Remedy:
     """The smallest change that makes a candidate fit.
 
     Attributes:
-        candidate: The name of the one that it becomes.
-        changes: What to change, as "remat none -> full".
+        candidate: Name of the candidate after the change.
+        changes: Settings to change, such as "remat none -> full".
     """
 
     candidate: str
@@ -22,16 +24,16 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What is known of one candidate.
+    """Result of one candidate.
 
     Attributes:
-        candidate: Which one.
+        candidate: Candidate.
         status: "fits", "too large", "failed" or "not reached".
-        plan: What the compiler said; None if it failed or was not reached.
-        reason: Why it failed or was not reached.
-        same_as: The name of an earlier one that makes the very same program; or None.
-        remedy: For one that is too large: the smallest change with which it fits, among all that
-            were compiled; None if there is none.
+        plan: Plan of the candidate; None if it failed or was not reached.
+        reason: Reason of a failure, or of a candidate that was not reached.
+        same_as: Name of an earlier candidate with the same program; or None.
+        remedy: For a candidate that is too large, the smallest change to a fitting candidate; None
+            if no compiled candidate fits.
     """
 
     candidate: Candidate
@@ -43,7 +45,7 @@ class Outcome:
 
     @property
     def step_s(self) -> float | None:
-        """Its predicted time per step; None if it does not fit, or on devices without a price."""
+        """Estimated seconds of a step; None if it does not fit, or for devices without rates."""
         return self.plan.time.step_s if self.plan and self.plan.time else None
 
 
@@ -59,9 +61,9 @@ class SearchOutcomes:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest one that fits; None if none does."""
+        """Fastest candidate that fits; None if no candidate fits."""
         return next(iter(self.of(FITS)), None)
 
     def of(self, status: str) -> tuple[Outcome, ...]:
-        """Those of one status."""
-        return tuple(one for one in self.outcomes if one.status == status)
+        """Returns the outcomes with a status."""
+        return tuple(x for x in self.outcomes if x.status == status)

@@ -1,86 +1,95 @@
-"""What a search found: what fits, fastest first, and what would make fit what does not."""
+"""The result of a search: the layouts that fit, fastest first, and remedies for the others."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from tpudist.planner import as_json
-from tpudist.planner.layouts.search_outcomes import Outcome, Remedy, SearchOutcomes
-from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
+from tpudist.planner import json_records
+from tpudist.planner.layouts.search_outcomes import (
+    FAILED,
+    FITS,
+    NOT_REACHED,
+    TOO_LARGE,
+    Outcome,
+    Remedy,
+    SearchOutcomes,
+)
 
 JSON_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult(SearchOutcomes):
-    """All candidates of a search, the best first.
+    """Result of a search: all candidates, the best first.
 
     Attributes:
-        topology: The slice, or the kind of the devices.
-        num_devices: How many devices it has.
-        outcomes: First those that fit, the fastest first (by tokens per second if they were
-            counted, else by step time, else by memory); then those that are too large, the least
-            so first; then those that failed, and those that were not reached.
-        seconds: How long the search took.
-        time_budget_s: How long it was allowed to take.
+        topology: Name of the slice, or number and kind of the devices.
+        num_devices: Number of devices.
+        outcomes: Outcomes by status. First the candidates that fit, fastest first: by tokens per
+            second if they were counted, else by step time, else by memory. Then candidates that are
+            too large, smallest excess first; then failed ones; then those not reached.
+        seconds: Seconds that the search took.
+        time_budget_s: Seconds that it was allowed to take.
     """
 
     def to_json(self) -> str:
-        """All of it as JSON, plans included; `from_json` reads it back."""
-        return as_json.dumps(self, JSON_VERSION)
+        """Returns the result as JSON, including the plans; `from_json` reads it."""
+        return json_records.dumps(self, JSON_VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "SearchResult":
-        """The result that `to_json` wrote.
+        """Returns the result that `to_json` wrote.
 
         Raises:
-            ValueError: The text is none, or one of another version of tpudist.
+            ValueError: If the text is not a result, or another version of tpudist wrote it.
         """
-        return as_json.loads(cls, text, JSON_VERSION)
+        return json_records.loads(cls, text, JSON_VERSION)
 
     def __rich__(self) -> Any:
         from tpudist.planner.layouts import search_text
-        from tpudist.planner.show import table
+        from tpudist.planner.show.terminal import TerminalReport
 
-        return table.lay_out(search_text.describe_search(self))
+        return TerminalReport(search_text.describe_search(self))
 
     def _repr_html_(self) -> str:
         from tpudist.planner.layouts import search_text
-        from tpudist.planner.show import html
+        from tpudist.planner.show.html import format_html
 
-        return html.lay_out(search_text.describe_search(self))
+        return format_html(search_text.describe_search(self))
 
 
 def rank(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """The outcomes as `SearchResult` has them, each too large one with its remedy."""
+    """Returns the outcomes in the order of `SearchResult`, with remedies for those too large."""
     order = [FITS, TOO_LARGE, FAILED, NOT_REACHED]
-    fitting = [one for one in outcomes if one.status == FITS]
-    counted = all(one.plan and one.plan.tokens_per_s for one in fitting)
-    found = [
-        dataclasses.replace(one, remedy=_remedy(one, fitting)) if one.status == TOO_LARGE else one
-        for one in outcomes
+    fitting = [x for x in outcomes if x.status == FITS]
+    # Steps of different numbers of tokens compare only per token, and only if all are counted.
+    by_tokens = all(x.plan and x.plan.tokens_per_s for x in fitting)
+    outcomes = [
+        dataclasses.replace(x, remedy=_find_remedy(x, fitting, by_tokens))
+        if x.status == TOO_LARGE
+        else x
+        for x in outcomes
     ]
-    return tuple(sorted(found, key=lambda one: (order.index(one.status), *_worth(one, counted))))
+    return tuple(sorted(outcomes, key=lambda x: (order.index(x.status), *_sort_key(x, by_tokens))))
 
 
-def _worth(one: Outcome, counted: bool) -> tuple[float, float]:
-    """Small for what is good, within one status."""
-    if one.plan is None:
+def _sort_key(outcome: Outcome, by_tokens: bool) -> tuple[float, float]:
+    """Returns the order within one status, best first: by time or excess memory, then by memory."""
+    if outcome.plan is None:
         return (0.0, 0.0)
-    if one.plan.refusal is not None:
-        return (float(one.plan.refusal.over_bytes), 0.0)
-    memory = float(one.plan.memory.peak_bytes) if one.plan.memory else math.inf
-    if counted:
-        return (-(one.plan.tokens_per_s or 0.0), memory)
-    return (math.inf if one.step_s is None else one.step_s, memory)
+    if outcome.plan.refusal is not None:
+        return (float(outcome.plan.refusal.over_bytes), 0.0)
+    memory = float(outcome.plan.memory.peak_bytes) if outcome.plan.memory else math.inf
+    if by_tokens:
+        return (-(outcome.plan.tokens_per_s or 0.0), memory)
+    return (math.inf if outcome.step_s is None else outcome.step_s, memory)
 
 
-def _remedy(one: Outcome, fitting: Sequence[Outcome]) -> Remedy | None:
-    """Of those that differ in the fewest settings, the fastest."""
-    changes = [(one.candidate.changes_to(other.candidate), other) for other in fitting]
+def _find_remedy(outcome: Outcome, fitting: Sequence[Outcome], by_tokens: bool) -> Remedy | None:
+    # Fewest changed settings first, because each is a change of the program; then the fastest.
+    changes = [(outcome.candidate.changes_to(x.candidate), x) for x in fitting]
     if not changes:
         return None
-    counted = all(other.plan and other.plan.tokens_per_s for other in fitting)
-    least, best = min(changes, key=lambda pair: (len(pair[0]), _worth(pair[1], counted)))
-    return Remedy(best.candidate.name, least)
+    fewest, best = min(changes, key=lambda pair: (len(pair[0]), _sort_key(pair[1], by_tokens)))
+    return Remedy(best.candidate.name, fewest)

@@ -1,14 +1,19 @@
-"""What a search found, in words: a terminal and a notebook show it as they show a plan."""
+"""The report of a search: terminals and notebooks show it in the same way as a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from tpudist.display.text_tables import Column, TextTable, format_source
-from tpudist.planner.layouts.search_outcomes import Outcome, SearchOutcomes
-from tpudist.planner.search_status import FAILED, FITS, NOT_REACHED, TOO_LARGE
-from tpudist.planner.show.parts import Lines, Report
-from tpudist.planner.show.words import (
+from tpudist.planner.layouts.search_outcomes import (
+    FAILED,
+    FITS,
+    NOT_REACHED,
+    TOO_LARGE,
+    Outcome,
+    SearchOutcomes,
+)
+from tpudist.planner.show.formats import (
     format_bytes,
     format_count,
     format_op,
@@ -16,13 +21,14 @@ from tpudist.planner.show.words import (
     format_share,
     plural,
 )
+from tpudist.planner.show.report_parts import Lines, Report
 
-# Of the buffers of one that is too large.
 _NUM_LARGEST = 2
+"""Number of the largest buffers to name for a candidate that is too large."""
 
 
 def describe_search(result: SearchOutcomes) -> Report:
-    """A search in words."""
+    """Returns the report of a search."""
     fitting, too_large = result.of(FITS), result.of(TOO_LARGE)
     num = len(result.outcomes)
     sections: list[TextTable | Lines] = []
@@ -30,9 +36,9 @@ def describe_search(result: SearchOutcomes) -> Report:
         sections.append(_table_of_fitting(fitting))
     if too_large:
         title = f"Does not fit ({len(too_large)} of {num})"
-        sections.append(Lines(title, tuple(_describe_too_large(one, fitting) for one in too_large)))
+        sections.append(Lines(title, tuple(_describe_too_large(x, fitting) for x in too_large)))
     if failed := result.of(FAILED):
-        lines = tuple(f"{one.candidate.name}: {one.reason}" for one in failed)
+        lines = tuple(f"{x.candidate.name}: {x.reason}" for x in failed)
         sections.append(Lines(f"Failed ({len(failed)} of {num})", lines))
     if late := result.of(NOT_REACHED):
         title = f"Not reached within {format_seconds(result.time_budget_s)} ({len(late)} of {num})"
@@ -44,7 +50,6 @@ def describe_search(result: SearchOutcomes) -> Report:
 
 
 def _title_without_result(result: SearchOutcomes) -> str:
-    """The title of a search that found nothing."""
     if result.of(TOO_LARGE):
         return f"no candidate fits {result.topology}"
     if result.of(FAILED):
@@ -82,38 +87,37 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
         Column("", only_wide=True),
     )
     title = "Fits, the fastest first" if outcomes[0].step_s else "Fits, the smallest first"
-    rows = tuple(_row(one) for one in outcomes)
+    rows = tuple(_row(x) for x in outcomes)
     used = [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
     return TextTable(
         tuple(columns[i] for i in used), tuple(tuple(row[i] for i in used) for row in rows), title
     )
 
 
-def _row(one: Outcome) -> tuple[str, ...]:
-    plan = one.plan
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    plan = outcome.plan
     assert plan is not None
     return (
-        one.candidate.geometry,
-        one.candidate.remat,
-        str(one.candidate.microbatches),
+        outcome.candidate.geometry,
+        outcome.candidate.remat,
+        str(outcome.candidate.microbatches),
         format_seconds(plan.time.step_s) if plan.time else "-",
         "-" if plan.tokens_per_s is None else format_count(plan.tokens_per_s),
         "-" if plan.mfu is None else f"{plan.mfu:.1%}",
-        _memory(one),
+        _memory(outcome),
         format_bytes(plan.ici_bytes) if plan.ici_bytes else "-",
         format_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
-        f"the same program as {one.same_as}" if one.same_as else "",
+        f"the same program as {outcome.same_as}" if outcome.same_as else "",
     )
 
 
 def _group_by_reason(outcomes: tuple[Outcome, ...]) -> Iterable[str]:
-    """One sentence for each reason."""
-    for reason in dict.fromkeys(one.reason for one in outcomes):
+    for reason in dict.fromkeys(x.reason for x in outcomes):
         yield f"{reason}: {'; '.join(x.candidate.name for x in outcomes if x.reason == reason)}"
 
 
-def _memory(one: Outcome) -> str:
-    report = one.plan.memory if one.plan else None
+def _memory(outcome: Outcome) -> str:
+    report = outcome.plan.memory if outcome.plan else None
     if report is None:
         return "-"
     if not report.capacity_bytes:
@@ -122,21 +126,21 @@ def _memory(one: Outcome) -> str:
     return f"{format_bytes(report.peak_bytes)} ({share})"
 
 
-def _describe_too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
-    """By how much, what is biggest, and what would make it fit."""
-    refusal = one.plan.refusal if one.plan else None
-    said = f"{one.candidate.name}: "
+def _describe_too_large(outcome: Outcome, fitting: tuple[Outcome, ...]) -> str:
+    """Returns the excess, the largest buffers, and the remedy."""
+    refusal = outcome.plan.refusal if outcome.plan else None
+    text = f"{outcome.candidate.name}: "
     if refusal and refusal.needed_bytes:
-        said += (
+        text += (
             f"needs {format_bytes(refusal.needed_bytes)} of "
             f"{format_bytes(refusal.available_bytes)}, "
             f"{format_bytes(refusal.over_bytes)} too much."
         )
     else:
-        said += "too large; the compiler does not say by how much."
+        text += "too large; the compiler does not say by how much."
     largest = refusal.largest[:_NUM_LARGEST] if refusal else ()
     if largest:
-        told = ", ".join(
+        buffers = ", ".join(
             " ".join(
                 filter(
                     None,
@@ -149,31 +153,29 @@ def _describe_too_large(one: Outcome, fitting: tuple[Outcome, ...]) -> str:
             )
             for buffer in largest
         )
-        said += f" Biggest: {told}."
-    if one.remedy is None:
-        return f"{said} Nothing that was tried makes it fit."
-    cost = _cost(one.remedy.candidate, fitting)
-    return f"{said} It fits with {' and '.join(one.remedy.changes)}{cost}."
+        text += f" Biggest: {buffers}."
+    if outcome.remedy is None:
+        return f"{text} Nothing that was tried makes it fit."
+    cost = _cost(outcome.remedy.candidate, fitting)
+    return f"{text} It fits with {' and '.join(outcome.remedy.changes)}{cost}."
 
 
 def _cost(name: str, fitting: tuple[Outcome, ...]) -> str:
-    """What one costs beside the best, as " (2.31 s per step, 4% slower than the best)".
-
-    Beside steps of other numbers of tokens it is slower per token, as they are ranked.
-    """
+    """Returns the cost of a candidate, such as " (2.31 s per step, 4% slower than the best)"."""
     best = fitting[0]
-    found = next(one for one in fitting if one.candidate.name == name)
-    if not found.step_s or not best.step_s:
+    outcome = next(x for x in fitting if x.candidate.name == name)
+    if not outcome.step_s or not best.step_s:
         return ""
-    times, per = [found.step_s, best.step_s], ""
-    if all(one.plan and one.plan.tokens_per_s for one in fitting):  # as `ranked` has it
-        tokens = [one.plan.tokens_per_step or 1 for one in (found, best) if one.plan]
+    # Compared in the way in which `search_result.rank` sorts: per token if tokens are counted.
+    times, per = [outcome.step_s, best.step_s], ""
+    if all(x.plan and x.plan.tokens_per_s for x in fitting):
+        tokens = [x.plan.tokens_per_step or 1 for x in (outcome, best) if x.plan]
         times = [time / number for time, number in zip(times, tokens, strict=True)]
         per = " per token" if tokens[0] != tokens[1] else ""
     slower = format_share(times[0] / times[1] - 1)
-    beside = f"{slower} slower{per} than the best"
-    if found is best:
-        beside = "the best"
+    rank = f"{slower} slower{per} than the best"
+    if outcome is best:
+        rank = "the best"
     elif times[0] <= times[1]:
-        beside = f"as fast{per} as the best"
-    return f" ({format_seconds(found.step_s)} per step, {beside})"
+        rank = f"as fast{per} as the best"
+    return f" ({format_seconds(outcome.step_s)} per step, {rank})"

@@ -1,1 +1,1 @@
-"""A plan or a search as text, as a table, as a page and as a chart."""
+"""Reports of plans and searches: their text, and its layout for terminals, notebooks and charts."""

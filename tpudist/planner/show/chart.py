@@ -1,4 +1,4 @@
-"""A plan as a picture: a bar of memory, one of time, and what is communicated."""
+"""A plan as a picture: a bar of memory, a bar of time, and the largest collectives."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpudist.display.text_tables import format_source
-from tpudist.planner.show.parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
+from tpudist.planner.show.formats import format_bytes, format_seconds
 from tpudist.planner.show.plan_text import describe_plan
+from tpudist.planner.show.report_parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
 from tpudist.planner.show.speed_text import merge
-from tpudist.planner.show.words import format_bytes, format_seconds
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tpudist.planner.plan_figures import PlanFigures
 
 NUM_COLLECTIVES = 6
-# In inches; a bar with its heading and its legend, and a collective.
+# Inches. A SECTION is a bar with its heading and its legend; a ROW is one collective.
 WIDTH, MARGIN, TOP, SECTION, BAR, ROW = 9.0, 0.3, 0.95, 1.25, 0.36, 0.27
 NAMES = 2.3
-"""Room for the names of collectives, in inches."""
+"""Inches for the names of collectives, left of their bars."""
 
 
 def draw(plan: PlanFigures, path: str | Path) -> None:
-    """Writes a picture in the format that the name of the file ends in, such as .png or .svg.
+    """Writes a picture in the format of the suffix of `path`, such as .png or .svg.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: matplotlib knows no such format.
-
-    Draws without a display and without touching the caller's matplotlib settings.
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If matplotlib does not know the format.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -40,15 +40,16 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
             "Drawing a chart needs matplotlib, which is not installed: pip install matplotlib."
         ) from error
 
-    said = describe_plan(plan)
-    bars = [section for section in said.sections if isinstance(section, Bars)]
+    report = describe_plan(plan)
+    bars = [section for section in report.sections if isinstance(section, Bars)]
     uses = merge(plan.collectives)[:NUM_COLLECTIVES]
     height = TOP + SECTION * len(bars) + (0.5 + ROW * len(uses) if uses else 0.0)
+    # Without pyplot: no display is needed, and the settings of the caller do not change.
     figure = Figure(figsize=(WIDTH, height), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
 
-    def place(top: float, tall: float, left: float = MARGIN) -> Any:
-        """Axes at inches from the top and the left."""
+    def add_axes(top: float, tall: float, left: float = MARGIN) -> Axes:
+        # matplotlib counts fractions from the bottom; these are inches from the top.
         box = (left / WIDTH, 1 - (top + tall) / height, (WIDTH - MARGIN - left) / WIDTH)
         axes = figure.add_axes((*box, tall / height))
         axes.set_axis_off()
@@ -57,24 +58,24 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
     def write(text: str, top: float, **style: Any) -> None:
         figure.text(MARGIN / WIDTH, 1 - top / height, text, va="top", **style)
 
-    color = GREEN if said.fits else RED
-    write(said.title, 0.2, fontsize=14, fontweight="bold", color=color)
-    facts = [value for name, value in said.facts if name in ("memory", "step time", "speed")]
+    color = GREEN if report.fits else RED
+    write(report.title, 0.2, fontsize=14, fontweight="bold", color=color)
+    facts = [value for name, value in report.facts if name in ("memory", "step time", "speed")]
     write("   |   ".join(facts), 0.53, fontsize=9.5, color="0.25")
     for i, section in enumerate(bars):
         top = TOP + SECTION * i
         write(section.title, top, fontsize=9.5, fontweight="bold", color="0.15")
-        _draw_bar(place(top + 0.24, BAR), section)
+        _draw_bar(add_axes(top + 0.24, BAR), section)
     if uses:
         top = TOP + SECTION * len(bars)
         timed = any(use.seconds for use in uses)
         pale = " (pale: hidden behind computation)" if timed else ""
         write(f"Communication per step{pale}", top, fontsize=9.5, fontweight="bold", color="0.15")
-        _draw_collectives(place(top + 0.24, ROW * len(uses), NAMES), uses, timed)
+        _draw_collectives(add_axes(top + 0.24, ROW * len(uses), NAMES), uses, timed)
     figure.savefig(path)
 
 
-def _draw_bar(axes: Any, bars: Bars) -> None:
+def _draw_bar(axes: Axes, bars: Bars) -> None:
     begin = 0.0
     for part in bars.parts:
         label = f"{part.name} {part.text}"
@@ -102,17 +103,17 @@ def _draw_bar(axes: Any, bars: Bars) -> None:
     )
 
 
-def _draw_collectives(axes: Any, uses: Sequence[CollectiveUse], timed: bool) -> None:
+def _draw_collectives(axes: Axes, uses: Sequence[CollectiveUse], timed: bool) -> None:
     amounts = [use.seconds if timed else use.sent_bytes for use in uses]
     for row, (use, amount) in enumerate(zip(uses, amounts, strict=True)):
         color = NETWORK_COLORS.get(use.network, TEAL)
         axes.barh(row, amount, color=color, alpha=0.35 if timed else 1, height=0.7)
         if timed:
             axes.barh(row, use.exposed_s, color=color, height=0.7)
-        told_amount = format_seconds(amount) if timed else format_bytes(amount)
+        text = format_seconds(amount) if timed else format_bytes(amount)
         line = f"   {format_source(use.source)}" if use.source else ""
         axes.annotate(
-            told_amount + line,
+            text + line,
             (amount, row),
             xytext=(4, 0),
             textcoords="offset points",

@@ -1,17 +1,12 @@
-"""A plan for a notebook: HTML that needs nothing else, readable on light and on dark pages."""
+"""A plan or a search as HTML without other files, readable on light and dark pages."""
 
 from __future__ import annotations
 
 import dataclasses
 from html import escape
-from typing import TYPE_CHECKING
 
 from tpudist.display.text_tables import STYLE, TextTable
-from tpudist.planner.show.parts import Bars, Part, Report
-from tpudist.planner.show.plan_text import describe_plan
-
-if TYPE_CHECKING:
-    from tpudist.planner.plan_figures import PlanFigures
+from tpudist.planner.show.report_parts import Bars, Part, Report
 
 # In addition to the style of tables; the colors are mid-tones or half transparent, too.
 _STYLE = """
@@ -33,31 +28,18 @@ _STYLE = """
 """
 
 
-def html(
-    plan: PlanFigures, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
-) -> str:
-    """What a notebook shows of a plan: a `div` with its style.
-
-    Args:
-        plan: What to show.
-        num_steps: Length of a run, to say how many chip-hours it takes.
-        price_per_chip_hour: To say what they cost, in the currency of the price.
-    """
-    return lay_out(describe_plan(plan, num_steps, price_per_chip_hour))
-
-
-def lay_out(said: Report) -> str:
-    """What a notebook shows of what is told: a `div` with its style."""
+def format_html(report: Report) -> str:
+    """Returns a `div` with its style, for a notebook."""
     facts = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in said.facts
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in report.facts
     )
     parts = [
         f'<div class="tpudist-plan tpudist-table"><style>{STYLE}{_STYLE}</style>',
-        f'<div class="verdict {"fits" if said.fits else "refused"}">',
-        f'<div class="title">{escape(said.title)}</div>',
+        f'<div class="verdict {"fits" if report.fits else "refused"}">',
+        f'<div class="title">{escape(report.title)}</div>',
         f'<table class="facts"><tbody>{facts}</tbody></table></div>',
     ]
-    for section in said.sections:
+    for section in report.sections:
         parts.append(f'<div class="head">{escape(section.title)}</div>')
         if isinstance(section, Bars):
             parts.append(_bars(section))
@@ -68,14 +50,14 @@ def lay_out(said: Report) -> str:
     return "\n".join([*parts, "</div>"])
 
 
-def page(shown: str) -> str:
-    """A whole page around what a notebook shows of a plan or of a search, for a file."""
+def format_page(content: str) -> str:
+    """Returns a complete page around a `div` of `format_html`, for a file."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         "<title>tpudist plan</title><style>:root { color-scheme: light dark; } "
         "body { font-family: system-ui, sans-serif; margin: 2rem; }</style></head>"
-        f"<body>{shown}</body></html>\n"
+        f"<body>{content}</body></html>\n"
     )
 
 

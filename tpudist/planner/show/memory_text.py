@@ -1,4 +1,4 @@
-"""What a plan says about memory, and what to try where there is too little."""
+"""The sections of a plan on memory, with advice if there is too little."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.show.advice import suggest_changes
-from tpudist.planner.show.parts import (
+from tpudist.planner.show.formats import (
+    device_noun,
+    format_bytes,
+    format_op,
+    format_shape,
+    format_share,
+)
+from tpudist.planner.show.report_parts import (
     BLUE,
     GREEN,
     GREY,
@@ -21,13 +28,6 @@ from tpudist.planner.show.parts import (
     Bars,
     Lines,
     Part,
-)
-from tpudist.planner.show.words import (
-    device_noun,
-    format_bytes,
-    format_op,
-    format_shape,
-    format_share,
 )
 from tpudist.xla.estimate.refusal import Refusal
 from tpudist.xla.hlo.buffers import Buffer
@@ -46,13 +46,13 @@ _MEMORY_COLORS = {
 
 
 def memory(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
-    """What is held on a device by category, and the largest of it; or why it does not fit."""
+    """Yields the memory of a device by category, and its largest values; or why it does not fit."""
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal:
         yield from _explain_refusal(plan, plan.refusal)
     elif report := plan.memory:
-        kinds = [name for name, amount in report.categories.items() if amount > 0]
-        colors = _colors(kinds, _MEMORY_COLORS)
+        names = [name for name, amount in report.categories.items() if amount > 0]
+        colors = _colors(names, _MEMORY_COLORS)
         parts = [
             _part(name, report.categories[name], report.capacity_bytes, color)
             for name, color in colors.items()
@@ -114,9 +114,9 @@ def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
 
 
 def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[TextTable]:
-    # What is a thousandth of all is not worth a line.
-    worth = [b for b in buffers[:NUM_ROWS] if b.num_bytes * 1000 > of_bytes]
-    if not worth:
+    # Buffers below a thousandth of the memory are omitted.
+    shown = [b for b in buffers[:NUM_ROWS] if b.num_bytes * 1000 > of_bytes]
+    if not shown:
         return
     columns = (
         Column("size", is_number=True),
@@ -133,16 +133,16 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
             format_op(buffer.op_name) or buffer.name,
             buffer.source or "",
         )
-        for buffer in worth
+        for buffer in shown
     )
-    rest = buffers[len(worth) :]
+    rest = buffers[len(shown) :]
     sizes = format_bytes(sum(buffer.num_bytes for buffer in rest))
     notes = (f"And {len(rest)} more: {sizes}.",) if rest else ()
     yield TextTable(columns, rows, title, notes)
 
 
 def list_replicated(plan: PlanFigures) -> Iterable[Lines]:
-    """Which parameters are not split inside a replica; nothing if all are."""
+    """Yields the parameters that are not split inside a replica, if there are any."""
     report = plan.memory
     if report and report.replicated:
         line = (
@@ -158,6 +158,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _colors(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:
+    # A category without a color of its own gets the first spare color that is not in use.
     colors: dict[str, str] = {}
     for name in names:
         spare = next(

@@ -1,7 +1,7 @@
-"""What a plan says, section by section, in words: a terminal, a notebook and a picture show it.
+"""The report of a plan: its text, section by section.
 
-Everything that is decided about showing a plan is decided here: what comes first, what is merged,
-what is left out. The renderers only lay it out.
+This module decides on order, merging and omissions. `terminal`, `html` and `chart` only lay the
+report out.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tpudist.planner.show.memory_text import list_replicated, memory
-from tpudist.planner.show.parts import Lines, Report
-from tpudist.planner.show.speed_text import collectives, time
-from tpudist.planner.show.words import (
+from tpudist.planner.show.formats import (
     device_noun,
     format_axes,
     format_bytes,
@@ -21,6 +18,9 @@ from tpudist.planner.show.words import (
     format_share,
     plural,
 )
+from tpudist.planner.show.memory_text import list_replicated, memory
+from tpudist.planner.show.report_parts import Lines, Report
+from tpudist.planner.show.speed_text import collectives, time
 from tpudist.xla.estimate.step_time import TimeEstimate
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 def describe_plan(
     plan: PlanFigures, num_steps: int | None = None, price: float | None = None
 ) -> Report:
-    """A plan in words.
+    """Returns the report of a plan.
 
     Args:
-        plan: What to tell.
-        num_steps: Length of a run, to say what it takes.
-        price: Of a chip for an hour, to say what that costs.
+        plan: Plan.
+        num_steps: Steps of a run, to report its time and chip-hours.
+        price: Price of a chip-hour, to report the cost of the run, in the currency of the price.
     """
     sections = [*memory(plan), *time(plan), *collectives(plan), *list_replicated(plan)]
     if plan.notes:
@@ -76,14 +76,16 @@ def _facts(
     yield "slice", f"{plan.topology}: {plural(plan.num_chips, 'chip')}{devices}"
     yield "mesh", f"{format_axes(plan.mesh)} ({replicas})"
     if plan.fits and plan.time and num_steps:
-        yield f"{num_steps:,} steps", _run(plan, plan.time, num_steps, price)
+        yield f"{num_steps:,} steps", _format_run(plan, plan.time, num_steps, price)
     if plan.compile_s:
         libtpu = plan.versions.get("libtpu")
-        with_what = f" with libtpu {libtpu}" if libtpu and plan.chip else ""
-        yield "compiled", f"in {format_seconds(plan.trace_s + plan.compile_s)}{with_what}"
+        compiler = f" with libtpu {libtpu}" if libtpu and plan.chip else ""
+        yield "compiled", f"in {format_seconds(plan.trace_s + plan.compile_s)}{compiler}"
 
 
-def _run(plan: PlanFigures, estimate: TimeEstimate, num_steps: int, price: float | None) -> str:
+def _format_run(
+    plan: PlanFigures, estimate: TimeEstimate, num_steps: int, price: float | None
+) -> str:
     hours = plan.chip_hours(num_steps) or 0.0
     cost = "" if price is None else f", {hours * price:,.2f} at {price:g} per chip-hour"
     return f"{format_seconds(estimate.step_s * num_steps)}, {format_count(hours)} chip-hours{cost}"

@@ -1,21 +1,21 @@
-"""Says what is being done while a plan is made: to a callback, on a terminal or in a notebook."""
+"""Progress of a plan: calls a callback, or shows one line on a terminal or in a notebook."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
 from tpudist.display.notebook_cell import NotebookCell, in_notebook
-from tpudist.planner.show.words import format_seconds
+from tpudist.planner.show.formats import format_seconds
 
-# Called with what is being done, and for how many seconds.
+# Called with the current activity, such as "compiling", and its seconds.
 Progress = Callable[[str, float], None]
 
 
 @contextlib.contextmanager
 def show_progress(progress: Progress | None) -> Iterator[Progress]:
-    """What to tell progress to: `progress`, or a line that a terminal or a notebook shows.
+    """Returns the callback for progress: `progress`, or a callback that shows a line.
 
-    The line is gone at the end. In a pipe or a log there is none.
+    The line disappears at the end. In a pipe or a log there is no line.
     """
     if progress is not None:
         yield progress
@@ -24,21 +24,21 @@ def show_progress(progress: Progress | None) -> Iterator[Progress]:
         line = _cell()
     else:
         line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_ignore)
-    with line as tell:
-        yield tell
+    with line as report:
+        yield report
 
 
-def _ignore(doing: str, seconds: float) -> None:
-    """Tells nobody."""
+def _ignore(activity: str, seconds: float) -> None:
+    pass
 
 
 @contextlib.contextmanager
 def _cell() -> Iterator[Progress]:
     cell = NotebookCell("planning")
 
-    def report(doing: str, seconds: float) -> None:
+    def report(activity: str, seconds: float) -> None:
         since = f", {format_seconds(seconds)}" if seconds >= 1 else ""
-        cell.update(f"planning: {doing}{since}")
+        cell.update(f"planning: {activity}{since}")
 
     try:
         yield report
@@ -55,7 +55,7 @@ def _spinner() -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planning")
 
-        def report(doing: str, seconds: float) -> None:
-            bar.update(task, description=f"planning: {doing}")
+        def report(activity: str, seconds: float) -> None:
+            bar.update(task, description=f"planning: {activity}")
 
         yield report

@@ -1,4 +1,4 @@
-"""What a plan says about time and communication."""
+"""The sections of a plan on time and communication."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tpudist.display.text_tables import Column, TextTable
-from tpudist.planner.show.parts import (
-    BLUE,
-    GREY,
-    NETWORK_COLORS,
-    NUM_ROWS,
-    PURPLE,
-    Bars,
-    Part,
-)
-from tpudist.planner.show.words import (
+from tpudist.planner.show.formats import (
     device_noun,
     format_bytes,
     format_count,
@@ -24,6 +15,15 @@ from tpudist.planner.show.words import (
     format_op,
     format_seconds,
     format_share,
+)
+from tpudist.planner.show.report_parts import (
+    BLUE,
+    GREY,
+    NETWORK_COLORS,
+    NUM_ROWS,
+    PURPLE,
+    Bars,
+    Part,
 )
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.step_time import TimeEstimate
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
-    """Where a step's time goes, and what takes longest; nothing where there is no estimate."""
+    """Yields the parts of the time of a step and its longest operations, if they are estimated."""
     spent = plan.time
     if spent is None:
         return
@@ -45,7 +45,8 @@ def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
         ("waiting for DCN", spent.exposed_dcn_s, NETWORK_COLORS["dcn"]),
         ("waiting for the host", spent.exposed_host_s, NETWORK_COLORS["host"]),
     ]
-    # Beside copies that are waited for: what is missing to the bound of all bytes.
+    # The rest of the step. `step_s` is at least the time of all bytes through HBM, so a step bound
+    # by memory is longer than the sum of its operations.
     parts.append(("waiting for HBM", spent.step_s - sum(seconds for _, seconds, _ in parts), GREY))
     parts = tuple(
         Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
@@ -64,18 +65,18 @@ def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
             Column("line", is_source=True),
         )
         rows = tuple(
-            (format_seconds(seconds), format_share(seconds / (spent.step_s or 1.0)), *what)
-            for what, seconds in _merge_ops(spent)[:NUM_ROWS]
+            (format_seconds(seconds), format_share(seconds / (spent.step_s or 1.0)), *op)
+            for op, seconds in _merge_ops(spent)[:NUM_ROWS]
         )
         yield TextTable(columns, rows, "What takes longest")
 
 
 def _merge_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
-    """Kind, operation and line, each once, with its seconds; the longest first."""
+    """Returns (kind, operation, line), each once, with its seconds; the longest first."""
     seconds: dict[tuple[str, str, str], float] = {}
     for op in spent.top:
-        what = (op.kind, format_op(op.op_name) or op.name, op.source or "")
-        seconds[what] = seconds.get(what, 0.0) + op.seconds
+        key = (op.kind, format_op(op.op_name) or op.name, op.source or "")
+        seconds[key] = seconds.get(key, 0.0) + op.seconds
     return sorted(seconds.items(), key=lambda pair: -pair[1])
 
 
@@ -106,7 +107,7 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
 
 
 def collectives(plan: PlanFigures) -> Iterable[TextTable]:
-    """What a step sends, what is waited for longest first; nothing if it sends nothing."""
+    """Yields the collectives of a step, if there are any; the longest waits first."""
     if not plan.collectives:
         return
     networks = {use.network for use in plan.collectives}
@@ -150,7 +151,7 @@ def collectives(plan: PlanFigures) -> Iterable[TextTable]:
 
 
 def merge(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
-    """Uses alike in all but size and place in the program as one; the most waited for first."""
+    """Merges uses that differ only in size and place in the program; the longest waits first."""
     groups: dict[tuple, list[CollectiveUse]] = {}
     for use in uses:
         key = (use.kind, use.axes, use.network, use.is_async, use.source)

@@ -1,24 +1,30 @@
-"""Dataclasses as JSON and back, by the types of their fields; nothing else is read."""
+"""Dataclasses as JSON and back.
+
+`loads` checks each value against the type of its field, so a damaged or foreign file raises an
+error, and cannot create objects of other classes.
+"""
 
 import dataclasses
 import json
 import numbers
 import types
 import typing
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 
-def dumps(value: Any, version: int) -> str:
-    """A dataclass, and those in it, as JSON; fields that begin with an underscore stay out.
+
+def dumps(value: object, version: int) -> str:
+    """Returns a dataclass, with dataclasses in it, as JSON, without fields named `_...`.
 
     Raises:
-        ValueError: It has a number that JSON has not, such as nan.
+        ValueError: If it has a number that JSON does not have, such as nan.
     """
-    found = {"kind": type(value).__name__, "version": version} | _to_plain(value)
+    plain = {"kind": type(value).__name__, "version": version} | _to_plain(value)
     try:
-        return json.dumps(found, indent=1, allow_nan=False)
+        return json.dumps(plain, indent=1, allow_nan=False)
     except ValueError as error:
         raise ValueError(
             f"This {type(value).__name__} has a number that JSON cannot represent ({error}). "
@@ -26,28 +32,28 @@ def dumps(value: Any, version: int) -> str:
         ) from None
 
 
-def loads(cls: type, text: str, version: int) -> Any:
-    """The dataclass `cls` that `dumps` wrote.
+def loads(cls: type[T], text: str, version: int) -> T:
+    """Returns the dataclass `cls` that `dumps` wrote.
 
     Raises:
-        ValueError: The text is something else, or of another version.
+        ValueError: If the text is not such a dataclass, or has another version of the format.
     """
     try:
-        found = json.loads(text, parse_constant=_refuse_number)
+        plain = json.loads(text, parse_constant=_refuse_number)
     except ValueError as error:
         raise ValueError(
             f"This text is not a {cls.__name__}: it is not JSON ({error}). Write one with "
             "to_json()."
         ) from None
-    if not isinstance(found, dict) or found.pop("kind", None) != cls.__name__:
+    if not isinstance(plain, dict) or plain.pop("kind", None) != cls.__name__:
         raise ValueError(f"This JSON is not a {cls.__name__}. Write one with to_json().")
-    if (other := found.pop("version", None)) != version:
+    if (other := plain.pop("version", None)) != version:
         raise ValueError(
             f"This {cls.__name__} was written in version {other} of the format, but this tpudist "
             f"reads version {version}. Make it again, or use the tpudist that wrote it."
         )
     try:
-        return _from_plain(cls, found)
+        return _from_plain(cls, plain)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"This JSON is not a complete {cls.__name__}: {error!r}. Write it again with to_json()."
@@ -58,7 +64,7 @@ def _refuse_number(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
         return {name: _to_plain(getattr(value, name)) for name in fields}
@@ -74,6 +80,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
+        # Only `X | None` names the class to build. Other unions have plain values.
         others = [x for x in arguments if x is not type(None)]
         return _from_plain(others[0], value) if len(others) == 1 else value
     if dataclasses.is_dataclass(kind):
@@ -101,6 +108,6 @@ def _from_plain(kind: Any, value: Any) -> Any:
     return value
 
 
-def _check_kind(kind: type, value: Any) -> None:
+def _check_kind(kind: type, value: object) -> None:
     if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
         raise TypeError(f"{value!r:.40} is not a {kind.__name__}")

@@ -1,4 +1,4 @@
-"""Numbers, source lines, operations and errors in words, as people read them."""
+"""Formats of numbers, operations and errors in reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tpudist.xla.estimate.sizes import format_bytes as format_bytes, format_three_digits
 
-_OURS = Path(__file__).resolve().parents[2]
-_PYTHONS = Path(sysconfig.get_path("stdlib")).resolve()
+_TPUDIST = Path(__file__).resolve().parents[2]
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` as "12.3 ms"."""
+    """Returns "12.3 ms" for `0.0123`."""
     if seconds == 0:
         return "0 s"
     for unit, size in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
@@ -28,12 +28,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`305_123.4` as "305,123"; small numbers keep their fractions."""
+    """Returns "305,123" for `305_123.4`; numbers below 100 keep three digits."""
     return f"{count:,.0f}" if count >= 100 or count == round(count) else f"{count:.3g}"
 
 
 def format_share(share: float) -> str:
-    """`0.583` as "58%", `0.0012` as "0.1%"."""
+    """Returns "58%" for `0.583`, "0.1%" for `0.0012`."""
     if 0 < share < 0.0005:
         return "<0.1%"
     if 0.995 <= share < 1:
@@ -42,7 +42,7 @@ def format_share(share: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """`1.2e15` as "1.2 PFLOP"."""
+    """Returns "1.2 PFLOP" for `1.2e15`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if flops < 999.5:
             return f"{format_three_digits(flops)} {unit}FLOP"
@@ -51,14 +51,14 @@ def format_flops(flops: float) -> str:
 
 
 def format_axes(sizes: dict[str, int]) -> str:
-    """`{"replica": 16, "fsdp": 16}` as "replica 16 x fsdp 16"."""
+    """Returns "replica 16 x fsdp 16" for `{"replica": 16, "fsdp": 16}`."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "none"
 
 
 def format_shape(shape: str) -> str:
-    """An HLO shape without its layout: "f32[8,128]{1,0:T(8,128)}" as "f32[8,128]".
+    """Returns an HLO shape without its layout: "f32[8,128]" for "f32[8,128]{1,0:T(8,128)}".
 
-    Of several arrays it is the first, and how many more there are.
+    For several arrays, it is the first one and the number of the others.
     """
     arrays = re.findall(r"\w+\[[\d,<=]*\]", shape)
     more = f" +{len(arrays) - 1}" if len(arrays) > 1 else ""
@@ -66,40 +66,40 @@ def format_shape(shape: str) -> str:
 
 
 def format_op(op_name: str) -> str:
-    """The path of a JAX operation as the operation, and whose work it is.
+    """Returns the operation at the end of a path of JAX, and the pass that it belongs to.
 
-    "jit(step)/transpose(jvp())/while/body/dot_general" is "dot_general, backward".
+    For "jit(step)/transpose(jvp())/while/body/dot_general" it is "dot_general, backward".
     """
     op = re.sub(r"[\w<>]*\(.*\)$", "", op_name.rpartition("/")[2]) or op_name.rpartition("/")[2]
-    for mark, told in (("rematted_computation", "recomputed"), ("transpose(", "backward")):
+    for mark, name in (("rematted_computation", "recomputed"), ("transpose(", "backward")):
         if mark in op_name:
-            return f"{op}, {told}"
+            return f"{op}, {name}"
     return op
 
 
 def format_error(error: BaseException) -> str:
-    """An error of a user's code: its kind, its message and the innermost line that is theirs."""
+    """Returns class and message of an error, and the innermost line of the user's code."""
     message = f"{type(error).__name__}: {error}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        # A cell of a notebook has lines, and no file.
+        # `linecache`, because a cell of a notebook has lines but no file.
         if linecache.getline(frame.filename, frame.lineno or 0) and _is_users(frame.filename):
             return f"{message} ({frame.filename}:{frame.lineno})"
     return message
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither ours nor installed."""
+    """Returns whether a file belongs neither to tpudist nor to an installed package or Python."""
     path = Path(file).resolve()
     if file.startswith("<frozen ") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
-    return not any(path.is_relative_to(library) for library in (_OURS, _PYTHONS))
+    return not any(path.is_relative_to(library) for library in (_TPUDIST, _STDLIB))
 
 
 def device_noun(num_chips: int, num_devices: int) -> str:
-    """What a device is called: a chip, but where a chip is two devices."""
+    """Returns "chip", or "device" where a chip has two devices."""
     return "chip" if num_chips == num_devices else "device"
 
 
 def plural(count: int, noun: str) -> str:
-    """`(1, "chip")` as "1 chip", `(2, "chip")` as "2 chips"."""
+    """Returns "1 chip" for `(1, "chip")`, "2 chips" for `(2, "chip")`."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -1,4 +1,4 @@
-"""Asks the compiler about a lowered step, or the cache about what it said."""
+"""Queries the compiler about a lowered step, or the cache of its earlier answers."""
 
 import dataclasses
 import platform
@@ -18,48 +18,52 @@ from tpudist.xla.versions import users_libtpu, version_of
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the compiler said.
+    """Answer of the compiler.
 
     Attributes:
-        program: What it made; None if it does not fit.
-        refusal: The compiler's refusal, whole; None if it fits.
-        seconds: How long the compiler took.
-        key: A hash of the program and of what it was compiled for and with.
-        was_kept: Whether it was said before.
-        lines_moved: Whether it was said of source lines that are elsewhere now.
-        compiled: The executable, if it was asked for and the program fits.
+        program: Compiled program; None if it does not fit.
+        refusal: Complete message of a compiler that refuses the program; None if it fits.
+        seconds: Seconds that the compiler took.
+        key: Hash of the program and of everything that it was compiled for and with.
+        is_cached: Whether the answer is from the cache.
+        lines_moved: Whether the source lines of a cached answer have changed since.
+        compiled: Executable, if it was requested and the program fits.
     """
 
     program: CompiledProgram | None
     refusal: str | None
     seconds: float
     key: str
-    was_kept: bool
+    is_cached: bool
     lines_moved: bool
     compiled: jax.stages.Compiled | None
 
 
 def versions() -> dict[str, str]:
-    """What compiles here: packages and their versions."""
+    """Returns the versions of the packages that compile in this process."""
     packages = ("jax", "jaxlib", "libtpu", "tpudist")
-    found = {package: version for package in packages if (version := version_of(package))}
+    versions = {package: version for package in packages if (version := version_of(package))}
     library = users_libtpu()
     if library is not None:
+        # A library of the user's own has no version, so its size and time stand for it.
         stat = library.stat() if library.exists() else None
         facts = (stat.st_size, stat.st_mtime_ns) if stat else ()
-        found["libtpu"] = " ".join(map(str, (library, *facts)))
-    return found
+        versions["libtpu"] = " ".join(map(str, (library, *facts)))
+    return versions
 
 
 def is_elsewhere(mesh: jax.sharding.Mesh) -> bool:
-    """Whether the devices of a mesh are only described, and nothing can run on them."""
+    """Returns whether the devices of a mesh are only descriptions, which cannot run programs."""
     return not mesh.devices.flat[0].client.local_devices()
 
 
 def program_key(
     lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, compiler_options: Mapping[str, Any]
 ) -> str:
-    """A hash of a program and of all that decides what the compiler makes of it."""
+    """Returns the cache key: a hash of a program and of everything that decides its compilation."""
+    # A fact that is missing here would return a plan of another program. JAX's own cache has no
+    # entries for slices that are not present. The key excludes source lines: they change
+    # often, and the same program has the same plan; see `Answer.lines_moved`.
     devices = list(mesh.devices.flat)
     client = devices[0].client
     facts = {
@@ -85,35 +89,35 @@ def ask(
     *,
     cache: bool | str | Path,
     in_process: bool,
-    tell: Progress,
+    report: Progress,
 ) -> Answer:
-    """What the compiler of the devices of `mesh` says of a program.
+    """Returns the answer of the compiler of the devices of `mesh`.
 
     Args:
-        lowered: The program.
-        mesh: Its devices, which need not be there.
-        compiler_options: All options, those of `jax.jit` included.
+        lowered: Program.
+        mesh: Devices of the program, which may be only descriptions.
+        compiler_options: All options, including those of `jax.jit`.
         cache: See `Cache.of`.
-        in_process: Whether to compile it here too, for an executable.
-        tell: Where to tell progress.
+        in_process: Whether to compile it in this process too, for an executable.
+        report: Progress callback.
     """
     key = program_key(lowered, mesh, compiler_options)
-    kept = Cache.of(cache)
+    answers = Cache.of(cache)
     lines = key_of({"program": lowered.as_text(debug_info=True)})
-    entry = kept.get(key)
-    was_kept = entry is not None
+    entry = answers.get(key)
+    is_cached = entry is not None
     if entry is None:
-        entry = _compile(lowered, mesh, compiler_options, lines, tell)
-        # Buffers are in what the compiler writes beside the program. Where it wrote nothing, it
-        # may do so the next time.
+        entry = _compile(lowered, mesh, compiler_options, lines, report)
+        # Buffers are in files that the compiler writes next to the program. If it wrote none, as
+        # after a disk was full, it may do so the next time: an entry would keep that gap.
         if entry.program is None or entry.program.buffers:
-            kept.put(key, entry)
+            answers.put(key, entry)
     compiled = None
     if in_process and entry.refusal is None:
-        tell("compiling the executable", 0.0)
+        report("compiling the executable", 0.0)
         compiled = executables.compile_uncached(lowered, compiler_options)
-    moved = was_kept and entry.lines != lines
-    return Answer(entry.program, entry.refusal, entry.seconds, key, was_kept, moved, compiled)
+    moved = is_cached and entry.lines != lines
+    return Answer(entry.program, entry.refusal, entry.seconds, key, is_cached, moved, compiled)
 
 
 def _compile(
@@ -121,18 +125,17 @@ def _compile(
     mesh: jax.sharding.Mesh,
     compiler_options: Mapping[str, Any],
     lines: str,
-    tell: Progress,
+    report: Progress,
 ) -> Entry:
-    """What the compiler says now."""
     started = time.monotonic()
     try:
         if is_elsewhere(mesh):
             devices = list(mesh.devices.flat)
             program = compiler_process.compile_elsewhere(
-                lowered, devices, compiler_options, progress=tell
+                lowered, devices, compiler_options, progress=report
             )
         else:
-            tell("compiling", 0.0)
+            report("compiling", 0.0)
             program = compiler_process.compile_here(lowered, compiler_options)
     except HbmExceeded as error:
         return Entry(None, error.text, time.monotonic() - started, lines)

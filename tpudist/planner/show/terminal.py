@@ -1,10 +1,9 @@
-"""A plan for a terminal."""
+"""A plan or a search on a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.bar import Bar
@@ -15,36 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tpudist.display.text_tables import TextTable
-from tpudist.planner.show.parts import Bars, Lines, Part, Report
-from tpudist.planner.show.plan_text import describe_plan
-
-if TYPE_CHECKING:
-    from tpudist.planner.plan_figures import PlanFigures
+from tpudist.planner.show.report_parts import Bars, Lines, Part, Report
 
 
-def table(
-    plan: PlanFigures, *, num_steps: int | None = None, price_per_chip_hour: float | None = None
-) -> RenderableType:
-    """What `rich` prints of a plan.
+class TerminalReport:
+    """Report that rich prints; the layout depends on the width of the terminal."""
 
-    Args:
-        plan: What to show.
-        num_steps: Length of a run, to say how many chip-hours it takes.
-        price_per_chip_hour: To say what they cost, in the currency of the price.
-    """
-    return lay_out(describe_plan(plan, num_steps, price_per_chip_hour))
-
-
-def lay_out(said: Report) -> RenderableType:
-    """What `rich` prints of what is told."""
-    return _Layout(said)
-
-
-class _Layout:
-    """Lays itself out when it is known how wide the terminal is."""
-
-    def __init__(self, said: Report):
-        self._report = said
+    def __init__(self, report: Report):
+        self._report = report
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -81,7 +58,8 @@ def _section(section: Bars | TextTable | Lines) -> RenderableType:
 
 
 def _bars(bars: Bars) -> RenderableType:
-    """The bar with its parts one below the other, each beginning where the one before ended."""
+    # One line per part, in which the part begins where the previous one ends: the lines together
+    # are the bar, and each has its name next to it.
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -97,7 +75,7 @@ def _bars(bars: Bars) -> RenderableType:
 
 
 class _Piece:
-    """One part of a bar, at its place."""
+    """Part of a bar, at its place in the width that the terminal leaves."""
 
     def __init__(self, part: Part, begin: float, whole: float):
         self._part, self._begin, self._whole = part, begin, whole or 1.0

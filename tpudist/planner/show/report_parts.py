@@ -1,4 +1,4 @@
-"""What a shown plan is made of, before it is known where: bars, tables and sentences."""
+"""The parts of a report, independent of where it is shown: bars, tables and sentences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 from tpudist.display.text_tables import TextTable
 
 NUM_ROWS = 8
-"""Rows of a table before the rest is summed up."""
+"""Maximum rows of a table; the other rows are summed up in a note."""
 
-# Mid-tones, readable on white and on black; what has no colour of its own gets the next spare one.
+# Mid-tones, readable on white and on black.
 BLUE, ORANGE, GREEN, PURPLE = "#4c8df5", "#e8913a", "#2fa56a", "#a070d8"
 RED, TEAL, YELLOW, GREY = "#e2574c", "#2aa3a8", "#c9a227", "#8a8f98"
 NETWORK_COLORS = {"ici": ORANGE, "dcn": RED, "host": YELLOW}
@@ -18,14 +18,14 @@ SPARE = (BLUE, PURPLE, ORANGE, TEAL, YELLOW, GREEN)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of a bar.
+    """Part of a bar.
 
     Attributes:
-        name: What it is.
-        amount: How long it is, in the unit of the bar.
-        text: Its amount, in words.
-        share: Its share of the bar, in words; empty where that means nothing.
-        color: "#rrggbb".
+        name: Name in the legend.
+        amount: Length, in the unit of the bar.
+        text: Amount with its unit.
+        share: Share of the bar, such as "58%"; empty if a share has no meaning.
+        color: Color, as "#rrggbb".
     """
 
     name: str
@@ -37,14 +37,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One bar made of parts.
+    """Bar that consists of parts.
 
     Attributes:
-        title: What it shows.
-        whole: The length of the full bar: a limit, or the sum of the parts.
-        parts: In the order in which they lie in the bar.
-        lines: Sentences about it.
-        free: What is left of the bar, if that means something; it is not drawn.
+        title: Heading.
+        whole: Length of the full bar: a limit, or the sum of the parts.
+        parts: Parts from left to right.
+        lines: Sentences below the bar.
+        free: Rest of the bar, if it has a meaning; it is listed, but not drawn.
     """
 
     title: str
@@ -64,13 +64,13 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A whole plan.
+    """Report of a plan or of a search.
 
     Attributes:
-        title: Whether it fits, where.
-        fits: The same, for a colour.
-        facts: What is to be seen at first sight: (name, value).
-        sections: The rest, most important first.
+        title: Verdict, in one line.
+        fits: Whether the verdict is good, which decides the color.
+        facts: Most important facts, as (name, value).
+        sections: Details, most important first.
     """
 
     title: str

@@ -1,16 +1,15 @@
-"""What a caller counts of a step, which nobody can check later: refused if it makes no sense."""
+"""Checks of the figures of a step that the caller counts; nothing can check them later."""
 
 import math
 import numbers
-from typing import Any
 
 
-def check(tokens_per_step: Any, model_flops: Any) -> None:
-    """Refuses figures of a step that are none.
+def check(tokens_per_step: object, model_flops: object) -> None:
+    """Checks the figures of a step; None stands for a missing figure.
 
     Raises:
-        ValueError: `tokens_per_step` is no whole number above 0, or `model_flops` no finite number
-            above 0.
+        ValueError: If `tokens_per_step` is not an integer above 0, or `model_flops` is not a finite
+            number above 0.
     """
     if tokens_per_step is not None and not (
         isinstance(tokens_per_step, numbers.Integral)

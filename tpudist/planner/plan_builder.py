@@ -1,0 +1,267 @@
+"""The plan of a step: traces and lowers it, queries the compiler, and reads the compiled program.
+
+`Strategy.plan` checks its arguments and moves them to the devices of the plan first.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.options import RunOptions
+from tpudist.planner import compiler_query, input_roles, model_flops, saved_plan
+from tpudist.planner.abstract_arguments import TwinArguments
+from tpudist.planner.calibration import Calibration
+from tpudist.planner.plan import Plan
+from tpudist.planner.show.progress import Progress
+from tpudist.run.step_cache import Replicator
+from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.memory import InputLeaf, MemoryReport
+from tpudist.xla.estimate.step_time import TimeEstimate
+from tpudist.xla.hardware import chips
+from tpudist.xla.hlo import hlo_module
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Arguments of `Strategy.plan` that do not describe the call of the step; see there."""
+
+    topology: str | None
+    compiler_options: dict[str, Any]
+    tokens_per_step: int | None
+    model_flops: float | None
+    cache: bool | str | Path
+    in_process: bool
+    calibration: Calibration | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredStep:
+    """A step, lowered for devices that may exist only as descriptions.
+
+    Attributes:
+        name: Name of the function.
+        program: Input of the compiler.
+        inputs: Flat inputs of the program, including unused ones.
+        num_donated: Number of inputs that are overwritten; they are the first.
+        closed: Jaxpr of one replica.
+        compiler_options: All options of the compiler.
+    """
+
+    name: str
+    program: jax.stages.Lowered
+    inputs: list[InputLeaf]
+    num_donated: int
+    closed: Any
+    compiler_options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Figures:
+    """Figures of a compiled program; all empty for a program that does not fit."""
+
+    memory: MemoryReport | None = None
+    time: TimeEstimate | None = None
+    collectives: tuple[CollectiveUse, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan(
+    twin: StrategyBase,
+    fn: Callable[..., Any],
+    call: TwinArguments,
+    options: RunOptions | None,
+    request: Request,
+    report: Progress,
+) -> Plan:
+    """Returns the plan of a step on the devices of `twin`; see `Strategy.plan`."""
+    mesh = twin.mesh
+    chip = chips.chip_of_device(mesh.devices.flat[0])
+    if request.calibration is not None:
+        chip = _calibrate(request.calibration, chip, mesh)
+    started = time.monotonic()
+    lowered = lower(twin, fn, call, options, request.compiler_options, report)
+    trace_s = time.monotonic() - started
+    answer = compiler_query.ask(
+        lowered.program,
+        mesh,
+        lowered.compiler_options,
+        cache=request.cache,
+        in_process=request.in_process,
+        report=report,
+    )
+    report("reading", 0.0)
+    flops, notes_on_flops = request.model_flops, ()
+    if flops is None:
+        num_replicas = twin.replica_mesh.num_replicas
+        flops, notes_on_flops = model_flops.model_flops(lowered.closed, num_replicas)
+    figures = _read_figures(answer, lowered, mesh, chip)
+    notes = (*call.notes, *_notes_on_rates(request), *notes_on_flops, *figures.notes)
+    return Plan(
+        name=lowered.name,
+        topology=request.topology or _name_devices(mesh, chip),
+        chip=chip.generation if chip else "",
+        num_chips=_num_chips(mesh, chip),
+        num_devices=mesh.size,
+        mesh={str(name): size for name, size in mesh.shape.items()},
+        num_replicas=twin.replica_mesh.num_replicas,
+        fits=answer.refusal is None,
+        refusal=_refusal(answer, lowered),
+        memory=figures.memory,
+        time=figures.time,
+        collectives=figures.collectives,
+        tokens_per_step=request.tokens_per_step,
+        model_flops=flops,
+        trace_s=trace_s,
+        compile_s=answer.seconds,
+        versions=compiler_query.versions(),
+        program=answer.key,
+        notes=(*notes, *_notes_on_cache(answer)),
+        _source=saved_plan.Source(
+            lowered.name, lowered.program, mesh, lowered.compiler_options, answer.compiled
+        ),
+    )
+
+
+def lower(
+    twin: StrategyBase,
+    fn: Callable[..., Any],
+    call: TwinArguments,
+    options: RunOptions | None,
+    compiler_options: dict[str, Any],
+    report: Progress,
+) -> LoweredStep:
+    """Returns the step that `twin.run` would compile for these arguments."""
+    started = time.monotonic()
+    with twin._use_mesh():
+
+        def report_lowering() -> None:
+            report("lowering", time.monotonic() - started)
+
+        replicator: Replicator = twin._replicator
+        step, run_call, program, donated, kept = replicator.lower_with_inputs(
+            fn, call.args, call.kwargs, options, traced=report_lowering
+        )
+    step_options = step.compiler_options.get("compiler_options", {})
+    *_, traced = step.traced.values()  # the last trace was lowered
+    return LoweredStep(
+        step.function.name,
+        program,
+        input_roles.inputs_of(step, run_call, donated, kept, call.batches),
+        len(donated),
+        traced.program.closed,
+        {**step_options, **compiler_options},
+    )
+
+
+def _calibrate(
+    calibration: Calibration, chip: chips.Chip | None, mesh: jax.sharding.Mesh
+) -> chips.Chip:
+    if chip is None:
+        raise ValueError(
+            f"plan(calibration=...) for {_name_devices(mesh, chip)}: a calibration changes "
+            f"estimated times, and plans estimate times only for TPUs. Omit it, or pass "
+            f"topology=, such as 'v5e-8'."
+        )
+    return calibration.apply(chip)
+
+
+def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
+    """Returns the number of chips in the mesh. Some generations have two devices per chip."""
+    if chip is None:
+        return mesh.size
+    # Both devices of a chip have its coordinates.
+    return len({(_slice_index(d), *d.coords) for d in mesh.devices.flat})
+
+
+def _slice_index(device: jax.Device) -> int:
+    # JAX sets it only on the devices of several slices, and to None on some.
+    return getattr(device, "slice_index", None) or 0
+
+
+def _notes_on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> list[str]:
+    """Returns notes on loops and kernels that count for less than they may take."""
+    notes = []
+    if module.unknown_trip_counts:
+        notes.append(
+            "The program does not contain the number of iterations of these loops, so each counts "
+            f"once: {_list_first(module.unknown_trip_counts)}."
+        )
+    if time and time.unknown_kernels:
+        notes.append(
+            "The number of operations of these kernels is unknown, so only their bytes count: "
+            f"{_list_first(time.unknown_kernels)}. To declare it, pass a cost_estimate to "
+            "pl.pallas_call."
+        )
+    return notes
+
+
+def _list_first(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _name_devices(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> str:
+    """Returns the name of a slice if the devices are complete slices, else number and kind."""
+    devices = list(mesh.devices.flat)
+    numbers = {_slice_index(d) for d in devices}
+    if chip is not None:
+        coords = np.array([d.coords[: chip.torus_dims] for d in devices])
+        shape = np.ptp(coords, axis=0) + 1  # of the smallest box around the devices
+        if shape.prod() * chip.devices_per_chip * len(numbers) == len(devices):
+            name = f"{chip.generation}:{'x'.join(map(str, shape))}"
+            return f"{len(numbers)}x{name}" if len(numbers) > 1 else name
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
+def _refusal(answer: compiler_query.Answer, lowered: LoweredStep) -> refusal.Refusal | None:
+    """Returns the refusal of the compiler with the user's names of the inputs."""
+    if answer.refusal is None:
+        return None
+    inputs = input_roles.select_used(answer.refusal, lowered.inputs, lowered.num_donated)
+    return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
+
+
+def _read_figures(
+    answer: compiler_query.Answer,
+    lowered: LoweredStep,
+    mesh: jax.sharding.Mesh,
+    chip: chips.Chip | None,
+) -> _Figures:
+    if answer.program is None:
+        return _Figures()
+    module = hlo_module.parse(answer.program.text)
+    inputs = input_roles.select_used(answer.program.text, lowered.inputs, lowered.num_donated)
+    events = timeline.play(module, mesh, chip)
+    time = None if chip is None else step_time.estimate_from_timeline(module, chip, events)
+    return _Figures(
+        memory.report(answer.program, module, inputs, chip, mesh),
+        time,
+        tuple(collective_traffic.uses_of_timeline(events)),
+        tuple(_notes_on_unknowns(module, time)),
+    )
+
+
+def _notes_on_rates(request: Request) -> list[str]:
+    if request.calibration is None:
+        return []
+    return ["Times use the measured rates of the calibration, not the published rates."]
+
+
+def _notes_on_cache(answer: compiler_query.Answer) -> list[str]:
+    notes = []
+    if answer.is_cached:
+        notes.append(
+            "The compiler was not called again: the plan uses its kept answer for this program."
+        )
+    if answer.lines_moved:
+        notes.append(
+            "Source lines are from the time of that answer: cache=False calls the compiler again, "
+            "for current lines."
+        )
+    return notes
