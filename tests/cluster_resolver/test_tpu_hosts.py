@@ -39,7 +39,7 @@ def metadata_server(attributes):
         server.shutdown()
         server.server_close()
         thread.join()
-        tpu_hosts._ask.cache_clear()
+        tpu_hosts._request_hosts.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Who are we: which processes take part in a run, and which of them this is.
+"""Finds the processes that take part in a run, and which of them this one is.
 
-One file per environment.
+There is one resolver, and one file, for each environment.
 """
 
 from tpudist.cluster_resolver.base import ClusterResolver

@@ -1,8 +1,11 @@
-"""ClusterResolver: the interface, and how a cluster's tasks become numbered processes."""
+"""ClusterResolver: the interface of resolvers, and the numbering of a cluster's processes.
+
+A task is a process, named by its job and its number in the job. The tasks that train together are
+processes 0, 1, ...: the tasks of job `chief` first, then those of `worker`.
+"""
 
 import abc
 import collections
-from typing import Any
 
 import jax
 
@@ -11,25 +14,62 @@ from tpudist.options import warn_if_given
 
 
 class ClusterResolver(abc.ABC):
-    """Names the tasks of a run. As `tf.distribute.cluster_resolver.ClusterResolver`.
+    """Names the tasks of a run.
 
-    Attributes:
-        task_type: The job of this process, such as `worker`; None if there is no cluster.
-        task_id: Its number in the job.
-        rpc_layer: What `master` puts before addresses, as in `grpc://host:port`; None for nothing.
+    Mirrors `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
-    task_type: str | None = None
-    task_id: int | None = None
-    rpc_layer: str | None = None
+    # Values that were assigned. They take precedence over what the environment says.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of each job; empty if this process is alone."""
+        """Returns the tasks of each job; empty for a single process."""
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process, such as `worker`; None if there is no cluster."""
+        return self._default_task_type() if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Number of this process in its job."""
+        return self._default_task_id() if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """Scheme that `master` puts before addresses, as in `grpc://host:port`, or None."""
+        return self._default_rpc_layer() if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    # Hooks for resolvers that read these from their environment. They are called at each access:
+    # TF_CONFIG may change while the program runs, as in TensorFlow.
+
+    def _default_task_type(self) -> str | None:
+        return None
+
+    def _default_task_id(self) -> int | None:
+        return None
+
+    def _default_rpc_layer(self) -> str | None:
+        return None
 
     @property
     def environment(self) -> str:
-        """The name of the environment; empty if it has none."""
+        """Name of the environment; empty if it has none."""
         return ""
 
     def master(
@@ -38,17 +78,17 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task; by default of the resolver's master, empty if it has none.
+        """Returns the address of a task; by default of the master, or "" if there is none.
 
-        Where the class says no other, the master is the first process, which coordinates.
+        The master is the first process, which coordinates, unless the class documents another one.
 
         Args:
-            task_type: The job of the task.
-            task_id: Its number in the job.
-            rpc_layer: What to put before the address, rather than the resolver's own.
+            task_type: Job of the task.
+            task_id: Number of the task in its job.
+            rpc_layer: Scheme to put before the address, instead of the resolver's own.
 
         Raises:
-            ValueError: There is no such task.
+            ValueError: If there is no such task.
         """
         address = self._master_address(task_type, task_id)
         layer = self._master_layer(rpc_layer)
@@ -58,15 +98,16 @@ class ClusterResolver(abc.ABC):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """How many accelerators a task has, by kind: `{"TPU": 4}`; CPU devices are none.
+        """Returns the number of accelerators of a task, by kind: `{"TPU": 4}`.
 
-        It starts JAX's devices: where there are several processes, make the strategy first.
+        CPU devices do not count. The call starts JAX's devices. If there are several processes,
+        create the strategy first.
 
         Args:
-            task_type: The job of the task; by default this process is asked for.
-            task_id: Its number in the job.
+            task_type: Job of the task; by default the task of this process.
+            task_id: Number of the task in its job.
             config_proto: For `tf.distribute`: JAX has no sessions.
         """
         warn_if_given("num_accelerators(config_proto", config_proto, "JAX has no sessions")
@@ -75,22 +116,22 @@ class ClusterResolver(abc.ABC):
         else:
             index = self._find(task_type, task_id)
             devices = [d for d in jax.devices() if d.process_index == index]
-        kinds = [d.platform.upper() for d in devices if d.platform != "cpu"]
-        return dict(collections.Counter(kinds))
+        platforms = [d.platform.upper() for d in devices if d.platform != "cpu"]
+        return dict(collections.Counter(platforms))
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this task evaluates what the others train: it runs alone, whatever the cluster.
+        """Whether this task only evaluates, as a run of its own: it is not one of `processes()`.
 
         As in TensorFlow, its `task_type` is `evaluator`.
         """
         return self.task_type == "evaluator"
 
     def processes(self) -> list[str]:
-        """Addresses of the processes that train together: the chief first, then the workers.
+        """Returns the addresses of the processes that train together, chief first, then workers.
 
         Raises:
-            ValueError: Not all of them are known.
+            ValueError: If not all addresses are known.
         """
         spec = ClusterSpec(self.cluster_spec())
         addresses = [a for job in _TRAINING if job in spec.jobs for a in spec.job_tasks(job)]
@@ -102,10 +143,10 @@ class ClusterResolver(abc.ABC):
         return [a for a in addresses if a is not None]
 
     def process_index(self) -> int:
-        """Which of `processes()` this is.
+        """Returns the index of this process in `processes()`.
 
         Raises:
-            ValueError: This process's task is not in the cluster.
+            ValueError: If the task of this process is not in the cluster.
         """
         spec = ClusterSpec(self.cluster_spec())
         index = self._find(self.task_type, self.task_id)
@@ -119,17 +160,17 @@ class ClusterResolver(abc.ABC):
         return index
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
-        """The address that `master` gives: of the task, or of the master if none is named."""
+        """Returns the address of a task, or of the master if the task is not named in full."""
         if task_type is None or task_id is None:
             return next(iter(self.processes()), "")
         return ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
 
     def _master_layer(self, rpc_layer: str | None) -> str | None:
-        """What `master` puts before the address if it is asked for `rpc_layer`."""
+        """Returns the scheme for the result of `master`."""
         return rpc_layer or self.rpc_layer
 
     def _task_address(self, task_type: str | None, task_id: int | None) -> str:
-        """A `_master_address`: of this task, in what is not named; empty if that is not known."""
+        """A `_master_address` for resolvers whose master is this task; "" if that is unknown."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -137,7 +178,7 @@ class ClusterResolver(abc.ABC):
         return self.cluster_spec().task_address(task_type, task_id)
 
     def _find(self, task_type: str | None, task_id: int | None) -> int | None:
-        """Which of `processes()` a task is; None if it is none of them."""
+        """Returns the index of a task in `processes()`, or None."""
         spec = ClusterSpec(self.cluster_spec())
         if task_type not in _TRAINING or task_type not in spec.jobs or task_id is None:
             return None
@@ -147,4 +188,6 @@ class ClusterResolver(abc.ABC):
         return chiefs + task_id
 
 
+# Jobs of processes that train together, in the order of their numbers. Parameter servers and
+# evaluators are separate runs of JAX.
 _TRAINING = ("chief", "worker")

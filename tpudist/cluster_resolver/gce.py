@@ -7,12 +7,27 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class GCEClusterResolver(ClusterResolver):
-    """The running instances of a group, asked for anew at each call, ordered by address.
+    """The running instances of a group, ordered by address. Each call requests them again.
 
     The master is this instance.
 
-    As `tf.distribute.cluster_resolver.GCEClusterResolver`. It needs the package
-    `google-api-python-client`, unless a `service` is given.
+    Mirrors `tf.distribute.cluster_resolver.GCEClusterResolver`. It needs the package
+    `google-api-python-client`, unless you pass a `service`.
+
+    Args:
+        project: Project of the instance group.
+        zone: Zone of the instance group.
+        instance_group: Name of the instance group.
+        port: Port on which every instance can be reached.
+        task_type: Name for the job of the instances.
+        task_id: Number of this instance among the addresses.
+        rpc_layer: Scheme that `master` puts before addresses.
+        credentials: Credentials of `google.auth`; by default those of the application.
+        service: Client for the requests, as `googleapiclient.discovery.build("compute", "v1")`
+            returns it.
+
+    Raises:
+        ImportError: If there is no `service` and the package is not installed.
     """
 
     _master_address = ClusterResolver._task_address
@@ -26,37 +41,22 @@ class GCEClusterResolver(ClusterResolver):
         task_type: str = "worker",
         task_id: int = 0,
         rpc_layer: str | None = "grpc",
-        credentials: Any = "default",
+        credentials: object = "default",
         service: Any = None,
     ):
-        """The instances of one group, of which this is number `task_id`.
-
-        Args:
-            project: Of the group.
-            zone: Of the group.
-            instance_group: Its name.
-            port: On which every instance can be reached.
-            task_type: What the job of the instances is called.
-            task_id: The number of this instance among the addresses.
-            rpc_layer: What `master` puts before addresses.
-            credentials: Of `google.auth`; by default the application's own.
-            service: What `googleapiclient.discovery.build("compute", "v1")` gives, to ask with it.
-
-        Raises:
-            ImportError: There is no `service`, and the package is not installed.
-        """
         self._group = {"project": project, "zone": zone, "instanceGroup": instance_group}
-        self._port, self._task_type = port, task_type
+        self._port, self._job = port, task_type
         self.task_id, self.rpc_layer = task_id, rpc_layer
         self._service = _build(credentials) if service is None else service
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of the running instances."""
+        """Returns the addresses of the running instances."""
         groups = self._service.instanceGroups()
         addresses = []
         request = groups.listInstances(
             **self._group, body={"instanceState": "RUNNING"}, orderBy="name"
         )
+        # The API returns pages; after the last one `listInstances_next` returns None.
         while request is not None:
             response = request.execute()
             for item in response.get("items", ()):
@@ -64,7 +64,8 @@ class GCEClusterResolver(ClusterResolver):
             request = groups.listInstances_next(
                 previous_request=request, previous_response=response
             )
-        return ClusterSpec({self._task_type: sorted(addresses)})
+        # By address, so that all instances number the tasks in the same way.
+        return ClusterSpec({self._job: sorted(addresses)})
 
     def _address(self, instance: str) -> str:
         project, zone = self._group["project"], self._group["zone"]
@@ -72,19 +73,19 @@ class GCEClusterResolver(ClusterResolver):
         return request.execute()["networkInterfaces"][0]["networkIP"]
 
     @property
-    def task_type(self) -> str | None:  # type: ignore[override]
-        """What the job of the instances is called."""
-        return self._task_type
+    def task_type(self) -> str | None:
+        """Name of the job of the instances."""
+        return self._job
 
     @task_type.setter
-    def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
+    def task_type(self, task_type: str | None) -> None:
         raise RuntimeError(
             f"You cannot reset the task_type of the GCEClusterResolver after it has been created "
             f"(to {task_type!r}). Create another GCEClusterResolver."
         )
 
 
-def _build(credentials: Any) -> Any:
+def _build(credentials: object) -> Any:
     try:
         from googleapiclient import discovery  # type: ignore[import-not-found]
     except ImportError:
@@ -93,5 +94,5 @@ def _build(credentials: Any) -> Any:
             "install google-api-python-client. Or pass your own `service`."
         ) from None
     # Without credentials the client finds the application's own.
-    own = None if isinstance(credentials, str) and credentials == "default" else credentials
-    return discovery.build("compute", "v1", credentials=own)
+    is_default = isinstance(credentials, str) and credentials == "default"
+    return discovery.build("compute", "v1", credentials=None if is_default else credentials)

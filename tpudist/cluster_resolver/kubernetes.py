@@ -1,4 +1,4 @@
-"""KubernetesClusterResolver: the pods that bear a job's labels."""
+"""KubernetesClusterResolver: the pods with the labels of a job."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where this program runs, which decides how it reaches the cluster.
+    """Location of this program, which determines how it reaches the cluster.
 
-    As `tf.distribute.cluster_resolver.KubernetesExecutableLocation`.
+    Mirrors `tf.distribute.cluster_resolver.KubernetesExecutableLocation`.
 
     Attributes:
-        WITHIN_CLUSTER: In a pod of the cluster.
-        OFF_CLUSTER: Elsewhere; as `kubectl` is configured.
+        WITHIN_CLUSTER: A pod of the cluster.
+        OFF_CLUSTER: Any other place; uses the configuration of `kubectl`.
     """
 
     WITHIN_CLUSTER = 0
@@ -23,13 +23,26 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """The pods of each job, asked for anew at each call, ordered by name.
+    """The pods of each job, ordered by name. Each call requests them again.
 
-    A pod is reached by the address of its host, as with TensorFlow: give pods `hostNetwork: true`.
-    The task of this process is not known: set `task_type` and `task_id`. The master is this task.
+    A pod has the address of its host, as in TensorFlow: give pods `hostNetwork: true`. The
+    resolver does not know the task of this process: set `task_type` and `task_id`. The master is
+    this task.
 
-    As `tf.distribute.cluster_resolver.KubernetesClusterResolver`. It needs the package
-    `kubernetes`, unless an `override_client` is given.
+    Mirrors `tf.distribute.cluster_resolver.KubernetesClusterResolver`. It needs the package
+    `kubernetes`, unless you pass an `override_client`.
+
+    Args:
+        job_to_label_mapping: Label selectors of each job; by default job `worker` has the selector
+            `job-name=tensorflow`.
+        tf_server_port: Port on which every pod can be reached.
+        rpc_layer: Scheme that `master` puts before addresses.
+        override_client: Client for the requests, a `kubernetes.client.CoreV1Api`.
+        executable_location: Location of this program.
+
+    Raises:
+        ImportError: If there is no `override_client` and the package is not installed.
+        ValueError: If `executable_location` is not a KubernetesExecutableLocation.
     """
 
     _master_address = ClusterResolver._task_address
@@ -44,20 +57,6 @@ class KubernetesClusterResolver(ClusterResolver):
             KubernetesExecutableLocation.WITHIN_CLUSTER
         ),
     ):
-        """Pods by labels.
-
-        Args:
-            job_to_label_mapping: The label selectors of each job; by default those of job `worker`
-                are `job-name=tensorflow`.
-            tf_server_port: On which every pod can be reached.
-            rpc_layer: What `master` puts before addresses.
-            override_client: A `kubernetes.client.CoreV1Api`, to ask with it.
-            executable_location: Where this program runs.
-
-        Raises:
-            ImportError: There is no `override_client`, and the package is not installed.
-            ValueError: There is no such location.
-        """
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
                 f"The executable location provided is invalid: {executable_location!r}. Use "
@@ -68,10 +67,10 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client or _client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The addresses of each job's pods.
+        """Returns the addresses of the pods of each job.
 
         Raises:
-            RuntimeError: One of them does not run.
+            RuntimeError: If a pod is not running.
         """
         return ClusterSpec(
             {
@@ -82,6 +81,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _addresses(self, label: str) -> list[str]:
         found = self._client.list_pod_for_all_namespaces(label_selector=label)
+        # By name, so that all processes number the pods in the same way.
         pods = sorted(found.items, key=lambda pod: pod.metadata.name)
         for pod in pods:
             if pod.status.phase != "Running":

@@ -6,7 +6,7 @@ import jax
 
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
 
-_warned: list[str] = []
+_warned: list[str] = []  # strategies that have warned: one warning per process is enough
 
 
 def warn_of_separate_models(strategy: str) -> None:

@@ -1,30 +1,29 @@
-"""ServerDef: which task of which cluster a server is."""
+"""ServerDef: the cluster and the task of a server."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec, Tasks
 
 PROTOCOL = "grpc"
-"""The only one that there is."""
+"""The only protocol of servers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerDef:
     """The definition of a `tpudist.Server`.
 
-    As `tf.train.ServerDef`, which is a protocol buffer, has a `ClusterDef` for a cluster, and also
-    says how sessions are configured.
+    Mirrors `tf.train.ServerDef`, which is a protocol buffer with a `ClusterDef` and a configuration
+    of sessions.
 
     Attributes:
         cluster: All jobs and tasks.
-        job_name: The job of the server.
-        task_index: Its number in the job.
-        protocol: How tasks talk to each other; always `grpc`.
+        job_name: Job of the server.
+        task_index: Number of the server in its job.
+        protocol: Protocol between tasks; always `grpc`.
     """
 
     cluster: ClusterSpec
@@ -34,29 +33,29 @@ class ServerDef:
 
     @property
     def address(self) -> str:
-        """The address of the server, `host:port`."""
+        """Address of the server, `host:port`."""
         return self.cluster.task_address(self.job_name, self.task_index)
 
 
 def make_server_def(
-    server_or_cluster_def: Any,
+    server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Tasks],
     job_name: str | None = None,
     task_index: int | None = None,
     protocol: str | None = None,
 ) -> ServerDef:
-    """The definition of a server, of what `tpudist.Server` was given.
+    """Returns the definition of a server from the arguments of `tpudist.Server`.
 
     Raises:
-        TypeError: It is neither a ServerDef nor a cluster.
-        ValueError: The job or the task is not named and there are several, or there is none of that
-            name or number; or another protocol.
+        TypeError: If `server_or_cluster_def` is neither a ServerDef nor a cluster.
+        ValueError: If the job or the task does not exist, or is omitted and there are several; or
+            if `protocol` is not supported.
     """
     if isinstance(server_or_cluster_def, ServerDef):
-        given = server_or_cluster_def
-        cluster = ClusterSpec(given.cluster)
-        job_name = given.job_name if job_name is None else job_name
-        task_index = given.task_index if task_index is None else task_index
-        protocol = given.protocol if protocol is None else protocol
+        default = server_or_cluster_def
+        cluster = ClusterSpec(default.cluster)
+        job_name = default.job_name if job_name is None else job_name
+        task_index = default.task_index if task_index is None else task_index
+        protocol = default.protocol if protocol is None else protocol
     else:
         try:
             cluster = ClusterSpec(server_or_cluster_def)
@@ -85,13 +84,12 @@ def make_server_def(
         raise ValueError(
             f"Server(protocol={protocol!r}): the only protocol is {PROTOCOL!r}. Omit protocol."
         )
-    made = ServerDef(cluster, job_name, int(task_index), protocol)
-    cluster.task_address(made.job_name, made.task_index)
-    return made
+    cluster.task_address(job_name, int(task_index))  # raises if there is no such task
+    return ServerDef(cluster, job_name, int(task_index), protocol)
 
 
 def find_other_host(spec: ClusterSpec, jobs: Iterable[str]) -> tuple[str, int, str] | None:
-    """The first task on another host than this one: job, number and address."""
+    """Returns job, number and address of the first task on another host, or None."""
     here = {"localhost", "127.0.0.1", "::1", "", socket.gethostname()}
     for job in jobs:
         for index in spec.task_indices(job):

@@ -1,21 +1,33 @@
-"""SimpleClusterResolver: the cluster that it was given."""
+"""SimpleClusterResolver: a cluster that the program describes itself."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from tpudist.cluster_resolver.base import ClusterResolver
-from tpudist.cluster_resolver.cluster_spec import ClusterSpec
+from tpudist.cluster_resolver.cluster_spec import ClusterSpec, Tasks
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns what it was given, also as the master: none if it was given none.
+    """Returns the values of its arguments.
 
-    As `tf.distribute.cluster_resolver.SimpleClusterResolver`, which takes no dict for a cluster.
+    Mirrors `tf.distribute.cluster_resolver.SimpleClusterResolver`, which does not accept a dict as
+    cluster.
+
+    Args:
+        cluster_spec: Jobs and the addresses of their tasks.
+        master: Address of the master; "" if there is none.
+        task_type: Job of this process.
+        task_id: Number of this process in its job.
+        environment: Name of the environment.
+        num_accelerators: Number of accelerators of each task, by kind.
+        rpc_layer: Scheme that `master` puts before addresses.
+
+    Raises:
+        TypeError: If `cluster_spec` is not a ClusterSpec or a mapping, or `master` not a string.
     """
 
     def __init__(
         self,
-        cluster_spec: ClusterSpec | Mapping[str, Any],
+        cluster_spec: ClusterSpec | Mapping[str, Tasks],
         master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,
@@ -23,11 +35,6 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ):
-        """A cluster of these jobs, in which this process is task `task_id` of `task_type`.
-
-        Raises:
-            TypeError: The cluster is not a ClusterSpec or a mapping, or the master not a string.
-        """
         if not isinstance(cluster_spec, ClusterSpec | Mapping):
             raise TypeError(
                 f"cluster_spec must map jobs to lists of addresses, such as "
@@ -41,7 +48,7 @@ class SimpleClusterResolver(ClusterResolver):
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster."""
+        """Returns the cluster."""
         return self._cluster_spec
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
@@ -53,12 +60,12 @@ class SimpleClusterResolver(ClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """The given numbers; none if they were not given."""
+        """Returns the argument `num_accelerators`, for every task."""
         return dict(self._num_accelerators)
 
     @property
     def environment(self) -> str:
-        """The given environment."""
+        """Name of the environment, from the argument."""
         return self._environment

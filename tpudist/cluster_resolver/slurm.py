@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
@@ -14,10 +13,28 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of the job step that `srun` started, in the order of its nodes.
 
-    The master is this task.
+    The master is this task. Arguments that you omit are read from Slurm's environment variables.
 
-    As `tf.distribute.cluster_resolver.SlurmClusterResolver`, which needs `nvidia-smi` on every
-    node, and orders nodes by name, so that `n10` comes before `n2` and tasks answer for others.
+    Mirrors `tf.distribute.cluster_resolver.SlurmClusterResolver`, which needs `nvidia-smi` on every
+    node. It also orders nodes by name, so that `n10` comes before `n2` and tasks get the addresses
+    of other tasks.
+
+    Args:
+        jobs: Number of tasks of each job. The jobs get tasks in the order of their names. By
+            default all tasks are workers.
+        port_base: Port of the first task on a node; the next tasks use the next ports.
+        gpus_per_node: Number of GPUs of a node; by default read from `CUDA_VISIBLE_DEVICES` or
+            `nvidia-smi`, and 0 without them.
+        gpus_per_task: Number of GPUs of a task; by default an equal share.
+        tasks_per_node: Number of tasks of each node, or a dict from node name to number.
+        auto_set_gpu: Whether `cluster_spec` sets `CUDA_VISIBLE_DEVICES` to the GPUs of this task,
+            if it has any. Call it before JAX starts its devices.
+        rpc_layer: Scheme that `master` puts before addresses.
+
+    Raises:
+        RuntimeError: If this is not a Slurm job step, tasks need more GPUs than a node has, or the
+            number of tasks differs from the number that Slurm started.
+        ValueError: If a variable of Slurm has an unknown format.
     """
 
     _master_address = ClusterResolver._task_address
@@ -32,25 +49,6 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ):
-        """What is not given is read from Slurm's environment variables.
-
-        Args:
-            jobs: The number of tasks of each job; the jobs get tasks in the order of their names.
-                By default all tasks are workers.
-            port_base: The port of the first task on a node; the next ones have the next ports.
-            gpus_per_node: By default those that `CUDA_VISIBLE_DEVICES` or `nvidia-smi` name; none
-                if there is neither.
-            gpus_per_task: By default as many as there are for each.
-            tasks_per_node: One number, or one for each node by name.
-            auto_set_gpu: Whether `cluster_spec` sets `CUDA_VISIBLE_DEVICES` to the task's own GPUs,
-                if it has any. That must come before JAX starts its devices.
-            rpc_layer: What `master` puts before addresses.
-
-        Raises:
-            RuntimeError: Not in a Slurm job step, more GPUs on a node than there are, or another
-                number of tasks than Slurm started.
-            ValueError: What Slurm says is in no form that is known.
-        """
         self._rank = int(_read_variable("PROCID"))
         if tasks_per_node is None:
             self._nodes = dict(_nodes())
@@ -61,6 +59,8 @@ class SlurmClusterResolver(ClusterResolver):
             self._nodes = {host: int(tasks_per_node) for host in hosts}
         self._jobs = dict(jobs) if jobs else {"worker": int(_read_variable("STEP_NUM_TASKS"))}
         self._port_base, self._auto_set_gpu = port_base, auto_set_gpu
+        # Slurm does not say which GPUs a task gets, so each task of a node takes an equal share,
+        # and the node with most tasks determines its size.
         most = max(self._nodes.values(), default=0)
         gpus = _num_gpus() if gpus_per_node is None else gpus_per_node
         self._gpus_per_task = gpus // max(most, 1) if gpus_per_task is None else gpus_per_task
@@ -69,17 +69,17 @@ class SlurmClusterResolver(ClusterResolver):
                 f"Requested more GPUs per node than available: {most} tasks of "
                 f"{self._gpus_per_task} GPU(s) on a node of {gpus}."
             )
-        wanted, started = sum(self._jobs.values()), sum(self._nodes.values())
-        if wanted != started:
+        requested, started = sum(self._jobs.values()), sum(self._nodes.values())
+        if requested != started:
             raise RuntimeError(
-                f"Requested {wanted} tasks but only {started} were assigned: the jobs are "
+                f"Requested {requested} tasks but only {started} were assigned: the jobs are "
                 f"{self._jobs}, and the nodes' tasks {self._nodes}. Make them equal."
             )
         self.rpc_layer = rpc_layer
         self.task_type, self.task_id = self._find_this_task()
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of each job; it also gives this task its GPUs, see `auto_set_gpu`."""
+        """Returns the tasks of each job. Also sets the GPUs of this task; see `auto_set_gpu`."""
         addresses = [
             f"{host}:{self._port_base + offset}"
             for host, num_tasks in self._nodes.items()
@@ -90,20 +90,20 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec({job: addresses[a:b] for job, a, b in self._ranges()})
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job of this process, and its number in it."""
+        """Returns the job of this process, and its number in the job."""
         return self.task_type, self.task_id
 
     def num_accelerators(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """`{"GPU": GPUs of each task}`."""
+        """Returns `{"GPU": number of GPUs of each task}`."""
         return {"GPU": self._gpus_per_task}
 
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Each job's tasks among all, from the first to before the last."""
+        """Yields each job with the range of its tasks among all tasks."""
         start = 0
         for job, num_tasks in sorted(self._jobs.items()):
             yield job, start, start + num_tasks
@@ -131,6 +131,9 @@ def _read_variable(name: str) -> str:
         ) from None
 
 
+# Slurm describes the tasks of a step by two lists, of which the second may count several nodes:
+#   SLURM_STEP_NODELIST=n[1-2],m5  SLURM_STEP_TASKS_PER_NODE=3(x2),2  ->  n1: 3, n2: 3, m5: 2
+# Ranks (SLURM_PROCID) go through the nodes in this order.
 def _nodes() -> Iterator[tuple[str, int]]:
     hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
     tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
@@ -157,10 +160,10 @@ def _num_gpus() -> int:
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The nodes of Slurm's short form: `n[1-2],m5` for n1, n2, m5.
+    """Returns the nodes of Slurm's short form: n1, n2, m5 for `n[1-2],m5`.
 
     Raises:
-        ValueError: It is in another form.
+        ValueError: If the text has another form.
     """
     hosts: list[str] = []
     part = r"([^,\[\]]*)(?:\[([^\]]+)\])?"
@@ -173,7 +176,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def _numbers(hostlist: str, ranges: str) -> Iterator[str]:
-    """`07-09,12` as 07, 08, 09, 12; an empty text for none."""
+    """Yields 07, 08, 09, 12 for `07-09,12`; one empty text if there are no ranges."""
     for numbers in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
         if match is None and ranges:
@@ -186,10 +189,10 @@ def _numbers(hostlist: str, ranges: str) -> Iterator[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """The numbers of Slurm's short form: `3(x2),2` for 3, 3, 2.
+    """Returns the numbers of Slurm's short form: 3, 3, 2 for `3(x2),2`.
 
     Raises:
-        ValueError: It is in another form.
+        ValueError: If the text has another form.
     """
     tasks: list[int] = []
     for part in tasks_per_node.split(","):

@@ -15,12 +15,19 @@ _EXAMPLE = (
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG, anew at each call.
+    """Reads TF_CONFIG, again at each call.
 
-    The master is this task; none if the cluster has one task, or none. If TF_CONFIG names a
-    `session_master`, `master` gives that, whatever task it is asked for.
+    The master is this task, or "" if the cluster has at most one task. If TF_CONFIG has a
+    `session_master`, `master` always returns that.
 
-    As `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
+    Mirrors `tf.distribute.cluster_resolver.TFConfigClusterResolver`. The arguments take precedence
+    over TF_CONFIG.
+
+    Args:
+        task_type: Job of this process.
+        task_id: Number of this process in its job.
+        rpc_layer: Scheme that `master` puts before addresses.
+        environment: Name of the environment.
     """
 
     def __init__(
@@ -30,43 +37,21 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ):
-        """What is given goes before what TF_CONFIG says."""
         self._task_type, self._task_id = task_type, task_id
         self._rpc_layer, self._environment = rpc_layer, environment
 
-    @property
-    def task_type(self) -> str | None:  # type: ignore[override]
-        """The job of this process."""
-        task_type = self._config().get("task", {}).get("type")
-        return task_type if self._task_type is None else self._task_type
+    def _default_task_type(self) -> str | None:
+        return self._config().get("task", {}).get("type")
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:  # type: ignore[override]
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:  # type: ignore[override]
-        """The number of this process in its job."""
-        index = self._task_id
-        if index is None:
-            index = self._config().get("task", {}).get("index")
+    def _default_task_id(self) -> int | None:
+        index = self._config().get("task", {}).get("index")
         return None if index is None else int(index)
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:  # type: ignore[override]
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:  # type: ignore[override]
-        """What `master` puts before addresses."""
-        return self._config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:  # type: ignore[override]
-        self._rpc_layer = rpc_layer
+    def _default_rpc_layer(self) -> str | None:
+        return self._config().get("rpc_layer")
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs of TF_CONFIG's cluster; empty without TF_CONFIG."""
+        """Returns the jobs of TF_CONFIG's cluster; empty without TF_CONFIG."""
         return ClusterSpec(self._config().get("cluster", {}))
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
@@ -77,17 +62,17 @@ class TFConfigClusterResolver(ClusterResolver):
             return ""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        return spec.task_address(task_type, task_id)  # type: ignore[arg-type]
+        return spec._address(task_type, task_id)
 
     def _master_layer(self, rpc_layer: str | None) -> str | None:
-        # A session_master is given as it is.
+        # A session_master is returned as it is, with its own scheme if it has one.
         if "session_master" in self._config():
             return None
         return super()._master_layer(rpc_layer)
 
     @property
     def environment(self) -> str:
-        """TF_CONFIG's environment."""
+        """Name of the environment."""
         return self._environment or self._config().get("environment", "")
 
     def _config(self) -> dict[str, Any]:
@@ -108,7 +93,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a configuration, in words."""
+    """Yields the mistakes of a configuration; each completes "TF_CONFIG ..."."""
     cluster, task = config.get("cluster", {}), config.get("task", {})
     for job, tasks in cluster.items():
         if not isinstance(tasks, list | dict) or not tasks:
@@ -123,22 +108,22 @@ def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
     if not isinstance(task, dict):
         yield f"has the task {task!r}, which is not an object with a type and an index"
         return
-    kind, index = task.get("type"), task.get("index")
-    if kind is not None and not isinstance(kind, str):
-        yield f"has {kind!r} as the type of its task"
+    job, index = task.get("type"), task.get("index")
+    if job is not None and not isinstance(job, str):
+        yield f"has {job!r} as the type of its task"
         return
-    whole = isinstance(index, int) and not isinstance(index, bool)
-    if index is not None and not whole and not (isinstance(index, str) and index.isdecimal()):
+    is_int = isinstance(index, int) and not isinstance(index, bool)
+    if index is not None and not is_int and not (isinstance(index, str) and index.isdecimal()):
         yield f"has {index!r} as the index of its task, which must be a whole number of at least 0"
         return
     if index is not None and int(index) < 0:
         yield f"has {index} as the index of its task, which must be a whole number of at least 0"
-    # An evaluator is no part of the cluster.
-    if not cluster or kind is None or kind == "evaluator":
+    # An evaluator does not belong to the cluster.
+    if not cluster or job is None or job == "evaluator":
         return
-    if kind not in cluster:
-        yield f"has a task of job {kind!r}, but its jobs are {list(cluster)}"
-    elif index is not None and isinstance(cluster[kind], list) and int(index) >= len(cluster[kind]):
-        yield f"has task {index} of job {kind!r}, which has {len(cluster[kind])} task(s)"
-    elif index is not None and isinstance(cluster[kind], dict) and str(index) not in cluster[kind]:
-        yield f"has task {index} of job {kind!r}, which has the tasks {list(cluster[kind])}"
+    if job not in cluster:
+        yield f"has a task of job {job!r}, but its jobs are {list(cluster)}"
+    elif index is not None and isinstance(cluster[job], list) and int(index) >= len(cluster[job]):
+        yield f"has task {index} of job {job!r}, which has {len(cluster[job])} task(s)"
+    elif index is not None and isinstance(cluster[job], dict) and str(index) not in cluster[job]:
+        yield f"has task {index} of job {job!r}, which has the tasks {list(cluster[job])}"

@@ -1,10 +1,10 @@
-"""TPUClusterResolver: the TPU slice that this process is on.
+"""TPUClusterResolver: the TPU slice of this process.
 
-JAX programs run on the TPU's own hosts, one process on each, and JAX finds the slice itself. So
-there is no TPU to name, and nothing to look up in the cloud.
+JAX programs run on the hosts of the TPU, one process on each, and JAX finds the slice itself. So a
+program does not name a TPU, and nothing is requested from the cloud's API.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -23,13 +23,13 @@ _NO_LOOK_UP = "JAX finds its own TPU slice"
 
 
 class TPUSystemMetadata(NamedTuple):
-    """What a slice consists of. As `tf.tpu.experimental.TPUSystemMetadata`.
+    """The parts of a slice. Mirrors `tf.tpu.experimental.TPUSystemMetadata`.
 
     Attributes:
-        num_cores: Number of its devices.
-        num_hosts: Number of its hosts.
-        num_of_cores_per_host: Number of devices of each.
-        topology: Where the devices are; None if they are of several slices.
+        num_cores: Number of devices.
+        num_hosts: Number of hosts.
+        num_of_cores_per_host: Number of devices of each host.
+        topology: Coordinates of the devices; None if they belong to several slices.
         devices: The devices.
     """
 
@@ -41,16 +41,30 @@ class TPUSystemMetadata(NamedTuple):
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The slice that JAX finds; where there is no TPU, the devices that stand in for one.
+    """The slice that JAX finds; without a TPU, the devices that emulate one.
 
-    Its tasks are the slice's hosts, as the environment names them (`TPU_WORKER_HOSTNAMES`,
-    `TPU_WORKER_ID`, as on GKE) or the metadata server of a TPU VM; none on a slice of one host. The
-    master is this host, behind `grpc://` always.
+    Its tasks are the hosts of the slice, which the environment (`TPU_WORKER_HOSTNAMES`,
+    `TPU_WORKER_ID`, as on GKE) or the metadata server of a TPU VM names. A slice of one host has no
+    tasks. The master is this host, always with the scheme `grpc://`.
+
+    Mirrors `tf.distribute.cluster_resolver.TPUClusterResolver`, which connects to remote TPUs.
+
+    Args:
+        tpu: None, "" or "local".
+        zone: For `tf.distribute`, as are all others except `job_name`: JAX looks nothing up.
+        project: See `zone`.
+        job_name: Name for the job of the slice's hosts.
+        coordinator_name: See `zone`.
+        coordinator_address: See `zone`.
+        credentials: See `zone`.
+        service: See `zone`.
+        discovery_url: See `zone`.
 
     Attributes:
-        is_local: Whether this host alone was asked for, by `tpu="local"`.
+        is_local: Whether `tpu="local"` restricts the resolver to this host.
 
-    As `tf.distribute.cluster_resolver.TPUClusterResolver`, which connects to remote TPUs.
+    Raises:
+        ValueError: If `tpu` names a TPU, or the number of this host in the slice is invalid.
     """
 
     def __init__(
@@ -61,26 +75,10 @@ class TPUClusterResolver(ClusterResolver):
         job_name: str = "worker",
         coordinator_name: str | None = None,
         coordinator_address: str | None = None,
-        credentials: Any = "default",
-        service: Any = None,
+        credentials: object = "default",
+        service: object = None,
         discovery_url: str | None = None,
     ):
-        """The slice that this process is on.
-
-        Args:
-            tpu: None, "" or "local".
-            zone: For `tf.distribute`, as are all others but `job_name`: JAX looks nothing up.
-            project: See `zone`.
-            job_name: What the job of the slice's hosts is called.
-            coordinator_name: See `zone`.
-            coordinator_address: See `zone`.
-            credentials: See `zone`.
-            service: See `zone`.
-            discovery_url: See `zone`.
-
-        Raises:
-            ValueError: A TPU is named; or what says which host of the slice this is makes no sense.
-        """
         if tpu not in (None, "", "local"):
             raise ValueError(
                 f"TPUClusterResolver(tpu={tpu!r}): a JAX program runs on the hosts of the TPU and "
@@ -88,7 +86,7 @@ class TPUClusterResolver(ClusterResolver):
                 f"tpu-vm ssh NAME --worker=all --command=...), with TPUClusterResolver()."
             )
         credentials = None if isinstance(credentials, str) else credentials
-        for what, value in (
+        for name, value in (
             ("zone", zone),
             ("project", project),
             ("coordinator_name", coordinator_name),
@@ -97,7 +95,7 @@ class TPUClusterResolver(ClusterResolver):
             ("service", service),
             ("discovery_url", discovery_url),
         ):
-            warn_if_given(f"TPUClusterResolver({what}", value, _NO_LOOK_UP)
+            warn_if_given(f"TPUClusterResolver({name}", value, _NO_LOOK_UP)
         self.is_local = tpu == "local"
         self._hardware_feature: HardwareFeature | None = None
         self.task_type = job_name
@@ -112,17 +110,22 @@ class TPUClusterResolver(ClusterResolver):
         *,
         mutual_tls: MutualTLS | None = None,
     ) -> "TPUClusterResolver":
-        """Joins the processes of the slice's hosts, and gives their resolver.
+        """Connects the processes of the slice's hosts, and returns their resolver.
 
-        Every host calls it, before any array; it returns when all have. On one host it does
-        nothing more than to make the resolver. With `mutual_tls` they know each other by their
-        certificates (not in tf.distribute).
+        Call it on every host, before you create an array; it returns when all hosts have called it.
+        On a slice of one host it only creates the resolver.
+
+        Args:
+            tpu: Same as in the class.
+            zone: Same as in the class.
+            project: Same as in the class.
+            mutual_tls: Certificates by which the processes authenticate each other (not in
+                tf.distribute).
 
         Raises:
-            ValueError: A TPU is named; see the class.
-            RuntimeError: JAX already started its devices without the other hosts, or has no mutual
-                TLS.
-            FileNotFoundError: A certificate or key is not there.
+            ValueError: If `tpu` names a TPU.
+            RuntimeError: If JAX has already started its devices, or does not support mutual TLS.
+            FileNotFoundError: If a certificate or key does not exist.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
         hosts = resolver.processes()
@@ -131,20 +134,20 @@ class TPUClusterResolver(ClusterResolver):
         return resolver
 
     def cluster_spec(self) -> ClusterSpec:
-        """The hosts of the slice; empty if there is one, or with `tpu="local"`."""
+        """Returns the hosts of the slice; empty for one host, or with `tpu="local"`."""
         if self._hosts is None:
             return ClusterSpec({})
         return ClusterSpec({str(self.task_type): [f"{host}:{_PORT}" for host in self._hosts.names]})
 
     def processes(self) -> list[str]:
-        """Addresses of the slice's hosts, whatever their job is called."""
+        """Returns the addresses of the slice's hosts, whatever the name of their job."""
         spec = self.cluster_spec()
         return [a for job in spec.jobs for a in spec.job_tasks(job) if a is not None]
 
     def _find(self, task_type: str | None, task_id: int | None) -> int | None:
         spec = self.cluster_spec()
-        there = task_type in spec.jobs and task_id in spec.task_indices(str(task_type))
-        return task_id if there else None
+        exists = task_type in spec.jobs and task_id in spec.task_indices(str(task_type))
+        return task_id if exists else None
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
         spec = self.cluster_spec()
@@ -158,22 +161,22 @@ class TPUClusterResolver(ClusterResolver):
         return "grpc"
 
     def get_master(self) -> str:
-        """The same as `master()`."""
+        """Returns the same as `master()`."""
         return self.master()
 
     def get_job_name(self) -> str | None:
-        """What the job of the slice's hosts is called."""
+        """Returns the name of the job of the slice's hosts."""
         return self.task_type
 
     def get_coordination_service_leader(self) -> str:
-        """TensorFlow's name for the first host."""
+        """Returns TensorFlow's name for the first host."""
         return f"/job:{self.get_job_name()}/task:0"
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """What the slice consists of; it starts JAX's devices.
+        """Returns the parts of the slice; starts JAX's devices.
 
         Raises:
-            RuntimeError: Its hosts have different numbers of devices.
+            RuntimeError: If the hosts have different numbers of devices.
         """
         devices = jax.devices()
         per_host = {len(host) for host in group_by_task(devices)}
@@ -182,6 +185,7 @@ class TPUClusterResolver(ClusterResolver):
                 f"All hosts of a slice must have the same number of TPU cores, but these have "
                 f"{sorted(per_host)}."
             )
+        # Only JAX's TPU devices have a slice, and only if there are several.
         slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         return TPUSystemMetadata(
             len(devices),
@@ -195,41 +199,42 @@ class TPUClusterResolver(ClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """`{"TPU": number of devices of each host}`, those that stand in for TPU cores too.
+        """Returns `{"TPU": number of devices of each host}`; emulated devices count.
 
         Raises:
-            RuntimeError: The hosts have different numbers of devices.
+            RuntimeError: If the hosts have different numbers of devices.
         """
         warn_if_given("num_accelerators(config_proto", config_proto, "JAX has no sessions")
         return {"TPU": self.get_tpu_system_metadata().num_of_cores_per_host}
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Keeps what a serialized topology says of its chips, for `tpu_hardware_feature`.
+        """Stores the hardware features of a serialized topology, for `tpu_hardware_feature`.
 
         Raises:
-            ValueError: It is none.
+            ValueError: If the bytes are not a serialized topology.
         """
         _, _, self._hardware_feature = tpu_topology_proto.parse(serialized_tpu_topology)
 
     @property
     def tpu_hardware_feature(self) -> HardwareFeature | None:
-        """What the chips have, if `set_tpu_topology` was given a topology that says so."""
+        """Hardware features of the chips, if the topology of `set_tpu_topology` contains them."""
         return self._hardware_feature
 
 
 def initialize_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> Topology:
-    """The topology of all devices of the run, which it starts.
+    """Returns the topology of all devices of the run, after starting them.
 
-    As `tf.tpu.experimental.initialize_tpu_system`, which resets the TPU: JAX's is ready from the
-    start.
+    Mirrors `tf.tpu.experimental.initialize_tpu_system`, which resets the TPU. JAX's TPU is ready
+    from the start.
 
     Args:
-        cluster_resolver: Is told the topology.
+        cluster_resolver: Resolver that stores the topology.
 
     Raises:
-        ValueError: The devices are of several slices, or not as many in every process.
+        ValueError: If the devices belong to several slices, or their number differs between
+            processes.
     """
     topology = Topology.of(jax.devices())
     if cluster_resolver is not None:

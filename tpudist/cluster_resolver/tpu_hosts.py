@@ -1,8 +1,8 @@
-"""The hosts of the TPU slice that this host belongs to, and which of them it is.
+"""Finds the hosts of this host's TPU slice, and the number of this host among them.
 
-GKE says so in variables (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`), and Compute Engine by its
-metadata server, which a host with the device files of a TPU asks. `TPU_SKIP_MDS_QUERY` keeps it
-from asking, and `GCE_METADATA_IP` says where to, as for JAX.
+GKE sets variables (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`). On Compute Engine, a host with device
+files of a TPU requests the same from the metadata server. As in JAX, `TPU_SKIP_MDS_QUERY` disables
+the request and `GCE_METADATA_IP` is the address of the server.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _SERVER = "metadata.google.internal"
 _ATTRIBUTES = "computeMetadata/v1/instance/attributes"
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # for one try; the server is on the same machine
 _NUM_TRIES = 3
 _log = logging.getLogger("tpudist")
 
@@ -27,8 +27,8 @@ class SliceHosts:
 
     Attributes:
         names: Names or addresses, in the order of their numbers.
-        index: Which of them this host is.
-        source: What says so: a variable, or the metadata server.
+        index: Number of this host.
+        source: Variable or server that named them.
     """
 
     names: list[str]
@@ -39,30 +39,31 @@ class SliceHosts:
 def find_slice_hosts(
     environ: Mapping[str, str] | None = None, dev: Path = Path("/dev")
 ) -> SliceHosts | None:
-    """The hosts of this host's slice; None if that is one host, or there is no TPU.
+    """Returns the hosts of this host's slice; None for a slice of one host, or without a TPU.
 
     Raises:
-        ValueError: What is said makes no sense: a number that is none, or of no host.
+        ValueError: If the number of this host is not a number, or not below the number of hosts.
     """
     environ = os.environ if environ is None else environ
-    named = _split(environ.get("TPU_WORKER_HOSTNAMES", ""))
-    if len(named) > 1:
-        index = _number(environ.get("TPU_WORKER_ID", ""), "TPU_WORKER_ID", len(named))
-        return SliceHosts(named, index, "TPU_WORKER_HOSTNAMES")
+    names = _split(environ.get("TPU_WORKER_HOSTNAMES", ""))
+    if len(names) > 1:
+        index = _parse_number(environ.get("TPU_WORKER_ID", ""), "TPU_WORKER_ID", len(names))
+        return SliceHosts(names, index, "TPU_WORKER_HOSTNAMES")
     server = environ.get("GCE_METADATA_IP")
-    if named or "TPU_SKIP_MDS_QUERY" in environ or not (server or device_files(dev)):
+    if names or "TPU_SKIP_MDS_QUERY" in environ or not (server or device_files(dev)):
         return None
-    found = _ask(server or _SERVER)
-    return found if found and len(found.names) > 1 else None
+    hosts = _request_hosts(server or _SERVER)
+    return hosts if hosts and len(hosts.names) > 1 else None
 
 
 def device_files(dev: Path = Path("/dev")) -> list[Path]:
-    """Those of TPU chips: by the driver of v2 to v4, or by VFIO since v5e."""
+    """Returns the device files of TPU chips: of the driver of v2 to v4, or of VFIO since v5e."""
     return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
 
 
+# Cached: several resolvers of a program ask, and the answer does not change while a host runs.
 @functools.cache
-def _ask(server: str) -> SliceHosts | None:
+def _request_hosts(server: str) -> SliceHosts | None:
     source = f"the metadata server {server}"
     try:
         endpoints = _read(server, "worker-network-endpoints")
@@ -76,11 +77,12 @@ def _ask(server: str) -> SliceHosts | None:
             error,
         )
         return None
-    if not endpoints:  # no slice of Cloud TPU
+    if not endpoints:  # not a host of Cloud TPU
         return None
     hosts = []
     for endpoint in _split(endpoints):
-        parts = endpoint.split(":")  # a name or address; in older ones name, number, address
+        # "10.0.0.2", or on older hosts "name:number:10.0.0.2".
+        parts = endpoint.split(":")
         if len(parts) not in (1, 3):
             raise ValueError(
                 f"{source} returns {endpoints!r} as worker-network-endpoints, which is neither a "
@@ -89,19 +91,20 @@ def _ask(server: str) -> SliceHosts | None:
             )
         hosts.append(parts[-1])
     return SliceHosts(
-        hosts, _number(number, f"agent-worker-number of {source}", len(hosts)), source
+        hosts, _parse_number(number, f"agent-worker-number of {source}", len(hosts)), source
     )
 
 
 def _read(server: str, attribute: str) -> str:
-    """An attribute of this host; empty if it has none of that name.
+    """Returns an attribute of this host, or "" if it does not have the attribute.
 
     Raises:
-        OSError: The server gives no answer.
+        OSError: If the server does not answer.
     """
     request = urllib.request.Request(
         f"http://{server}/{_ATTRIBUTES}/{attribute}", headers={"Metadata-Flavor": "Google"}
     )
+    # The server is on the link-local network: a proxy of the environment cannot reach it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for i in range(_NUM_TRIES):
         try:
@@ -123,10 +126,10 @@ def _split(text: str) -> list[str]:
     return [x.strip() for x in text.split(",") if x.strip()]
 
 
-def _number(text: str, what: str, count: int) -> int:
+def _parse_number(text: str, source: str, count: int) -> int:
     if not text.isdigit() or int(text) >= count:
         raise ValueError(
-            f"{what} is {text!r}, but the numbers of the {count} hosts of this TPU slice are 0 to "
-            f"{count - 1}."
+            f"{source} is {text!r}, but the numbers of the {count} hosts of this TPU slice are 0 "
+            f"to {count - 1}."
         )
     return int(text)

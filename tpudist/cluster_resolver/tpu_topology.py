@@ -1,14 +1,14 @@
-"""Topology: where the devices of a slice are, as coordinates on its torus.
+"""Topology: the coordinates of a slice's devices on its torus.
 
 A core's coordinates are `(x, y, z, core)`: the chip's place on the torus, and the core on the chip.
 A *task* is one process, on one host; its devices are numbered from 0 within it.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.cluster_resolver import tpu_topology_proto
 
@@ -18,27 +18,25 @@ _RANK = 4
 class Topology:
     """The shape of a slice, and the coordinates of each task's devices.
 
-    As `tf.tpu.experimental.Topology`; `Topology.of(devices)` makes one from JAX devices, and
-    `serialized` is the same protocol buffer (`tensorflow.tpu.TopologyProto`).
+    `Topology.of(devices)` creates one from JAX devices. Mirrors `tf.tpu.experimental.Topology`,
+    and `serialized` is the same protocol buffer (`tensorflow.tpu.TopologyProto`).
+
+    Args:
+        serialized: Result of `Topology.serialized`; the other arguments are then ignored.
+        mesh_shape: Four sizes, `(x, y, z, cores per chip)`.
+        device_coordinates: Coordinates of each device, `[tasks, devices of a task, 4]`.
+
+    Raises:
+        ValueError: If `serialized` is not a topology, `mesh_shape` is not four positive sizes, or
+            coordinates have another shape, are outside of the mesh or occur twice.
     """
 
     def __init__(
         self,
         serialized: bytes | None = None,
-        mesh_shape: Any = None,
-        device_coordinates: Any = None,
+        mesh_shape: ArrayLike | Sequence[int] | None = None,
+        device_coordinates: ArrayLike | Sequence | None = None,
     ):
-        """From a serialized topology; else from its shape and coordinates.
-
-        Args:
-            serialized: What `Topology.serialized` gave; the other arguments are then ignored.
-            mesh_shape: Four sizes, `(x, y, z, cores per chip)`.
-            device_coordinates: `[tasks, devices of a task, 4]`.
-
-        Raises:
-            ValueError: Not a serialized topology, not four positive sizes, or coordinates of
-                another shape, outside of the mesh or given twice.
-        """
         if serialized:
             mesh_shape, device_coordinates, _ = tpu_topology_proto.parse(serialized)
         self._mesh_shape = _as_ints(mesh_shape)
@@ -57,15 +55,16 @@ class Topology:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Topology":
-        """The topology of JAX devices.
+        """Returns the topology of JAX devices.
 
-        TPU devices know their coordinates; those of the first chip become zero. Others, such as
-        emulated ones, are laid out as a slice of so many chips would be: two cores per chip (one if
-        their number is odd), the chips as close to a square as can be, cores numbered first, then
-        x, then y. So 8 devices have the mesh shape `(2, 2, 1, 2)`.
+        TPU devices have coordinates; the lowest become zero. Other devices, such as emulated ones,
+        are laid out like a slice with two cores per chip (one if the number of devices is odd). The
+        chips form a rectangle as close to a square as possible, and devices are numbered along
+        cores first, then x, then y. So 8 devices have the mesh shape `(2, 2, 1, 2)`.
 
         Raises:
-            ValueError: The devices are of several slices, or not as many in every process.
+            ValueError: If the devices belong to several slices, or their number differs between
+                processes.
         """
         tasks = group_by_task(devices)
         sizes = {len(task) for task in tasks}
@@ -76,6 +75,7 @@ class Topology:
                 f"{', '.join(str(len(task)) for task in tasks)}. Use the same number of each "
                 f"process."
             )
+        # Only JAX's TPU devices have a slice (if there are several) and coordinates.
         slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         if len(slices) > 1:
             raise ValueError(
@@ -95,7 +95,7 @@ class Topology:
 
     @property
     def mesh_shape(self) -> np.ndarray:
-        """Its sizes, int32 `[4]`: x, y, z, cores per chip."""
+        """Shape of the mesh, int32 `[4]`: x, y, z, cores per chip."""
         return self._mesh_shape
 
     @property
@@ -110,10 +110,10 @@ class Topology:
 
     @property
     def missing_devices(self) -> np.ndarray:
-        """Coordinates in the mesh without a device, `[number, 4]`."""
-        there = np.zeros(self._mesh_shape, bool)
-        there[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = True
-        return np.argwhere(~there)
+        """Coordinates in the mesh that have no device, `[number, 4]`."""
+        has_device = np.zeros(self._mesh_shape, bool)
+        has_device[tuple(self._device_coordinates.reshape(-1, _RANK).T)] = True
+        return np.argwhere(~has_device)
 
     @property
     def num_tasks(self) -> int:
@@ -126,36 +126,36 @@ class Topology:
         return self._device_coordinates.shape[1]
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The task of the device at these coordinates.
+        """Returns the task of the device at these coordinates.
 
         Raises:
-            ValueError: There is none.
+            ValueError: If no device has them.
         """
         return self._find(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number within its task of the device at these coordinates.
+        """Returns the number, within its task, of the device at these coordinates.
 
         Raises:
-            ValueError: There is none.
+            ValueError: If no device has them.
         """
         return self._find(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TensorFlow's name for the host of the device at these coordinates."""
+        """Returns TensorFlow's name for the host of the device at these coordinates."""
         return f"{_job(job)}/task:{self._find(device_coordinates)[0]}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TensorFlow's name for the device at these coordinates."""
+        """Returns TensorFlow's name for the device at these coordinates."""
         task, device = self._find(device_coordinates)
         return f"{_job(job)}/task:{task}/device:TPU:{device}"
 
     def serialized(self) -> bytes:
-        """The topology as the protocol buffer `tensorflow.tpu.TopologyProto`."""
+        """Returns the topology as the protocol buffer `tensorflow.tpu.TopologyProto`."""
         return tpu_topology_proto.serialize(self._mesh_shape, self._device_coordinates)
 
     def _invert(self) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -184,12 +184,13 @@ class Topology:
 
 
 def group_by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each process, processes by number, devices in their order."""
+    """Returns the devices of each process, ordered by process number."""
     processes = sorted({d.process_index for d in devices})
     return [[d for d in devices if d.process_index == process] for process in processes]
 
 
-def _read_coordinates(devices: Sequence[Any]) -> np.ndarray:
+def _read_coordinates(devices: Sequence[jax.Device]) -> np.ndarray:
+    # Not every device that has coordinates reports a core.
     return np.asarray([[*d.coords, getattr(d, "core_on_chip", 0)] for d in devices], np.int32)
 
 
@@ -201,7 +202,7 @@ def _make_coordinates(number: int) -> np.ndarray:
     return np.stack([at[1], at[0], np.zeros(number, int), at[2]], axis=1).astype(np.int32)
 
 
-def _as_ints(values: Any) -> np.ndarray:
+def _as_ints(values: ArrayLike | Sequence | None) -> np.ndarray:
     return np.asarray([] if values is None else values, dtype=np.int32)
 
 

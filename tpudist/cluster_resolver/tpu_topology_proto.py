@@ -1,4 +1,4 @@
-"""The protocol buffer `tensorflow.tpu.TopologyProto`, read and written without TensorFlow.
+"""Reads and writes the protocol buffer `tensorflow.tpu.TopologyProto` without TensorFlow.
 
 Its fields are mesh_shape = 1, num_tasks = 2, num_tpu_devices_per_task = 3, device_coordinates = 4
 (all int32) and tpu_hardware_feature = 5, a message of embedding_feature = 1 and
@@ -23,11 +23,11 @@ from tpudist.protobuf_wire import (
 
 @dataclasses.dataclass(frozen=True)
 class HardwareFeature:
-    """What TPU chips have beside matrix units. As `tf.tpu.experimental.HardwareFeature`.
+    """Accelerators of a TPU chip for embeddings. Mirrors `tf.tpu.experimental.HardwareFeature`.
 
     Attributes:
-        embedding_feature: Which embedding accelerator.
-        num_embedding_devices_per_chip: How many of them.
+        embedding_feature: Kind of embedding accelerator.
+        num_embedding_devices_per_chip: Number of embedding accelerators per chip.
     """
 
     class EmbeddingFeature(enum.Enum):
@@ -42,7 +42,7 @@ class HardwareFeature:
 
 
 def serialize(mesh_shape: Sequence[int] | np.ndarray, device_coordinates: np.ndarray) -> bytes:
-    """The message for a mesh `[4]` and the coordinates of its devices `[tasks, devices, 4]`."""
+    """Returns the message for a mesh `[4]` and device coordinates `[tasks, devices, 4]`."""
     num_tasks, num_devices, _ = device_coordinates.shape
     return b"".join(
         [
@@ -55,10 +55,10 @@ def serialize(mesh_shape: Sequence[int] | np.ndarray, device_coordinates: np.nda
 
 
 def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | None]:
-    """The mesh's shape, the coordinates of its devices, and what its chips have, if it says so.
+    """Returns the mesh shape, the device coordinates, and the hardware features or None.
 
     Raises:
-        ValueError: The bytes are no such message.
+        ValueError: If the bytes are not such a message.
     """
     try:
         fields = _fields(serialized)
@@ -86,12 +86,12 @@ def _hardware_feature(fields: Sequence[_Field]) -> HardwareFeature | None:
 
 
 def _last_number(fields: Sequence[_Field], number: int) -> int:
-    """A field that holds one number: the last one counts, 0 if there is none."""
+    """Returns a field with one number: the last occurrence counts, and 0 is the default."""
     return next((x for n, x in reversed(fields) if n == number and isinstance(x, int)), 0)
 
 
 def _numbers(fields: Sequence[_Field], number: int) -> list[int]:
-    """A field that holds several numbers, packed or one by one."""
+    """Returns a field with several numbers, which may be packed or separate."""
     return [
         x
         for n, value in fields
@@ -101,7 +101,7 @@ def _numbers(fields: Sequence[_Field], number: int) -> list[int]:
 
 
 def _fields(message: bytes | memoryview) -> list[_Field]:
-    """Number and value of each field. None of this message has a size of its own."""
+    """Returns number and value of each field; this message has no fixed-size fields."""
     fields = []
     for number, kind, value in read_fields(message):
         if kind not in (VARINT, LENGTH):
