@@ -52,7 +52,7 @@ def causes_of(eqn, different=False):
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(jaxprs, "_said", set())
+    monkeypatch.setattr(jaxprs, "_logged", set())
 
 
 # What this JAX makes is understood.

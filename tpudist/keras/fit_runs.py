@@ -152,7 +152,7 @@ class FitRuns:
                 arguments = self._put(state, batch)
                 if seed is None:
                     return jax.tree.map(fetch, compiled(*arguments))
-                disturb = rounding_errors.disturb(operations.compute, seed)
+                disturb = rounding_errors.disturb(operations.compute_operation, seed)
                 results = jax.jit(disturb(traced.jaxpr))(*jax.tree.leaves(arguments))
                 return jax.tree.unflatten(traced.out_tree, map(fetch, results))
 

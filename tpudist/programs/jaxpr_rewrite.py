@@ -94,7 +94,7 @@ class _Rewrite:
         return eqn.replace(params=params) if changed else eqn
 
     def _parameter(self, value: Any) -> Any:
-        if isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
+        if jaxprs.is_program(value):
             return self.program(value)
         if type(value) in (tuple, list):
             items = [self._parameter(item) for item in value]
@@ -186,7 +186,7 @@ def _rename(eqn: core.JaxprEqn, names: Mapping[Any, Any], source_info: Any) -> c
 
 def _move(value: Any, source_info: Any) -> Any:
     """A parameter, with the equations of a program in it said to be of another source line."""
-    if not isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
+    if not jaxprs.is_program(value):
         return value
     opened = jaxprs.open_jaxpr(value)
     opened = opened.replace(eqns=[_rename(x, {}, source_info) for x in opened.eqns])

@@ -1,6 +1,6 @@
-"""What an equation of a jaxpr may hold: loops, branches, calls and what else runs programs.
+"""Records of the equations of a jaxpr that contain programs: loops, branches, calls and kernels.
 
-`jaxprs` reads them. Each has `bodies`, all programs inside of the equation.
+`jaxprs.structure_of` creates them. Each has `bodies`, all programs inside the equation.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ class _OneBody:
 
     @property
     def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
+        """All programs inside the equation."""
         return (self.body,)
 
 
@@ -23,10 +23,10 @@ class Scan(_OneBody):
     """A loop of known length over `[*consts, *carry, *xs]`, to `[*carry, *ys]`.
 
     Attributes:
-        body: Takes the constants, the carry and one of each of `xs`.
-        num_consts: Operands that every turn sees alike.
-        num_carry: Operands that a turn hands to the next one.
-        length: How many turns.
+        body: Program over the constants, the carry and one element of each of `xs`.
+        num_consts: Number of operands that are the same in every iteration.
+        num_carry: Number of operands that an iteration passes to the next one.
+        length: Number of iterations.
     """
 
     num_consts: int
@@ -39,10 +39,10 @@ class While:
     """A loop of unknown length over `[*cond_consts, *body_consts, *carry]`, to `carry`.
 
     Attributes:
-        cond: Takes its constants and the carry, and says whether to go on.
-        body: Takes its constants and the carry.
-        num_cond_consts: Operands of `cond` alone.
-        num_body_consts: Operands of `body` alone.
+        cond: Program over its constants and the carry that returns whether to continue.
+        body: Program over its constants and the carry.
+        num_cond_consts: Number of operands that only `cond` reads.
+        num_body_consts: Number of operands that only `body` reads.
     """
 
     cond: core.Jaxpr
@@ -52,16 +52,16 @@ class While:
 
     @property
     def bodies(self) -> tuple[core.Jaxpr, ...]:
-        """All programs inside."""
+        """All programs inside the equation."""
         return (self.cond, self.body)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cond:
-    """A choice: the first operand is the number of the branch, the others are given to it.
+    """A choice: the first operand is the number of the branch, the others are its operands.
 
     Attributes:
-        bodies: What may run.
+        bodies: The branches.
     """
 
     bodies: tuple[core.Jaxpr, ...]
@@ -69,12 +69,12 @@ class Cond:
 
 @dataclasses.dataclass(frozen=True)
 class Call(_OneBody):
-    """A program that runs once, on all operands: of `jit`, `remat`, a custom derivative.
+    """A program that runs once, on all operands: a `jit`, `remat` or custom derivative.
 
     Attributes:
-        body: Takes the operands, gives the results.
-        name: What the user calls it; empty if nothing.
-        copies: How many devices run it, each on its part: more than one for a `shard_map`.
+        body: Program from the operands to the results.
+        name: Name of the function; empty if it has none.
+        copies: Number of devices that run it, each on its part: more than 1 for a `shard_map`.
     """
 
     name: str = ""
@@ -83,12 +83,9 @@ class Call(_OneBody):
 
 @dataclasses.dataclass(frozen=True)
 class Elementary:
-    """One operation, told in part by programs: how a scatter combines numbers, a solver's steps.
+    """One operation that programs define in part: how a scatter combines numbers, how one solves.
 
-    Its results are a function of its operands, if those of the programs are functions of theirs.
-
-    Attributes:
-        bodies: The programs that it runs.
+    Its results are a function of its operands if the programs are functions of their inputs.
     """
 
     bodies: tuple[core.Jaxpr, ...]
@@ -99,9 +96,9 @@ class Kernel(_OneBody):
     """A Pallas kernel: a function of its operands, like `Elementary`.
 
     Attributes:
-        body: What it runs at each place of its grid.
-        grid: Sizes of the grid; None where one is known only when it runs.
-        flops: What the kernel says of itself, or None.
+        body: Program that runs at each place of its grid.
+        grid: Sizes of the grid; None if a size is known only at run time.
+        flops: The kernel's own estimate; None if it has none.
     """
 
     grid: tuple[int, ...] | None
@@ -110,11 +107,11 @@ class Kernel(_OneBody):
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """An equation that holds programs, and how it runs them is not known.
+    """An equation that contains programs and runs them in an unknown way.
 
     Attributes:
-        reason: What was not understood, for people.
-        bodies: The programs that were found in its parameters; none where it hides them.
+        reason: The part that is not understood, as text for the user.
+        bodies: The programs found in its parameters; empty if it hides them.
     """
 
     reason: str

@@ -1,26 +1,28 @@
-"""Reads what an equation of a jaxpr runs inside of it: the one place that knows JAX's layouts.
-
-JAX changes the parameters of its primitives between versions: the operands of a `scan` were counted
-by `num_consts` and `num_carry` up to jax 0.10, and are grouped by `ft_in` since 0.11. So nothing is
-read on trust. `structure_of` knows the parameters that each primitive may have, and checks what it
-reads against the equation itself: operands, results and inner programs must fit together in number,
-shape and dtype. Whatever does not is `Unknown`, with a reason for people, and whoever asked must
-take the equation for anything.
+"""Reads the programs inside an equation of a jaxpr. Only this file knows how JAX stores them.
 
 Everything that walks a jaxpr (the proof of equality, the count of FLOPs, the search for
-collectives) asks here. A version of JAX that lays something out anew needs one more line here.
+collectives) uses `structure_of`. An equation that does not look as expected is `Unknown`, with a
+reason, and the caller must assume the worst about it. A version of JAX that stores a primitive in
+another way needs one more line in `_LAYOUTS`.
 """
+
+# JAX changes the parameters of its primitives between versions: up to jax 0.10 the operands of a
+# `scan` are counted by `num_consts` and `num_carry`, since 0.11 they are grouped by `ft_in`. A
+# parameter that is misread would make the proof of equality follow the wrong values and accept a
+# wrong program. So `structure_of` accepts only known sets of parameters, and checks that operands,
+# results and inner programs fit together in number, shape and dtype.
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend import core
 
+from tpudist.array_types import Shape
 from tpudist.programs.jaxpr_structure import (
     Call,
     Cond,
@@ -32,20 +34,25 @@ from tpudist.programs.jaxpr_structure import (
     While,
 )
 
-# Since jax 0.11 a jaxpr holds its constants itself, and the two are one class.
+# Since jax 0.11 a jaxpr contains its constants, and both names are one class. JAX keeps the second
+# name for old code only, hence the `getattr`.
 Jaxpr = core.Jaxpr
 ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+# A program with or without its constants: `Jaxpr` or `ClosedJaxpr`.
+Program: TypeAlias = core.Jaxpr
+Atom: TypeAlias = core.Var | core.Literal
+
 _log = logging.getLogger("tpudist.compile")
 
 
-class _NotUnderstood(Exception):
-    """Why an equation cannot be read."""
+class _UnknownLayout(Exception):
+    """The reason why an equation cannot be read."""
 
 
 def structure_of(eqn: core.JaxprEqn) -> Structure | None:
-    """What `eqn` runs inside of it; None for an operation that holds no program.
+    """Returns the programs inside `eqn` and how it runs them; None if it contains no program.
 
-    Never fails: what cannot be read is `Unknown`, and is logged once.
+    An equation that cannot be read is `Unknown`. Each reason is logged once.
     """
     name = eqn.primitive.name
     bodies = tuple(_jaxprs_in(eqn.params))
@@ -58,56 +65,98 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
         return None  # a scatter that replaces, for one
     try:
         if frozenset(eqn.params) not in layout.parameters:
-            raise _NotUnderstood(f"with the parameters {', '.join(sorted(eqn.params))}")
+            raise _UnknownLayout(f"with the parameters {', '.join(sorted(eqn.params))}")
         return layout.read(eqn)
-    except _NotUnderstood as error:
+    except _UnknownLayout as error:
         return _unknown(f"the primitive '{name}' {error}", bodies)
-    except Exception as error:  # JAX lays it out in another way: which one cannot be known
+    except Exception as error:  # a layout of an unknown JAX may fail in any way
         return _unknown(f"the primitive '{name}' ({type(error).__name__}: {error})", bodies)
 
 
 @functools.lru_cache(maxsize=1024)
-def _expand(primitive: Any, avals: tuple[Any, ...], context: Any) -> Any:
+def _expand(
+    # A class of `jax.experimental.hijax`, and the context of an equation, which has no public name.
+    primitive: Any,
+    avals: tuple[ShapedArray, ...],
+    context: Any,
+) -> ClosedJaxpr:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: jax.Array) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*primitive.in_tree.unflatten(args)))
 
-    # In the meshes of its place: in others' its own programs could not be evaluated there.
+    # The program must be traced in the meshes of its equation, or it could not be evaluated there.
     with context.manager:
         return jax.make_jaxpr(run)(*shapes)
 
 
-def expand(eqn: core.JaxprEqn) -> Any:
-    """The program of a `call_hi_primitive`: what JAX makes of it when it is lowered."""
-    return _expand(eqn.params["_prim"], tuple(x.aval for x in eqn.invars), eqn.ctx)
+def expand(eqn: core.JaxprEqn) -> ClosedJaxpr:
+    """Returns the program that JAX lowers for a `call_hi_primitive`."""
+    avals: Any = tuple(x.aval for x in eqn.invars)
+    return _expand(eqn.params["_prim"], avals, eqn.ctx)
+
+
+def callee_of(eqn: core.JaxprEqn, body: core.Jaxpr) -> Program:
+    """Returns the program of a `Call` with its constants; `body` is the same without them."""
+    for program in programs_of(tuple(eqn.params.values())):
+        if open_jaxpr(program) is body:
+            return program
+    return expand(eqn)
 
 
 def find_unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
-    """Says what is not understood in an operation whose parameters are none of the known sets."""
+    """Returns why an operation cannot be read; None if its parameters are one of the known sets."""
     if frozenset(eqn.params) in known:
         return None
-    told = ", ".join(sorted(eqn.params)) or "none"
-    reason = f"the primitive '{eqn.primitive.name}' with the parameters {told}"
+    names = ", ".join(sorted(eqn.params)) or "none"
+    reason = f"the primitive '{eqn.primitive.name}' with the parameters {names}"
     return _unknown(reason, ()).reason
 
 
-def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
-    """A jaxpr without its constants; where one class is both, as it is."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+def is_program(value: object) -> TypeGuard[Program]:
+    """Returns whether a value is a jaxpr, with or without its constants."""
+    return isinstance(value, core.Jaxpr | ClosedJaxpr)
 
 
-def walk(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """All equations of a jaxpr, each before those that it holds."""
-    for eqn in open_jaxpr(jaxpr).eqns:
+def open_jaxpr(program: Program) -> core.Jaxpr:
+    """Returns a program without its constants."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def consts_of(program: Program) -> tuple[Any, ...]:
+    """Returns the constants of a program; nothing for one without them."""
+    # The open jaxprs of jax 0.10 have no such attribute.
+    return tuple(getattr(program, "consts", ()))
+
+
+def shape_of(atom: Atom) -> Shape:
+    """Returns the shape of a value in a program."""
+    # Tokens and other values of JAX that are not arrays have no shape.
+    return getattr(atom.aval, "shape", ())
+
+
+def dtype_of(atom: Atom) -> Any:
+    """Returns the dtype of a value in a program; None if the value is not an array."""
+    return getattr(atom.aval, "dtype", None)  # as in `shape_of`
+
+
+def literal_value(atom: Atom) -> Any:
+    """Returns the value of a literal; raises for a variable."""
+    assert isinstance(atom, core.Literal), atom
+    return atom.val
+
+
+def walk(program: Program) -> Iterator[core.JaxprEqn]:
+    """Yields all equations of a program, each before the equations inside it."""
+    for eqn in open_jaxpr(program).eqns:
         yield eqn
         for inner in _jaxprs_in(eqn.params):
             yield from walk(inner)
 
 
-def walk_used(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """The equations of a jaxpr whose results are used in it, and those that they hold."""
-    opened = open_jaxpr(jaxpr)
+def walk_used(program: Program) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a program whose results are used in it, and those inside them."""
+    opened = open_jaxpr(program)
     used = {x for x in opened.outvars if isinstance(x, core.Var)}
     for eqn in reversed(opened.eqns):
         if eqn.effects or not used.isdisjoint(eqn.outvars):
@@ -117,35 +166,34 @@ def walk_used(jaxpr: Any) -> Iterator[core.JaxprEqn]:
                 yield from walk_used(inner)
 
 
-def constants_of(closed: Any) -> Iterator[Any]:
-    """The constants of a jaxpr and of all that it holds: a `jit` inside has its own."""
-    yield from getattr(closed, "consts", ())
-    for eqn in open_jaxpr(closed).eqns:
+def constants_of(program: Program) -> Iterator[Any]:
+    """Yields the constants of a program and of all programs inside it: a `jit` has its own."""
+    yield from consts_of(program)
+    for eqn in open_jaxpr(program).eqns:
         for inner in programs_of(tuple(eqn.params.values())):
             yield from constants_of(inner)
 
 
 def _unknown(reason: str, bodies: tuple[core.Jaxpr, ...]) -> Unknown:
     reason = f"{reason}, which this tpudist does not know from jax {jax.__version__}"
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         _log.warning(
             "Not understood: %s. tpudist assumes that its result differs between replicas.", reason
         )
     return Unknown(reason, bodies)
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
-    """The programs among the parameters, also in tuples, lists and dicts of them."""
     return map(open_jaxpr, programs_of(tuple(params.values())))
 
 
-def programs_of(value: Any) -> Iterator[Any]:
-    """The same, with their constants."""
-    if isinstance(value, core.Jaxpr | ClosedJaxpr):
+def programs_of(value: object) -> Iterator[Any]:
+    """Yields the programs in a parameter of an equation, also in tuples, lists and dicts."""
+    if is_program(value):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
@@ -154,44 +202,48 @@ def programs_of(value: Any) -> Iterator[Any]:
         yield from programs_of(tuple(value.values()))
 
 
-# How each primitive is read. Each function gives the structure, or raises.
+# The readers of `_LAYOUTS`. Each returns the structure, or raises.
 
 
-def _program(value: Any) -> core.Jaxpr:
-    if not isinstance(value, core.Jaxpr | ClosedJaxpr):
-        raise _NotUnderstood(f"with a {type(value).__name__} where its program was")
-    if any(isinstance(x, Tracer) for x in getattr(value, "consts", ())):
-        raise _NotUnderstood("with a program whose constants are computed outside of it")
+def _program(value: object) -> core.Jaxpr:
+    if not is_program(value):
+        raise _UnknownLayout(f"with a {type(value).__name__} where its program was")
+    if any(isinstance(x, Tracer) for x in consts_of(value)):
+        raise _UnknownLayout("with a program whose constants are computed outside of it")
     return open_jaxpr(value)
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _NotUnderstood(f"with {name}={value!r}")
+        raise _UnknownLayout(f"with {name}={value!r}")
     return value
 
 
-def _require_equal(what: str, given: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Checks that values go into what takes them: as many, of the same shapes and dtypes."""
-    if len(given) != len(expected):
-        raise _NotUnderstood(f"with {len(given)} {what} for {len(expected)}")
-    for one, other in zip(given, expected, strict=True):
-        if _kind(one) != _kind(other):
-            raise _NotUnderstood(f"with {what} of another shape or dtype: {one} for {other}")
+_Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct
 
 
-def _kind(aval: Any) -> tuple:
+def _require_match(role: str, actual: Sequence[_Aval], expected: Sequence[_Aval]) -> None:
+    """Checks that values have the number, shapes and dtypes that a program expects."""
+    if len(actual) != len(expected):
+        raise _UnknownLayout(f"with {len(actual)} {role} for {len(expected)}")
+    for own, other in zip(actual, expected, strict=True):
+        if _signature(own) != _signature(other):
+            raise _UnknownLayout(f"with {role} of another shape or dtype: {own} for {other}")
+
+
+def _signature(aval: _Aval) -> tuple:
+    # Tokens of JAX have neither.
     return getattr(aval, "shape", None), str(getattr(aval, "dtype", None))
 
 
-def _one_of(aval: Any, length: int) -> Any:
-    """What a turn of a scan sees of an operand, or adds to a result."""
+def _element_of(aval: _Aval, length: int) -> jax.ShapeDtypeStruct:
+    """Returns the part of an operand or result of a scan that belongs to one iteration."""
     if not aval.shape or aval.shape[0] != length:
-        raise _NotUnderstood(f"with {aval} for {length} turns")
+        raise _UnknownLayout(f"with {aval} for {length} turns")
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
 
 
-def _avals(atoms: Sequence[Any]) -> list[Any]:
+def _avals(atoms: Sequence[Atom]) -> list[Any]:
     return [x.aval for x in atoms]
 
 
@@ -203,21 +255,21 @@ def _read_scan(eqn: core.JaxprEqn) -> Scan:
         consts, carry, xs = (len(group) for group in params["ft_in"].unpack())
         carried, _ = (len(group) for group in params["ft_out"].unpack())
         if carried != carry or consts + carry + xs != len(operands):
-            raise _NotUnderstood(
+            raise _UnknownLayout(
                 f"with groups of {consts}, {carry} and {xs} operands for {len(operands)}, and "
                 f"{carried} carried results"
             )
     else:
         consts = _count(params["num_consts"], "num_consts")
         carry = _count(params["num_carry"], "num_carry")
-    # That the numbers add up is not enough: with constants and carry mixed up they would, and the
-    # proof of equality would follow the wrong values. Shapes and dtypes must fit in each place too.
-    same, ys = operands[: consts + carry], results[carry:]
-    xs = [_one_of(x, length) for x in operands[consts + carry :]]
-    _require_equal("operands", [*same, *xs], _avals(body.invars))
+    # The numbers would also add up if constants and carry were swapped, and the proof of equality
+    # would then follow the wrong values. So shapes and dtypes are compared in each place too.
+    unsliced, ys = operands[: consts + carry], results[carry:]
+    xs = [_element_of(x, length) for x in operands[consts + carry :]]
+    _require_match("operands", [*unsliced, *xs], _avals(body.invars))
     inner = _avals(body.outvars)
-    _require_equal("results", [*results[:carry], *(_one_of(y, length) for y in ys)], inner)
-    _require_equal("carried results", inner[:carry], same[consts:])
+    _require_match("results", [*results[:carry], *(_element_of(y, length) for y in ys)], inner)
+    _require_match("carried results", inner[:carry], unsliced[consts:])
     return Scan(body, consts, carry, length)
 
 
@@ -228,42 +280,46 @@ def _read_while(eqn: core.JaxprEqn) -> While:
     of_body = _count(params["body_nconsts"], "body_nconsts")
     operands = _avals(eqn.invars)
     carry = operands[of_cond + of_body :]
-    _require_equal("operands of its condition", operands[:of_cond] + carry, _avals(cond.invars))
-    _require_equal("operands of its body", operands[of_cond:], _avals(body.invars))
-    _require_equal("results", _avals(eqn.outvars), carry)
-    _require_equal("carried results", _avals(body.outvars), carry)
+    _require_match("operands of its condition", operands[:of_cond] + carry, _avals(cond.invars))
+    _require_match("operands of its body", operands[of_cond:], _avals(body.invars))
+    _require_match("results", _avals(eqn.outvars), carry)
+    _require_match("carried results", _avals(body.outvars), carry)
     if len(cond.outvars) != 1:
-        raise _NotUnderstood(f"with a condition of {len(cond.outvars)} results")
+        raise _UnknownLayout(f"with a condition of {len(cond.outvars)} results")
     return While(cond, body, of_cond, of_body)
 
 
 def _read_cond(eqn: core.JaxprEqn) -> Cond:
     branches = tuple(_program(branch) for branch in eqn.params["branches"])
     for branch in branches:
-        _require_equal("operands", _avals(eqn.invars)[1:], _avals(branch.invars))
-        _require_equal("results", _avals(eqn.outvars), _avals(branch.outvars))
+        _require_match("operands", _avals(eqn.invars)[1:], _avals(branch.invars))
+        _require_match("results", _avals(eqn.outvars), _avals(branch.outvars))
     return Cond(branches)
 
 
-def _call_reader(*keys: str):
-    """Reads a primitive whose program is under one of these names, and takes all operands."""
+def _call(eqn: core.JaxprEqn, body: core.Jaxpr, name: str = "") -> Call:
+    """Returns a call of a program that accepts all operands and computes all results."""
+    _require_match("operands", _avals(eqn.invars), _avals(body.invars))
+    _require_match("results", _avals(eqn.outvars), _avals(body.outvars))
+    return Call(body, name)
+
+
+def _call_reader(*keys: str) -> Callable[[core.JaxprEqn], Call]:
+    """Returns the reader of a primitive whose program is the parameter with one of these names."""
 
     def read(eqn: core.JaxprEqn) -> Call:
         (key,) = (key for key in keys if key in eqn.params)
-        body = _program(eqn.params[key])
-        _require_equal("operands", _avals(eqn.invars), _avals(body.invars))
-        _require_equal("results", _avals(eqn.outvars), _avals(body.outvars))
         name = eqn.params.get("name", "")
-        return Call(body, name if isinstance(name, str) else "")
+        return _call(eqn, _program(eqn.params[key]), name if isinstance(name, str) else "")
 
     return read
 
 
 def _read_shard_map(eqn: core.JaxprEqn) -> Call:
     body, sizes = _program(eqn.params["jaxpr"]), eqn.params["mesh"].shape
-    # Parts are of other shapes than the whole.
+    # The shapes differ: each device computes a part of the whole.
     if (len(body.invars), len(body.outvars)) != (len(eqn.invars), len(eqn.outvars)):
-        raise _NotUnderstood(
+        raise _UnknownLayout(
             f"with {len(eqn.invars)} operands and {len(eqn.outvars)} results for "
             f"{len(body.invars)} and {len(body.outvars)}"
         )
@@ -278,15 +334,13 @@ def _read_elementary(eqn: core.JaxprEqn) -> Elementary:
 
 
 def _read_linear_solve(eqn: core.JaxprEqn) -> Elementary:
-    # The other programs are for its derivatives, whose equations have them in its place.
+    # Its other programs belong to its derivatives: JAX has differentiated already, and the
+    # equation of a derivative has that program as its own `solve`.
     return Elementary((_program(eqn.params["jaxprs"].solve),))
 
 
 def _read_expanded(eqn: core.JaxprEqn) -> Call:
-    body = open_jaxpr(expand(eqn))
-    _require_equal("operands", _avals(eqn.invars), _avals(body.invars))
-    _require_equal("results", _avals(eqn.outvars), _avals(body.outvars))
-    return Call(body)
+    return _call(eqn, open_jaxpr(expand(eqn)))
 
 
 def _read_kernel(eqn: core.JaxprEqn) -> Kernel:
@@ -299,13 +353,13 @@ def _read_kernel(eqn: core.JaxprEqn) -> Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How to read a primitive, and all sets of parameters that it is known to have."""
+    """The reader of a primitive, and all sets of parameters that it is known to have."""
 
-    read: Any
+    read: Callable[[core.JaxprEqn], Structure]
     parameters: tuple[frozenset[str], ...]
 
 
-def _layout(read: Any, *parameters: str) -> _Layout:
+def _layout(read: Callable[[core.JaxprEqn], Structure], *parameters: str) -> _Layout:
     return _Layout(read, tuple(frozenset(names.split()) for names in parameters))
 
 
@@ -382,7 +436,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
         "compiler_params input_output_aliases",
     ),
 }
-# These hold programs in a form that is no jaxpr.
+# They contain programs in a form other than a jaxpr.
 _HIDE_PROGRAMS = ("call_exported", "call_hi_primitive_linearized")
-# Of the others, some run without a program: a scatter that replaces, for one.
+# A scatter that replaces contains no program; the other primitives of `_LAYOUTS` always do.
 _ALWAYS_HOLD_PROGRAMS = frozenset(_LAYOUTS) - {name for name in _LAYOUTS if "scatter" in name}

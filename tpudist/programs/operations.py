@@ -1,6 +1,6 @@
 """Evaluates the operations of a flat program one after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,15 +9,24 @@ from jax.extend import core
 from tpudist.programs.flat_program import FlatProgram, Operation
 
 _PLACEMENT = ("sharding_constraint", "mesh_cast", "reshard")
-"""Operations that change only where an array is."""
+"""Operations that change only the placement of an array."""
 
 
-def bind(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of one equation for `values`."""
+def bind(
+    eqn: core.JaxprEqn, values: Sequence[Any], changed: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Returns the results of one equation for `values`.
+
+    Args:
+        eqn: The equation.
+        values: Values for its operands.
+        changed: Parameters that replace those of the equation.
+    """
     primitive = eqn.primitive
-    # Custom derivatives are bound with functions, in jax 0.10 as arguments of their own.
-    found: Any = primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)
+    # Primitives of custom derivatives need their functions: jax 0.10 returns these apart from the
+    # parameters, later versions among them.
+    bound: Any = primitive.get_bind_params({**eqn.params, **(changed or {})})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
     with eqn.ctx.manager:
         result = primitive.bind(*functions, *values, **params)
     return list(result) if primitive.multiple_results else [result]
@@ -30,32 +39,29 @@ def evaluate(
 ) -> list[Any]:
     """Returns all values of a program, by number.
 
-    Arrays stay where they are: the program may have been made for a mesh, and run on one device.
+    Arrays keep their placement: a program that was traced for a mesh may run on one device.
 
     Args:
         program: The program.
         inputs: The inputs of the program.
-        compute: Called with each operation and its inputs; returns its results. By default
-            `operations.compute`.
+        compute: Called with each operation and its inputs; returns its results. Default:
+            `compute_operation`.
     """
-    each = compute or _compute
+    compute = compute or compute_operation
     values: list[Any] = [None] * program.count
     for number, value in (*program.constants.items(), *zip(program.inputs, inputs, strict=True)):
         values[number] = value
     for step in program.steps:
-        results = each(step, [values[i] for i in step.inputs])
+        results = compute(step, [values[i] for i in step.inputs])
         for number, value in zip(step.outputs, results, strict=True):
             values[number] = value
     return values
 
 
-def compute(step: Operation, values: Sequence[Any]) -> list[Any]:
+def compute_operation(step: Operation, values: Sequence[Any]) -> list[Any]:
     """Returns the results of one operation for `values`."""
     if step.adds:
         return [jax.numpy.add(*values)]
     if step.eqn.primitive.name in _PLACEMENT:
         return list(values)
     return bind(step.eqn, values)
-
-
-_compute = compute

@@ -75,7 +75,7 @@ def write_value(value: Any) -> str:
         return f"({', '.join(sorted(map(write_value, value)))})"
     if isinstance(value, Mapping):
         return str(sorted((str(key), write_value(x)) for key, x in value.items()))
-    if isinstance(value, core.Jaxpr | jaxprs.ClosedJaxpr):
+    if jaxprs.is_program(value):
         return ""  # written after the line that holds it
     if dataclasses.is_dataclass(value):
         fields = [getattr(value, field.name) for field in dataclasses.fields(value)]

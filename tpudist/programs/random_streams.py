@@ -59,7 +59,7 @@ def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
     programs = inner_programs.find(eqn)
     if any(map(_count_fixed, programs)):
         return inner_programs.evaluate(eqn, programs, values, compute_fixed)
-    return operations.compute(step, values)
+    return operations.compute_operation(step, values)
 
 
 def share(closed: Any) -> Callable[..., list[jax.Array]]:
@@ -78,13 +78,13 @@ def share(closed: Any) -> Callable[..., list[jax.Array]]:
             of_first = [shared.get(i, values[i]) for i in step.inputs]
             if _is_random(step.eqn):
                 own = of_first
-            _store(values, step.outputs, operations.compute(step, own))
+            _store(values, step.outputs, operations.compute_operation(step, own))
             if not wanted.intersection(step.outputs):
                 continue
             if _is_replica_id(step.eqn):
                 shared[step.outputs[0]] = jnp.zeros((), jnp.int32)
             elif not is_collective(step.eqn) and any(i in shared for i in step.inputs):
-                _store(shared, step.outputs, operations.compute(step, of_first))
+                _store(shared, step.outputs, operations.compute_operation(step, of_first))
         return [values[i] for i in program.outputs]
 
     return run

@@ -21,7 +21,7 @@ from tpudist.programs import axis_names, replica_agreement, replica_equality
 from tpudist.programs.degrees import degree
 from tpudist.programs.rows import psum_numbers
 from tpudist.programs.rows.errors import RowsError
-from tpudist.programs.rows.row_program import LEAST, RowProgram
+from tpudist.programs.rows.row_program import MIN_TRACED_ROWS, RowProgram
 from tpudist.programs.rows.row_sizes import (
     Dim,
     Piece,
@@ -111,7 +111,7 @@ class PartialBatch:
                 self.found = self._describe_outputs()
                 self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
                 self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
-                unsettled = self._program.gathered or self._find_broken_claims()
+                unsettled = self._program.requirements.gathered or self._find_broken_claims()
                 if not unsettled:
                     self._line_of_sum = self._find_sum_of_numbers()
                     return
@@ -128,7 +128,7 @@ class PartialBatch:
     def _full_sizes(self) -> Point:
         sizes = self._groups.sizes
         full = (*sizes, *(-(-rows // number) for number, rows in self._parts))
-        known = tuple(max(rows, LEAST) for rows in full)
+        known = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
         n = self._mesh.num_replicas
         return (*full, *(n * size.at(known) for size in self._learnt.sizes_gathered))
 
@@ -137,7 +137,7 @@ class PartialBatch:
         before = self._learnt
         sizes = list(before.sizes_gathered)
         gathered = dict(before.gathered)
-        for index, size in self._program.gathered.items():
+        for index, size in self._program.requirements.gathered.items():
             own = self._symbols_of_replica(size)
             if own not in sizes:
                 sizes.append(own)
@@ -180,7 +180,7 @@ class PartialBatch:
         return compile.trace(keep, self._mesh, self._all_shapes, self._all_stacked, name)
 
     def _find_broken_claims(self) -> frozenset[int]:
-        return frozenset((*self._program.broken_claims, *self.proof.broken_claims))
+        return frozenset((*self._program.requirements.broken_claims, *self.proof.broken_claims))
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:
         """A size in the symbols of one replica, which are the first ones."""
@@ -409,7 +409,7 @@ class PartialBatch:
         pieces = []
         for point, found in self._found.items():
             kind, actual = found.result[result]
-            few = tuple((i, count) for i, count in enumerate(point) if count < LEAST)
+            few = tuple((i, count) for i, count in enumerate(point) if count < MIN_TRACED_ROWS)
             if few and kind == "itself" and type(actual) in (int, float):
                 if not _follows(actual, number.at(point)):
                     pieces.append(Piece(few, actual))

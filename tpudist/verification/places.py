@@ -111,7 +111,9 @@ class Places:
             n: Number of replicas.
             fixes_draws: Whether to replace random bits by a constant.
         """
-        self._compute = random_streams.compute_fixed if fixes_draws else operations.compute
+        self._compute = (
+            random_streams.compute_fixed if fixes_draws else operations.compute_operation
+        )
         self._program = flat_program.flatten(many.closed, inline_calls=True)
         theirs = flat_program.flatten(one.closed, inline_calls=True)
         pairs = _align(self._program, theirs)

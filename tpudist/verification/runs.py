@@ -97,7 +97,7 @@ class Runs:
             epsilon: The relative change of the inputs.
             fixes_draws: Whether random bits are a constant.
         """
-        compute = random_streams.compute_fixed if fixes_draws else operations.compute
+        compute = random_streams.compute_fixed if fixes_draws else operations.compute_operation
         return [
             self._run(Disturbance(seed, epsilon), rows, rounding_errors.disturb(compute, seed))
             for seed in _SEEDS

@@ -1,19 +1,22 @@
 """The degree of a value in the rows of each replica and in the number of replicas.
 
-Give each replica twice as many rows: a value of degree k in the rows becomes 2**k times as large.
-Use twice as many replicas: a value of degree k in the replicas becomes 2**k times as large. A value
-for which both degrees are equal depends only on the number of rows in all. If the degree in the
-replicas is larger by one, the value is as many times too large as there are replicas.
+With twice as many rows per replica, a value of degree k in the rows becomes 2**k times as large.
+With twice as many replicas, a value of degree k in the replicas becomes 2**k times as large. A
+value with equal degrees depends only on the total number of rows, as on one device. If the degree
+in the replicas is larger by 1, the value is too large by a factor of the number of replicas.
 """
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
 
 ROWS_FACTOR = 3
 """Rows of the second trace, divided by the rows of the first."""
@@ -21,8 +24,10 @@ ROWS_FACTOR = 3
 REPLICAS_FACTOR = 2
 """Replicas of the second trace, divided by the replicas of the first."""
 
+# Degrees from -2 to 2: the square root of a sum over rows has the degree 1/2. With factors of 3
+# and 2 all pairs of degrees have different growths.
 _HALVES = tuple(Fraction(i, 2) for i in range(-4, 5))
-_MOST_FACTORS = 8
+_MAX_FACTORS = 8  # a long chain of products would make the walk quadratic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,24 +92,24 @@ class Value:
 
     Attributes:
         degree: The degree; None if it is not known.
-        is_zero: Whether it is zero, infinite or NaN, and so of any degree.
+        is_zero: Whether it is zero, infinite or NaN, which have any degree.
         is_literal: Whether it is a number in the program.
         is_constant: Whether it is computed only from numbers in the program.
         is_equal: Whether it is equal on all replicas.
-        is_global: Whether it is equal and a function of all rows, whose degree is not known.
+        is_global: Whether it is equal and a function of all rows, with an unknown degree.
         sources: The state inputs that it depends on, as bits.
-        carries: The state inputs that it is a sum of, with other addends, as bits.
+        carries: The state inputs that are addends of it, as bits.
         faults: The faults that it depends on, as bits.
-        number: The value, if it is computed from numbers in the program.
-        factors: The numbers that it was multiplied by, since it was last summed over replicas.
-        before_sum: The same, before that sum.
-        counted: The line at which rows or replicas were divided by, last.
-        summed: The line at which it was summed over replicas, last.
+        number: The number, if it is computed from numbers in the program.
+        factors: The numbers that it was multiplied by since its last sum over replicas.
+        before_sum: The numbers that it was multiplied by before that sum.
+        counted: The line that last divided by a number of rows or replicas.
+        summed: The line that last summed it over replicas.
         averaged: The line of a mean over the rows of each replica that was summed over replicas.
-        positions: The degree of the dim along which it is the position, `iota`.
-        mixed: The line at which a part for each replica and a value of all were added; see
+        positions: The degree of the dim along which it counts the positions, as `iota` does.
+        mixed: The line that added a replica's share and a value of all replicas; see
             `degree_walk`.
-        addend: The value that was added to it, if it is a sum of state and of one other value.
+        addend: The other addend, if it is a sum of one state input and another value.
     """
 
     degree: Degree | None = NONE
@@ -127,8 +132,13 @@ class Value:
     addend: "Value | None" = None
 
     @property
+    def excess(self) -> Fraction:
+        """The power of the number of replicas by which it is too large; 0 if that is unknown."""
+        return Fraction(0) if self.degree is None else self.degree.excess
+
+    @property
     def is_right(self) -> bool:
-        """Whether it is known to be the same on one device with all rows."""
+        """Whether one device with all rows certainly computes the same."""
         if not self.is_equal:
             return False
         return (
@@ -137,7 +147,7 @@ class Value:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is known to be another one on one device with all rows."""
+        """Whether one device with all rows certainly computes another value."""
         if not self.is_equal or self.is_zero or self.degree is None:
             return False
         return self.degree.excess != 0
@@ -146,8 +156,8 @@ class Value:
 UNKNOWN = Value(None, is_equal=False)
 
 
-def of_literal(first: Any, second: Any) -> Value:
-    """Returns the properties of a number in the program, or of a constant."""
+def of_literal(first: ArrayLike, second: ArrayLike) -> Value:
+    """Returns the properties of a literal or constant, given its values in both traces."""
     try:
         a, b = (np.asarray(x).astype(np.float64) for x in (first, second))
     except Exception:  # random keys, and other values that are not numbers
@@ -166,41 +176,46 @@ def of_literal(first: Any, second: Any) -> Value:
         return Value(
             degree_of_numbers(a.flat[0], b.flat[0], tolerance), is_literal=True, is_constant=True
         )
+    # An array with other elements in the second trace. A mask of 0 and 1 does not grow.
     is_mask = np.isin(b, (0, 1)).all()
     return Value(NONE if is_mask else None, is_literal=True, is_constant=True)
 
 
 def combine(values: Sequence[Value], degree: Degree | None, **changed: Any) -> Value:
-    """The result of an operation on `values`, of this degree.
+    """Returns the properties of the result of an operation on `values`.
 
-    If the degree is unknown, and all the values are right and equal, the result is a function of
-    all rows.
+    Args:
+        values: The operands.
+        degree: Degree of the result; None if it is unknown. If all operands are right, the result
+            is then still a function of all rows.
+        **changed: Properties that replace the combined ones.
     """
-    sources = faults = 0
-    for x in values:
-        sources |= x.sources
-        faults |= x.faults
-    known: dict[str, Any] = {
-        name: next((getattr(x, name) for x in values if getattr(x, name)), "")
-        for name in ("counted", "summed", "averaged", "mixed")
+    known = {
+        "sources": functools.reduce(operator.or_, (x.sources for x in values), 0),
+        "faults": functools.reduce(operator.or_, (x.faults for x in values), 0),
+        "counted": next((x.counted for x in values if x.counted), ""),
+        "summed": next((x.summed for x in values if x.summed), ""),
+        "averaged": next((x.averaged for x in values if x.averaged), ""),
+        "mixed": next((x.mixed for x in values if x.mixed), ""),
+        "factors": tuple(f for x in values for f in x.factors)[:_MAX_FACTORS],
+        "before_sum": tuple(f for x in values for f in x.before_sum)[:_MAX_FACTORS],
+        "is_equal": all(x.is_equal for x in values),
+        "is_constant": bool(values) and all(x.is_constant for x in values),
+        "is_global": degree is None and bool(values) and all(x.is_right for x in values),
     }
-    for name in ("factors", "before_sum"):
-        known[name] = tuple(f for x in values for f in getattr(x, name))[:_MOST_FACTORS]
-    known["is_equal"] = all(x.is_equal for x in values)
-    known["is_constant"] = bool(values) and all(x.is_constant for x in values)
-    known["is_global"] = degree is None and bool(values) and all(x.is_right for x in values)
-    return Value(degree, sources=sources, faults=faults, **(known | changed))
+    return Value(degree, **(known | changed))
 
 
 def combine_either(values: Sequence[Value], degree: Degree | None, **changed: Any) -> Value:
-    """The same for a sum or a choice: it has the factors that all of `values` have."""
+    """Returns the same for a sum or a choice, which has the factors that all of `values` have."""
     counted = [x for x in values if not (x.is_zero or x.is_literal)] or values
-
-    def common(name: str) -> tuple[Factor, ...]:
-        found = collections.Counter(getattr(counted[0], name))
-        for x in counted[1:]:
-            found &= collections.Counter(getattr(x, name))
-        return tuple(found.elements())
-
-    factors = {"factors": common("factors"), "before_sum": common("before_sum")}
+    factors = {
+        "factors": _common(x.factors for x in counted),
+        "before_sum": _common(x.before_sum for x in counted),
+    }
     return combine(values, degree, **(factors | changed))
+
+
+def _common(factors: Iterable[tuple[Factor, ...]]) -> tuple[Factor, ...]:
+    counters = map(collections.Counter, factors)
+    return tuple(functools.reduce(operator.and_, counters).elements())

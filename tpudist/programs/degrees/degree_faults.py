@@ -1,4 +1,4 @@
-"""Values that are not those of one device, and whether numbers in the program make up for them."""
+"""Values that one device would not compute, and whether numbers in the program correct them."""
 
 import dataclasses
 import itertools
@@ -10,19 +10,20 @@ from tpudist.programs.degrees.degree import Factor
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A value that is added to state, and is not that of one device.
+    """A value that is added to state, and that one device with all rows would not compute.
 
     Attributes:
-        excess: The power of the number of replicas by which it is too large. 0 if it is right
-            where all replicas have as many rows: a mean over replicas of means over rows.
-        counted: The line that divides by rows or replicas; empty if none does. If `mixed`, the line
-            of the addition.
+        excess: Power of the number of replicas by which the value is too large. 0 if it is correct
+            only for equal numbers of rows per replica: a mean over replicas of means over rows.
+        counted: The line that divides by rows or replicas; empty if no line does. If `mixed`, the
+            line of the addition.
         summed: The line that sums over replicas.
         sources: The state inputs that the value depends on, as bits.
         factors: The numbers that the value was multiplied by after the sum.
-        before_sum: The same, before the sum.
+        before_sum: The numbers that it was multiplied by before the sum.
         mixed: Whether only one of two addends is too large.
-        is_draw: Whether it is none of these: random numbers for each row, equal on all replicas.
+        is_draw: Whether the value is a draw of random numbers for each row that is equal on all
+            replicas. The other attributes have no meaning then.
     """
 
     excess: Fraction
@@ -35,26 +36,28 @@ class Fault:
     is_draw: bool = False
 
     def may_be_right(self, num_replicas: int, num_rows: int) -> bool:
-        """Whether numbers in the program may make up for the excess.
+        """Returns whether numbers in the program may correct the excess.
 
-        Such a program is right for one number of replicas, or of rows, and for no other.
+        Such a program is correct for one number of replicas or of rows, and for no other.
         """
-        # 2 is hardly ever the number of rows: each derivative of a square has it.
+        # A factor 2 is hardly ever the number of rows: each derivative of a square has it.
         powers = (-1, 0, 1) if num_rows != 2 else (0,)
-        right = [
+        corrections = [
             float(num_rows) ** i * float(num_replicas) ** j
             for i, j in itertools.product(powers, (-1, 0, 1))
             if i - j == self.excess
         ]
-        of_loss = [
-            [x.number for x in some if not x.of_rows] for some in (self.factors, self.before_sum)
-        ]
-        both = of_loss[0] + of_loss[1]
-        found = [*both, *map(math.prod, (*of_loss, both))]
-        # A division inside of a square is in its derivative twice.
+        after, before = (
+            [x.number for x in factors if not x.of_rows]
+            for factors in (self.factors, self.before_sum)
+        )
+        # One factor may correct the value, or all of them together.
+        numbers = [*after, *before, *map(math.prod, (after, before, after + before))]
+        # A number that occurs twice comes from a division inside a square, not from the loss.
         of_rows = [x.number for x in self.factors + self.before_sum if x.of_rows]
-        found += [x for x in of_rows if of_rows.count(x) == 1]
-        if any(abs(abs(x) / y - 1) < 1e-4 for x in found for y in right):
+        numbers += [x for x in of_rows if of_rows.count(x) == 1]
+        # 1e-4: the numbers are float32, and a product of up to 8 of them.
+        if any(abs(abs(x) / y - 1) < 1e-4 for x in numbers for y in corrections):
             return True
         return any(
             _is_share(num_replicas, abs(x.number))
@@ -64,6 +67,6 @@ class Fault:
 
 
 def _is_share(n: int, factor: float) -> bool:
-    """Whether a number is hardly anything but a rounder one divided by n, such as 0.3 / 8."""
-    digits, without = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
-    return factor < 1 and len(without) < len(digits)
+    """Returns whether a number is probably a shorter number divided by n, such as 0.3 / 8."""
+    digits, multiplied = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
+    return factor < 1 and len(multiplied) < len(digits)

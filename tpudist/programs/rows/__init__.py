@@ -1,1 +1,1 @@
-"""Runs a function of padded rows with exactly the numbers of its real rows."""
+"""Runs a function on padded batches with exactly the results of the real rows: see README.md."""

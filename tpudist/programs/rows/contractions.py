@@ -1,8 +1,8 @@
-"""What is summed over rows by contractions, whose operands are arrays in memory.
+"""Finds the values that contractions sum over rows, so that they are masked only once.
 
-Other operations are fused by XLA with the mask of what they read. A matrix product or convolution
-reads arrays: if the mask were put where it reads one, there would be two, with the mask and without
-for all others. So it is put where the array is computed, and all read that.
+XLA fuses a mask into an elementwise operation. A matrix product or convolution reads its operands
+from memory: a mask at its operand would keep two arrays alive, with and without the mask. So
+`evaluator` masks the value where it is computed, and all operations read the masked array.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,15 @@ from tpudist.programs.rows.row_sizes import is_rows
 
 
 def dims_of_sums(equation: LabelledEquation) -> Mapping[int, tuple[int, ...]]:
-    """For each operand of a contraction the dims of rows that it is summed over."""
-    numbers = equation.params.get("dimension_numbers")
+    """Returns the dims of rows that a contraction sums over, by operand."""
+    numbers: Any = equation.params.get("dimension_numbers")
     match equation.eqn.primitive.name:
         case "dot_general":
-            (left, right), _ = numbers  # type: ignore[misc]
+            (left, right), _ = numbers
         case "conv_general_dilated":
-            left, right = numbers.lhs_spec[1:], numbers.rhs_spec[1:2]  # type: ignore[union-attr]
+            # All dims of the image but its batch, and the input features of the filter. The rule
+            # rejects a filter whose window has rows.
+            left, right = numbers.lhs_spec[1:], numbers.rhs_spec[1:2]
         case _:
             return {}
     return {
@@ -31,12 +33,12 @@ def dims_of_sums(equation: LabelledEquation) -> Mapping[int, tuple[int, ...]]:
     }
 
 
-def find_summed(labelled: LabelledProgram) -> dict[Any, tuple[int, ...]]:
-    """For each variable of a program that contractions sum over rows: over which of its dims."""
-    found: dict[Any, tuple[int, ...]] = {}
+def find_summed(labelled: LabelledProgram) -> dict[core.Var, tuple[int, ...]]:
+    """Returns the dims of rows that contractions in a program sum over, by variable."""
+    summed: dict[core.Var, tuple[int, ...]] = {}
     for equation in labelled.equations:
         for i, dims in dims_of_sums(equation).items():
             variable = equation.eqn.invars[i]
-            if not isinstance(variable, core.Literal):
-                found[variable] = tuple(sorted({*found.get(variable, ()), *dims}))
-    return found
+            if isinstance(variable, core.Var):
+                summed[variable] = tuple(sorted({*summed.get(variable, ()), *dims}))
+    return summed

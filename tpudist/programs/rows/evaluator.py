@@ -1,23 +1,26 @@
-"""Evaluates a labelled program on padded arrays, so that only their real rows count.
+"""Evaluates a labelled program on padded arrays, so that only their real rows count."""
 
-One invariant makes every rule short: the leading corner `x[:size_0, :size_1, ...]` of each padded
-array, with the sizes for the real numbers of rows, is exactly the array that the function would
-have had. What lies beyond is anything. Operations that treat each element alike keep it by
-themselves; those that mix elements of a dim of rows are masked by their rules. An operation that
-meets rows and has no rule is refused.
-"""
+# The invariant of every rule: the leading corner `x[:size_0, :size_1, ...]` of each padded array,
+# with the sizes for the real numbers of rows, equals the array that the function would compute
+# without padding. All other elements are arbitrary (the tests fill them with NaN). Operations on
+# each element keep the invariant by themselves. An operation that mixes elements of a dim of rows
+# needs a rule, which masks the padding. An operation that meets rows and has no rule raises an
+# error: no result is ever a guess.
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.typing import ArrayLike
 
-from tpudist.programs import jaxprs
+from tpudist.array_types import Shape
+from tpudist.programs import jaxprs, operations
 from tpudist.programs.rows import contractions
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.labels import (
@@ -25,190 +28,233 @@ from tpudist.programs.rows.labels import (
     Dims,
     LabelledEquation,
     LabelledProgram,
-    Varies,
+    UnknownFunction,
     varies,
 )
-from tpudist.programs.rows.row_sizes import Dim, Piecewise, RowNumber, RowSize, is_rows, size_at
+from tpudist.programs.rows.row_sizes import (
+    Count,
+    Dim,
+    Piecewise,
+    RowNumber,
+    RowSize,
+    is_rows,
+    size_at,
+)
 
 _OUTSIDE_OF_PART = (
     "the rows of a microbatch are used outside of its loss, but other microbatches have different "
     "numbers of rows: join them with tpudist.rows_of_microbatches, or return sums"
 )
 Rule = Callable[["Operation"], Sequence[Any]]
-Need = tuple[RowSize, int, str, int]
-"""A size, what it must be at least, the user's line that says so, and the id of the equation."""
+
+
+class MinimumSize(NamedTuple):
+    """The least value of a size for which an equation, given by its line and id, is right."""
+
+    size: RowSize
+    minimum: int
+    line: str
+    equation: int
+
+
+@dataclasses.dataclass
+class Requirements:
+    """Conditions on the numbers of rows that an evaluation found, to check on the host.
+
+    Attributes:
+        minimum_sizes: Sizes with a least value, in the order of the equations.
+        even_sizes: Sizes that must be equal on all replicas, each with the operation that needs it.
+        gathered: Numbers of the gathers of all replicas' rows whose result has no symbol yet, each
+            with the size of one replica's rows.
+        broken_claims: Numbers of the claims of equality about values that have rows.
+    """
+
+    minimum_sizes: dict[MinimumSize, None] = dataclasses.field(default_factory=dict)
+    even_sizes: dict[RowSize, str] = dataclasses.field(default_factory=dict)
+    gathered: dict[int, RowSize] = dataclasses.field(default_factory=dict)
+    broken_claims: set[int] = dataclasses.field(default_factory=set)
 
 
 class Evaluator:
     """Evaluates one program for real numbers of rows.
 
-    Attributes:
-        counts: The real number of rows of each symbol, traced int32 scalars; None where it is not
-            known, as outside of the loop over the parts of a batch.
-        needs: What sizes must be at least, to be checked on the host before a run.
-        even: Sizes that must be the same on all replicas, and where.
-        gathered: Gathers of the rows of all replicas that have no symbol of their own, with the
-            size of one replica's.
-        broken_claims: Claims that a value is equal on all replicas, of values that have rows.
+    Args:
+        counts: Real number of rows of each symbol, traced int32 scalars; None if it is unknown, as
+            outside of the loop over the parts of a batch.
+        rules: Called with the name of a primitive; returns its rule or None.
+        requirements: Receives the conditions on the numbers of rows.
     """
 
-    def __init__(self, counts: Sequence[Any], rules: Callable[[str], Rule | None]):
-        """Evaluates with these rules, by the name of the primitive."""
-        self.counts = list(counts)
-        self.needs: dict[Need, None] = {}
-        self.even: dict[RowSize, str] = {}
-        self.gathered: dict[int, RowSize] = {}
-        self.broken_claims: set[int] = set()
+    def __init__(
+        self,
+        counts: Sequence[Count | None],
+        rules: Callable[[str], Rule | None],
+        requirements: Requirements,
+    ):
+        self.counts: list[Any] = list(counts)
+        self.requirements = requirements
         self._rules = rules
-        # By id, and kept so that it stays theirs: values, and the sizes beyond which they are zero.
-        self._masked: dict[int, tuple[Any, dict[int, Dim]]] = {}
+        # Values with zeros in their padding, by id, with the dims and sizes where they have them.
+        # The values are kept, so that no other value gets the same id.
+        self._masked: dict[int, tuple[jax.Array, dict[int, Dim]]] = {}
 
-    def program(self, labelled: LabelledProgram, args: Sequence[Any]) -> list[Any]:
-        """The outputs of a program for padded inputs."""
-        # Where a program takes a part of a batch, the part's rows are known in that program only.
+    def program(self, labelled: LabelledProgram, args: Sequence[ArrayLike]) -> list[Any]:
+        """Returns the padded outputs of a program for padded inputs."""
+        # A program that takes a part of a batch sets the count of the part (`microbatch_rules`).
+        # The count is valid in that program only.
         outer = list(self.counts)
         try:
             return self._outputs(labelled, args)
         finally:
             self.counts = outer
 
-    def _outputs(self, labelled: LabelledProgram, args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = {}
+    def _outputs(self, labelled: LabelledProgram, args: Sequence[ArrayLike]) -> list[Any]:
+        env: dict[core.Var, Any] = {}
         summed = contractions.find_summed(labelled)
 
-        def enter(variable: Any, value: Any, dims: Dims) -> None:
+        def define(variable: core.Var, value: Any, dims: Dims) -> None:
             env[variable] = self._mask_summed(value, dims, summed.get(variable, ()))
 
         for variable, value, dims in zip(
             labelled.jaxpr.invars, args, labelled.in_dims, strict=True
         ):
-            enter(variable, value, dims)
+            define(variable, value, dims)
         for variable, value in zip(labelled.jaxpr.constvars, labelled.consts, strict=True):
-            env[variable] = self.constant(value, variable.aval, _line_of_use(labelled, variable))
+            env[variable] = self.constant(value, variable, _line_of_use(labelled, variable))
         for equation in labelled.equations:
             values = [
-                self.constant(equation.literals[i], atom.aval, equation.line)
-                if i in equation.literals
-                else env[atom]
+                env[atom]
+                if isinstance(atom, core.Var)
+                else self.constant(equation.literals[i], atom, equation.line)
                 for i, atom in enumerate(equation.eqn.invars)
             ]
             outputs = self._evaluate(equation, values)
             for variable, value, dims in zip(
                 equation.eqn.outvars, outputs, equation.out_dims, strict=True
             ):
-                enter(variable, value, dims)
+                define(variable, value, dims)
         return [
-            self.constant(labelled.out_literals[i], atom.aval)
-            if i in labelled.out_literals
-            else env[atom]
+            env[atom]
+            if isinstance(atom, core.Var)
+            else self.constant(labelled.out_literals[i], atom)
             for i, atom in enumerate(labelled.jaxpr.outvars)
         ]
 
-    def _mask_summed(self, value: Any, dims: Dims, over: Sequence[int]) -> Any:
-        """A value with zeros beyond the real rows of the dims that contractions sum over."""
+    def _mask_summed(self, value: Any, dims: Dims, summed: Sequence[int]) -> Any:
+        """Returns a value with zeros in the padding of the dims that contractions sum over."""
         _, already = self._masked.get(id(value), (value, {}))
-        known = {d: dims[d] for d in over if already.get(d) != dims[d] and self.is_known(dims[d])}
-        for d, size in known.items():
+        masks = {d: dims[d] for d in summed if already.get(d) != dims[d] and self.is_known(dims[d])}
+        for d, size in masks.items():
             value = self.mask(value, d, size, 0)
-        if known:
-            self._masked[id(value)] = value, already | known
+        if masks:
+            self._masked[id(value)] = value, already | masks
         return value
 
-    def is_masked(self, value: Any, dim: int, size: Dim) -> bool:
-        """Whether a value is known to have zeros beyond the real size of a dim."""
+    def is_masked(self, value: jax.Array, dim: int, size: Dim) -> bool:
+        """Returns whether a value is known to have zeros beyond the real size of a dim."""
         return id(value) in self._masked and self._masked[id(value)][1].get(dim) == size
 
-    def mask(self, x: Any, dim: int, size: Dim, fill: Any) -> Any:
-        """`x` with `fill` beyond the real size of a dim."""
-        real = lax.broadcasted_iota(jnp.int32, x.shape, dim) < self.size(size)
-        return jnp.where(real, x, jnp.asarray(fill, x.dtype))
+    def is_real(self, shape: Shape, dim: int, size: Dim) -> jax.Array:
+        """Returns whether each element of a padded array is within the real size of a dim."""
+        return lax.broadcasted_iota(jnp.int32, shape, dim) < self.size(size)
+
+    def mask(self, x: jax.Array, dim: int, size: Dim, fill: ArrayLike) -> jax.Array:
+        """Returns `x` with `fill` beyond the real size of a dim."""
+        return jnp.where(self.is_real(x.shape, dim, size), x, jnp.asarray(fill, x.dtype))
 
     def is_known(self, dim: Dim) -> bool:
-        """Whether it is known here how large a dim is."""
+        """Returns whether the real size of a dim is known at this point of the program."""
         return not isinstance(dim, RowSize) or all(self.counts[i] is not None for i in dim.symbols)
 
     def size(self, dim: Dim) -> Any:
-        """How large a dim really is: a traced int32, or an int."""
+        """Returns the real size of a dim: a traced int32, or an int."""
         if not self.is_known(dim):
             raise RowsError(_OUTSIDE_OF_PART)
         return size_at(dim, self._counts_or_zero())
 
-    def _counts_or_zero(self) -> list[Any]:
+    def _counts_or_zero(self) -> list[Count]:
+        # Unknown counts have no effect: `is_known` is checked before.
         return [0 if count is None else count for count in self.counts]
 
-    def constant(self, value: Any, aval: Any, line: str = "") -> Any:
-        """A constant or a literal for the real numbers of rows, which the user's `line` reads."""
+    def constant(self, value: object, atom: jaxprs.Atom, line: str = "") -> Any:
+        """Returns the value of a labelled constant or literal for the real numbers of rows.
+
+        Args:
+            value: The label.
+            atom: The constant or literal in the program, with the padded shape.
+            line: The user's line that reads it, for errors.
+        """
+        dtype = jaxprs.dtype_of(atom)
         if isinstance(value, RowSize):
-            self.size(value)  # refuses what is not known here
-            return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
+            if not self.is_known(value):
+                raise RowsError(_OUTSIDE_OF_PART)
+            return jnp.asarray(value.at(self._counts_or_zero()), dtype)
         if isinstance(value, RowNumber):
-            return jnp.asarray(value.at(self._counts_or_zero()), aval.dtype)
+            return jnp.asarray(value.at(self._counts_or_zero()), dtype)
         if isinstance(value, Piecewise):
-            general = self.constant(value.general, aval, line)
+            general = self.constant(value.general, atom, line)
             if any(self.counts[i] is None for piece in value.pieces for i, _ in piece.counts):
                 raise RowsError(_OUTSIDE_OF_PART)
-            return jnp.asarray(Piecewise(general, value.pieces).at(self.counts), aval.dtype)
+            return jnp.asarray(Piecewise(general, value.pieces).at(self.counts), dtype)
         if isinstance(value, Corner):
-            array = jnp.asarray(value.value)
+            array, shape = jnp.asarray(value.value), jaxprs.shape_of(atom)
             padding = [
-                (0, max(size - own, 0)) for size, own in zip(aval.shape, array.shape, strict=True)
+                (0, max(size - own, 0)) for size, own in zip(shape, array.shape, strict=True)
             ]
-            return jnp.pad(array, padding)[tuple(map(slice, aval.shape))]
-        if isinstance(value, Varies):
+            return jnp.pad(array, padding)[tuple(map(slice, shape))]
+        if isinstance(value, UnknownFunction):
             raise RowsError(
                 f"a constant depends on the number of rows in an unknown way: {_shorten(value)}. "
-                f"{_way_to_write(value)}",
+                f"{_describe_alternative(value)}",
                 line,
             )
         return value
 
     def _evaluate(self, equation: LabelledEquation, values: list[Any]) -> Sequence[Any]:
-        operation = Operation(self, equation, values)
         try:
             with equation.eqn.ctx.manager:
-                return self._apply(operation)
+                return self._apply_rule(Operation(self, equation, values))
         except RowsError as error:
             if error.line or not equation.line:
                 raise
             raise RowsError(error.reason, equation.line) from None
 
-    def _apply(self, operation: "Operation") -> Sequence[Any]:
-        name = operation.name
-        own = name.startswith("tpudist.")  # operations that only their rules know to evaluate
-        if not operation.meets_rows and not operation.holds_rows and not own:
+    def _apply_rule(self, operation: "Operation") -> Sequence[Any]:
+        # Primitives of tpudist can only be evaluated by their rules.
+        has_own_rule = operation.name.startswith("tpudist.")
+        if not operation.meets_rows and not operation.contains_rows and not has_own_rule:
             return operation.bind()
-        rule = self._rules(name)
+        rule = self._rules(operation.name)
         if rule is None:
             return operation.refuse_unknown()
         return rule(operation)
 
 
 class Operation:
-    """One equation that is evaluated, and the padded values of its operands.
+    """One equation, with the padded values of its operands.
 
     Attributes:
-        evaluator: Of the whole program.
-        equation: The equation.
-        values: Its operands.
-        params: Its parameters, labelled.
+        evaluator: The evaluator of the whole program.
+        equation: The labelled equation.
+        values: The padded operands.
+        params: The labelled parameters.
         in_dims: The dims of each operand.
         out_dims: The dims of each result.
     """
 
     def __init__(self, evaluator: Evaluator, equation: LabelledEquation, values: list[Any]):
-        """See the class."""
         self.evaluator, self.equation, self.values = evaluator, equation, values
         self.params, self.in_dims = equation.params, equation.in_dims
         self.out_dims = equation.out_dims
 
     @property
     def name(self) -> str:
-        """The primitive's."""
+        """Name of the primitive."""
         return self.equation.eqn.primitive.name
 
     @property
     def out_avals(self) -> list[Any]:
-        """The padded results, abstract."""
+        """Shapes and dtypes of the padded results."""
         return [v.aval for v in self.equation.eqn.outvars]
 
     @property
@@ -218,17 +264,16 @@ class Operation:
         return any(map(is_rows, dims)) or any(map(varies, self.params.values()))
 
     @property
-    def holds_rows(self) -> bool:
-        """Whether a program that it holds depends on the number of rows."""
-        bodies = itertools.chain(*self.equation.bodies.values())
-        return any(body.depends_on_rows for body in bodies)
+    def contains_rows(self) -> bool:
+        """Whether a program inside the equation depends on the number of rows."""
+        return any(body.depends_on_rows for body in self.equation.all_bodies)
 
-    def refuse(self, why: str) -> Any:
-        """Refuses: this operation cannot be followed."""
-        raise RowsError(f"{self.name}: {why}", self.equation.line)
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises `RowsError`: this operation cannot be followed."""
+        raise RowsError(f"{self.name}: {reason}", self.equation.line)
 
-    def refuse_unknown(self) -> Any:
-        """Refuses: nobody has said what this operation does with its rows."""
+    def refuse_unknown(self) -> NoReturn:
+        """Raises `RowsError`: this operation has no rule."""
         called = self.equation.eqn.params.get("name")
         kernel = f" '{called}'" if isinstance(called, str) and called else ""
         raise RowsError(
@@ -237,34 +282,36 @@ class Operation:
             self.equation.line,
         )
 
-    def check_params(self, but: Sequence[str] = ()) -> None:
-        """Refuses parameters that depend on the number of rows, but those that a rule reads."""
+    def check_params(self, allowed: Collection[str] = ()) -> None:
+        """Rejects parameters that depend on the number of rows, except the `allowed` ones."""
         for name, value in self.params.items():
-            if name not in but and varies(value):
+            if name not in allowed and varies(value):
                 self.refuse(f"its {name} depends on the number of rows: {_shorten(value)}")
 
     def size(self, dim: Dim) -> Any:
-        """How large a dim really is: a traced int32, or an int."""
+        """Returns the real size of a dim: a traced int32, or an int."""
         return self.evaluator.size(dim)
 
-    def need(self, dim: Dim, at_least: int) -> None:
-        """Notes that a size must be so large, or the function is another one."""
+    def require_size(self, dim: Dim, minimum: int) -> None:
+        """Records the least size for which the operation computes the function."""
         if isinstance(dim, RowSize):
-            self.evaluator.needs[dim, at_least, self.equation.line, id(self.equation.eqn)] = None
-        elif dim < at_least:
-            self.refuse(f"it takes {at_least} of {dim}")
+            found = MinimumSize(dim, minimum, self.equation.line, id(self.equation.eqn))
+            self.evaluator.requirements.minimum_sizes[found] = None
+        elif dim < minimum:
+            self.refuse(f"it takes {minimum} of {dim}")
 
-    def need_even(self, dim: Dim) -> None:
-        """Notes that a size must be the same on all replicas."""
+    def require_even(self, dim: Dim) -> None:
+        """Records that a size must be equal on all replicas."""
         if isinstance(dim, RowSize):
-            self.evaluator.even.setdefault(dim, f"{self.name} ({self.equation.line})")
+            where = f"{self.name} ({self.equation.line})"
+            self.evaluator.requirements.even_sizes.setdefault(dim, where)
 
     def is_real(self, shape: Sequence[int], dim: int, size: Dim) -> jax.Array:
-        """Which elements of a padded array lie within the real size of one of its dims."""
-        return lax.broadcasted_iota(jnp.int32, tuple(shape), dim) < self.size(size)
+        """Returns whether each element of a padded array is within the real size of a dim."""
+        return self.evaluator.is_real(tuple(shape), dim, size)
 
-    def mask(self, i: int, dims: Sequence[int], fill: Any) -> Any:
-        """Operand `i` with `fill` beyond the real rows of these dims."""
+    def mask(self, i: int, dims: Sequence[int], fill: ArrayLike) -> Any:
+        """Returns operand `i` with `fill` beyond the real rows of these dims."""
         own = x = self.values[i]
         for dim in dims:
             size = self.in_dims[i][dim]
@@ -275,35 +322,39 @@ class Operation:
         return x
 
     def bind(self, values: Sequence[Any] | None = None, **changed: Any) -> list[Any]:
-        """The operation itself, on these values or on its operands."""
-        primitive = self.equation.eqn.primitive
-        given = self.values if values is None else values
-        # Custom derivatives are bound with functions, in jax 0.10 as arguments of their own.
-        found: Any = primitive.get_bind_params({**self.equation.eqn.params, **changed})
-        functions, params = found if isinstance(found, tuple) else ((), found)
-        result = primitive.bind(*functions, *given, **params)
-        return list(result) if primitive.multiple_results else [result]
+        """Applies the primitive to `values`, by default to its operands.
 
-    def run(self, body: LabelledProgram, args: Sequence[Any]) -> list[Any]:
-        """Evaluates a program that it holds."""
+        Args:
+            values: The operands.
+            **changed: Parameters that replace those of the equation.
+        """
+        values = self.values if values is None else values
+        return operations.bind(self.equation.eqn, values, changed)
+
+    def run(self, body: LabelledProgram, args: Sequence[ArrayLike]) -> list[Any]:
+        """Evaluates a program inside the equation."""
         return self.evaluator.program(body, args)
 
     def body(self) -> LabelledProgram:
-        """The only program that it holds."""
-        bodies = list(itertools.chain(*self.equation.bodies.values()))
+        """Returns the only program inside the equation."""
+        bodies = self.equation.all_bodies
         if len(bodies) != 1:
             self.refuse(f"it holds {len(bodies)} programs")
         return bodies[0]
 
 
 def close_over_counts(
-    evaluator: Evaluator, body: LabelledProgram, args: Sequence[Any]
+    evaluator: Evaluator, body: LabelledProgram, args: Sequence[ArrayLike]
 ) -> tuple[core.Jaxpr, list[Any]]:
-    """A program without constants that evaluates `body`, and the inputs to give it."""
-    outer = evaluator.counts
-    given = jax.tree.leaves(outer)
+    """Returns a program without constants that evaluates `body`, and its inputs.
 
-    def run(counts: list[Any], *args: Any) -> list[Any]:
+    `checkpoint` needs that: its program is evaluated again for the gradients, and has no place for
+    the traced counts that the rules close over. So they are inputs here.
+    """
+    outer = evaluator.counts
+    counts = jax.tree.leaves(outer)
+
+    def run(counts: list[Any], *args: jax.Array) -> list[Any]:
         evaluator.counts = counts
         return evaluator.program(body, args)
 
@@ -312,29 +363,28 @@ def close_over_counts(
         consts = list(closed.consts)
         if consts:
 
-            def with_consts(consts: list[Any], *args: Any) -> Any:
-                return core.jaxpr_as_fun(jaxprs.ClosedJaxpr(jaxprs.open_jaxpr(closed), consts))(
-                    *args
-                )
+            def with_consts(consts: list[Any], *args: jax.Array) -> Any:
+                program = jaxprs.ClosedJaxpr(jaxprs.open_jaxpr(closed), consts)
+                return core.jaxpr_as_fun(program)(*args)
 
-            inputs = [*given, *args]
+            inputs = [*counts, *args]
             closed = jax.make_jaxpr(with_consts)(consts, *inputs)
             if closed.consts:
                 raise RowsError("a program inside has constants that cannot be made inputs")
             return jaxprs.open_jaxpr(closed), [*consts, *inputs]
     finally:
         evaluator.counts = outer
-    return jaxprs.open_jaxpr(closed), [*given, *args]
+    return jaxprs.open_jaxpr(closed), [*counts, *args]
 
 
-def _line_of_use(labelled: LabelledProgram, variable: Any) -> str:
-    """The user's line of the first operation that reads `variable`."""
+def _line_of_use(labelled: LabelledProgram, variable: core.Var) -> str:
+    """Returns the user's line of the first operation that reads `variable`."""
     readers = (e.line for e in labelled.equations if any(x is variable for x in e.eqn.invars))
     return next(readers, "")
 
 
-def _way_to_write(value: Varies) -> str:
-    """Returns how to write a constant that NumPy or Python computes from the number of rows."""
+def _describe_alternative(value: UnknownFunction) -> str:
+    """Says what to write for a constant that NumPy or Python computes from the number of rows."""
     arrays = [np.asarray(x) for x in value.values]
     if len({x.shape for x in arrays}) == 1:
         return (
@@ -353,7 +403,10 @@ def _way_to_write(value: Varies) -> str:
 
 
 def _shorten(value: Any) -> str:
-    values = value.values if isinstance(value, Varies) else value
-    arrays = (np.asarray(x).tolist() if hasattr(x, "dtype") else x for x in values)
+    values = value.values if isinstance(value, UnknownFunction) else value
+    arrays = (
+        np.asarray(x).tolist() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
+        for x in values
+    )
     text = ", ".join(map(str, arrays))
     return text if len(text) < 120 else text[:117] + "..."

@@ -1,8 +1,8 @@
-"""Which dims, parameters and numbers of a program depend on how many rows its batches have.
+"""Labels the dims, parameters and numbers of a program that depend on the number of rows.
 
-The function has been traced at several numbers of rows. The traces must have one structure: the
-same primitives that read the same values. What differs between them (sizes of dims, parameters,
-scalars, constants) is a function of the number of rows, which `sizes` finds.
+The function is traced with several numbers of rows. The traces must have the same structure: the
+same primitives, which read the same values. Everything else that differs (sizes, parameters,
+scalars, constants) becomes a function of the number of rows, fitted by `row_sizes`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_sizes import (
     Dim,
@@ -36,15 +37,15 @@ NOT_COMPARED = frozenset(
     "update_jaxpr compiler_options_kvs out_sharding sharding unconstrained_dims "
     "fun_jaxpr_thunk".split()
 )
-"""Parameters that say nothing of what is computed, or that hold a program in another form."""
+"""Parameters that do not affect the result, or that contain another form of a compared program."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Varies:
-    """A parameter or a constant that depends on the number of rows in no way that is known.
+class UnknownFunction:
+    """A parameter or constant that depends on the number of rows by no known formula.
 
     Attributes:
-        values: What it was in each trace.
+        values: The value in each trace.
     """
 
     values: tuple[Any, ...]
@@ -52,10 +53,10 @@ class Varies:
 
 @dataclasses.dataclass(frozen=True)
 class Corner:
-    """A constant that has rows: that of fewer rows is the leading corner of that of more.
+    """A constant array with rows: with fewer rows it is the leading corner of this one.
 
     Attributes:
-        value: That of the most rows.
+        value: The constant of the trace with the most rows.
     """
 
     value: Any
@@ -63,17 +64,17 @@ class Corner:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LabelledEquation:
-    """One equation, and what in it depends on the number of rows.
+    """An equation, and its parts that depend on the number of rows.
 
     Attributes:
-        eqn: That of the first trace.
+        eqn: The equation in the first trace.
         in_dims: The dims of each operand.
         out_dims: The dims of each result.
-        params: The parameters, with a `RowSize` for each size that depends on the rows, and
-            `Varies` for what differs in another way. Those that hold programs are not among them.
-        literals: For each operand that is a literal, its value, `RowSize`, `RowNumber` or
+        params: The parameters that contain no programs. A size that depends on the rows is a
+            `RowSize`; any other dependence is an `UnknownFunction`.
+        literals: Operands that are literals, by position: a value, `RowSize`, `RowNumber` or
             `Piecewise`.
-        bodies: The programs that it holds, by parameter.
+        bodies: The programs inside the equation, by parameter, in the order of `bodies_of`.
     """
 
     eqn: core.JaxprEqn
@@ -85,29 +86,34 @@ class LabelledEquation:
 
     @property
     def line(self) -> str:
-        """The user's line, as `file:line`, or an empty string."""
+        """The user's line, as `file:line`; empty if it is unknown."""
         return users_line_of(self.eqn)
 
     @property
+    def all_bodies(self) -> tuple["LabelledProgram", ...]:
+        """The programs inside the equation, in the order of `bodies_of`."""
+        return tuple(itertools.chain(*self.bodies.values()))
+
+    @property
     def depends_on_rows(self) -> bool:
-        """Whether anything in it depends on the number of rows."""
+        """Whether anything in the equation depends on the number of rows."""
         dims = itertools.chain(*self.in_dims, *self.out_dims)
         values = itertools.chain(dims, self.params.values(), self.literals.values())
-        bodies = itertools.chain(*self.bodies.values())
-        return any(map(varies, values)) or any(body.depends_on_rows for body in bodies)
+        return any(map(varies, values)) or any(body.depends_on_rows for body in self.all_bodies)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LabelledProgram:
-    """A program, and what in it depends on the number of rows.
+    """A program, and its parts that depend on the number of rows.
 
     Attributes:
-        jaxpr: That of the first trace.
-        consts: Its constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or `Varies`.
-        equations: Its equations.
+        jaxpr: The program in the first trace.
+        consts: The constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or
+            `UnknownFunction`.
+        equations: The equations.
         in_dims: The dims of each input.
         out_dims: The dims of each output.
-        out_literals: For each output that is a literal, its value.
+        out_literals: Values of the outputs that are literals, by position.
     """
 
     jaxpr: core.Jaxpr
@@ -119,7 +125,7 @@ class LabelledProgram:
 
     @functools.cached_property
     def depends_on_rows(self) -> bool:
-        """Whether anything in it depends on the number of rows."""
+        """Whether anything in the program depends on the number of rows."""
         values = itertools.chain(self.consts, self.out_literals.values())
         dims = itertools.chain(*self.in_dims, *self.out_dims)
         return any(map(varies, itertools.chain(values, dims))) or any(
@@ -127,20 +133,21 @@ class LabelledProgram:
         )
 
 
-def find_difference(first: Any, second: Any) -> str | None:
-    """Where two traces have another structure, in words; None where they have the same."""
+def find_difference(first: Program, second: Program) -> str | None:
+    """Describes where two traces differ in structure; None if they do not."""
+    # Structure includes the wiring: each variable is numbered at its first use, and equal numbers
+    # mean that both traces read the same value. `x - y` and `y - x` are the same primitives.
     a, b = jaxprs.open_jaxpr(first), jaxprs.open_jaxpr(second)
     numbers: tuple[dict, dict] = ({}, {})
 
-    def describe(atom: Any, which: int) -> tuple:
+    def describe(atom: Atom, trace: int) -> tuple:
         if isinstance(atom, core.Literal):
             number = -1
         else:
-            number = numbers[which].setdefault(atom, len(numbers[which]))
-        aval = atom.aval
-        return number, len(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+            number = numbers[trace].setdefault(atom, len(numbers[trace]))
+        return number, len(jaxprs.shape_of(atom)), jaxprs.dtype_of(atom)
 
-    def differ(x: Sequence[Any], y: Sequence[Any]) -> bool:
+    def differ(x: Sequence[Atom], y: Sequence[Atom]) -> bool:
         return [describe(v, 0) for v in x] != [describe(v, 1) for v in y]
 
     if differ([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
@@ -165,11 +172,11 @@ def find_difference(first: Any, second: Any) -> str | None:
     return None
 
 
-def label(programs: Sequence[Any], points: tuple[Point, ...]) -> LabelledProgram:
-    """Labels a program by its traces at these points, which have one structure.
+def label(programs: Sequence[Program], points: tuple[Point, ...]) -> LabelledProgram:
+    """Labels a program by its traces at these points, which must have the same structure.
 
     Raises:
-        RowsError: A size depends on the number of rows in no way that is known.
+        RowsError: If a size depends on the number of rows by no known formula.
     """
     return _Labeller(points).program(list(programs))
 
@@ -177,19 +184,20 @@ def label(programs: Sequence[Any], points: tuple[Point, ...]) -> LabelledProgram
 class _Labeller:
     def __init__(self, points: tuple[Point, ...]):
         self._points = points
+        # By the ids of the same program in all traces, which live as long as the labeller: a
+        # program that is called in several places is labelled once.
         self._known: dict[tuple[int, ...], LabelledProgram] = {}
 
-    def program(self, programs: list[Any]) -> LabelledProgram:
+    def program(self, programs: list[Program]) -> LabelledProgram:
         key = tuple(map(id, programs))
-        found = self._known.get(key)
-        if found is not None:
-            return found
+        known = self._known.get(key)
+        if known is not None:
+            return known
         opened = [jaxprs.open_jaxpr(program) for program in programs]
-        first = opened[0]
-        consts = list(zip(*(getattr(p, "consts", ()) for p in programs), strict=True))
+        consts = zip(*map(jaxprs.consts_of, programs), strict=True)
         labelled = self._known[key] = LabelledProgram(
-            first,
-            tuple(self._value(values) for values in consts),
+            opened[0],
+            tuple(map(self._value, consts)),
             tuple(self._equation(eqns) for eqns in zip(*(j.eqns for j in opened), strict=True)),
             self._all_dims([j.invars for j in opened]),
             self._all_dims([j.outvars for j in opened]),
@@ -199,18 +207,19 @@ class _Labeller:
 
     def _equation(self, eqns: Sequence[core.JaxprEqn]) -> LabelledEquation:
         first = eqns[0]
-        held: dict[str, list] = {}
-        for bodies in zip(*(list(bodies_of(e)) for e in eqns), strict=True):
+        labelled: dict[str, list[LabelledProgram]] = {}
+        for bodies in zip(*map(bodies_of, eqns), strict=True):
             name = bodies[0][0]
             try:
                 body = self.program([body for _, body in bodies])
-            except RowsError as error:  # of what a function of JAX's holds, its call has the line
+            except RowsError as error:
+                # Inside a function of JAX no equation has a line of the user; its call has one.
                 raise RowsError(error.reason, error.line or users_line_of(first)) from None
-            held.setdefault(name, []).append(body)
+            labelled.setdefault(name, []).append(body)
         params = {
             name: value if name in NOT_COMPARED else self._param([e.params[name] for e in eqns])
             for name, value in first.params.items()
-            if name not in held
+            if name not in labelled
         }
         try:
             return LabelledEquation(
@@ -219,81 +228,79 @@ class _Labeller:
                 self._all_dims([e.outvars for e in eqns]),
                 params,
                 self._literals([e.invars for e in eqns]),
-                {name: tuple(bodies) for name, bodies in held.items()},
+                {name: tuple(bodies) for name, bodies in labelled.items()},
             )
         except RowsError as error:
             raise RowsError(
                 f"{first.primitive.name}: {error.reason}", users_line_of(first)
             ) from None
 
-    def _all_dims(self, variables: Sequence[Sequence[Any]]) -> tuple[Dims, ...]:
-        return tuple(map(self._dims, zip(*variables, strict=True)))
+    def _all_dims(self, atoms: Sequence[Sequence[Atom]]) -> tuple[Dims, ...]:
+        return tuple(map(self._dims, zip(*atoms, strict=True)))
 
-    def _dims(self, variables: Sequence[Any]) -> Dims:
-        found = []
-        for sizes in zip(*(getattr(v.aval, "shape", ()) for v in variables), strict=True):
+    def _dims(self, atoms: Sequence[Atom]) -> Dims:
+        dims = []
+        for sizes in zip(*map(jaxprs.shape_of, atoms), strict=True):
             size = fit_size(tuple(sizes), self._points)
             if size is None:
                 raise RowsError(
                     f"a size that is {_describe(sizes)} for {_describe(self._points)} rows"
                 )
-            found.append(size)
-        return tuple(found)
+            dims.append(size)
+        return tuple(dims)
 
-    def _literals(self, atoms: Sequence[Sequence[Any]]) -> dict[int, Any]:
-        return {
-            i: self._value([x.val for x in same])
-            for i, same in enumerate(zip(*atoms, strict=True))
-            if isinstance(same[0], core.Literal)
-        }
+    def _literals(self, atoms: Sequence[Sequence[Atom]]) -> dict[int, Any]:
+        literals = {}
+        for i, in_traces in enumerate(zip(*atoms, strict=True)):
+            values = [x.val for x in in_traces if isinstance(x, core.Literal)]
+            if values:
+                literals[i] = self._value(values)
+        return literals
 
     def _param(self, values: Sequence[Any]) -> Any:
+        """Returns a parameter as a function of the number of rows."""
         first = values[0]
         if all(are_equal(first, value) for value in values[1:]):
             return first
         if callable(first):
-            return first  # it is compared by what it holds
-        if isinstance(first, tuple) and type(first) is tuple:
+            return first  # each trace has a new object; `bodies_of` compares the programs inside
+        if type(first) is tuple:
             if len({len(value) for value in values}) > 1:
-                return Varies(tuple(values))
-            return tuple(self._param(same) for same in zip(*values, strict=True))
-        if all(_is_whole(value) for value in values):
+                return UnknownFunction(tuple(values))
+            return tuple(self._param(elements) for elements in zip(*values, strict=True))
+        size = None
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values):
             size = fit_size(tuple(map(int, values)), self._points)
-            if size is not None:
-                return size
-        return Varies(tuple(values))
+        return UnknownFunction(tuple(values)) if size is None else size
 
     def _value(self, values: Sequence[Any]) -> Any:
-        """What a constant or a literal is for any number of rows."""
+        """Returns a constant or a literal as a function of the number of rows."""
         first = values[0]
         if all(value is first for value in values):
             return first
+        unknown = UnknownFunction(tuple(values))
         if any(isinstance(value, Tracer) for value in values):
-            return Varies(tuple(values))
+            return unknown
         try:
             arrays = [np.asarray(value) for value in values]
-        except Exception:  # random keys and what else is no numbers
-            return Varies(tuple(values))
-        if all(_same_numbers(arrays[0], x) for x in arrays[1:]):
+        except Exception:  # random keys and other values without numbers
+            return unknown
+        if all(_have_equal_numbers(arrays[0], x) for x in arrays[1:]):
             return first
         if arrays[0].ndim:
             largest = max(range(len(arrays)), key=lambda i: arrays[i].shape)
-            return (
-                Corner(values[largest])
-                if all(is_corner(x, arrays[largest]) for x in arrays)
-                else Varies(tuple(values))
-            )
+            is_leading = all(is_corner(x, arrays[largest]) for x in arrays)
+            return Corner(values[largest]) if is_leading else unknown
+        fitted = None
         if arrays[0].dtype.kind in "iu":
-            size = fit_size(tuple(int(x) for x in arrays), self._points)
-            return Varies(tuple(values)) if size is None else size
-        if arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":
-            number = fit_number([float(x) for x in arrays], self._points)
-            return Varies(tuple(values)) if number is None else number
-        return Varies(tuple(values))
+            fitted = fit_size(tuple(int(x) for x in arrays), self._points)
+        elif arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":
+            fitted = fit_number([float(x) for x in arrays], self._points)
+        return unknown if fitted is None else fitted
 
 
-def predict(value: Any, counts: Point) -> Any:
-    """What a labelled value or parameter is with so many rows; `Varies` where that is not known."""
+def predict(value: object, counts: Point) -> Any:
+    """Returns a labelled value for these counts; an `UnknownFunction` or `Corner` stays."""
     if isinstance(value, RowSize):
         return size_at(value, counts)
     if isinstance(value, RowNumber):
@@ -305,40 +312,40 @@ def predict(value: Any, counts: Point) -> Any:
     return value
 
 
-def varies(value: Any) -> bool:
-    """Whether a labelled value, parameter or size depends on the number of rows."""
-    if isinstance(value, RowSize | RowNumber | Piecewise | Varies | Corner):
+def varies(value: object) -> bool:
+    """Returns whether a labelled value, parameter or size depends on the number of rows."""
+    if isinstance(value, RowSize | RowNumber | Piecewise | UnknownFunction | Corner):
         return True
     return type(value) is tuple and any(map(varies, value))
 
 
 def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
-    """Whether an array is the leading corner of another one."""
+    """Returns whether an array is the leading corner of another one."""
     if small.ndim != large.ndim or small.dtype != large.dtype:
         return False
     if any(a > b for a, b in zip(small.shape, large.shape, strict=True)):
         return False
-    return _same_numbers(small, large[tuple(map(slice, small.shape))])
+    return _have_equal_numbers(small, large[tuple(map(slice, small.shape))])
 
 
-def are_equal(a: Any, b: Any) -> bool:
-    """Whether two parameters are equal; NaN is, and a program that is traced again."""
+def are_equal(a: object, b: object) -> bool:
+    """Returns whether two parameters are equal. NaN equals NaN, and programs compare by content."""
     if a is b:
         return True
-    if type(a) is type(b) and isinstance(a, core.Jaxpr | jaxprs.ClosedJaxpr):
+    if type(a) is type(b) and jaxprs.is_program(a) and jaxprs.is_program(b):
         return find_difference(a, b) is None and str(a) == str(b)
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return _same_numbers(np.asarray(a), np.asarray(b))
+        return _have_equal_numbers(np.asarray(a), np.asarray(b))
     try:
         if bool(a == b) or bool(a != a and b != b):
             return True
-    except Exception:
+    except Exception:  # whatever the class of a parameter raises
         return False
     return type(a) is type(b) and _have_equal_parts(a, b)
 
 
-def _have_equal_parts(a: Any, b: Any) -> bool:
-    """Whether two parameters are, that hold others: a kernel's grid holds programs."""
+def _have_equal_parts(a: object, b: Any) -> bool:
+    # JAX's records of parameters may contain programs, as the grid of a kernel does.
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(are_equal, a, b))
     if not dataclasses.is_dataclass(a):
@@ -347,14 +354,14 @@ def _have_equal_parts(a: Any, b: Any) -> bool:
     return bool(names) and all(are_equal(getattr(a, n), getattr(b, n)) for n in names)
 
 
-def _same_numbers(a: np.ndarray, b: np.ndarray) -> bool:
+def _have_equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.tobytes() == b.tobytes() or np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
 
 def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
-    """The programs that an equation holds, with their constants, by parameter."""
+    """Yields the programs inside an equation with their constants, each after its parameter."""
     if eqn.primitive.name == "call_hi_primitive":
         yield "_prim", jaxprs.expand(eqn)
         return
@@ -364,12 +371,8 @@ def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
                 yield name, body
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _describe(values: Sequence[Any]) -> str:
-    """Values of several traces, in words; points of one symbol as numbers."""
+def _describe(values: Sequence[int | Point]) -> str:
+    # The point of a single symbol is written as a number.
     plain = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
     return ", ".join(map(str, plain))
 

@@ -1,7 +1,8 @@
-"""Parts of a batch, for microbatches: of a partial one each part has its own number of real rows.
+"""Splits a batch into microbatches whose numbers of real rows are known in a partial batch.
 
-Part i of n has the rows i, i + n, i + 2 n, ... In a trace that is labelled these are operations of
-their own, whose sizes are no quotients; they are only evaluated by their rules.
+Part i of n has the rows i, i + n, i + 2 n, ... The size of a part is ceil((rows - i) / n), which
+`row_sizes` cannot fit. So splitting and joining are primitives of their own, which exist only in
+labelled traces: `rules/microbatch_rules.py` evaluates them, and nothing lowers them.
 """
 
 import jax
@@ -25,10 +26,10 @@ def _(x, *, rows):
 
 
 def take(batch: jax.Array, part: jax.Array, num_parts: int, rows: int) -> jax.Array:
-    """Part number `part` of `num_parts` of a batch, which has `rows` rows in this trace."""
+    """Returns part number `part` of `num_parts` of a batch; it has `rows` rows in this trace."""
     return _take.bind(batch, part, num_parts=num_parts, rows=rows)
 
 
 def join(parts: jax.Array, rows: int) -> jax.Array:
-    """Arrays `[num_parts, rows of a part, ...]` as the whole, of `rows` rows in this trace."""
+    """Joins arrays `[num_parts, rows of a part, ...]` to one of `rows` rows in this trace."""
     return _join.bind(parts, rows=rows)

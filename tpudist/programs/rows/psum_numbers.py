@@ -1,17 +1,17 @@
 """Finds numbers of rows that JAX has multiplied by the number of replicas during a trace.
 
-`jax.lax.psum` of a Python number does not communicate: it multiplies by the size of the axis. Of
-`x.shape[0]` that is the number of all rows only if every replica has the same number of rows. A
-trace on more replicas for the same rows tells such a number from one that depends on rows alone.
+`jax.lax.psum` of a Python number does not communicate: it multiplies by the size of the axis. For
+`x.shape[0]` the product is the total number of rows only if all replicas have the same number of
+rows. A trace on more replicas with the same rows changes such a product, and no other number.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from jax.extend import core
 
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.rows.labels import (
     LabelledEquation,
     LabelledProgram,
@@ -21,7 +21,7 @@ from tpudist.programs.rows.labels import (
 )
 
 
-def find_line(labelled: LabelledProgram, larger: Any) -> str | None:
+def find_line(labelled: LabelledProgram, larger: Program) -> str | None:
     """Returns the line that uses a product of the numbers of rows and of replicas; None if no line.
 
     Args:
@@ -33,25 +33,25 @@ def find_line(labelled: LabelledProgram, larger: Any) -> str | None:
     return next(_lines(labelled, larger), None)
 
 
-def _lines(labelled: LabelledProgram, larger: Any) -> Iterator[str]:
-    others = jaxprs.open_jaxpr(larger)
-    for equation, other in zip(labelled.equations, others.eqns, strict=True):
-        if _has_other_numbers(equation, other):
+def _lines(labelled: LabelledProgram, larger: Program) -> Iterator[str]:
+    opened = jaxprs.open_jaxpr(larger)
+    for equation, eqn in zip(labelled.equations, opened.eqns, strict=True):
+        if _has_other_numbers(equation, eqn):
             yield equation.line
-        bodies = [body for held in equation.bodies.values() for body in held]
-        for body, (_, other_body) in zip(bodies, bodies_of(other), strict=True):
-            yield from (line or equation.line for line in _lines(body, other_body))
+        for body, (_, larger_body) in zip(equation.all_bodies, bodies_of(eqn), strict=True):
+            yield from (line or equation.line for line in _lines(body, larger_body))
     for i, value in labelled.out_literals.items():
-        if varies(value) and _differ(labelled.jaxpr.outvars[i], others.outvars[i]):
+        if varies(value) and _differ(labelled.jaxpr.outvars[i], opened.outvars[i]):
             yield ""
 
 
-def _has_other_numbers(equation: LabelledEquation, other: core.JaxprEqn) -> bool:
+def _has_other_numbers(equation: LabelledEquation, eqn: core.JaxprEqn) -> bool:
     return any(
-        varies(value) and _differ(equation.eqn.invars[i], other.invars[i])
+        varies(value) and _differ(equation.eqn.invars[i], eqn.invars[i])
         for i, value in equation.literals.items()
     )
 
 
-def _differ(atom: Any, other: Any) -> bool:
-    return not np.array_equal(np.asarray(atom.val), np.asarray(other.val))
+def _differ(literal: Atom, other: Atom) -> bool:
+    first, second = jaxprs.literal_value(literal), jaxprs.literal_value(other)
+    return not np.array_equal(np.asarray(first), np.asarray(second))

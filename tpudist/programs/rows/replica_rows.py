@@ -1,8 +1,9 @@
-"""Operations on the rows of all replicas, in a trace that is labelled.
+"""Operations on the rows of all replicas, in a labelled trace.
 
-Of a partial batch replicas have other numbers of rows. How many they have together is no multiple
-of one replica's, and a value is equal on all of them only if it does not depend on that number.
-These operations are only evaluated by their rules.
+In a partial batch replicas have different numbers of rows. Their total is not a multiple of one
+replica's number, and a value is equal on all replicas only if it does not depend on that number.
+These primitives exist only in labelled traces: `rules/replica_rules.py` evaluates them, and nothing
+lowers them.
 """
 
 import jax
@@ -20,12 +21,19 @@ _claim = core.Primitive(CLAIM)
 
 
 def gather(x: jax.Array, dim: int, index: int, rows: int) -> jax.Array:
-    """The parts of all replicas along a dim, which are `rows` in this trace: gather no. `index`."""
+    """Joins the arrays of all replicas along `dim`.
+
+    Args:
+        x: The array of this replica.
+        dim: The dim of rows.
+        index: Number of this gather in the function.
+        rows: Rows of the result in this trace.
+    """
     return _gather.bind(x, dim=dim, index=index, rows=rows, own=x.shape[dim])
 
 
 def claim_equal(x: jax.Array, index: int) -> jax.Array:
-    """An array as it is, said to be equal on every replica: claim no. `index`."""
+    """Returns `x`, and records claim number `index` that it is equal on every replica."""
     return _claim.bind(x, index=index)
 
 
@@ -48,8 +56,8 @@ def _(x, *, index):
     return x.update()
 
 
-# Each is linear, and the transpose of the other: every replica gets the sum of all gradients for
-# its own rows.
+# Gather and share are linear, and each is the transpose of the other: the gradient of a gather sums
+# the gradients of all replicas, and each replica gets its own rows of the sum.
 ad.deflinear2(_gather, lambda ct, x, **params: [_share.bind(ct, **params)])
 ad.deflinear2(_share, lambda ct, x, **params: [_gather.bind(ct, **params)])
 ad.deflinear2(_claim, lambda ct, x, **params: [ct])

@@ -1,11 +1,14 @@
-"""Functions whose owner says that they compute each row by itself: kernels, for the most part.
+"""Declares functions, such as kernels, that compute each row separately: `rowwise`.
 
-Nobody can read in a Pallas kernel, or in a call to a foreign library, what it does with its rows.
-Its owner knows. In a trace that is labelled such a function is one operation, whose inside is not
-looked at; padding goes in as a copy of a real row, and what comes out for it is padding. Its
-gradient is a function of the same kind, of the operands and the cotangents. The cotangents of
-padding are zeros, so it adds nothing to the gradient of an operand that all rows share.
+tpudist cannot follow the rows inside a Pallas kernel or a call to a foreign library; its owner
+declares them. In a labelled trace the function is one primitive, and `rules/kernel_rules.py` runs
+it on the padded arrays.
 """
+
+# The padding of an operand is a copy of a real row, and the rows of the results that belong to
+# padding are padding again. The gradient is a function of the same kind, over the operands and the
+# cotangents. The cotangents of padding are zeros, so padding adds nothing to the gradient of an
+# operand that all rows share.
 
 import contextlib
 import contextvars
@@ -15,14 +18,17 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching
+from jax.typing import ArrayLike
 
+from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
 from tpudist.programs.rows.errors import RowsError
 
@@ -30,9 +36,10 @@ KERNEL = "tpudist.rowwise"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Dims = tuple[int | None, ...]
+"""The dim of rows of each array; None for an operand that all rows share, and for a result that is
+summed over the rows."""
 Level = tuple[Dims, Dims]
-"""A dim of rows: which dim of each operand it is, and which of each result. None for an operand
-that all rows share, and for a result that is summed over them."""
+"""The dims of one kind of rows, in the operands and in the results."""
 
 _is_labelled = contextvars.ContextVar("tpudist_labelled", default=False)
 _kernel = core.Primitive(KERNEL)
@@ -45,38 +52,36 @@ def rowwise(
     in_dims: int | None | tuple[int | None, ...] = 0,
     out_dims: int | tuple[int, ...] = 0,
 ) -> Function:
-    """Says of a function, such as a custom kernel, that it computes each row by itself.
+    """Declares that a function, such as a custom kernel, computes each row separately.
 
-    Where a batch is partial, a replica function is followed over its real rows, operation by
-    operation. A kernel (Pallas, a foreign function, a `jax.shard_map` of one's own) cannot be
-    followed, and is refused where rows enter it. With this it is one operation, that is run on the
-    padded batch: row i of each result must depend on row i of the arguments and on arguments
-    without rows, and on nothing else. It must not depend on how many rows there are, nor on values
-    with rows that it closes over. Padding is a copy of a real row in it, so it meets no numbers
-    that it would not meet otherwise. On full batches, and outside of tpudist, it is `function`.
-    `tpudist.testing.assert_rowwise` tries it out.
+    In a partial batch tpudist follows the real rows through each operation of a replica function.
+    It cannot follow a kernel (Pallas, a foreign function, your own `jax.shard_map`), and raises an
+    error if rows enter one. A declared function runs on the padded batch instead. Row i of each
+    result must depend only on row i of the arguments and on arguments without rows: not on the
+    number of rows, and not on values with rows that the function closes over. Padding is a copy of
+    a real row, so the function meets no unusual numbers. On full batches, and outside of tpudist,
+    the result is `function` itself. `tpudist.testing.assert_rowwise` tests the declaration.
 
     Args:
-        function: Takes arrays, or pytrees of arrays, by position, and returns the same.
-        in_dims: Which dim of its arrays is the rows, for each argument, or one for all: None for
-            an argument that all rows share.
-        out_dims: Which dim is the rows, for each element of the tuple that it returns, or one for
-            all that it returns.
+        function: Called with arrays or pytrees of arrays, by position; returns the same.
+        in_dims: Dim of the rows in the arrays of each argument, or one dim for all; None for an
+            argument that all rows share.
+        out_dims: Dim of the rows in each element of the returned tuple, or one dim for all results.
 
     Returns:
-        The function, which may be differentiated in reverse mode as often as `function` may, and
-        vmapped. On partial batches a gradient computes the function once more, instead of saving
-        what it has computed.
+        The function. It supports `jax.vmap`, and reverse-mode differentiation as often as
+        `function` does. On partial batches a gradient computes the function once more instead of
+        saving intermediate values.
 
     Raises:
-        ValueError: When it is called: the arguments or results are other ones than was said, or
-            have unequal numbers of rows.
+        ValueError: If the arguments or results of a call do not match the declared dims, or have
+            unequal numbers of rows.
 
-    As the `in_axes` and `out_axes` of `jax.vmap`, of a function that has its batch dims already.
+    Similar to `in_axes` and `out_axes` of `jax.vmap`, for a function that already has batch dims.
     """
 
     @functools.wraps(function)
-    def of_rows(*args: Any) -> Any:
+    def compute_rows(*args: PyTree) -> PyTree:
         dims = dims_of_arguments(args, in_dims)
         leaves, tree = jax.tree.flatten(args)
         rows = _count_rows(leaves, dims)
@@ -84,41 +89,41 @@ def rowwise(
             result = function(*args)
             _check_results(jax.tree.leaves(result), dims_of_results(result, out_dims), rows)
             return result
-        found: list[Any] = []
+        structure: list[Any] = []  # of the results: their tree and dims, known after the trace
 
-        def run(*leaves: Any) -> list[Any]:
+        def run(*leaves: jax.Array) -> list[Any]:
             result = function(*jax.tree.unflatten(tree, leaves))
-            found[:] = [jax.tree.structure(result), dims_of_results(result, out_dims)]
+            structure[:] = [jax.tree.structure(result), dims_of_results(result, out_dims)]
             return jax.tree.leaves(result)
 
         traced = _trace(
             run,
             leaves,
             [dims],
-            lambda: [found[1]],
+            lambda: [structure[1]],
             [False] * len(leaves),
-            _numbers_held_by(function),
+            _numbers_in_closure(function),
         )
         results = traced.call(leaves)
-        return jax.tree.unflatten(found[0], results)
+        return jax.tree.unflatten(structure[0], results)
 
-    return of_rows  # type: ignore[return-value]
+    return cast(Function, compute_rows)
 
 
-def dims_of_arguments(args: tuple[Any, ...], dims: int | None | tuple[int | None, ...]) -> Dims:
-    """The dim of rows of each array of the arguments, from `in_dims`; not negative."""
+def dims_of_arguments(args: tuple[PyTree, ...], dims: int | None | tuple[int | None, ...]) -> Dims:
+    """Returns the non-negative dim of rows of each array of the arguments, from `in_dims`."""
     return _dims_of_leaves(args, dims, "argument", "in_dims")
 
 
-def dims_of_results(result: Any, dims: int | tuple[int, ...]) -> Dims:
-    """The dim of rows of each array of the results, from `out_dims`; not negative."""
+def dims_of_results(result: PyTree, dims: int | tuple[int, ...]) -> Dims:
+    """Returns the non-negative dim of rows of each array of the results, from `out_dims`."""
     results = result if isinstance(dims, tuple) and isinstance(result, tuple) else (result,)
     return _dims_of_leaves(tuple(results), dims, "result", "out_dims")
 
 
 @contextlib.contextmanager
 def keep_whole() -> Iterator[None]:
-    """Makes each function of rows one operation of what is traced, which is to be labelled."""
+    """Traces each declared function as one primitive: for traces that will be labelled."""
     token = _is_labelled.set(True)
     try:
         yield
@@ -128,28 +133,29 @@ def keep_whole() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """A function of rows in one trace. It is callable, of flat operands; results are a list.
+    """A declared function in one trace: callable with flat operands, it returns a list.
 
     Attributes:
         run: The function.
-        out_avals: Its results.
-        levels: Its dims of rows: the owner's, and those that `jax.vmap` adds.
-        cotangents: Which operands are cotangents, and zero for padding.
-        numbers: Those that the owner's function closes over, and the sizes of arrays that it does.
+        out_avals: Shapes and dtypes of the results.
+        levels: The dims of rows: the declared ones first, then one level for each `jax.vmap`.
+        cotangents: Whether each operand is a cotangent, whose padding must be zero.
+        numbers: The numbers, and the sizes of arrays, that the user's function closes over. If they
+            differ between traces, the function depends on the number of rows.
     """
 
     run: Callable[..., Any]
-    out_avals: tuple[Any, ...]
+    out_avals: tuple[ShapedArray, ...]
     levels: tuple[Level, ...]
     cotangents: tuple[bool, ...]
     numbers: tuple[int | float, ...]
 
-    def __call__(self, *operands: Any) -> list[Any]:
-        """The results, without a dim of rows being looked at."""
+    def __call__(self, *operands: jax.Array) -> list[Any]:
+        """Returns the results for all rows, real or not."""
         return list(self.run(*operands))
 
-    def bind(self, operands: Sequence[Any]) -> list[Any]:
-        """One operation of a trace."""
+    def bind(self, operands: Sequence[ArrayLike]) -> list[Any]:
+        """Adds the function to a trace as one primitive."""
         return _kernel.bind(
             *operands,
             kernel=self,
@@ -158,52 +164,55 @@ class Kernel:
             numbers=self.numbers,
         )
 
-    def differentiate(self, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the operands; None for those that have none."""
-        given = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        come = [i for i, x in enumerate(self.out_avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    def differentiate(
+        self, operands: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    ) -> list[Any]:
+        """Returns the cotangents of the operands; None for integers and other operands."""
+        inputs = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        outputs = [i for i, x in enumerate(self.out_avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        def pull(*flat: Any) -> list[Any]:
+        def pull_back(*flat: jax.Array) -> list[Any]:
             primals, tangents = list(flat[: len(operands)]), flat[len(operands) :]
 
-            def run(*some: Any) -> list[Any]:
-                return self(*_replace(primals, given, some))
+            def run(*changed: jax.Array) -> list[Any]:
+                return self(*_replace(primals, inputs, changed))
 
-            results, back = jax.vjp(run, *(primals[i] for i in given))
-            nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-            return list(back(_replace(nothing, come, tangents)))
+            results, backward = jax.vjp(run, *(primals[i] for i in inputs))
+            # JAX requires this type for the cotangent of an integer result.
+            zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
+            return list(backward(_replace(zeros, outputs, tangents)))
 
-        flat = [*operands, *(cotangents[i] for i in come)]
+        flat = [*operands, *(cotangents[i] for i in outputs)]
         traced = _trace(
-            pull,
+            pull_back,
             flat,
-            [(*ins, *(outs[i] for i in come)) for ins, outs in self.levels],
-            lambda: [tuple(ins[i] for i in given) for ins, _ in self.levels],
-            [*self.cotangents, *[True] * len(come)],
+            [(*ins, *(outs[i] for i in outputs)) for ins, outs in self.levels],
+            lambda: [tuple(ins[i] for i in inputs) for ins, _ in self.levels],
+            [*self.cotangents, *[True] * len(outputs)],
             self.numbers,
         )
-        return _replace([None] * len(operands), given, traced.call(flat))
+        return _replace([None] * len(operands), inputs, traced.call(flat))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A kernel, and the values that its function closes over, which are its first operands."""
+class _TracedKernel:
+    """A kernel, and the values that its function closes over: the first operands."""
 
     kernel: Kernel
     consts: list[Any]
 
-    def call(self, leaves: Sequence[Any]) -> list[Any]:
-        """The results, with a gradient that is a kernel too."""
+    def call(self, leaves: Sequence[ArrayLike]) -> list[Any]:
+        """Returns the results; their gradient is a kernel too."""
         kernel = self.kernel
 
         @jax.custom_vjp
-        def apply(*operands: Any) -> list[Any]:
+        def apply(*operands: jax.Array) -> list[Any]:
             return kernel.bind(operands)
 
-        def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        def forward(*operands: jax.Array) -> tuple[list[Any], tuple[jax.Array, ...]]:
             return apply(*operands), operands
 
-        def backward(operands: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
+        def backward(operands: tuple[jax.Array, ...], cotangents: list[Any]) -> tuple[Any, ...]:
             return tuple(kernel.differentiate(operands, cotangents))
 
         apply.defvjp(forward, backward)
@@ -217,21 +226,28 @@ def _trace(
     out_dims: Callable[[], Sequence[Dims]],
     cotangents: Sequence[bool],
     numbers: tuple[int | float, ...],
-) -> _Traced:
-    """Traces a function whose dims of rows these are: of its operands, and of its results.
+) -> _TracedKernel:
+    """Traces a function of flat operands.
 
-    Those of the results are asked for once it is traced. A kernel need not exist for no rows, so
-    for none it is traced with one.
+    Args:
+        run: The function.
+        leaves: The operands.
+        in_dims: For each level, the dims of rows of the operands.
+        out_dims: Called after the trace; returns the dims of rows of the results for each level.
+        cotangents: Whether each operand is a cotangent.
+        numbers: See `Kernel`.
     """
     sizes = [_count_rows(leaves, dims) for dims in in_dims]
+    # A kernel need not support an empty batch: it is traced with one row then, and the sizes of
+    # the results are corrected below.
     closed = _make_jaxpr(run, _with_some_rows(leaves, in_dims))
     consts, opened = list(closed.consts), jaxprs.open_jaxpr(closed)
 
-    def run_traced(*operands: Any) -> list[Any]:
+    def run_traced(*operands: jax.Array) -> list[Any]:
         values, args = list(operands[: len(consts)]), operands[len(consts) :]
         return core.jaxpr_as_fun(jaxprs.ClosedJaxpr(opened, values))(*args)
 
-    out_avals = [v.aval for v in opened.outvars]
+    out_avals: list[Any] = [v.aval for v in opened.outvars]
     levels = list(zip(in_dims, out_dims(), strict=True))
     for (_, outs), size in zip(levels, sizes, strict=True):
         _check_results(out_avals, outs, max(size, 1))
@@ -243,10 +259,10 @@ def _trace(
         (*[False] * len(consts), *cotangents),
         numbers,
     )
-    return _Traced(kernel, consts)
+    return _TracedKernel(kernel, consts)
 
 
-def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> jaxprs.ClosedJaxpr:
     token = _is_labelled.set(False)
     try:
         closed = jax.make_jaxpr(run)(*leaves)
@@ -260,44 +276,43 @@ def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     return closed
 
 
-def _numbers_held_by(function: Any) -> tuple[int | float, ...]:
-    """The numbers that a function closes over, and the sizes of the arrays that it does.
-
-    What it computes may depend on them.
-    """
-    found: list[int | float] = []
+def _numbers_in_closure(function: Callable) -> tuple[int | float, ...]:
+    """Returns the numbers that a function closes over, and the sizes of the arrays."""
+    numbers: list[int | float] = []
     seen: set[int] = set()
 
-    def visit(value: Any) -> None:
+    def visit(value: Any) -> None:  # any object that a user's function refers to
         if isinstance(value, int | float):
-            found.append(value)
+            numbers.append(value)
             return
-        if hasattr(value, "shape"):
-            found.extend(value.shape)
+        if hasattr(value, "shape"):  # an array of any library
+            numbers.extend(value.shape)
             return
-        if id(value) in seen:  # a function may close over itself
+        # It ends: a function may close over itself, but each object is visited once.
+        if id(value) in seen:
             return
         seen.add(id(value))
-        for held in _contents_of(value):
-            visit(held)
+        for content in _contents_of(value):
+            visit(content)
 
     visit(function)
-    return tuple(found)
+    return tuple(numbers)
 
 
-def _contents_of(value: Any) -> Sequence[Any]:
+def _contents_of(value: object) -> Sequence[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if inspect.isfunction(value):
         filled = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*(cell.cell_contents for cell in filled), *defaults]
-    if hasattr(value, "__wrapped__"):
-        return [value.__wrapped__]
+    if (wrapped := getattr(value, "__wrapped__", None)) is not None:  # a user's decorator
+        return [wrapped]
     return () if jax.tree_util.all_leaves([value]) else jax.tree.leaves(value)
 
 
 def _with_some_rows(leaves: Sequence[Any], in_dims: Sequence[Dims]) -> list[Any]:
+    """Returns the operands, those without rows replaced by shapes with one row."""
     shapes = list(leaves)
     for i, dim in itertools.chain(*map(enumerate, in_dims)):
         if dim is not None and leaves[i].shape[dim] == 0:
@@ -308,7 +323,7 @@ def _with_some_rows(leaves: Sequence[Any], in_dims: Sequence[Dims]) -> list[Any]
     return shapes
 
 
-def _resize(aval: Any, dim: int | None, size: int) -> Any:
+def _resize(aval: ShapedArray, dim: int | None, size: int) -> ShapedArray:
     if dim is None:
         return aval
     return aval.update(shape=(*aval.shape[:dim], size, *aval.shape[dim + 1 :]))
@@ -319,14 +334,16 @@ def _replace(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -
     return [changed.get(i, x) for i, x in enumerate(values)]
 
 
-def _dims_of_leaves(args: tuple[Any, ...], dims: Any, what: str, name: str) -> Dims:
+def _dims_of_leaves(
+    args: tuple[PyTree, ...], dims: int | None | tuple[int | None, ...], role: str, name: str
+) -> Dims:
     each = dims if isinstance(dims, tuple) else (dims,) * len(args)
     if len(each) != len(args):
         raise ValueError(
-            f"A function passed to tpudist.rowwise has {len(args)} {what}s here, but {name}={dims} "
+            f"A function passed to tpudist.rowwise has {len(args)} {role}s here, but {name}={dims} "
             f"is for {len(each)}. Give one dim for each, or one for all."
         )
-    found: list[int | None] = []
+    leaf_dims: list[int | None] = []
     for arg, dim in zip(args, each, strict=True):
         for leaf in jax.tree.leaves(arg):
             rank = jnp.ndim(leaf)
@@ -334,21 +351,20 @@ def _dims_of_leaves(args: tuple[Any, ...], dims: Any, what: str, name: str) -> D
                 shared = ", or use None for arrays that all rows share" if name == "in_dims" else ""
                 raise ValueError(
                     f"A function passed to tpudist.rowwise has an array of shape {jnp.shape(leaf)} "
-                    f"in its {what}s, which has no dim {dim} for its rows. Correct "
+                    f"in its {role}s, which has no dim {dim} for its rows. Correct "
                     f"{name}={dims}{shared}."
                 )
-            found.append(None if dim is None else dim % rank)
-    return tuple(found)
+            leaf_dims.append(None if dim is None else dim % rank)
+    return tuple(leaf_dims)
 
 
 def _count_rows(leaves: Sequence[Any], dims: Dims) -> int:
-    """How many rows the operands have."""
     pairs = zip(leaves, dims, strict=True)
     sizes = {jnp.shape(x)[dim] for x, dim in pairs if dim is not None}
     if len(sizes) != 1:
-        found = " and ".join(map(str, sorted(sizes))) or "no"
+        numbers = " and ".join(map(str, sorted(sizes))) or "no"
         raise ValueError(
-            f"The arguments of a function passed to tpudist.rowwise have {found} rows. All must "
+            f"The arguments of a function passed to tpudist.rowwise have {numbers} rows. All must "
             "have the same number, at least 1. Correct in_dims, or use None for arguments that all "
             "rows share."
         )
@@ -371,7 +387,9 @@ def _(*operands, kernel, levels, cotangents, numbers):
 
 
 def _batch(operands, batch_dims, *, kernel, levels, cotangents, numbers):
-    in_axes = tuple(batch_dims)  # None for what is not mapped
+    # The rule of `jax.vmap`: the mapped axis becomes the first dim of all results, and one more
+    # level of rows. The dims of the other levels move up where it is inserted before them.
+    in_axes = tuple(batch_dims)
     size = next(x.shape[d] for x, d in zip(operands, in_axes, strict=True) if d is not None)
 
     def shift(dims: Dims, by: Sequence[int | None]) -> Dims:

@@ -1,71 +1,69 @@
-"""A function that is traced at several numbers of rows, and evaluated at any."""
+"""A function that is traced with several numbers of rows, and evaluated for any number."""
 
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.typing import ArrayLike
+
+from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows import row_kernels, small_count_scalars, small_counts
 from tpudist.programs.rows.confirmation import find_deviation
 from tpudist.programs.rows.errors import RowsError
-from tpudist.programs.rows.evaluator import Evaluator, Need
+from tpudist.programs.rows.evaluator import Evaluator, Requirements
 from tpudist.programs.rows.labels import LabelledProgram, find_difference, label
-from tpudist.programs.rows.row_sizes import Dim, Point, num_determining, size_at
+from tpudist.programs.rows.row_sizes import Count, Dim, Point, num_determining, size_at
 from tpudist.programs.rows.rules import rule_of
 from tpudist.programs.rows.scans_over_rows import Scans
 
-LEAST = 2
-"""Rows of a trace: with one or none JAX writes some operations in another way."""
+MIN_TRACED_ROWS = 2
+"""Least rows of a labelled trace. With one row or none JAX writes some operations differently."""
+# Three points determine a polynomial of degree 2 in one symbol. With one more point, ceil(n / 2)
+# and 1 + n % 2 still fitted a parabola by chance and gave wrong results; with two more, they do
+# not. `confirmation` then checks each number of rows that occurs.
 _NUM_CONFIRMING = 2
-Trace = Callable[[Point], Any]
 
 
 class RowProgram:
     """A function of batches, for any number of their rows.
 
+    Args:
+        trace: Called with a number of rows for each symbol; returns the closed jaxpr of the
+            function. An exception means that the function does not exist for these numbers.
+        full: Padded rows of each symbol.
+
     Attributes:
-        full: How many rows each symbol has at most: those of the padded arrays that `evaluate`
-            takes, 2 at least.
-        labelled: What depends on the number of rows.
-        needs: What sizes must be at least, known once it has been evaluated.
-        even: Sizes that must be the same on all replicas, known then too.
-        gathered: See `Evaluator`.
-        broken_claims: See `Evaluator`.
+        full: Rows of each symbol in the padded arrays of `evaluate`, at least 2.
+        points: The numbers of rows of the labelled traces.
+        labelled: The labelled program.
+        requirements: Conditions on the numbers of rows, known after `evaluate`.
+
+    Raises:
+        RowsError: If the function differs between numbers of rows, or depends on them by no known
+            formula.
     """
 
-    def __init__(self, trace: Trace, full: Point):
-        """Traces the function.
-
-        Args:
-            trace: Gives the closed jaxpr of the function for a number of rows of each symbol. What
-                it raises means that the function does not exist for so many.
-            full: The padded rows of each symbol.
-
-        Raises:
-            RowsError: The function is not the same for all numbers of rows, or something in it
-                depends on them in no way that is known.
-        """
+    def __init__(self, trace: Callable[[Point], Program], full: Point):
         self._trace = trace
-        self.full: Point = tuple(max(rows, LEAST) for rows in full)
+        self.full: Point = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
         self._traces: dict[Point, Any] = {}
         self._errors: dict[Point, Exception] = {}
         self._scans = Scans()
         self.points, self.labelled = self._find_labels()
-        self._traces.clear()  # a large function's take megabytes, and the labels have what they say
-        self._take_over_few()
-        self.needs: dict[Need, None] = {}
-        self.even: dict[Any, str] = {}
-        self.gathered: dict[int, Any] = {}
-        self.broken_claims: set[int] = set()
+        # The traces of a large function use megabytes. The labels contain all they say.
+        self._traces.clear()
+        self._learn_small_counts()
+        self.requirements = Requirements()
         self._confirmed: set[Point] = set(self.points)
 
-    def _take_over_few(self) -> None:
-        """Learns which numbers are others where a batch has one row or none."""
+    def _learn_small_counts(self) -> None:
+        """Finds the numbers with another value for a batch of one row or none."""
         symbols = range(len(self.full))
         alone = [(i,) for i in symbols]
-        # All of them last: numbers that depend on one batch are known by then.
+        # All symbols at once come last: the numbers that depend on one batch are known by then.
         together = [tuple(symbols)] if len(alone) > 1 else []
         for own in (*alone, *together):
-            for count in range(LEAST):
+            for count in range(MIN_TRACED_ROWS):
                 point = _replace(self.full, dict.fromkeys(own, count))
                 program = self._find_trace(point)
                 if program is not None:
@@ -79,38 +77,37 @@ class RowProgram:
         """The dims of each output."""
         return self.labelled.out_dims
 
-    def evaluate(self, counts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The padded outputs for padded inputs, of which so many rows are real.
-
-        Raises:
-            RowsError: An operation cannot be followed.
-        """
-        evaluator = Evaluator(counts, rule_of)
-        outputs = evaluator.program(self.labelled, args)
-        self.needs |= evaluator.needs
-        self.even |= evaluator.even
-        self.gathered |= evaluator.gathered
-        self.broken_claims |= evaluator.broken_claims
-        return outputs
-
-    def check(self, counts: Sequence[Point]) -> None:
-        """Refuses numbers of rows for which the function is not what `evaluate` computes.
+    def evaluate(self, counts: Sequence[Count | None], args: Sequence[ArrayLike]) -> list[Any]:
+        """Returns the padded outputs for padded inputs.
 
         Args:
-            counts: For each replica, how many rows each symbol has.
+            counts: Real number of rows of each symbol; None if it is unknown at the start.
+            args: The padded inputs.
 
         Raises:
-            RowsError: It is not.
+            RowsError: If an operation cannot be followed.
+        """
+        return Evaluator(counts, rule_of, self.requirements).program(self.labelled, args)
+
+    def check(self, counts: Sequence[Point]) -> None:
+        """Rejects numbers of rows for which `evaluate` does not compute the function.
+
+        Args:
+            counts: Number of rows of each symbol, for each replica.
+
+        Raises:
+            RowsError: If it does not.
         """
         for point in dict.fromkeys(counts):
             self._confirm(point)
+            # With no rows a whole branch of the program may be unused: its minimum does not matter.
             live = small_counts.live_equations(self.labelled, point) if 0 in point else None
-            for size, least, line, equation in self.needs:
-                if size.at(point) < least and (live is None or equation in live):
+            for size, minimum, line, equation in self.requirements.minimum_sizes:
+                if size.at(point) < minimum and (live is None or equation in live):
                     raise RowsError(
-                        f"with {_rows(point)} it has fewer than the {least} that it takes", line
+                        f"with {_rows(point)} it has fewer than the {minimum} that it takes", line
                     )
-        for size, where in self.even.items():
+        for size, where in self.requirements.even_sizes.items():
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
@@ -128,17 +125,17 @@ class RowProgram:
             return
         del self._traces[point]
         deviation = find_deviation(self.labelled, program, point)
-        if deviation is not None and min(point) < LEAST:
+        if deviation is not None and min(point) < MIN_TRACED_ROWS:
             deviation = small_counts.find_deviation(self.labelled, program, point)
         if deviation is not None:
             raise RowsError(f"with {_rows(point)} the function differs: {deviation}")
         self._confirmed.add(point)
 
     def _confirm_untraced(self, point: Point, error: Exception) -> None:
-        """Accepts no rows where a library rejects them: the program for more rows is used.
+        """Accepts a batch without rows that a library rejects; raises errors of the user's code.
 
-        JAX rejects a maximum over no rows, which is -inf there, as in TensorFlow. NumPyro rejects
-        a plate over none, which adds nothing. Errors of the user's own code are raised.
+        The program for more rows is used. JAX rejects a maximum over no rows, which is -inf here,
+        as in TensorFlow. NumPyro rejects a plate over no rows, which adds nothing.
         """
         other = small_counts.find_other_formula(self.labelled, self.full)
         if 0 not in point or not small_counts.is_of_library(error) or other is not None:
@@ -149,21 +146,24 @@ class RowProgram:
 
     def _find_labels(self) -> tuple[tuple[Point, ...], LabelledProgram]:
         try:
-            return self._find_labels_of_traces()
+            return self._label_traces()
         except RowsError:
+            # `associative_scan` over rows has another structure for each number of rows: a second
+            # try traces the calls whose lengths differ as scans.
             if not self._scans.find_over_rows():
                 raise
         self._traces.clear()
         self._errors.clear()
-        return self._find_labels_of_traces()
+        return self._label_traces()
 
-    def _find_labels_of_traces(self) -> tuple[tuple[Point, ...], LabelledProgram]:
+    def _label_traces(self) -> tuple[tuple[Point, ...], LabelledProgram]:
         try:
-            return self._label(LEAST)
+            return self._label(MIN_TRACED_ROWS)
         except RowsError:
-            # Of few rows there may be less than what it takes, as in `x[:3]`.
+            # The function may need more rows, as `x[:3]` does: the second try uses more than half
+            # of the full number.
             least = max(self.full) // 2 + 1
-            if least <= LEAST:
+            if least <= MIN_TRACED_ROWS:
                 raise
             try:
                 return self._label(least)
@@ -176,10 +176,16 @@ class RowProgram:
         return points, label([self._traces[p] for p in points], points)
 
     def _choose_points(self, least: int) -> tuple[Point, ...]:
-        """Numbers of rows at which the traces have one structure, and which determine all sizes."""
+        """Returns numbers of rows that determine all sizes, and whose traces have one structure.
+
+        Args:
+            least: Least number of rows of a trace.
+        """
         full = self.full
         if self._find_trace(full) is None:
             raise self._errors[full]
+        # For each symbol alone its first two values determine n and n^2 (with the full number),
+        # for each pair one more point determines the product, and the last points confirm the fit.
         values = [self._values_of(i, least) for i in range(len(full))]
         points = [full]
         for i in range(len(full)):
@@ -194,23 +200,25 @@ class RowProgram:
         return tuple(points)
 
     def _values_of(self, i: int, least: int) -> list[int]:
-        """Numbers of rows of one symbol, beside the full one, with the structure of that."""
+        """Returns four other numbers of rows of a symbol whose traces have the same structure."""
         full = self.full[i]
+        # Values spread over the range, with odd and even ones, so that a formula with a remainder
+        # or a threshold does not pass for a polynomial.
         spread = [full - 1, full // 2, full - 2, -(-full * 3 // 4), full // 4, full - 3]
         least = min(least, full)
         below = [v for v in spread if least <= v < full]
-        # Where there are few below, or the function wants more rows, those near the full one.
+        # If these are too few, or the function needs more rows: up to 8 on either side of `full`.
         rest = [*range(full - 1, least - 1, -1)][:8] + [full + k for k in range(1, 9)]
-        found: list[int] = []
+        values: list[int] = []
         for v in dict.fromkeys([*below, *rest]):
             if self._has_structure(_replace(self.full, {i: v})):
-                found.append(v)
-            if len(found) == 2 + _NUM_CONFIRMING:
-                return found
+                values.append(v)
+            if len(values) == 2 + _NUM_CONFIRMING:
+                return values
         self._require_structure(_replace(self.full, {i: (below or rest)[0]}))
         raise RowsError(
             f"the function differs for other numbers of rows: for {self.full[i]} rows, only "
-            f"{found or 'none'} give the same"
+            f"{values or 'none'} give the same"
         )
 
     def _has_structure(self, point: Point) -> bool:
@@ -230,7 +238,7 @@ class RowProgram:
             )
 
     def _find_trace(self, point: Point) -> Any:
-        """The trace for so many rows; None if there is none."""
+        """Returns the trace for these numbers of rows; None if tracing fails."""
         if point not in self._traces:
             try:
                 with self._scans.watch(point), row_kernels.keep_whole():

@@ -1,8 +1,8 @@
-"""Sizes and numbers that depend on how many rows a batch has, learnt from several traces.
+"""Sizes and numbers that depend on the number of rows of a batch, fitted over several traces.
 
-Each batch has a *symbol*, its number of rows. A size is a polynomial of the symbols, of degree 2 at
-most (all pairs of rows). It is fitted in exact fractions: more traces are made than determine it,
-so that what is no polynomial does not pass for one.
+Each batch has a *symbol*, its number of rows. A size is a polynomial of the symbols with a degree
+of at most 2 (all pairs of rows). `row_program` makes more traces than determine the polynomial, so
+a size with another formula, such as ceil(n / 2), is rejected.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,15 @@ import numpy as np
 
 Point = tuple[int, ...]
 """A number of rows for each symbol."""
+Count = int | jax.Array
+"""A number of rows: an int, or a traced scalar."""
+Scalar = float | np.ndarray | np.generic | jax.Array
 
-_TOLERANCE = 3e-6  # float32 constants are rounded
-# A number is a polynomial after one of these: as it is, its inverse, square, and so on. The second
-# function undoes the first.
+TOLERANCE = 3e-6
+"""Relative difference of equal numbers: float32 constants have an error of up to 6e-8 each, and a
+user's formula is computed in several operations."""
+# Forms of a number: one of these functions makes it a polynomial, and the second one undoes the
+# first. They are what users write: n, 1 / n, sqrt(n), 1 / sqrt(n), log(n).
 _FORMS: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda v: v, lambda p: p),
     (lambda v: 1 / v, lambda p: 1 / p),
@@ -37,15 +42,16 @@ class RowSize:
     """A size that depends on numbers of rows.
 
     Attributes:
-        coefficients: Of the monomials of the symbols, in the order of `_monomials`.
-        num_symbols: How many symbols there are.
+        coefficients: Coefficients of the monomials, in the order of `_monomials`.
+        num_symbols: Number of symbols of the program.
     """
 
     coefficients: tuple[Fraction, ...]
     num_symbols: int
 
-    def at(self, counts: Sequence[Any]) -> Any:
-        """The size for these counts, which are ints or traced scalars; rounded down."""
+    def at(self, counts: Sequence[Count]) -> Any:
+        """Returns the size for these counts, rounded down."""
+        # In integers: n (n - 1) / 2 must be exact, also for a traced int32.
         denominator = math.lcm(*(c.denominator for c in self.coefficients))
         total: Any = 0
         for c, powers in zip(self.coefficients, _monomials(self.num_symbols), strict=True):
@@ -59,14 +65,15 @@ class RowSize:
         return total if denominator == 1 else total // denominator
 
     def with_symbols(self, num_symbols: int) -> "RowSize":
-        """The same size, of the first symbols alone; it depends on no others."""
-        found = dict(zip(_monomials(self.num_symbols), self.coefficients, strict=True))
+        """Returns the same size for a program with fewer symbols; it may depend only on these."""
+        coefficients = dict(zip(_monomials(self.num_symbols), self.coefficients, strict=True))
         padding = (0,) * (self.num_symbols - num_symbols)
-        return RowSize(tuple(found[p + padding] for p in _monomials(num_symbols)), num_symbols)
+        kept = tuple(coefficients[p + padding] for p in _monomials(num_symbols))
+        return RowSize(kept, num_symbols)
 
     @property
     def symbols(self) -> frozenset[int]:
-        """The symbols that it depends on."""
+        """The symbols that the size depends on."""
         return frozenset(
             i
             for c, powers in zip(self.coefficients, _monomials(self.num_symbols), strict=True)
@@ -75,25 +82,28 @@ class RowSize:
         )
 
     def __add__(self, other: "Dim") -> "Dim":
-        theirs = other.coefficients if isinstance(other, RowSize) else (Fraction(other),)
-        padded = itertools.zip_longest(self.coefficients, theirs, fillvalue=Fraction(0))
+        addends = other.coefficients if isinstance(other, RowSize) else (Fraction(other),)
+        padded = itertools.zip_longest(self.coefficients, addends, fillvalue=Fraction(0))
         total = tuple(a + b for a, b in padded)
         return RowSize(total, self.num_symbols) if any(total[1:]) else int(total[0])
 
     __radd__ = __add__
 
     def quotient(self, other: "Dim") -> "Dim | None":
-        """The size that gives this one times `other`, if one of the two depends on no rows."""
+        """Returns the size that is this one divided by `other`.
+
+        None unless the quotient is whole, and `other` or the quotient is a fixed number.
+        """
         if isinstance(other, RowSize):
             ratios = {
                 a / b for a, b in zip(self.coefficients, other.coefficients, strict=True) if b
             }
-            times = ratios.pop() if len(ratios) == 1 else Fraction(0)
-            same = tuple(times * c for c in other.coefficients) == self.coefficients
-            return int(times) if same and times.denominator == 1 else None
+            ratio = ratios.pop() if len(ratios) == 1 else Fraction(0)
+            is_multiple = tuple(ratio * c for c in other.coefficients) == self.coefficients
+            return int(ratio) if is_multiple and ratio.denominator == 1 else None
         parts = tuple(c / other for c in self.coefficients)
-        whole = all(c.denominator == 1 for c in parts)
-        return RowSize(parts, self.num_symbols) if whole else None
+        is_whole = all(c.denominator == 1 for c in parts)
+        return RowSize(parts, self.num_symbols) if is_whole else None
 
     def __sub__(self, other: "Dim") -> "Dim":
         if isinstance(other, RowSize):
@@ -107,89 +117,86 @@ Dim = int | RowSize
 
 @dataclasses.dataclass(frozen=True)
 class RowNumber:
-    """A scalar that depends on numbers of rows.
+    """A float that depends on numbers of rows.
 
     Attributes:
-        compute: Gives it for the counts, traced or not.
+        compute: Called with the counts; returns the number.
     """
 
-    compute: Callable[[Sequence[Any]], Any]
+    compute: Callable[[Sequence[Count]], Any]
 
-    def at(self, counts: Sequence[Any]) -> Any:
-        """The number for these counts."""
+    def at(self, counts: Sequence[Count]) -> Any:
+        """Returns the number for these counts."""
         return self.compute(counts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a number is where some batches have few rows.
+    """The value of a number for small counts.
 
     Attributes:
-        counts: The symbols that it takes, each with its number of rows.
-        value: The number then, an int, a float or a bool.
+        counts: Pairs of a symbol and its number of rows, which must all hold.
+        value: The number, an int, a float or a bool.
     """
 
     counts: tuple[tuple[int, int], ...]
-    value: Any
+    value: int | float | bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Piecewise:
-    """A number that is another one where batches have one row or none, as `max(n, 1)` is.
+    """A number with another formula for batches of one row or none, such as `max(n, 1)`.
 
     Attributes:
-        general: What it is else: a value, `RowSize` or `RowNumber`.
-        pieces: Where it is something else; of several the first holds.
+        general: The number for all other counts: a value, `RowSize` or `RowNumber`.
+        pieces: The exceptions. If several apply, the first one wins.
     """
 
     general: Any
     pieces: tuple[Piece, ...]
 
-    def at(self, counts: Sequence[Any]) -> Any:
-        """The number for these counts, which are ints or traced scalars."""
+    def at(self, counts: Sequence[Count]) -> Any:
+        """Returns the number for these counts."""
         value = self.general
         if isinstance(value, RowSize | RowNumber):
             value = value.at(counts)
         for piece in reversed(self.pieces):
-            here: Any = True
+            holds: Any = True
             for i, count in piece.counts:
-                here = here & (counts[i] == count)
-            if isinstance(here, bool):
-                value = piece.value if here else value
+                holds = holds & (counts[i] == count)
+            if isinstance(holds, bool):
+                value = piece.value if holds else value
             else:
-                value = jnp.where(here, piece.value, value)
+                value = jnp.where(holds, piece.value, value)
         return value
 
 
-def is_rows(dim: Any) -> bool:
-    """Whether a size depends on a number of rows."""
+def is_rows(dim: object) -> TypeGuard[RowSize]:
+    """Returns whether a size depends on a number of rows."""
     return isinstance(dim, RowSize)
 
 
-def size_at(dim: Dim, counts: Sequence[Any]) -> Any:
-    """The size of a dim for these counts, which are ints or traced scalars.
-
-    All rows but the first, of none, are none: a size is not negative.
-    """
+def size_at(dim: Dim, counts: Sequence[Count]) -> Any:
+    """Returns the size of a dim for these counts."""
     if not isinstance(dim, RowSize):
         return dim
     size = dim.at(counts)
     if all(c >= 0 for c in dim.coefficients):
         return size
+    # `x[1:]` of no rows has no rows, not -1.
     return max(size, 0) if isinstance(size, int) else jnp.maximum(size, 0)
 
 
 def symbol(i: int, num_symbols: int) -> RowSize:
-    """The size that is the number of rows of symbol `i` itself."""
-    wanted = tuple(int(k == i) for k in range(num_symbols))
-    return RowSize(
-        tuple(Fraction(int(powers == wanted)) for powers in _monomials(num_symbols)), num_symbols
-    )
+    """Returns the size that equals the number of rows of symbol `i`."""
+    own_powers = tuple(int(k == i) for k in range(num_symbols))
+    coefficients = (Fraction(int(powers == own_powers)) for powers in _monomials(num_symbols))
+    return RowSize(tuple(coefficients), num_symbols)
 
 
 @functools.lru_cache(maxsize=4096)
 def fit_size(values: tuple[int, ...], points: tuple[Point, ...]) -> Dim | None:
-    """The size that has these values at these points; None if it is no polynomial."""
+    """Returns the size with these values at these points; None if it is not a polynomial."""
     if len(set(values)) == 1:
         return values[0]
     num_symbols = len(points[0])
@@ -198,14 +205,14 @@ def fit_size(values: tuple[int, ...], points: tuple[Point, ...]) -> Dim | None:
         tuple(sum((c * v for c, v in zip(row, values, strict=False)), Fraction(0)) for row in rows),
         num_symbols,
     )
-    # In fractions: `at` rounds down, and a parabola through ceil(n / 2) must not pass by that.
+    # In fractions: `at` rounds down, and would accept a parabola through ceil(n / 2).
     if all(_evaluate(size, p) == v for p, v in zip(points, values, strict=True)):
         return size
     return None
 
 
 def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber | None:
-    """The float that has these values at these points; None if it is of no known form."""
+    """Returns the float with these values at these points; None if it has no known form."""
     if not all(map(math.isfinite, values)):
         return None
     for forward, back in _FORMS:
@@ -213,7 +220,7 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
             coefficients = _fit(forward(np.asarray(values, np.float64)), points)
         if coefficients is not None:
             return RowNumber(functools.partial(_number_at, coefficients, back))
-    for i in range(len(points[0])):  # a polynomial over one number of rows, as 1 - 1 / n
+    for i in range(len(points[0])):  # a polynomial divided by one number of rows: 1 - 1 / n
         coefficients = _fit(
             np.asarray([v * p[i] for v, p in zip(values, points, strict=True)]), points
         )
@@ -222,47 +229,52 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
     return None
 
 
-def _fit(seen: np.ndarray, points: tuple[Point, ...]) -> tuple[float, ...] | None:
-    """The coefficients of the polynomial that has these values; None if there is none."""
-    if not np.isfinite(seen).all():
+def _fit(values: np.ndarray, points: tuple[Point, ...]) -> tuple[float, ...] | None:
+    """Returns the coefficients of the polynomial with these values; None if there is none."""
+    if not np.isfinite(values).all():
         return None
     table = np.array([_powers_at(p) for p in points])
-    rounded = [float(Fraction(float(v)).limit_denominator(10**6)) for v in seen]
-    known = rounded if np.allclose(rounded, seen, rtol=_TOLERANCE, atol=0) else seen
+    # The fit amplifies the rounding errors of float32. Numbers in a program are mostly simple
+    # fractions of the counts, so the nearest such fraction (denominator up to a million) is used
+    # if it is as close as the tolerance.
+    rounded = [float(Fraction(float(v)).limit_denominator(10**6)) for v in values]
+    exact = rounded if np.allclose(rounded, values, rtol=TOLERANCE, atol=0) else values
     coefficients = np.array(
-        [sum(float(a) * v for a, v in zip(row, known, strict=False)) for row in _inverse(points)]
+        [sum(float(a) * v for a, v in zip(row, exact, strict=False)) for row in _inverse(points)]
     )
-    if not np.allclose(table @ coefficients, seen, rtol=_TOLERANCE, atol=0):
+    if not np.allclose(table @ coefficients, values, rtol=TOLERANCE, atol=0):
         return None
+    # A term that never matters at the points is rounding, and would grow beyond them.
     largest = np.abs(table * coefficients).max(axis=0)
     coefficients[largest < 1e-6 * largest.max()] = 0
     return tuple(coefficients)
 
 
-def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Any]) -> Any:
+def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Count]) -> Scalar:
     return _number_at(coefficients, lambda p: p / _as_number(counts[i]), counts)
 
 
 def _number_at(
-    coefficients: tuple[float, ...], back: Callable[[Any], Any], counts: Sequence[Any]
-) -> Any:
+    coefficients: tuple[float, ...], back: Callable[[Any], Any], counts: Sequence[Count]
+) -> Scalar:
     real = [_as_number(count) for count in counts]
     total: Any = _as_number(0)
     for c, powers in zip(coefficients, _monomials(len(real)), strict=True):
         if c:
             factors = (x for x, power in zip(real, powers, strict=True) for _ in range(power))
             total = total + functools.reduce(lambda a, b: a * b, factors, _as_number(c))
-    with np.errstate(all="ignore"):  # 1 / rows, where there are none
+    with np.errstate(all="ignore"):  # 1 / n for no rows
         return back(total)
 
 
-def _as_number(value: Any) -> Any:
-    """A traced scalar or one of NumPy's, of JAX's default dtype."""
+def _as_number(value: Scalar) -> Any:
+    """Returns a traced or a NumPy scalar of JAX's default float dtype."""
     return _numpy_of(value).asarray(value, jnp.result_type(float))[()]
 
 
-def _numpy_of(value: Any) -> Any:
-    """JAX's for what is traced; a number of the host may be asked for where no device is."""
+def _numpy_of(value: object) -> Any:
+    """Returns the module that computes with a value: `jnp` for traced values, else `np`."""
+    # A number on the host may be needed where no device is: `jnp` would dispatch to a device.
     return jnp if isinstance(value, jax.Array) else np
 
 
@@ -275,12 +287,12 @@ def _evaluate(size: RowSize, point: Point) -> Fraction:
 
 @functools.cache
 def _monomials(num_symbols: int) -> list[tuple[int, ...]]:
-    """The powers of the symbols in each monomial of degree 2 at most; the constant is the first."""
+    """Returns the powers of the symbols in each monomial up to degree 2; the constant is first."""
     return [p for p in itertools.product(range(3), repeat=num_symbols) if sum(p) <= 2]
 
 
 def num_determining(num_symbols: int) -> int:
-    """How many points determine a polynomial."""
+    """Returns the number of points that determine a polynomial."""
     return len(_monomials(num_symbols))
 
 
@@ -293,7 +305,8 @@ def _powers_at(point: Point) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
-    """Of the matrix of monomials at the first points, exactly, by elimination."""
+    """Returns the exact inverse of the matrix of monomials at the first points."""
+    # Gauss-Jordan elimination in fractions: floats would accept almost-polynomials.
     n = num_determining(len(points[0]))
     rows = [
         [*map(Fraction, _powers_at(point)), *(Fraction(int(i == j)) for j in range(n))]

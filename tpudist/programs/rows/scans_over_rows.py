@@ -1,12 +1,12 @@
-"""`jax.lax.associative_scan` over rows, whose operations are others for each number of rows.
+"""Traces `jax.lax.associative_scan` over rows as a scan from the first to the last row.
 
-It halves its elements again and again, so that no two numbers of rows need have one structure. What
-it computes is what a scan from the first to the last element does, which has one structure for all
-of them. So where traces differ, and a call of it has other lengths in them, it is traced as such a
-scan: exact but for rounding, with as many turns as there are rows.
+`associative_scan` halves its elements again and again, so its operations differ for each number of
+rows, and traces cannot be compared. A sequential scan computes the same, except for rounding, with
+one structure for all numbers of rows and one iteration per row. `row_program` uses it when traces
+differ and a call of `associative_scan` has different lengths in them.
 
-Calls are seen where they are made, as `jax.lax.associative_scan(...)`, in the traces that are
-labelled and in no others: a function that has it under a name of its own is refused as before.
+Only calls by the name `jax.lax.associative_scan(...)` in labelled traces are replaced. A function
+that imported it under another name still raises `RowsError`.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.array_types import PyTree
+from tpudist.programs.rows.row_sizes import Point
 
 _lock = threading.RLock()
 
@@ -26,21 +27,17 @@ class Scans:
     """The calls of `jax.lax.associative_scan` in several traces of one function."""
 
     def __init__(self):
-        """None is known to be over rows."""
-        self._over_rows: frozenset[int] = frozenset()
-        self._lengths: dict[Any, list[int]] = {}
+        self._over_rows: frozenset[int] = frozenset()  # by their order in a trace
+        self._lengths: dict[Point, list[int]] = {}
 
     @contextlib.contextmanager
-    def watch(self, key: Any) -> Iterator[None]:
-        """Notes the calls of this thread, and makes those over rows a scan in order.
-
-        Args:
-            key: Names the trace.
-        """
-        lengths = self._lengths[key] = []
+    def watch(self, point: Point) -> Iterator[None]:
+        """Records the calls in a trace for `point`, and replaces those over rows."""
+        lengths = self._lengths[point] = []
         thread = threading.get_ident()
 
-        # Programs are traced one at a time where rows are followed; other threads go past it.
+        # The function is replaced in JAX for all threads. The lock serializes labelled traces, and
+        # the thread check passes the calls of all other threads on to JAX.
         with _lock:
             original = jax.lax.associative_scan
 
@@ -61,20 +58,20 @@ class Scans:
                 jax.lax.associative_scan = original
 
     def find_over_rows(self) -> bool:
-        """Learns which calls have other lengths in other traces; whether there are new ones."""
-        given = [lengths for lengths in self._lengths.values() if lengths]
-        if len({len(lengths) for lengths in given}) != 1:
+        """Finds calls whose length differs between traces; returns whether any of them is new."""
+        traces = [lengths for lengths in self._lengths.values() if lengths]
+        if len({len(lengths) for lengths in traces}) != 1:
             return False
-        calls = enumerate(zip(*given, strict=True))
-        found = frozenset(i for i, lengths in calls if len(set(lengths)) > 1)
-        is_new = not found <= self._over_rows
-        self._over_rows |= found
+        calls = enumerate(zip(*traces, strict=True))
+        over_rows = frozenset(i for i, lengths in calls if len(set(lengths)) > 1)
+        is_new = not over_rows <= self._over_rows
+        self._over_rows |= over_rows
         self._lengths.clear()
         return is_new
 
 
 def scan_in_order(fn: Callable, elems: PyTree, reverse: bool, axis: int) -> PyTree:
-    """What `jax.lax.associative_scan` gives, one element after the other."""
+    """Returns the result of `jax.lax.associative_scan`, computed one element after the other."""
     axis %= jnp.ndim(jax.tree.leaves(elems)[0])
     xs = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), axis, 0), elems)
 
@@ -83,12 +80,13 @@ def scan_in_order(fn: Callable, elems: PyTree, reverse: bool, axis: int) -> PyTr
         joined = jax.tree.map(lambda x: jnp.squeeze(x, axis), fn(*both))
         return jax.tree.map(lambda x, like: x.astype(like.dtype), joined, b)
 
-    def turn(carry: tuple[jax.Array, PyTree], x: PyTree) -> tuple[Any, PyTree]:
+    def step(carry: tuple[jax.Array, PyTree], x: PyTree) -> tuple[Any, PyTree]:
         is_first, before = carry
-        # A branch and no select: `fn` of what is before the first may be NaN, and its gradient.
+        # A branch, not a select: `fn` of the zeros before the first element may be NaN, and a
+        # select would let that NaN into the gradient.
         joined = jax.lax.cond(is_first, lambda a, b: b, combine, before, x)
         return (jnp.zeros_like(is_first), joined), joined
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
-    _, ys = jax.lax.scan(turn, (jnp.asarray(True), nothing), xs, reverse=reverse)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
+    _, ys = jax.lax.scan(step, (jnp.asarray(True), zeros), xs, reverse=reverse)
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, axis), ys)

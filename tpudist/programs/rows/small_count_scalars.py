@@ -1,9 +1,9 @@
-"""Numbers that are others where a batch has one row or none, taken over from its trace there.
+"""Learns scalars with another value for batches of one row or none, from the traces with them.
 
-Real code divides by `max(x.shape[0], 1)`: n for one row and more, and another number for none. No
-polynomial says that; the trace for no rows does. So where that trace is the program for more rows
-but for some scalars, these are what it says for so few rows: a select on the number of rows. What
-else differs is no matter of numbers, and left to `confirmation` and `small_counts`.
+Real code divides by `max(x.shape[0], 1)`, which is n for one row or more, and 1 for no rows. No
+polynomial is that; the trace with no rows contains the number. If that trace is the labelled
+program except for some scalars, the scalars become `Piecewise`: a select on the number of rows.
+All other differences are left to `confirmation` and `small_counts`.
 """
 
 import dataclasses
@@ -15,93 +15,91 @@ from jax.core import Tracer
 from jax.extend import core
 
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows import small_counts
 from tpudist.programs.rows.labels import (
     Corner,
     LabelledEquation,
     LabelledProgram,
-    Varies,
+    UnknownFunction,
     bodies_of,
     find_difference,
     predict,
 )
-from tpudist.programs.rows.row_sizes import Piece, Piecewise, Point
+from tpudist.programs.rows.row_sizes import TOLERANCE, Piece, Piecewise, Point
 
-_TOLERANCE = 3e-6
-Place = tuple[Any, str, int]
-"""Where a scalar stands: an equation or a program, in which of its parts, and which one there."""
+Place = tuple[core.JaxprEqn | core.Jaxpr, str, int]
+"""The place of a scalar: an equation or a program, the part of it, and the number in that part."""
 
 
 def take_over(
-    labelled: LabelledProgram, program: Any, counts: Point, symbols: tuple[int, ...]
+    labelled: LabelledProgram, program: Program, counts: Point, symbols: tuple[int, ...]
 ) -> LabelledProgram:
-    """The labelled program with the scalars that the trace for few rows has.
+    """Returns the labelled program with the scalars of the trace for small counts.
 
     Args:
         labelled: The labelled program.
         program: The trace of the function for `counts`.
-        counts: How many rows each batch has in it.
-        symbols: Those of few rows, of which the scalars are taken to be others.
+        counts: Number of rows of each batch in that trace.
+        symbols: The symbols with small counts, which the scalars are assumed to depend on.
     """
     if find_difference(labelled.jaxpr, program) is None:
         places = _pair_all(labelled, program)
     else:
         places = _pair_at_sites(labelled, program, counts)
-    found: dict[Place, Any] = {}
+    actual_at: dict[Place, Any] = {}
     for place, value, actual in places:
         if _is_other_number(value, actual, counts):
-            # One that is called in two ways would be both.
-            if found.setdefault(place, actual) is not actual and found[place] != actual:
+            # A program that is called in two ways may have two values at one place: no select on
+            # the number of rows can be both.
+            if actual_at.setdefault(place, actual) is not actual and actual_at[place] != actual:
                 return labelled
-    if not found:
+    if not actual_at:
         return labelled
     condition = tuple((i, counts[i]) for i in symbols)
-    return _Replacement(found, condition).program(labelled)
+    return _Replacement(actual_at, condition).program(labelled)
 
 
-def _pair_all(labelled: LabelledProgram, program: Any) -> Iterator[tuple[Place, Any, Any]]:
-    """Each scalar of a program, and what it is in a trace of the same structure."""
-    opened = jaxprs.open_jaxpr(program)
-    for i, (value, const) in enumerate(
-        zip(labelled.consts, getattr(program, "consts", ()), strict=True)
-    ):
+def _pair_all(labelled: LabelledProgram, program: Program) -> Iterator[tuple[Place, Any, Any]]:
+    """Yields each labelled scalar with its value in a trace of the same structure."""
+    consts = zip(labelled.consts, jaxprs.consts_of(program), strict=True)
+    for i, (value, const) in enumerate(consts):
         yield (labelled.jaxpr, "consts", i), value, const
-    for equation, eqn in zip(labelled.equations, opened.eqns, strict=True):
-        for i, value in equation.literals.items():
-            literal: Any = eqn.invars[i]
-            yield (equation.eqn, "literals", i), value, literal.val
-        own: dict[str, list[Any]] = {}
-        for name, body in bodies_of(eqn):
-            own.setdefault(name, []).append(body)
-        for name, bodies in equation.bodies.items():
-            for body, held in zip(bodies, own[name], strict=True):
-                yield from _pair_all(body, held)
+    for equation, eqn in zip(labelled.equations, jaxprs.open_jaxpr(program).eqns, strict=True):
+        yield from _pair_literals(equation, eqn)
+        for body, (_, own) in zip(equation.all_bodies, bodies_of(eqn), strict=True):
+            yield from _pair_all(body, own)
     yield from _pair_results(labelled, program)
 
 
-def _pair_results(labelled: LabelledProgram, program: Any) -> Iterator[tuple[Place, Any, Any]]:
-    outputs: list[Any] = jaxprs.open_jaxpr(program).outvars
+def _pair_literals(
+    equation: LabelledEquation, eqn: core.JaxprEqn
+) -> Iterator[tuple[Place, Any, Any]]:
+    for i, value in equation.literals.items():
+        yield (equation.eqn, "literals", i), value, jaxprs.literal_value(eqn.invars[i])
+
+
+def _pair_results(labelled: LabelledProgram, program: Program) -> Iterator[tuple[Place, Any, Any]]:
+    outputs = jaxprs.open_jaxpr(program).outvars
     for i, value in labelled.out_literals.items():
-        own: Any = labelled.jaxpr.outvars[i].aval
-        if isinstance(outputs[i], core.Literal) and outputs[i].aval.dtype == own.dtype:
-            yield (labelled.jaxpr, "out_literals", i), value, outputs[i].val
+        output, dtype = outputs[i], jaxprs.dtype_of(labelled.jaxpr.outvars[i])
+        if isinstance(output, core.Literal) and jaxprs.dtype_of(output) == dtype:
+            yield (labelled.jaxpr, "out_literals", i), value, output.val
 
 
 def _pair_at_sites(
-    labelled: LabelledProgram, program: Any, counts: Point
+    labelled: LabelledProgram, program: Program, counts: Point
 ) -> Iterator[tuple[Place, Any, Any]]:
-    """The same where JAX has written some operations in another way, by the user's instructions."""
+    """Yields the same for a trace in which JAX has written some operations differently."""
     for equation, eqn in small_counts.pair_equations(labelled, program, counts):
-        for i, value in equation.literals.items():
-            literal: Any = eqn.invars[i]
-            yield (equation.eqn, "literals", i), value, literal.val
+        yield from _pair_literals(equation, eqn)
     yield from _pair_results(labelled, program)
 
 
-def _is_other_number(value: Any, actual: Any, counts: Point) -> bool:
-    """Whether a scalar is not what its label says, and one that can be written into a program."""
+def _is_other_number(value: object, actual: object, counts: Point) -> bool:
+    """Returns whether a scalar is a plain number, but not the number that its label predicts."""
     predicted = predict(value, counts)
-    if isinstance(predicted, Corner | Varies | Tracer) or isinstance(actual, Tracer):
+    if isinstance(predicted, Corner | UnknownFunction | Tracer) or isinstance(actual, Tracer):
         return False
     try:
         numbers = [np.asarray(x) for x in (predicted, actual)]
@@ -109,15 +107,16 @@ def _is_other_number(value: Any, actual: Any, counts: Point) -> bool:
         return False
     if any(x.ndim or x.dtype.kind not in "fiub" for x in numbers):
         return False
-    return not np.isclose(*(float(x) for x in numbers), rtol=_TOLERANCE, atol=0, equal_nan=True)
+    return not np.isclose(*(float(x) for x in numbers), rtol=TOLERANCE, atol=0, equal_nan=True)
 
 
 @dataclasses.dataclass
 class _Replacement:
     """Puts scalars into a labelled program."""
 
-    found: Mapping[Place, Any]
+    actual_at: Mapping[Place, Any]
     condition: tuple[tuple[int, int], ...]
+    # By id: a program that is called in several places stays one program.
     known: dict[int, LabelledProgram] = dataclasses.field(default_factory=dict)
 
     def program(self, labelled: LabelledProgram) -> LabelledProgram:
@@ -148,10 +147,10 @@ class _Replacement:
             },
         )
 
-    def _value(self, place: Place, value: Any) -> Any:
-        if place not in self.found:
+    def _value(self, place: Place, value: object) -> Any:
+        if place not in self.actual_at:
             return value
-        piece = Piece(self.condition, np.asarray(self.found[place]).item())
+        piece = Piece(self.condition, np.asarray(self.actual_at[place]).item())
         if isinstance(value, Piecewise):
             return Piecewise(value.general, (piece, *value.pieces))
         return Piecewise(value, (piece,))

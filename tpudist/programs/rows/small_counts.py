@@ -1,16 +1,16 @@
-"""Whether a function of one row, or of none, is what its program for more rows computes.
+"""Confirms that a function of one row or none is what its labelled program computes.
 
-JAX itself writes some operations in another way where a dim is 1 or 0: it leaves out what would
-change nothing, and takes shortcuts. The meaning is the same; the trace is not. So what is compared
-is what the user's code has done: the instructions of it that have called JAX, and the numbers that
-these calls have brought. The same instruction, with the same numbers, has called the same function
-of JAX for fewer rows. An instruction that has computed something in one trace and is not in the
-other is a branch of the user's (`if x.shape[0] == 1`), and another number is one that his code has
-computed from the number of rows in a way that is not known (`max(x.shape[0], 1)`): refused. So is
-an instruction that is handed another value (`x if n == 1 else y`), see `value_origins`.
+JAX writes some operations differently if a dim has the size 0 or 1: it omits operations that change
+nothing, and uses shortcuts. The meaning is the same, but `confirmation` cannot compare the traces.
+So this module compares what the user's code did. Each instruction of it that called JAX (`Site`)
+must have called for the same operations with the same numbers. The function is rejected if
 
-Few functions of JAX have another formula for one row or none; they are refused by name. Tests run
-what JAX offers over rows against the exact shapes (tests/programs/rows/test_row_program.py).
+- an instruction computed something in only one of the traces: a branch (`if x.shape[0] == 1`);
+- a number is not the predicted one: computed from the number of rows by an unknown formula;
+- an instruction reads another value (`x if n == 1 else y`), see `value_origins`.
+
+A few functions of JAX have another formula for one row or none: `_OTHER_FORMULAS`. Tests compare
+JAX's operations over rows with the exact shapes (tests/programs/rows/test_row_program.py).
 """
 
 import collections
@@ -20,6 +20,7 @@ from typing import Any
 from jax.extend import core
 
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict
 from tpudist.programs.rows.row_sizes import Point, size_at
 from tpudist.programs.rows.trace_steps import (
@@ -30,9 +31,8 @@ from tpudist.programs.rows.trace_steps import (
     Step,
     Traced,
     changes_nothing,
+    format_number,
     is_call,
-    is_literal,
-    number_in_words,
     shapes_compared,
     site_of,
 )
@@ -40,29 +40,69 @@ from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
 from tpudist.programs.user_lines import users_line_of
 from tpudist.xla.hlo import source_lines
 
-# Functions of JAX whose formula for more rows is not that for one, or for none.
+# Functions of JAX whose formula for more rows is not their formula for one row or none.
 _OTHER_FORMULAS = frozenset(
     "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid".split()
 )
 
 
-# Packages whose functions raise where their caller wants an error.
+# Libraries of assertions, which raise on behalf of the code that calls them.
 _CHECKS = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
 
 
-class _Calls:
-    """What the instructions of the user's code have called, in one trace."""
+class _SiteRecords:
+    """The calls of JAX by each instruction of the user's code, in one trace.
 
-    def __init__(self):
+    Attributes:
+        numbers: For each site, the numbers of its operations, by primitive and shapes.
+        names: Names of the functions of JAX that each site called.
+        first: The first equation of each site.
+        equations: Ids of the equations whose results are used.
+        computed: Names of the primitives of each site that change something.
+        steps: For each site its steps, by primitive and shapes.
+    """
+
+    def __init__(self, program: Predicted | Traced):
         self.numbers: dict[Site, dict[tuple, set[Any]]] = collections.defaultdict(dict)
         self.names: dict[Site, set[str]] = collections.defaultdict(set)
         self.first: dict[Site, core.JaxprEqn] = {}
         self.equations: set[int] = set()
         self.computed: dict[Site, set[str]] = collections.defaultdict(set)
         self.steps: dict[Site, dict[tuple, list[Step]]] = collections.defaultdict(dict)
+        self._record_program(program, [True] * len(program.jaxpr.outvars), NOWHERE)
 
-    def note_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
-        """Notes where an equation comes from; gives the place around it if that is not known."""
+    def _record_program(
+        self, program: Predicted | Traced, used: list[bool], around: Site
+    ) -> list[bool]:
+        """Records what a trace computes for its used results; returns which inputs are used."""
+        # Backward, as dead code is eliminated: an equation counts only if a live equation reads
+        # one of its results that has elements. JAX may omit all others.
+        outputs = zip(program.jaxpr.outvars, used, strict=True)
+        live = {v for v, is_used in outputs if is_used and isinstance(v, core.Var)}
+        for step in reversed(program.steps()):
+            eqn = step.eqn
+            results = zip(eqn.outvars, step.shapes[len(eqn.invars) :], strict=True)
+            live_results = [0 not in shape and v in live for v, shape in results]
+            if not any(live_results) and not eqn.effects:
+                self._record_site(eqn, around)
+                continue
+            site = self._record_step(step, around)
+            reads = [True] * len(eqn.invars)
+            for body in step.bodies:
+                num_outputs = len(body.jaxpr.outvars)
+                is_plain_call = (
+                    len(step.bodies) == 1 and num_outputs == len(eqn.outvars) and is_call(eqn)
+                )
+                inner_used = live_results if is_plain_call else [True] * num_outputs
+                inner_reads = self._record_program(body, inner_used, site)
+                if is_plain_call and len(inner_reads) == len(reads):
+                    reads = inner_reads
+            operands = zip(eqn.invars, reads, strict=True)
+            live |= {v for v, is_read in operands if is_read and isinstance(v, core.Var)}
+        return [v in live for v in program.jaxpr.invars]
+
+    def _record_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
+        """Records the site of an equation; without one, it is the site of the call around it."""
         site, called = site_of(eqn)
         if site is None:
             site = around
@@ -71,13 +111,12 @@ class _Calls:
             self.first.setdefault(site, eqn)
         if eqn.primitive.name in ("jit", "pjit"):
             self.names[site].add(str(eqn.params.get("name")))
-        self.numbers[site]  # there is one now
+        self.numbers[site]  # creates an empty record: the site exists in this trace
         return site
 
-    def note(self, step: "Step", around: Site) -> Site:
-        """Notes an equation, and gives its site."""
+    def _record_step(self, step: Step, around: Site) -> Site:
         eqn = step.eqn
-        site = self.note_site(eqn, around)
+        site = self._record_site(eqn, around)
         self.equations.add(id(eqn))
         if not changes_nothing(step):
             self.computed[site].add(eqn.primitive.name)
@@ -87,23 +126,21 @@ class _Calls:
         return site
 
 
-def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> str | None:
-    """Where the trace for few rows is another function, in words; None where it is the same."""
-    expected, actual = _Calls(), _Calls()
+def find_deviation(labelled: LabelledProgram, program: Program, counts: Point) -> str | None:
+    """Describes where the trace for small counts is another function; None if it is the same."""
     predicted, traced = Predicted(labelled, counts), Traced(program)
-    _note(expected, predicted, None, NOWHERE)
-    _note(actual, traced, None, NOWHERE)
+    expected, actual = _SiteRecords(predicted), _SiteRecords(traced)
 
-    def describe(wrong: str, site: Site) -> str:
+    def describe(deviation: str, site: Site) -> str:
         first = expected.first.get(site) or actual.first.get(site)
         line = users_line_of(first) if first is not None else ""
-        return f"{wrong} ({line})" if line else wrong
+        return f"{deviation} ({line})" if line else deviation
 
     sites = dict.fromkeys([*expected.numbers, *actual.numbers])
     for site in sites:
-        wrong = _compare(expected, actual, site)
-        if wrong is not None:
-            return describe(wrong, site)
+        deviation = _compare(expected, actual, site)
+        if deviation is not None:
+            return describe(deviation, site)
     passing = {site for site in sites if not (expected.computed[site] and actual.computed[site])}
     other = find_other_value(
         ValueOrigins(predicted, expected.equations, passing),
@@ -111,77 +148,70 @@ def find_deviation(labelled: LabelledProgram, program: Any, counts: Point) -> st
     )
     if other is not None:
         return describe(*other)
+    outputs = jaxprs.open_jaxpr(program).outvars
     shapes = [tuple(size_at(d, counts) for d in dims) for dims in labelled.out_dims]
-    results: list[Any] = [v.aval for v in jaxprs.open_jaxpr(program).outvars]
-    if shapes != [tuple(x.shape) for x in results]:
+    if shapes != [tuple(jaxprs.shape_of(x)) for x in outputs]:
         return "the shapes of its results"
-    for i, variable in enumerate(jaxprs.open_jaxpr(program).outvars):
+    for i, output in enumerate(outputs):
         literal = predict(labelled.out_literals.get(i), counts)
-        found = number_in_words(variable.val) if isinstance(variable, core.Literal) else None
-        if found != (None if literal is None else number_in_words(literal)):
-            return f"a result, which is {'computed' if found is None else found}"
+        number = format_number(output.val) if isinstance(output, core.Literal) else None
+        if number != (None if literal is None else format_number(literal)):
+            return f"a result, which is {'computed' if number is None else number}"
     return None
 
 
 def live_equations(labelled: LabelledProgram, counts: Point) -> set[int]:
-    """The ids of the equations that compute something that is used, with these numbers of rows."""
-    calls = _Calls()
-    _note(calls, Predicted(labelled, counts), None, NOWHERE)
-    return calls.equations
+    """Returns the ids of the equations whose results are used with these numbers of rows."""
+    return _SiteRecords(Predicted(labelled, counts)).equations
 
 
 def pair_equations(
-    labelled: LabelledProgram, program: Any, counts: Point
+    labelled: LabelledProgram, program: Program, counts: Point
 ) -> list[tuple[LabelledEquation, core.JaxprEqn]]:
-    """The equations of the user's instructions that are the same for few rows, but for numbers.
+    """Pairs the equations of both traces that are equal except for numbers.
 
-    Those of an instruction that has called JAX for the same operations on the same shapes, as
-    often: the first is the first of them there too.
+    A site is paired if it called for the same operations on the same shapes, equally often. Equal
+    operations of a site are paired in their order.
     """
-    expected, actual = _Calls(), _Calls()
-    _note(expected, Predicted(labelled, counts), None, NOWHERE)
-    _note(actual, Traced(program), None, NOWHERE)
+    expected = _SiteRecords(Predicted(labelled, counts))
+    actual = _SiteRecords(Traced(program))
     pairs = []
     for site, own in expected.steps.items():
-        theirs = actual.steps.get(site, {})
-        if site == NOWHERE or expected.names[site] & _OTHER_FORMULAS or not _alike(own, theirs):
+        others = actual.steps.get(site, {})
+        if site == NOWHERE or expected.names[site] & _OTHER_FORMULAS:
             continue
-        for key in own.keys() & theirs.keys():
-            if len(own[key]) != len(theirs[key]):
+        if _count_computing(own) != _count_computing(others):
+            continue
+        for key in own.keys() & others.keys():
+            if len(own[key]) != len(others[key]):
                 continue
-            for step, other in zip(own[key], theirs[key], strict=True):
-                literals = [_places(x.eqn) for x in (step, other)]
-                if step.labelled is not None and literals[0] == literals[1]:
+            for step, other in zip(own[key], others[key], strict=True):
+                if step.labelled is not None and _literals_of(step) == _literals_of(other):
                     pairs.append((step.labelled, other.eqn))
     return pairs
 
 
-def _alike(own: dict[tuple, list[Step]], theirs: dict[tuple, list[Step]]) -> bool:
-    """Whether an instruction has called for the same operations, but for shaping."""
-    computing = [
-        {key: len(steps) for key, steps in each.items() if not all(map(changes_nothing, steps))}
-        for each in (own, theirs)
-    ]
-    return computing[0] == computing[1]
+def _count_computing(steps: dict[tuple, list[Step]]) -> dict[tuple, int]:
+    """Returns how often each operation occurs that does not only change the shape."""
+    return {key: len(equal) for key, equal in steps.items() if not all(map(changes_nothing, equal))}
 
 
-def _places(eqn: core.JaxprEqn) -> list[tuple[int, str]]:
-    """Which operands of an equation are literals, and of what dtype."""
-    return [(i, str(x.aval)) for i, x in enumerate(eqn.invars) if isinstance(x, core.Literal)]
+def _literals_of(step: Step) -> list[tuple[int, str]]:
+    """Returns the positions and types of the operands that are literals."""
+    operands = enumerate(step.eqn.invars)
+    return [(i, str(x.aval)) for i, x in operands if isinstance(x, core.Literal)]
 
 
 def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:
-    """A function of JAX in a program whose formula is not that for no rows, if there is one."""
-    calls = _Calls()
-    _note(calls, Predicted(labelled, counts), None, NOWHERE)
-    found = set().union(*calls.names.values()) & _OTHER_FORMULAS
-    return min(found, default=None)
+    """Returns the name of a function in a program that has another formula for no rows, if any."""
+    names = _SiteRecords(Predicted(labelled, counts)).names
+    return min(set().union(*names.values()) & _OTHER_FORMULAS, default=None)
 
 
 def is_of_library(error: BaseException) -> bool:
-    """Whether an error was raised in JAX or another library, and not in the code that calls it.
+    """Returns whether JAX or another library raised an error, and not the user's code.
 
-    Libraries of assertions do not count: code calls them to say what it accepts.
+    Errors of assertion libraries count as the user's: code calls them to check its arguments.
     """
     traceback, name = error.__traceback__, ""
     while traceback is not None:
@@ -192,56 +222,25 @@ def is_of_library(error: BaseException) -> bool:
     return source_lines.is_other_library(name) and _CHECKS.isdisjoint(pathlib.Path(name).parts)
 
 
-def _compare(expected: _Calls, actual: _Calls, site: Site) -> str | None:
+def _compare(expected: _SiteRecords, actual: _SiteRecords, site: Site) -> str | None:
+    """Describes how the calls of a site differ; None if they do not."""
     if site != NOWHERE and (site in expected.numbers) != (site in actual.numbers):
-        alone = expected.computed[site] | actual.computed[site]
-        if alone:
-            return f"{', '.join(sorted(alone))}, in only one of them"
+        primitives = expected.computed[site] | actual.computed[site]
+        if primitives:
+            return f"{', '.join(sorted(primitives))}, in only one of them"
         return None
-    own, theirs = expected.numbers.get(site, {}), actual.numbers.get(site, {})
-    same = own == theirs
-    for name in sorted(expected.names[site] & _OTHER_FORMULAS):
-        if not same:
+    own, others = expected.numbers.get(site, {}), actual.numbers.get(site, {})
+    if own != others:
+        for name in sorted(expected.names[site] & _OTHER_FORMULAS):
             return f"{name}, which JAX then computes in another way"
-    for key in own.keys() & theirs.keys():
-        if not theirs[key] <= own[key]:  # of several JAX may need fewer then
-            return f"the numbers {_list(theirs[key])} of {key[0]}, where {_list(own[key])} follow"
+    for key in own.keys() & others.keys():
+        # A subset, since JAX may need fewer of several operations for few rows.
+        if not others[key] <= own[key]:
+            return (
+                f"the numbers {_format(others[key])} of {key[0]}, where {_format(own[key])} follow"
+            )
     return None
 
 
-def _list(numbers: set[Any]) -> str:
+def _format(numbers: set[Any]) -> str:
     return ", ".join(sorted(map(str, numbers))) or "none"
-
-
-def _note(
-    calls: _Calls, program: Predicted | Traced, used: list[bool] | None, around: Site
-) -> list[bool]:
-    """Notes what a trace computes for those of its results that are used; None for all.
-
-    What ends in arrays without elements alone is computed for nothing, and JAX may leave it out.
-
-    Returns:
-        For each of its inputs, whether it is used.
-    """
-    outputs = program.jaxpr.outvars
-    wanted = [True] * len(outputs) if used is None else used
-    live = {v for v, want in zip(outputs, wanted, strict=True) if want and not is_literal(v)}
-    for step in reversed(program.steps()):
-        eqn = step.eqn
-        results = step.shapes[len(eqn.invars) :]
-        given = [
-            0 not in shape and v in live for v, shape in zip(eqn.outvars, results, strict=True)
-        ]
-        if not any(given) and not eqn.effects:
-            calls.note_site(eqn, around)
-            continue
-        site = calls.note(step, around)
-        reads = [True] * len(eqn.invars)
-        for body in step.bodies:
-            jaxpr = body.jaxpr
-            alike = len(step.bodies) == 1 and len(jaxpr.outvars) == len(eqn.outvars)
-            inside = _note(calls, body, given if alike and is_call(eqn) else None, site)
-            if alike and is_call(eqn) and len(inside) == len(reads):
-                reads = inside
-        live |= {v for v, read in zip(eqn.invars, reads, strict=True) if read and not is_literal(v)}
-    return [v in live for v in program.jaxpr.invars]

@@ -1,7 +1,7 @@
-"""The equations of a trace for few rows, as they are and as labels predict them.
+"""The equations of a trace with 0 or 1 rows, both the actual ones and the predicted ones.
 
-What is compared is what the user's instructions have called, so each equation has a site; and JAX
-may leave out what changes nothing.
+`small_counts` and `value_origins` compare the two traces by the user's instruction that called JAX,
+the *site* of an equation. JAX may omit an equation that changes nothing (`changes_nothing`).
 """
 
 import contextlib
@@ -18,19 +18,23 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import ad
 
+from tpudist.array_types import Shape
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows.labels import (
     NOT_COMPARED,
     Corner,
     LabelledEquation,
     LabelledProgram,
-    Varies,
+    UnknownFunction,
     bodies_of,
     predict,
 )
 from tpudist.programs.rows.row_sizes import Point, RowNumber, RowSize, size_at
 
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+# Code that calls JAX for the user: a frame in it is not the user's instruction. "<" begins names
+# such as "<frozen importlib>" and "<string>".
 _LIBRARIES = (
     JAX_FOLDER,
     os.path.join(os.path.dirname(np.__file__), ""),
@@ -39,24 +43,36 @@ _LIBRARIES = (
     functools.__file__,
     "<",
 )
-# Where JAX differentiates.
+# The files of JAX that differentiate.
 _AUTODIFF = frozenset(map(inspect.getfile, (ad.jvp, ad.instantiate_zeros)))
-# What calls, or stands for the sum that autodiff makes of several uses.
+# Calls and copies, and the sum of the gradients of several uses of a value.
 _CALLS = frozenset(
     "add_any closed_call copy custom_jvp_call custom_vjp_call jit pjit pvary "
     "tpudist.claim_equal".split()
 )
 Site = tuple[str, int, int]
-"""A file, the first line of a function, and the instruction in it that has called JAX."""
+"""A file, the first line of a function in it, and the function's instruction that called JAX.
+
+The instruction, not the line: `x[0] if n == 1 else x[1]` is two instructions on one line."""
 NOWHERE: Site = ("", 0, 0)
+"""The site of the equations outside of all known instructions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One equation of a trace: what it reads and gives, and the programs that it holds."""
+    """One equation of a trace.
+
+    Attributes:
+        eqn: The equation; in a predicted trace that of the first labelled trace.
+        shapes: Shapes of the operands, then of the results, for the small count.
+        literals: Pairs of an operand's position and its number as text.
+        params: The parameters that contain no programs.
+        bodies: The programs inside.
+        labelled: The labelled equation of a predicted step.
+    """
 
     eqn: core.JaxprEqn
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     literals: tuple
     params: dict[str, Any]
     bodies: tuple["Predicted | Traced", ...]
@@ -64,27 +80,26 @@ class Step:
 
     @property
     def numbers(self) -> tuple:
-        """What its literals and parameters say of what it computes."""
-        return self.literals + _describe(self)
+        """The literals and parameters that affect the result."""
+        return self.literals + _describe_params(self)
 
 
 class Predicted:
     """The trace that a labelled program predicts for these numbers of rows."""
 
     def __init__(self, labelled: LabelledProgram, counts: Point):
-        """Of a labelled program."""
         self._labelled, self._counts = labelled, counts
         self.jaxpr, self.consts = labelled.jaxpr, labelled.consts
 
     def steps(self) -> list[Step]:
-        """Its equations, in order."""
+        """Returns the equations in order."""
         return [self._step(equation) for equation in self._labelled.equations]
 
     def _step(self, equation: LabelledEquation) -> Step:
         dims = (*equation.in_dims, *equation.out_dims)
         shapes = tuple(tuple(size_at(dim, self._counts) for dim in each) for each in dims)
         literals = tuple(
-            (i, number_in_words(predict(_unwrap(value), self._counts)))
+            (i, format_number(predict(_unwrap(value), self._counts)))
             for i, value in equation.literals.items()
         )
         params = {
@@ -92,79 +107,69 @@ class Predicted:
             for name, value in equation.params.items()
             if name not in equation.bodies
         }
-        held = [body for bodies in equation.bodies.values() for body in bodies]
-        bodies = tuple(Predicted(body, self._counts) for body in held)
+        bodies = tuple(Predicted(body, self._counts) for body in equation.all_bodies)
         return Step(equation.eqn, shapes, literals, params, bodies, equation)
 
 
 class Traced:
-    """A trace as it is."""
+    """An actual trace."""
 
-    def __init__(self, program: Any):
-        """Of a jaxpr, with its constants or without."""
-        self.jaxpr, self.consts = jaxprs.open_jaxpr(program), tuple(getattr(program, "consts", ()))
+    def __init__(self, program: Program):
+        self.jaxpr, self.consts = jaxprs.open_jaxpr(program), jaxprs.consts_of(program)
 
     def steps(self) -> list[Step]:
-        """Its equations, in order."""
+        """Returns the equations in order."""
         return [self._step(eqn) for eqn in self.jaxpr.eqns]
 
     def _step(self, eqn: core.JaxprEqn) -> Step:
-        shapes = tuple(tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars))
+        shapes = tuple(tuple(jaxprs.shape_of(v)) for v in (*eqn.invars, *eqn.outvars))
         literals = tuple(
-            (i, number_in_words(x.val))
+            (i, format_number(x.val))
             for i, x in enumerate(eqn.invars)
             if isinstance(x, core.Literal)
         )
-        held = list(bodies_of(eqn))
-        names = {name for name, _ in held}
+        bodies = list(bodies_of(eqn))
+        names = {name for name, _ in bodies}
         params = {k: v for k, v in eqn.params.items() if k not in names}
-        return Step(eqn, shapes, literals, params, tuple(Traced(body) for _, body in held))
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number in the program itself."""
-    return isinstance(atom, core.Literal)
+        return Step(eqn, shapes, literals, params, tuple(Traced(body) for _, body in bodies))
 
 
 def is_call(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation runs one program, once, on its operands."""
+    """Returns whether an equation runs one program, once, on its operands."""
     return isinstance(jaxprs.structure_of(eqn), jaxprs.Call)
 
 
-def _describe(step: Step) -> tuple:
-    """What the parameters say of what is computed: powers, axes, where a slice begins."""
+def _describe_params(step: Step) -> tuple:
     params = step.params
     if step.eqn.primitive.name == "reduce_sum":
         params = {**params, "axes": _axes_of_sum(step)}
     return tuple(
-        (name, str(_plain(value)))
+        (name, str(_with_python_ints(value)))
         for name, value in sorted(params.items())
-        if name not in NOT_COMPARED and not callable(value) and not _is_varied(value)
+        if name not in NOT_COMPARED and not callable(value) and not _is_unknown(value)
     )
 
 
 def _axes_of_sum(step: Step) -> tuple[int, ...]:
-    """The axes that are summed, among those of another size than 1.
-
-    The sum that undoes a broadcast has one axis more or less where that has the size 1.
-    """
+    """Returns the axes of a sum, counted among the axes of a size other than 1."""
+    # The sum that undoes a broadcast has one axis more or less if that axis has the size 1.
     others = [d for d, size in enumerate(step.shapes[0]) if size != 1]
     return tuple(others.index(d) for d in step.params["axes"] if d in others)
 
 
 def changes_nothing(step: Step) -> bool:
-    """Whether an equation gives what it is given, but for dims of size 1: JAX may leave it out."""
+    """Returns whether an equation only adds or removes dims of size 1: JAX may omit it."""
     eqn, shapes, name = step.eqn, step.shapes, step.eqn.primitive.name
     if name in _CALLS:
         return True
     first, last = (_without_ones(shapes[0]), _without_ones(shapes[-1])) if shapes else ((), ())
     match name:
         case "broadcast_in_dim" | "broadcast_to" | "expand_dims" | "reshape" | "slice" | "squeeze":
-            if isinstance(eqn.invars[0], core.Literal):  # zeros are what no gradient comes to
+            if isinstance(eqn.invars[0], core.Literal):  # autodiff's zeros for unused values
                 return not np.any(eqn.invars[0].val) and _is_of_autodiff(eqn)
             return first == last
         case "convert_element_type":
-            return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype  # type: ignore
+            return jaxprs.dtype_of(eqn.invars[0]) == jaxprs.dtype_of(eqn.outvars[0])
         case "concatenate":
             return sum(0 not in shape for shape in shapes[: len(eqn.invars)]) <= 1
         case "pad":
@@ -180,8 +185,9 @@ def changes_nothing(step: Step) -> bool:
 
 
 def _is_of_autodiff(eqn: core.JaxprEqn) -> bool:
-    """Whether it was the gradient of the user's function that asked for an equation."""
-    traceback: Any = eqn.source_info.traceback
+    """Returns whether the differentiation of the user's function created an equation."""
+    # From the innermost frame outward: autodiff comes before the user's code.
+    traceback = eqn.source_info.traceback
     for code in traceback.raw_frames()[0] if traceback is not None else ():
         if not code.co_filename.startswith(_LIBRARIES):
             return False
@@ -190,53 +196,55 @@ def _is_of_autodiff(eqn: core.JaxprEqn) -> bool:
     return False
 
 
-def shapes_compared(step: Step) -> tuple[tuple[int, ...], ...]:
-    """The shapes by which an equation is known in both traces; see `_axes_of_sum`."""
+def shapes_compared(step: Step) -> tuple[Shape, ...]:
+    """Returns the shapes that identify an equation in both traces; see `_axes_of_sum`."""
     if step.eqn.primitive.name == "reduce_sum":
         return tuple(map(_without_ones, step.shapes))
     return step.shapes
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _plain(value: Any) -> Any:
-    """A parameter with Python's integers for NumPy's, of which JAX takes both."""
+def _with_python_ints(value: object) -> object:
+    # JAX accepts both, and `str` tells them apart.
     if type(value) is tuple:
-        return tuple(map(_plain, value))
+        return tuple(map(_with_python_ints, value))
     return int(value) if isinstance(value, np.integer) else value
 
 
-def _is_varied(value: Any) -> bool:
-    return isinstance(value, Varies) or (type(value) is tuple and any(map(_is_varied, value)))
+def _is_unknown(value: object) -> bool:
+    if isinstance(value, UnknownFunction):
+        return True
+    return type(value) is tuple and any(map(_is_unknown, value))
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> object:
     return value.value if isinstance(value, Corner) else value
 
 
-def number_in_words(value: Any) -> Any:
-    """A scalar to five digits; "array" for an array, "?" for what is not known."""
-    if isinstance(value, Tracer | Varies | RowSize | RowNumber):
+def format_number(value: object) -> str:
+    """Formats a scalar with five digits; "array" for an array, "?" for an unknown value."""
+    if isinstance(value, Tracer | UnknownFunction | RowSize | RowNumber):
         return "?"
     array = np.asarray(value)
     return f"{float(array):.5g}" if array.ndim == 0 and array.dtype.kind in "fiub" else "array"
 
 
 def site_of(eqn: core.JaxprEqn) -> tuple[Site | None, str]:
-    """The user's instruction that an equation comes from, and the function that it has called.
+    """Returns the user's instruction that an equation comes from, and the function it called.
 
-    None for what JAX has traced once for all who call it.
+    The site is None inside a function that JAX has traced once for all its callers.
     """
-    traceback: Any = eqn.source_info.traceback
-    called = ""
+    traceback = eqn.source_info.traceback
+    callee = ""
     if traceback is None:
-        return None, called
+        return None, callee
     codes, instructions = traceback.raw_frames()
     for code, instruction in zip(codes, instructions, strict=True):  # the innermost is the first
         name = code.co_filename
         if not name.startswith(_LIBRARIES):
-            return (name, code.co_firstlineno, instruction), called
-        called = code.co_name
-    return None, called
+            return (name, code.co_firstlineno, instruction), callee
+        callee = code.co_name
+    return None, callee

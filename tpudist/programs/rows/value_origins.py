@@ -1,8 +1,9 @@
-"""Where the values of a trace come from: which inputs, constants and instructions of the user's.
+"""Finds the origins of the values in a trace: inputs, constants and the user's instructions.
 
-An instruction that calls JAX alike for few rows may still be handed another value
-(`x if n == 1 else y`). JAX writes one operation in several ways; what an operation that it writes
-alike reads is compared, operand by operand, through all that changes nothing.
+An instruction that calls JAX in the same way for few rows may still read another value
+(`x if n == 1 else y`). JAX writes some operations in several ways, so operations that are written
+in the same way are compared: the origins of their operands must agree. Origins pass through
+operations that change nothing.
 """
 
 import collections
@@ -15,8 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 
-from tpudist.programs.rows.labels import Corner, Varies
+from tpudist.array_types import Shape
+from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Atom
+from tpudist.programs.rows.labels import Corner, UnknownFunction
 from tpudist.programs.rows.row_sizes import Piecewise, RowNumber, RowSize
 from tpudist.programs.rows.trace_steps import (
     NOWHERE,
@@ -26,36 +31,33 @@ from tpudist.programs.rows.trace_steps import (
     Traced,
     changes_nothing,
     is_call,
-    is_literal,
     shapes_compared,
     site_of,
 )
 
 Origins = frozenset[Any] | None
-"""The inputs, constants and sites that a value comes from; None if that is not known."""
+"""The inputs, constants and sites that a value is computed from; None if they are unknown."""
 
-_NOTHING: frozenset[Any] = frozenset()
+_NO_ORIGINS: frozenset[Any] = frozenset()
 
 
 class ValueOrigins:
-    """What the operations of one trace read.
+    """The origins of all values that the operations of one trace read.
+
+    Args:
+        program: The trace.
+        live: Ids of its equations whose results are used.
+        passing: Sites that change nothing in one of the two compared traces.
 
     Attributes:
-        reads: For each site and operation, by its primitive and its shapes: what its operands come
-            from, each time that it occurs.
-        results: What the results come from.
+        reads: The origins of the operands of each occurrence of an operation, by site, primitive
+            and shapes.
+        results: The origins of the results.
     """
 
     def __init__(
         self, program: Predicted | Traced, live: Collection[int], passing: Collection[Site]
     ):
-        """Follows a trace.
-
-        Args:
-            program: The trace.
-            live: The ids of its equations that compute something that is used.
-            passing: The sites that change nothing in one of the traces that are compared.
-        """
         self._live, self._passing = live, passing
         self.reads: dict[tuple[Site, Any], set[tuple[Origins, ...]]] = collections.defaultdict(set)
         inputs = [frozenset({("input", i)}) for i in range(len(program.jaxpr.invars))]
@@ -64,21 +66,22 @@ class ValueOrigins:
     def _follow(
         self, program: Predicted | Traced, inputs: Sequence[Origins], around: Site
     ) -> list[Origins]:
-        known: dict[Any, Origins] = dict(zip(program.jaxpr.invars, inputs, strict=True))
-        # Without a constant for each, they are not known.
+        origins: dict[core.Var, Origins] = dict(zip(program.jaxpr.invars, inputs, strict=True))
+        # An open jaxpr of jax 0.10 has variables without values: None, unknown origins.
         for variable, value in itertools.zip_longest(program.jaxpr.constvars, program.consts):
-            known[variable] = _origin_of_constant(value)
+            origins[variable] = _origin_of_constant(value)
 
-        def find(atom: Any, shape: Sequence[int]) -> Origins:
-            return _NOTHING if is_literal(atom) or 0 in shape else known[atom]
+        def find(atom: Atom, shape: Shape) -> Origins:
+            # The numbers of literals are compared by `small_counts`.
+            return origins[atom] if isinstance(atom, core.Var) and 0 not in shape else _NO_ORIGINS
 
         for step in program.steps():
             eqn, count = step.eqn, len(step.eqn.invars)
             operands = tuple(map(find, eqn.invars, step.shapes[:count]))
             site = site_of(eqn)[0] or around
             results = self._follow_step(step, operands, site)
-            known |= zip(eqn.outvars, results, strict=True)
-        return [find(v, getattr(v.aval, "shape", ())) for v in program.jaxpr.outvars]
+            origins |= zip(eqn.outvars, results, strict=True)
+        return [find(v, jaxprs.shape_of(v)) for v in program.jaxpr.outvars]
 
     def _follow_step(
         self, step: Step, operands: tuple[Origins, ...], site: Site
@@ -96,22 +99,26 @@ class ValueOrigins:
 
 
 def find_other_value(expected: ValueOrigins, actual: ValueOrigins) -> tuple[str, Site] | None:
-    """What reads another value than expected, in words, and its site; None if nothing does."""
-    for (site, key), read in actual.reads.items():
+    """Describes an operation or result that reads another value than expected, with its site.
+
+    None if all values are the expected ones.
+    """
+    for (site, key), occurrences in actual.reads.items():
         own = expected.reads.get((site, key))
-        if own and not all(any(_agree_all(ours, theirs) for ours in own) for theirs in read):
+        if own and not all(any(_agree_all(x, other) for x in own) for other in occurrences):
             return f"the input of {key[0]}", site
     if not _agree_all(expected.results, actual.results):
         return "the result", NOWHERE
     return None
 
 
-def _agree_all(own: Sequence[Origins], theirs: Sequence[Origins]) -> bool:
-    return all(map(_agree, own, theirs))
+def _agree_all(expected: Sequence[Origins], actual: Sequence[Origins]) -> bool:
+    return all(map(_agree, expected, actual))
 
 
-def _agree(own: Origins, theirs: Origins) -> bool:
-    return own is None or theirs is None or theirs <= own  # of several JAX may need fewer
+def _agree(expected: Origins, actual: Origins) -> bool:
+    # A subset, since JAX may need fewer of several values for few rows.
+    return expected is None or actual is None or actual <= expected
 
 
 def _join(origins: Sequence[Origins]) -> Origins:
@@ -124,9 +131,9 @@ def _inputs_of(body: Predicted | Traced, operands: Sequence[Origins]) -> Sequenc
     return operands if len(inputs) == len(operands) else [_join(operands)] * len(inputs)
 
 
-def _origin_of_constant(value: Any) -> Origins:
+def _origin_of_constant(value: object) -> Origins:
     if value is None or isinstance(
-        value, Varies | Corner | Piecewise | RowSize | RowNumber | Tracer
+        value, UnknownFunction | Corner | Piecewise | RowSize | RowNumber | Tracer
     ):
         return None
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,8 @@
-"""What each primitive does with padded rows: the trusted base of the rows' exactness."""
+"""The rules of the primitives on padded rows, by name. The exactness of results depends on them.
+
+A rule receives an `Operation` and returns its padded results. It must keep the invariant of
+`evaluator`: the leading corner of each result is the array of the real rows.
+"""
 
 from tpudist.programs.rows.evaluator import Rule
 from tpudist.programs.rows.rules import (
@@ -31,5 +35,5 @@ _ALL: dict[str, Rule] = {
 
 
 def rule_of(primitive: str) -> Rule | None:
-    """The rule of a primitive, by its name; None if it has none."""
+    """Returns the rule of a primitive; None if it has none."""
     return _ALL.get(primitive)

@@ -1,4 +1,4 @@
-"""Collectives: values that have rows can be combined only where all replicas have as many."""
+"""Rules of collectives: they combine values with rows only if all replicas have equally many."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tpudist.programs.rows.row_sizes import is_rows
 def _combine(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     for dim in filter(is_rows, itertools.chain(*operation.in_dims)):
-        operation.need_even(dim)
+        operation.require_even(dim)
     return operation.bind()
 
 
@@ -26,7 +26,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
                     "tpudist.get_replica_context().all_gather"
                 )
             if is_rows(dim):
-                operation.need_even(dim)
+                operation.require_even(dim)
     return operation.bind()
 
 

@@ -1,9 +1,10 @@
 """Rules of convolutions: rows may be the batch, a dim that is summed over, or groups of channels.
 
-A group of channels is computed by itself. `vmap` makes groups of what each row has of its own, as
-in gradients per example. Then there are as many groups as rows times a fixed number, and those of
-the real rows are the first ones. If a convolution has groups already, `vmap` may also put the rows
-into each group. Then each group is padded, and the parts of the result are joined again.
+Groups of channels are computed independently. If each row has its own image and filter, as in
+gradients per example, `vmap` makes groups of the rows. The number of groups is then the number of
+rows times a constant, and the groups of the real rows come first. If a convolution already has
+groups, `vmap` may put the rows into each group. Then each group is padded, and the parts of the
+result are joined again.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ import jax
 
 from tpudist.programs.rows.contractions import dims_of_sums
 from tpudist.programs.rows.evaluator import Operation, Rule
-from tpudist.programs.rows.row_sizes import Dim, is_rows
+from tpudist.programs.rows.row_sizes import Dim, RowSize, is_rows
 from tpudist.programs.rows.rules.shaping_rules import reshape_real
 
 
 def _convolve(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("feature_group_count", "batch_group_count"))
+    operation.check_params(allowed=("feature_group_count", "batch_group_count"))
     params = operation.params
     spec = params["dimension_numbers"]
     if any(is_rows(operation.in_dims[1][d]) for d in spec.rhs_spec[2:]):
@@ -28,15 +29,16 @@ def _convolve(operation: Operation) -> Sequence[Any]:
     of_batch = groups[1] != 1
     count = groups[of_batch]
     grouped = spec.lhs_spec[0 if of_batch else 1], spec.rhs_spec[0]
-    # Both operands, since 0 times NaN is NaN. XLA may compute groups by zeros in one convolution.
+    # Both operands are masked, since 0 times NaN is NaN. That includes groups, which XLA may
+    # compute in one convolution with zeros between the groups.
     masked = [{*summed.get(i, ()), *((d,) if count != 1 else ())} for i, d in enumerate(grouped)]
     values = [operation.mask(i, sorted(dims), 0) for i, dims in enumerate(masked)]
     if count == 1:
         return operation.bind(values)
     sizes = [dims[d] for dims, d in zip(operation.in_dims, grouped, strict=True)]
     if is_rows(count):
-        each = [size.quotient(count) if is_rows(size) else None for size in sizes]
-        if None in each or any(map(is_rows, each)):
+        group_sizes = [size.quotient(count) if is_rows(size) else None for size in sizes]
+        if None in group_sizes or any(map(is_rows, group_sizes)):
             operation.refuse(f"it has {count} groups, and the size of a group depends on the rows")
         return operation.bind(values)
     if not any(map(is_rows, sizes)):
@@ -55,7 +57,7 @@ def _convolve(operation: Operation) -> Sequence[Any]:
 def _pad_each_group(
     operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
 ) -> jax.Array:
-    """An array whose dim `d` has groups of rows, one after another, with padding in each group."""
+    """Moves the padding of dim `d` into its `count` groups of rows, which follow each other."""
     each = _size_of_group(operation, dims[d], count)
     shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
     split = (*dims[:d], count, each, *dims[d + 1 :])
@@ -65,18 +67,19 @@ def _pad_each_group(
 def _join_groups(
     operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
 ) -> jax.Array:
-    """Undoes `_pad_each_group`: the real rows of all groups are at the front."""
+    """Undoes `_pad_each_group`: moves the real rows of all groups to the front."""
     each = _size_of_group(operation, dims[d], count)
     shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
     split = (*dims[:d], count, each, *dims[d + 1 :])
     return reshape_real(operation, x.reshape(shape), split, dims, x.shape)
 
 
-def _size_of_group(operation: Operation, size: Any, count: int) -> Dim:
-    each = size.quotient(count)
-    if each is None:
-        return operation.refuse(f"its {count} groups do not have equal numbers of rows")
-    return each
+def _size_of_group(operation: Operation, size: Dim, count: int) -> Dim:
+    assert isinstance(size, RowSize), size
+    group_size = size.quotient(count)
+    if group_size is None:
+        operation.refuse(f"its {count} groups do not have equal numbers of rows")
+    return group_size
 
 
 RULES: dict[str, Rule] = {"conv_general_dilated": _convolve}

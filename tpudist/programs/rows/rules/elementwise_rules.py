@@ -1,4 +1,4 @@
-"""Operations that treat each element, or each row, by itself: padding stays where it is."""
+"""Rules of operations on each element or each row: padding keeps its place."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from tpudist.programs import elementwise
 from tpudist.programs.rows.evaluator import Operation, Rule
 
-# They move whole rows, or join arrays of the same rows.
+# These move whole rows, or join arrays of the same rows.
 _OF_ROWS = ("squeeze", "stack", "transpose", "unstack")
-# They write a size into their result, and the padded one does. Random bits of more rows begin with
-# those of fewer ones, if rows are their first dim; else they are other draws of the same kind.
+# The result has the padded size. Random bits for more rows begin with the bits for fewer rows if
+# rows are the first dim (threefry is partitionable). Otherwise they are different draws from the
+# same distribution.
 _OF_SIZES = {
     "broadcast_in_dim": ("shape",),
     "broadcast_to": ("shape",),
@@ -24,12 +25,12 @@ _OF_SIZES = {
 
 
 def _each_element(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("shape",))
+    operation.check_params(allowed=("shape",))
     return operation.bind()
 
 
 def _of_sizes(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=_OF_SIZES[operation.name])
+    operation.check_params(allowed=_OF_SIZES[operation.name])
     return operation.bind()
 
 

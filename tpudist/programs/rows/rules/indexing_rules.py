@@ -1,17 +1,20 @@
-"""Gathers, scatters and slices at places that are computed.
+"""Rules of gathers, scatters and slices at computed positions.
 
-JAX clamps an index to the last row, or drops what is out of bounds. Both mean the last real row,
-not the last padded one. A part whose size depends on the number of rows is taken, or written, row
-by row, so that its padding can be left out.
+JAX clamps an index to the last row, or drops indices that are out of bounds. Both must refer to the
+last real row, not to the last padded one. A window whose size depends on the number of rows is read
+or written row by row, so that its padding can be omitted.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
+from tpudist.array_types import Shape
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import Dim, is_rows
 
@@ -21,13 +24,13 @@ _PROMISE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
 def _dynamic_slice(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("slice_sizes",))
+    operation.check_params(allowed=("slice_sizes",))
     sizes = operation.params["slice_sizes"]
     starts = _clamp(operation, operation.values[1:], sizes)
     x, (aval,) = operation.values[0], operation.out_avals
     for d, size in enumerate(sizes):
         if is_rows(size):
-            # The padded part would reach over the end, and be moved.
+            # The padded slice may reach over the end of `x`, and `dynamic_slice` would move it.
             x = jnp.pad(x, [(0, aval.shape[d] if i == d else 0) for i in range(x.ndim)])
     return operation.bind([x, *starts])
 
@@ -40,22 +43,24 @@ def _dynamic_update_slice(operation: Operation) -> Sequence[Any]:
     moved = [d for d, size in enumerate(sizes) if is_rows(size) and size != wholes[d]]
     if not moved:
         return operation.bind([target, part, *starts])
-    # What is there already stands where the part has padding.
-    room = [(0, part.shape[d] if d in moved else 0) for d in range(part.ndim)]
-    padded = jnp.pad(target, room)
-    before = lax.dynamic_slice(padded, starts, part.shape)
+    # The padding of the part must not overwrite the target: there it is the old content. The
+    # target is padded first, since the padded part may reach over its end and would be moved.
+    padding = [(0, part.shape[d] if d in moved else 0) for d in range(part.ndim)]
+    padded = jnp.pad(target, padding)
+    content = lax.dynamic_slice(padded, starts, part.shape)
     for d in moved:
-        part = jnp.where(operation.is_real(part.shape, d, sizes[d]), part, before)
+        part = jnp.where(operation.is_real(part.shape, d, sizes[d]), part, content)
     written = lax.dynamic_update_slice(padded, part, starts)
     return [lax.slice(written, [0] * target.ndim, target.shape)]
 
 
-def _clamp(operation: Operation, starts: Sequence[Any], sizes: Sequence[Dim]) -> list[Any]:
+def _clamp(operation: Operation, starts: Sequence[ArrayLike], sizes: Sequence[Dim]) -> list[Any]:
+    """Clamps the starts of a slice to the real size, as JAX does to the padded size."""
     clamped = []
     for start, size, whole in zip(starts, sizes, operation.in_dims[0], strict=True):
         if size != whole and (is_rows(size) or is_rows(whole)):
-            if not is_rows(size):
-                operation.need(whole, size)  # type: ignore[arg-type]
+            if isinstance(size, int):
+                operation.require_size(whole, size)
             last = jnp.maximum(operation.size(whole) - operation.size(size), 0)
             start = jnp.clip(start, 0, jnp.asarray(last, jnp.asarray(start).dtype))
         clamped.append(start)
@@ -64,17 +69,17 @@ def _clamp(operation: Operation, starts: Sequence[Any], sizes: Sequence[Dim]) ->
 
 @dataclasses.dataclass
 class _Window:
-    """A gather or scatter of windows, while its windows of rows are taken apart.
+    """The window of a gather or scatter.
 
     Attributes:
         operation: The gather or scatter.
-        index: Its indices `[*batch, component]`.
-        index_dims: The dims of the batch, as far as they are to be masked; a window that is taken
-            apart is masked already.
-        components: The dim of the operand that each component counts in.
-        sizes: The size of the window in each dim of the operand.
-        places: For each dim of the window: that of the operand, and that of the windows' array.
-        batching: The dims of the batch that are those of the operand.
+        index: The indices `[*batch, component]`.
+        index_dims: Sizes of the batch dims of `index`. A dim of a window that was split into its
+            rows is masked already, so its size is the padded one.
+        components: Dim of the operand that each component of an index belongs to.
+        sizes: Size of the window in each dim of the operand.
+        places: Pairs of a dim of the operand and the dim of the array of windows that it becomes.
+        batching: The batch dims of `index` that are dims of the operand too.
     """
 
     operation: Operation
@@ -85,31 +90,32 @@ class _Window:
     places: list[tuple[int, int]]
     batching: tuple[int, ...]
 
-    def take_apart(self, shape: Sequence[int], mode: Any) -> list[int]:
-        """Makes of each window whose size depends on the rows one window for each of its rows.
+    def split_rows(self, shape: Shape, mode: lax.GatherScatterMode) -> list[int]:
+        """Splits each window whose size depends on the rows into one window per row.
 
         Args:
-            shape: Of the array of windows: the updates, or what is gathered.
-            mode: What is done out of bounds.
+            shape: Shape of the array of windows: of the updates, or of the result of a gather.
+            mode: Handling of indices that are out of bounds.
 
         Returns:
-            The dims of the operand that it was.
+            The dims of the operand whose windows were split.
         """
         wholes = self.operation.in_dims[0]
-        apart = [
+        split = [
             (d, at)
             for d, at in self.places
             if is_rows(self.sizes[d]) and self.sizes[d] != wholes[d]
         ]
-        for d, at in apart:
+        for d, at in split:
             self.places.remove((d, at))
-            self._insert(d, at, shape, mode)
-        return [d for d, _ in apart]
+            self._split(d, at, shape, mode)
+        return [d for d, _ in split]
 
-    def _insert(self, d: int, at: int, shape: Sequence[int], mode: Any) -> None:
+    def _split(self, d: int, at: int, shape: Shape, mode: lax.GatherScatterMode) -> None:
+        # Adds a batch dim to the indices: the start of the window, plus the number of the row.
         operation, whole, size = self.operation, self.operation.in_dims[0][d], self.sizes[d]
         axis = at - sum(place < at for _, place in self.places)
-        self.index = _wide(self.index)
+        self.index = _widen(self.index)
         batch = [*self.index.shape[:-1]]
         batch.insert(axis, shape[at])
         index = jnp.broadcast_to(jnp.expand_dims(self.index, axis), (*batch, self.index.shape[-1]))
@@ -122,16 +128,16 @@ class _Window:
         start, row = index[..., j], lax.broadcasted_iota(index.dtype, tuple(batch), axis)
         if mode == _CLIP:
             start = jnp.clip(start, 0, last)
-        # A window that is not all within bounds is dropped as a whole.
-        there = (start >= 0) & (start <= last) & (row < operation.size(size))
-        self.index = index.at[..., j].set(jnp.where(there, start + row, _out_of_bounds(index)))
+        # JAX drops a window as a whole if a part of it is out of bounds. Padding is dropped too.
+        is_inside = (start >= 0) & (start <= last) & (row < operation.size(size))
+        self.index = index.at[..., j].set(jnp.where(is_inside, start + row, _out_of_bounds(index)))
         self.index_dims.insert(axis, shape[at])
         self.batching = tuple(b + (b >= axis) for b in self.batching)
         self.sizes[d] = 1
 
 
 def _gather(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("slice_sizes",))
+    operation.check_params(allowed=("slice_sizes",))
     numbers, mode = operation.params["dimension_numbers"], operation.params["mode"]
     operand, index = operation.values
     inside = _dims_inside(
@@ -147,25 +153,25 @@ def _gather(operation: Operation) -> Sequence[Any]:
         tuple(numbers.start_indices_batching_dims),
     )
     (aval,) = operation.out_avals
-    # XLA takes the nearest row for an index that breaks the promise, and so does JAX then.
+    # For an index that breaks the promise, XLA and therefore JAX read the nearest row.
     mode = _CLIP if mode == _PROMISE else mode
-    apart = window.take_apart(aval.shape, mode)
-    index = _limit(operation, window, mode, apart)
-    if not apart:
+    split = window.split_rows(aval.shape, mode)
+    index = _limit(operation, window, mode, split)
+    if not split:
         return operation.bind([operand, index])
     return operation.bind(
         [operand, index],
         dimension_numbers=numbers._replace(
             offset_dims=tuple(at for _, at in window.places),
-            collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *apart))),
+            collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *split))),
             start_index_map=tuple(window.components),
             start_indices_batching_dims=window.batching,
         ),
         slice_sizes=tuple(
-            1 if d in apart else size
+            1 if d in split else size
             for d, size in enumerate(operation.equation.eqn.params["slice_sizes"])
         ),
-        # What was out of bounds is that still, and all of it; padding may be anything.
+        # A window that was out of bounds still is, in each row; padding may be anything.
         mode=mode,
         unique_indices=False,
         indices_are_sorted=False,
@@ -176,23 +182,25 @@ def _dims_inside(ndim: int, others: Sequence[int]) -> list[int]:
     return [d for d in range(ndim) if d not in others]
 
 
-def _limit(operation: Operation, window: _Window, mode: Any, apart: Sequence[int]) -> Any:
-    """Indices that mean in the padded operand what they mean in the real one."""
+def _limit(
+    operation: Operation, window: _Window, mode: lax.GatherScatterMode, split: Sequence[int]
+) -> jax.Array:
+    """Returns indices with the effect in the padded operand that they have in the real one."""
     sizes, index, dims = operation.in_dims[0], window.index, window.components
     if is_rows(operation.in_dims[1][-1]):
         operation.refuse("its indices have as many components as there are rows")
-    if not any(is_rows(sizes[d]) for d in dims if d not in apart):
+    if not any(is_rows(sizes[d]) for d in dims if d not in split):
         return index
-    index = _wide(index)
+    index = _widen(index)
     columns = []
     for j, d in enumerate(dims):
         column = index[..., j]
         width = window.sizes[d]
-        if is_rows(sizes[d]) and width != sizes[d] and d not in apart:
+        if is_rows(sizes[d]) and width != sizes[d] and d not in split:
             if isinstance(width, int) and width > 1:
-                operation.need(sizes[d], width)
+                operation.require_size(sizes[d], width)
             elif mode != _FILL and not any(map(is_rows, operation.out_dims[0])):
-                operation.need(sizes[d], 1)  # of no rows none can be taken
+                operation.require_size(sizes[d], 1)  # there is no nearest row among no rows
             last = jnp.asarray(operation.size(sizes[d]) - width, column.dtype)
             if mode == _CLIP:
                 column = jnp.clip(column, 0, jnp.maximum(last, 0))
@@ -202,11 +210,12 @@ def _limit(operation: Operation, window: _Window, mode: Any, apart: Sequence[int
     return jnp.stack(columns, -1)
 
 
-def _wide(index: Any) -> Any:
+def _widen(index: jax.Array) -> jax.Array:
+    # An int8 index has no value that is out of the bounds of every operand.
     return index.astype(jnp.int32) if jnp.dtype(index.dtype).itemsize < 4 else index
 
 
-def _out_of_bounds(index: Any) -> Any:
+def _out_of_bounds(index: jax.Array) -> jax.Array:
     return jnp.asarray(jnp.iinfo(index.dtype).max, index.dtype)
 
 
@@ -231,22 +240,26 @@ def _scatter(operation: Operation) -> Sequence[Any]:
         places,
         tuple(numbers.scatter_indices_batching_dims),
     )
-    apart = window.take_apart(updates.shape, mode)
-    index = _limit(operation, window, mode, apart)
+    split = window.split_rows(updates.shape, mode)
+    index = _limit(operation, window, mode, split)
     masked = [a for a, dim in enumerate(window.index_dims) if is_rows(dim)]
-    if not masked and not apart:
+    if not masked and not split:
         return operation.bind([operand, index, updates])
     dims = window.components
     if not dims:
         operation.refuse("rows are written to one place, by indices without components")
     if mode not in (_FILL, _CLIP, _PROMISE):
         operation.refuse(f"with mode {mode}")
+    # Padding writes nowhere: its index is out of all bounds, and the mode becomes FILL, which
+    # drops it. So the other indices are clipped here. Padding may repeat an index, so the promises
+    # of unique and sorted indices are dropped.
     if mode == _CLIP:
         for j, d in enumerate(dims):
-            if not is_rows(of_operand[d]) and d not in apart:
-                last = operand.shape[d] - window.sizes[d]  # type: ignore[operator]
-                index = index.at[..., j].set(jnp.clip(index[..., j], 0, last))
-    # Padding writes nowhere: its index is out of all bounds.
+            width = window.sizes[d]
+            if not is_rows(of_operand[d]) and d not in split:
+                assert isinstance(width, int), width
+                clipped = jnp.clip(index[..., j], 0, operand.shape[d] - width)
+                index = index.at[..., j].set(clipped)
     for a in masked:
         real = operation.is_real(index.shape, a, window.index_dims[a])
         index = jnp.where(real, index, _out_of_bounds(index))
@@ -254,7 +267,7 @@ def _scatter(operation: Operation) -> Sequence[Any]:
         [operand, index, updates],
         dimension_numbers=numbers._replace(
             update_window_dims=tuple(at for _, at in window.places),
-            inserted_window_dims=tuple(sorted((*numbers.inserted_window_dims, *apart))),
+            inserted_window_dims=tuple(sorted((*numbers.inserted_window_dims, *split))),
             scatter_dims_to_operand_dims=tuple(dims),
             scatter_indices_batching_dims=window.batching,
         ),
@@ -268,20 +281,11 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
+    "scatter": _scatter,
+    # Versions of JAX differ in the spelling.
     **{
-        name: _scatter
-        for name in (
-            "scatter",
-            "scatter-add",
-            "scatter_add",
-            "scatter-sub",
-            "scatter_sub",
-            "scatter-mul",
-            "scatter_mul",
-            "scatter-min",
-            "scatter_min",
-            "scatter-max",
-            "scatter_max",
-        )
+        f"scatter{separator}{kind}": _scatter
+        for kind in ("add", "sub", "mul", "min", "max")
+        for separator in "-_"
     },
 }

@@ -1,4 +1,4 @@
-"""Functions whose owner says that they compute each row by itself: they run on padded rows."""
+"""The rule of functions declared with `tpudist.rowwise`: they run on padded rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -40,9 +40,10 @@ def _run(operation: Operation) -> Sequence[Any]:
     results = kernel(*values)
     for (_, outs), size in zip(levels, sizes, strict=True):
         for i, dim in enumerate(outs):
-            if dim is None and is_rows(size):  # a sum over no rows
-                some = operation.size(size) > 0
-                results[i] = jnp.where(some, results[i], jnp.zeros_like(results[i]))
+            # A sum over no rows is zero; the kernel has summed the padding.
+            if dim is None and is_rows(size):
+                has_rows = operation.size(size) > 0
+                results[i] = jnp.where(has_rows, results[i], jnp.zeros_like(results[i]))
     return results
 
 
@@ -50,19 +51,19 @@ def _require_declared(
     operation: Operation,
     dims: Sequence[Sequence[Dim]],
     declared: Sequence[row_kernels.Dims],
-    what: str,
+    role: str,
 ) -> None:
     for i, sizes in enumerate(dims):
         for d, size in enumerate(sizes):
             if is_rows(size) and d not in [each[i] for each in declared]:
                 operation.refuse(
-                    f"rows are dim {d} of {what} of {len(sizes)} dims, but its in_dims and "
+                    f"rows are dim {d} of {role} of {len(sizes)} dims, but its in_dims and "
                     "out_dims do not declare that"
                 )
 
 
 def _size_of(operation: Operation, level: row_kernels.Level) -> Dim:
-    """How many rows a level has: all operands and results have as many."""
+    """Returns the number of rows of a level, which all its operands and results must have."""
     ins, outs = level
     pairs = itertools.chain(
         zip(operation.in_dims, ins, strict=True), zip(operation.out_dims, outs, strict=True)
@@ -74,13 +75,11 @@ def _size_of(operation: Operation, level: row_kernels.Level) -> Dim:
 
 
 def _fill(operation: Operation, x: jax.Array, dim: int, size: Dim, is_cotangent: bool) -> jax.Array:
-    """An operand whose padding is a copy of its first row: zeros if it has none.
-
-    The derivative of a kernel may be infinite where all is zero, and 0 times that is NaN. Of a
-    cotangent padding is zero, and adds nothing to what is summed over the rows.
-    """
+    """Returns an operand whose padding is a copy of its first row, or zeros if it has no rows."""
+    # Not zeros: the derivative of a kernel may be infinite at zero, and 0 times infinity is NaN.
+    # The padding of a cotangent is zero, so it adds nothing to sums over the rows.
     real = operation.is_real(x.shape, dim, size)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys, of which none is zero
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys, which have no zero
         return jnp.where(real, x, jax.lax.slice_in_dim(x, 0, 1, axis=dim))
     zero = jnp.zeros((), x.dtype)
     if is_cotangent:

@@ -1,8 +1,9 @@
-"""Decompositions and solutions of matrices, of which rows may be a dim.
+"""Rules of matrix decompositions and solvers, whose matrices may have rows as a dim.
 
-Of matrices `[rows, rows]` padding is made a block of the identity, which no pivot mixes with the
-real one. Of tall matrices `[rows, columns]` it is made zeros, which change no column. Where what is
-found is not determined by that (eigenvectors, singular vectors and their signs), it is refused.
+The padding of matrices `[rows, rows]` becomes a block of the identity, which no pivot mixes with
+the real block. The padding of tall matrices `[rows, columns]` becomes zeros, which change no
+column. If that does not determine the result (eigenvectors, singular vectors and their signs), the
+operation is rejected.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ _REFUSED = "rows are a dim of its matrices, instead of a dim before them"
 
 
 def _each_matrix(operation: Operation) -> Sequence[Any]:
-    """Works on the matrices of the last two dims, each by itself."""
+    """Computes each matrix of the last two dims separately."""
     operation.check_params()
     for dims in (*operation.in_dims, *operation.out_dims):
         if any(map(is_rows, dims[-2:])):
@@ -28,7 +29,7 @@ def _each_matrix(operation: Operation) -> Sequence[Any]:
 
 
 def _embed(operation: Operation, i: int) -> Any:
-    """Square matrices, with the identity where they have padding."""
+    """Returns square matrices with the identity in their padding."""
     x, (rows, columns) = operation.values[i], operation.in_dims[i][-2:]
     if not is_rows(rows):
         return x
@@ -64,12 +65,12 @@ def _lu(operation: Operation) -> Sequence[Any]:
 
 
 def _permutation(operation: Operation) -> Sequence[Any]:
-    """Of pivots, of which those of padding leave everything where it is."""
-    operation.check_params(but=("permutation_size",))
+    operation.check_params(allowed=("permutation_size",))
     pivots = operation.values[0]
     last = pivots.ndim - 1
     size = operation.in_dims[0][last]
     if is_rows(size):
+        # Pivots of the padding exchange each row with itself.
         places = lax.broadcasted_iota(pivots.dtype, pivots.shape, last)
         pivots = jnp.where(operation.is_real(pivots.shape, last, size), pivots, places)
     return operation.bind([pivots])
@@ -84,7 +85,7 @@ def _qr(operation: Operation) -> Sequence[Any]:
     if is_rows(columns) or params["full_matrices"] or params.get("pivoting"):
         operation.refuse("only the reduced factors of matrices [rows, columns] are supported")
     assert isinstance(columns, int), columns
-    operation.need(rows, columns)
+    operation.require_size(rows, columns)
     return operation.bind([_zero_rows(operation)])
 
 
@@ -102,7 +103,7 @@ def _svd(operation: Operation) -> Sequence[Any]:
         operation.refuse("its matrices have as many elements as there are rows in both dims")
     rows, fixed = sorted(dims, key=is_rows, reverse=True)
     assert isinstance(fixed, int), fixed
-    operation.need(rows, fixed)
+    operation.require_size(rows, fixed)
     ndim = operation.values[0].ndim
     return operation.bind([operation.mask(0, [ndim - 2, ndim - 1], 0)])
 
@@ -112,22 +113,17 @@ def _zero_rows(operation: Operation) -> Any:
 
 
 def _solve_linear(operation: Operation) -> Sequence[Any]:
-    """By the program that solves; the others are for derivatives, which have been taken."""
+    # Evaluates the program that solves. The others belong to derivatives, which JAX has computed.
     operation.check_params()
     structure = jaxprs.structure_of(operation.equation.eqn)
     if not isinstance(structure, jaxprs.Elementary):
-        return operation.refuse("the program inside it is not understood")
+        operation.refuse("the program inside it is not understood")
     (solve,) = structure.bodies
-    own = [
-        body
-        for bodies in operation.equation.bodies.values()
-        for body in bodies
-        if body.jaxpr is solve
-    ]
+    body = next(body for body in operation.equation.all_bodies if body.jaxpr is solve)
     lengths = operation.equation.eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     consts = operation.values[first : first + lengths.solve]
-    return operation.run(own[0], [*consts, *operation.values[sum(lengths) :]])
+    return operation.run(body, [*consts, *operation.values[sum(lengths) :]])
 
 
 _OTHERS = "eig eigh geqrf householder_product schur tridiagonal tridiagonal_solve"

@@ -1,11 +1,13 @@
-"""Loops, branches and calls: what they hold is evaluated by the same rules."""
+"""Rules of loops, branches and calls: the programs inside are evaluated by the same rules."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
+from jax.typing import ArrayLike
 
 from tpudist.programs import jaxprs
 from tpudist.programs.replica_equality import EQUALIZING_FUNCTION
@@ -13,24 +15,27 @@ from tpudist.programs.rows.evaluator import Operation, Rule, close_over_counts
 from tpudist.programs.rows.labels import LabelledProgram
 from tpudist.programs.rows.row_sizes import is_rows
 
+StructureType = TypeVar("StructureType", bound=jaxprs.Structure)
 
-def _structure(operation: Operation, kind: type) -> Any:
+
+def _structure(operation: Operation, expected: type[StructureType]) -> StructureType:
     structure = jaxprs.structure_of(operation.equation.eqn)
-    if not isinstance(structure, kind):
-        reason = (
-            structure.reason if isinstance(structure, jaxprs.Unknown) else ("it holds no program")
-        )
-        operation.refuse(f"the program inside it is not understood: {reason}")
-    return structure
+    if isinstance(structure, expected):
+        return structure
+    reason = "it holds no program"
+    if isinstance(structure, jaxprs.Unknown):
+        reason = structure.reason
+    operation.refuse(f"the program inside it is not understood: {reason}")
 
 
 def _call(operation: Operation) -> Sequence[Any]:
     structure = _structure(operation, jaxprs.Call)
     if structure.name == EQUALIZING_FUNCTION:
-        # It is known to the proof of equality by its name, and combines element by element.
+        # The proof of equality knows this function by its name, so it stays a call. It combines
+        # replicas element by element.
         for dims in operation.in_dims:
             for dim in filter(is_rows, dims):
-                operation.need_even(dim)
+                operation.require_even(dim)
         return operation.bind()
     return operation.run(_body(operation, structure.body), operation.values)
 
@@ -51,34 +56,36 @@ def _branch(operation: Operation) -> Sequence[Any]:
     bodies = [_body(operation, body) for body in structure.bodies]
     index, *operands = operation.values
 
-    def evaluate(body: LabelledProgram) -> Any:
-        return lambda *args: [_strong(x) for x in operation.run(body, args)]
+    def make_branch(body: LabelledProgram) -> Callable[..., list[jax.Array]]:
+        return lambda *args: [_with_strong_type(x) for x in operation.run(body, args)]
 
-    return lax.switch(index, [evaluate(body) for body in bodies], *operands)
+    return lax.switch(index, [make_branch(body) for body in bodies], *operands)
 
 
 def _scan(operation: Operation) -> Sequence[Any]:
     scan = _structure(operation, jaxprs.Scan)
     body, params = _body(operation, scan.body), operation.equation.eqn.params
     length = operation.params["length"]
-    operation.check_params(but=("length",))
+    operation.check_params(allowed=("length",))
     values = operation.values
     consts, carry = values[: scan.num_consts], values[scan.num_consts :][: scan.num_carry]
     xs = values[scan.num_consts + scan.num_carry :]
     counter = jnp.arange(scan.length, dtype=jnp.int32) if is_rows(length) else None
     end = operation.size(length)
 
-    def turn(carry: list[Any], x: Any) -> Any:
+    def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         i, xs = x
-        outputs = [_strong(y) for y in operation.run(body, [*consts, *carry, *xs])]
+        outputs = [_with_strong_type(y) for y in operation.run(body, [*consts, *carry, *xs])]
         new = outputs[: scan.num_carry]
-        if is_rows(length):  # a turn for padding changes nothing
+        if is_rows(length):
+            # A scan over rows makes an iteration for each padded row, which leaves the carry as it
+            # is. In a reverse scan these come first and the carry is still the initial one.
             new = [jnp.where(i < end, y, old) for y, old in zip(new, carry, strict=True)]
         return new, outputs[scan.num_carry :]
 
     carry, ys = lax.scan(
-        turn,
-        [_strong(x) for x in carry],
+        step,
+        [_with_strong_type(x) for x in carry],
         (counter, list(xs)),
         scan.length,
         reverse=params["reverse"],
@@ -96,40 +103,41 @@ def _while(operation: Operation) -> Sequence[Any]:
     carry = values[loop.num_cond_consts + loop.num_body_consts :]
     (dims,) = cond.out_dims
 
-    def goes_on(carry: Any) -> Any:
+    # Under `vmap` a while loop has a predicate per row. It ends when all real rows have ended: a
+    # padded row never continues, or the loop might not end. A row that has ended keeps its carry.
+    def find_running(carry: Sequence[Any]) -> jax.Array:
         (predicate,) = operation.run(cond, [*of_cond, *carry])
-        for d, size in enumerate(dims):  # under vmap there is one for each row
+        for d, size in enumerate(dims):
             if is_rows(size):
                 predicate &= operation.is_real(predicate.shape, d, size)
         return predicate
 
-    def turn(carry: Any) -> Any:
-        new = [_strong(y) for y in operation.run(body, [*of_body, *carry])]
+    def step(carry: list[Any]) -> list[Any]:
+        new = [_with_strong_type(y) for y in operation.run(body, [*of_body, *carry])]
         if not dims:
             return new
-        predicate = goes_on(carry)
+        running = find_running(carry)
         return [
-            jnp.where(predicate.reshape(*predicate.shape, *[1] * (y.ndim - predicate.ndim)), y, old)
+            jnp.where(running.reshape(*running.shape, *[1] * (y.ndim - running.ndim)), y, old)
             for y, old in zip(new, carry, strict=True)
         ]
 
-    start = [_strong(x) for x in carry]
-    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), turn, start)
+    start = [_with_strong_type(x) for x in carry]
+    return lax.while_loop(lambda carry: jnp.any(find_running(carry)), step, start)
 
 
-def _body(operation: Operation, jaxpr: Any) -> LabelledProgram:
-    """The labelled program of one that the equation holds."""
-    for bodies in operation.equation.bodies.values():
-        for body in bodies:
-            if body.jaxpr is jaxpr:
-                return body
-    return operation.refuse("the program inside it has no labels")
+def _body(operation: Operation, jaxpr: core.Jaxpr) -> LabelledProgram:
+    """Returns the labels of a program inside the equation."""
+    for body in operation.equation.all_bodies:
+        if body.jaxpr is jaxpr:
+            return body
+    operation.refuse("the program inside it has no labels")
 
 
-def _strong(x: Any) -> Any:
-    """Without a weak type, which loops and branches would take for another dtype."""
-    x = jnp.asarray(x) if not hasattr(x, "dtype") else x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+def _with_strong_type(x: ArrayLike) -> jax.Array:
+    # Loops and branches reject a carry or result whose weak type differs from the original's.
+    x = jnp.asarray(x) if isinstance(x, bool | int | float | complex) else x
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys
         return x
     return lax.convert_element_type(x, x.dtype)
 

@@ -1,23 +1,24 @@
-"""Operations over rows: padding is replaced by what changes nothing."""
+"""Rules of reductions, sorts and other operations over rows: padding becomes neutral elements."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from tpudist.programs.rows.contractions import dims_of_sums
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import is_rows
 
 
-def _lowest(dtype: Any) -> Any:
+def _lowest(dtype: DTypeLike) -> Any:
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
-def _highest(dtype: Any) -> Any:
+def _highest(dtype: DTypeLike) -> Any:
     if dtype == jnp.bool_:
         return True
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
@@ -47,6 +48,7 @@ def _reduce(kind: str) -> Rule:
 def _accumulate(kind: str) -> Rule:
     def rule(operation: Operation) -> Sequence[Any]:
         operation.check_params()
+        # Forward, the padding comes after all real rows. In reverse it comes first.
         axes = [operation.params["axis"]] if operation.params["reverse"] else []
         fill = _NEUTRAL[kind](operation.values[0].dtype)
         return operation.bind([operation.mask(0, axes, fill)])
@@ -62,7 +64,7 @@ def _find_extreme(neutral: Callable[[Any], Any]) -> Rule:
             return operation.bind()
         if len(axes) > 1:
             operation.refuse("it finds the position of the extreme over several dims")
-        # Of equal ones the first is taken, and the real rows come first. NaN wins over all.
+        # The first of equal values wins, and the real rows come first. A NaN wins over all values.
         return operation.bind([operation.mask(0, axes, neutral(x.dtype))])
 
     return rule
@@ -75,7 +77,7 @@ def _reduce_by_function(operation: Operation) -> Sequence[Any]:
     for i in range(count):
         if values[count + i].shape:
             operation.refuse("its initial values are not scalars")
-        # By the rules of `lax.reduce` its initial value changes nothing.
+        # `lax.reduce` requires that its initial value is neutral.
         values[i] = operation.mask(i, operation.params["dimensions"], values[count + i])
     return operation.bind(values)
 
@@ -83,7 +85,7 @@ def _reduce_by_function(operation: Operation) -> Sequence[Any]:
 def _dot(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     summed = dims_of_sums(operation.equation)
-    # Both, since 0 times NaN is NaN.
+    # Both operands, since 0 times NaN is NaN.
     return operation.bind([operation.mask(i, summed.get(i, ()), 0) for i in range(2)])
 
 
@@ -92,14 +94,14 @@ def _slide_window(operation: Operation) -> Sequence[Any]:
     params, dims = operation.params, operation.in_dims[0]
     ones = (1,) * len(dims)
     for d, size in enumerate(dims):
-        alone = (
+        is_identity = (
             params["window_dimensions"][d] == 1
             and params["window_strides"][d] == 1
             and tuple(params["padding"][d]) == (0, 0)
             and (params.get("base_dilation") or ones)[d] == 1
             and (params.get("window_dilation") or ones)[d] == 1
         )
-        if is_rows(size) and not alone:
+        if is_rows(size) and not is_identity:
             kind = operation.name.removeprefix("reduce_window_")
             if kind not in _NEUTRAL or kind == operation.name:
                 operation.refuse("its window has several rows")
@@ -123,7 +125,8 @@ def _sort(operation: Operation) -> Sequence[Any]:
     size = operation.in_dims[0][axis]
     if not is_rows(size):
         return operation.bind()
-    # Padding is the first key: an extreme value would not tell it from real ones, or from NaN.
+    # A flag for padding is the first key. An extreme value as key would tie with real values, and
+    # NaN sorts after it.
     first = operation.values[0]
     padding = jnp.logical_not(operation.is_real(first.shape, axis, size)).astype(jnp.int32)
     return lax.sort(
@@ -137,7 +140,7 @@ def _sort(operation: Operation) -> Sequence[Any]:
 def _top_k(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     axis = operation.params.get("axis", -1) % len(operation.in_dims[0])
-    operation.need(operation.in_dims[0][axis], operation.params["k"])
+    operation.require_size(operation.in_dims[0][axis], operation.params["k"])
     x = operation.values[0]
     return operation.bind([operation.mask(0, [axis], _lowest(x.dtype))])
 

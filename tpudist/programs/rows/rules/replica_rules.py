@@ -1,4 +1,4 @@
-"""The rows of all replicas, one after another: padding is left out between them."""
+"""Rules of operations on the rows of all replicas: no padding is left between the replicas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from tpudist.programs.replica_equality import claim_equal
 from tpudist.programs.rows import replica_rows
 from tpudist.programs.rows.evaluator import Operation, Rule
-from tpudist.programs.rows.row_sizes import RowSize, is_rows, symbol
+from tpudist.programs.rows.row_sizes import Dim, RowSize, is_rows, symbol
 from tpudist.xla import collectives
 
 
 def _gather(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("rows", "own"))
+    operation.check_params(allowed=("rows", "own"))
     (x,), (aval,) = operation.values, operation.out_avals
     dim, index = operation.params["dim"], operation.params["index"]
     _need_even_others(operation, dim)
@@ -24,8 +24,8 @@ def _gather(operation: Operation) -> Sequence[Any]:
     if not isinstance(size, RowSize):
         return [gathered]
     if total is None:
-        # It is traced once more, with a size of its own.
-        operation.evaluator.gathered[index] = size
+        # The result needs a symbol: `partial_batch` traces the function again with one.
+        operation.evaluator.requirements.gathered[index] = size
         return [gathered]
     starts, ends = _places(operation, size)
     position = jnp.arange(aval.shape[dim])
@@ -35,7 +35,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
 
 
 def _share(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("rows", "own"))
+    operation.check_params(allowed=("rows", "own"))
     (x,), (aval,) = operation.values, operation.out_avals
     dim = operation.params["dim"]
     _need_even_others(operation, dim)
@@ -45,7 +45,8 @@ def _share(operation: Operation) -> Sequence[Any]:
     if not isinstance(size, RowSize):
         return [jax.lax.dynamic_slice_in_dim(summed, me * size, size, dim)]
     if not is_rows(operation.in_dims[0][dim]) or _symbol_of(operation.in_dims[0][dim]) is None:
-        return [jax.lax.slice_in_dim(summed, 0, aval.shape[dim], axis=dim)]  # traced once more
+        # Only a result of the right shape: the function is traced again, as in `_gather`.
+        return [jax.lax.slice_in_dim(summed, 0, aval.shape[dim], axis=dim)]
     starts, _ = _places(operation, size)
     return [jnp.take(summed, starts[me] + jnp.arange(aval.shape[dim]), dim, mode="clip")]
 
@@ -53,20 +54,20 @@ def _share(operation: Operation) -> Sequence[Any]:
 def _claim(operation: Operation) -> Sequence[Any]:
     (x,), index = operation.values, operation.params["index"]
     if any(map(is_rows, operation.in_dims[0])):
-        operation.evaluator.broken_claims.add(index)
+        operation.evaluator.requirements.broken_claims.add(index)
         return [x]
     return [claim_equal(x, index)]
 
 
 def _places(operation: Operation, size: RowSize) -> tuple[jax.Array, jax.Array]:
-    """Where the rows of each replica begin and end among those of all."""
+    """Returns the first row of each replica among the rows of all, and the row after its last."""
     own = jnp.asarray(operation.size(size), jnp.int32)
     ends = jnp.cumsum(collectives.all_gather(own[None], 0))
     return jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]]), ends
 
 
-def _symbol_of(dim: Any) -> int | None:
-    """The symbol that a size is, if it is one."""
+def _symbol_of(dim: Dim) -> int | None:
+    """Returns the symbol that a size equals, if there is one."""
     if not isinstance(dim, RowSize) or len(dim.symbols) != 1:
         return None
     (i,) = dim.symbols
@@ -76,7 +77,7 @@ def _symbol_of(dim: Any) -> int | None:
 def _need_even_others(operation: Operation, dim: int) -> None:
     for d, size in enumerate(operation.in_dims[0]):
         if d != dim and is_rows(size):
-            operation.need_even(size)
+            operation.require_even(size)
 
 
 RULES: dict[str, Rule] = {

@@ -1,6 +1,6 @@
-"""Operations that move rows: slices, pads, concatenations, reshapes.
+"""Rules of operations that move rows: slices, pads, concatenations, reshapes.
 
-Where rows move, the real ones stay together at the front.
+They move the real rows to the front of the result.
 """
 
 import functools
@@ -23,7 +23,7 @@ def _reverse(operation: Operation) -> Sequence[Any]:
     for dim in operation.params["dimensions"]:
         size = operation.in_dims[0][dim]
         if is_rows(size):
-            # The real rows are at the end now.
+            # The real rows are at the end now: roll them to the front.
             twice = lax.concatenate([x, x], dim)
             start = x.shape[dim] - operation.size(size)
             x = lax.dynamic_slice_in_dim(twice, start, x.shape[dim], dim)
@@ -40,18 +40,19 @@ def _concatenate(operation: Operation) -> Sequence[Any]:
 
 
 def _join(operation: Operation, parts: Sequence[tuple[jax.Array, Dim]], dim: int) -> jax.Array:
-    """Arrays one after another: each begins where the real rows of the one before it end."""
+    """Joins arrays so that each begins after the last real row of the one before it."""
     out = lax.concatenate([x for x, _ in parts], dim)
     start: Any = operation.size(parts[0][1])
     for x, size in parts[1:]:
-        # What is written over the end of one part's padding covers it.
+        # Each part overwrites the padding of the part before it, in order. Its own padding ends
+        # within the result, so that no start is clamped.
         out = lax.dynamic_update_slice_in_dim(out, x, start, dim)
         start = start + operation.size(size)
     return out
 
 
 def _tile(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("reps",))
+    operation.check_params(allowed=("reps",))
     x = operation.values[0]
     repeats = operation.params["reps"]
     offset = len(repeats) - x.ndim
@@ -70,7 +71,7 @@ def _tile(operation: Operation) -> Sequence[Any]:
 
 
 def _pad(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("padding_config",))
+    operation.check_params(allowed=("padding_config",))
     config = operation.params["padding_config"]
     x, fill = operation.values
     dims = operation.in_dims[0]
@@ -100,13 +101,13 @@ def _pad(operation: Operation) -> Sequence[Any]:
         )
     (aval,) = operation.out_avals
     if not is_rows(dims[d]):
-        operation.need(operation.out_dims[0][d], x.shape[d])
+        operation.require_size(operation.out_dims[0][d], x.shape[d])
     empty = lax.broadcast(fill, aval.shape)
     return [lax.dynamic_update_slice_in_dim(empty, x, operation.size(low), d)]
 
 
 def _slice(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("start_indices", "limit_indices", "strides"))
+    operation.check_params(allowed=("start_indices", "limit_indices", "strides"))
     starts, limits = operation.params["start_indices"], operation.params["limit_indices"]
     x, dims = operation.values[0], operation.in_dims[0]
     strides = operation.params["strides"] or (1,) * len(dims)
@@ -141,14 +142,23 @@ def _cut(
     part: tuple[Any, Any, Any],
     full: tuple[int, int],
 ) -> jax.Array:
-    """Part `[start:limit:stride]` of dim `d`; a start that depends on the rows moves with them."""
+    """Returns the part `[start:limit:stride]` of dim `d`.
+
+    Args:
+        operation: The slice or split.
+        x: The padded array.
+        size: The size of dim `d`.
+        d: The dim.
+        part: The labelled start, limit and stride.
+        full: Start and limit in the padded array.
+    """
     start, limit, stride = part
     if is_rows(stride):
         operation.refuse("its strides depend on the number of rows")
     for edge in (start, limit):
         if isinstance(edge, int):
             if not is_rows(limit):
-                operation.need(size, edge)
+                operation.require_size(size, edge)
         elif not isinstance(edge, RowSize):
             operation.refuse("its start or its end depends on the number of rows")
     if not is_rows(start):
@@ -161,7 +171,7 @@ def _cut(
         )
     if not is_rows(limit):
         operation.refuse("it takes rows from a start that depends on their number to a fixed end")
-    operation.need(start, 0)
+    operation.require_size(start, 0)
     length = full[1] - full[0]
     at = operation.size(start)
     if is_rows(limit - start):
@@ -172,11 +182,11 @@ def _cut(
 
 
 def _reshape(operation: Operation) -> Sequence[Any]:
-    operation.check_params(but=("new_sizes",))
+    operation.check_params(allowed=("new_sizes",))
     (x,), (aval,) = operation.values, operation.out_avals
     before, after = operation.in_dims[0], operation.out_dims[0]
     order = operation.params.get("dimensions")
-    if order is not None:  # `vmap` of a convolution moves rows next to the channels
+    if order is not None:  # from `vmap` of a convolution, which moves rows next to the channels
         x, before = lax.transpose(x, order), [before[d] for d in order]
     if _keeps_corner(before, after):
         return operation.bind([x], dimensions=None)
@@ -190,10 +200,17 @@ def reshape_real(
     after: Sequence[Dim],
     shape: Sequence[int],
 ) -> jax.Array:
-    """The padded array of this `shape` whose real part is that of `x`, reshaped.
+    """Reshapes the real part of a padded array.
 
-    Each element of the result has a place in the real array, and one in the padded one.
+    Args:
+        operation: The operation.
+        x: The padded array.
+        before: The dims of `x`.
+        after: The dims of the result.
+        shape: The padded shape of the result.
     """
+    # Computes, for each element of the result, its position in the real array in row-major order,
+    # and from that its position in the padded array. A gather: slow, but exact.
     real_before = [operation.size(d) for d in before]
     real_after = [operation.size(d) for d in after]
     position = jnp.zeros(shape, jnp.int32)
@@ -212,14 +229,12 @@ def _strides(sizes: list[Any]) -> list[Any]:
 
 
 def _keeps_corner(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
-    """Whether a reshape leaves the real rows in the leading corner.
-
-    It does if the dims fall into groups of equal size, each of which keeps its rows as its first
-    dim: those after it are of fixed sizes.
-    """
-    # More points than the degree of a product of dims: equal at all of them is equal.
+    """Returns whether a plain reshape leaves the real rows in the leading corner."""
+    # It does if the dims before and after fall into consecutive groups of equal size, and in each
+    # group only the first dim depends on the rows. Each round of the outer loop takes at least one
+    # dim, and the inner loop multiplies the smaller side until both are equal or dims run out.
+    # Sizes are polynomials: products that are equal at more points than their degree are equal.
     points = [tuple(97 + 10 * k + 3 * i * (k + 1) for i in range(16)) for k in range(12)]
-    one = (1,) * len(points)
 
     def sizes(dim: Dim) -> tuple[Any, ...]:
         return tuple(
@@ -230,12 +245,13 @@ def _keeps_corner(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
     while i < len(before) or j < len(after):
         left: list[Dim] = []
         right: list[Dim] = []
-        of_left = of_right = one
-        while not (left or right) or of_left != of_right:
-            if i < len(before) and (of_left[0] <= of_right[0] or j >= len(after)):
-                left, of_left, i = [*left, before[i]], _times(of_left, sizes(before[i])), i + 1
+        left_size = right_size = (1,) * len(points)
+        while not (left or right) or left_size != right_size:
+            if i < len(before) and (left_size[0] <= right_size[0] or j >= len(after)):
+                left, left_size, i = [*left, before[i]], _times(left_size, sizes(before[i])), i + 1
             elif j < len(after):
-                right, of_right, j = [*right, after[j]], _times(of_right, sizes(after[j])), j + 1
+                right, right_size = [*right, after[j]], _times(right_size, sizes(after[j]))
+                j += 1
             else:
                 return False
         left, right = [d for d in left if d != 1], [d for d in right if d != 1]
