@@ -401,7 +401,7 @@ def test_the_line_of_an_operation_is_the_users(mesh):
 def test_without_the_private_functions_of_jax_it_is_refused(strategy, monkeypatch):
     assert not internals.wrap_function("sharding_impls", "gone", lambda f: f)
     assert not internals.wrap_operation("lax.lax", "gone_p", lambda f: f)
-    monkeypatch.setattr(out_shardings, "_in_place", {"requests", "results"})
+    monkeypatch.setattr(out_shardings, "_wrapped", {"requests", "results"})
     for name in ("einsum", "reshard", "get"):
         with pytest.raises(ValueError, match="asks .* for out_sharding=.*with_sharding_constraint"):
             strategy.run(lambda name=name: CASES[name](P(None, "fsdp")))

@@ -96,7 +96,7 @@ def trace(
         with (
             internals.leave_devices(),
             axis_names.name_replicas(mesh),
-            out_shardings.honour_out_shardings(),
+            out_shardings.apply_out_shardings(),
         ):
             closed = jax.make_jaxpr(function)(*local)
         traced.append(library_operations.expand(axis_names.use_replica_axis(mesh, closed)))
@@ -285,7 +285,7 @@ def _trace_one(
         internals.leave_devices(),
         internals.name_axis(mesh.replica_axis, mesh.num_replicas),
         axis_names.name_replicas(mesh),
-        out_shardings.honour_out_shardings(),
+        out_shardings.apply_out_shardings(),
     ):
         traced = jax.make_jaxpr(function)(*local)
         return library_operations.expand(axis_names.use_replica_axis(mesh, traced))

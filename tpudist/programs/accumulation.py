@@ -1,12 +1,11 @@
-"""Whether a program adds to a state, as an accumulator that is summed over replicas must be.
+"""Finds state that a program replaces although it is summed over replicas: it may only be added to.
 
-A replica that holds only its share of a sum may add to it, and nothing else. An operation that this
-walk does not know may be an addition: it finds values that certainly are none.
+Each replica has only its share of such a sum, so it may add to it and do nothing else. An unknown
+operation may be an addition: only values that are certainly not sums are found.
 """
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ _NOT_LINEAR = frozenset(
 )
 
 
-class _Kind(enum.Enum):
+class _Dependence(enum.Enum):
     FREE = "does not depend on the state"
     ADDED = "zero, with something added"
     SUM = "the state, with something added"
@@ -33,75 +32,82 @@ class _Kind(enum.Enum):
 
 
 def replaces_state(closed: jaxprs.ClosedJaxpr, output: int, state: int) -> bool:
-    """Whether an output is certainly not an input with something added to it.
+    """Returns whether an output is certainly not an input with something added to it.
 
     Args:
         closed: The program of one replica.
-        output: The number of the output that is the new state.
-        state: The number of the input that is the old state.
+        output: Number of the output that is the new state.
+        state: Number of the input that is the old state.
     """
     jaxpr = jaxprs.open_jaxpr(closed)
-    kinds: dict[Any, _Kind] = {jaxpr.invars[state]: _Kind.SUM}
+    dependences: dict[core.Var, _Dependence] = {jaxpr.invars[state]: _Dependence.SUM}
 
-    def read(x: Any) -> _Kind:
+    def read(x: jaxprs.Atom) -> _Dependence:
         if isinstance(x, core.Literal):
-            return _Kind.FREE if np.any(x.val) else _Kind.ADDED  # it was set to zero before
-        return kinds.get(x, _Kind.FREE)
+            # A zero is a state that was reset: a sum with it is a sum of the state too.
+            return _Dependence.FREE if np.any(x.val) else _Dependence.ADDED
+        return dependences.get(x, _Dependence.FREE)
 
     for eqn in jaxpr.eqns:
-        kind = _kind_of(eqn.primitive.name, [read(x) for x in eqn.invars])
-        if kind is not _Kind.FREE:
-            kinds.update(dict.fromkeys(eqn.outvars, kind))
-    return read(jaxpr.outvars[output]) in (_Kind.FREE, _Kind.OTHER)
+        result = _dependence_of(eqn.primitive.name, [read(x) for x in eqn.invars])
+        if result is not _Dependence.FREE:
+            dependences.update(dict.fromkeys(eqn.outvars, result))
+    return read(jaxpr.outvars[output]) in (_Dependence.FREE, _Dependence.OTHER)
 
 
 class Watch:
-    """Follows what is computed from some states, where operations are evaluated one by one."""
+    """Follows the values computed from some states, while operations are evaluated one by one.
 
-    def __init__(self, states: Mapping[Any, jax.Array]):
-        """Begins with the states, each with any name."""
-        self._kept = [*states.values()]  # so that no id is that of another array
-        self._kinds = {name: {id(x): _Kind.SUM} for name, x in states.items()}
+    Args:
+        states: The states by number.
+    """
 
-    def note(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Notes that an operation has been evaluated."""
-        for kinds in self._kinds.values():
-            kind = _kind_of(primitive, [_read_value(kinds, x) for x in inputs])
-            if kind is not _Kind.FREE:
+    def __init__(self, states: Mapping[int, jax.Array]):
+        self._kept: list[object] = [*states.values()]  # alive, so that no id is used twice
+        self._dependences = {i: {id(x): _Dependence.SUM} for i, x in states.items()}
+
+    def note(self, primitive: str, inputs: Sequence[object], outputs: Sequence[object]) -> None:
+        """Records that an operation was evaluated."""
+        for dependences in self._dependences.values():
+            result = _dependence_of(primitive, [_read_value(dependences, x) for x in inputs])
+            if result is not _Dependence.FREE:
                 self._kept += outputs
                 for x in outputs:
-                    kinds.setdefault(id(x), kind)
+                    dependences.setdefault(id(x), result)
 
-    def find_replaced(self, values: Mapping[Any, Any]) -> set[Any]:
-        """Returns the names of those whose new value is certainly not the old one and a sum."""
+    def find_replaced(self, values: Mapping[int, object]) -> set[int]:
+        """Returns the states whose new value is certainly not a sum with the old one."""
         return {
-            name
-            for name, kinds in self._kinds.items()
-            if _read_value(kinds, values[name]) in (_Kind.FREE, _Kind.OTHER)
+            i
+            for i, dependences in self._dependences.items()
+            if _read_value(dependences, values[i]) in (_Dependence.FREE, _Dependence.OTHER)
         }
 
 
-def _read_value(kinds: Mapping[int, _Kind], x: Any) -> _Kind:
-    known = kinds.get(id(x))
+def _read_value(dependences: Mapping[int, _Dependence], x: object) -> _Dependence:
+    known = dependences.get(id(x))
     if known is not None:
         return known
     if isinstance(x, jax.Array) and (x.ndim or x.committed or random_keys.is_key(x)):
-        return _Kind.FREE
-    return _Kind.FREE if np.asarray(x).any() else _Kind.ADDED
+        return _Dependence.FREE
+    return _Dependence.FREE if np.asarray(x).any() else _Dependence.ADDED
 
 
-def _kind_of(name: str, given: Sequence[_Kind]) -> _Kind:
-    depends = [kind not in (_Kind.FREE, _Kind.ADDED) for kind in given]
-    if name in ("add", "add_any", "sub"):
-        if _Kind.OTHER in given or (name == "sub" and depends[1]):
-            return _Kind.OTHER
+def _dependence_of(primitive: str, operands: Sequence[_Dependence]) -> _Dependence:
+    depends = [x not in (_Dependence.FREE, _Dependence.ADDED) for x in operands]
+    if primitive in ("add", "add_any", "sub"):
+        if _Dependence.OTHER in operands or (primitive == "sub" and depends[1]):
+            return _Dependence.OTHER
         if all(depends):
-            return _Kind.OTHER if given == [_Kind.SUM, _Kind.SUM] else _Kind.UNKNOWN
+            # State plus state counts it twice. `UNKNOWN` may be, for example, half of it.
+            is_double = operands == [_Dependence.SUM, _Dependence.SUM]
+            return _Dependence.OTHER if is_double else _Dependence.UNKNOWN
         if any(depends):
-            return given[depends.index(True)]
-        return _Kind.ADDED if _Kind.ADDED in given else _Kind.FREE
-    if name in _KEEP:
-        return given[0]
+            return operands[depends.index(True)]
+        return _Dependence.ADDED if _Dependence.ADDED in operands else _Dependence.FREE
+    if primitive in _KEEP:
+        return operands[0]
     if not any(depends):
-        return _Kind.FREE
-    return _Kind.OTHER if name in _NOT_LINEAR or _Kind.OTHER in given else _Kind.UNKNOWN
+        return _Dependence.FREE
+    is_other = primitive in _NOT_LINEAR or _Dependence.OTHER in operands
+    return _Dependence.OTHER if is_other else _Dependence.UNKNOWN

@@ -1,15 +1,14 @@
-"""What a replica function or a model asks of mesh axes that the mesh does not have, in words.
+"""Explains JAX's errors about mesh axes that a replica function or a model names.
 
-JAX raises while it traces, in terms of its own. Each of its texts is known here by one phrase; an
-error without one goes on as it is.
+JAX raises them while it traces, in its own terms. A phrase identifies each of JAX's texts; all
+other errors pass unchanged.
 """
 
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from tpudist.programs import jaxprs, user_lines
 from tpudist.xla.hlo.source_lines import line_of_error
@@ -25,22 +24,22 @@ _SPEC = re.compile(r"(?:PartitionSpec: |spec=|pspec )(P(?:artitionSpec)?\(.*?\))
 
 @contextlib.contextmanager
 def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
-    """Says what a function asked of mesh axes, where they are found in the block, and the remedy.
+    """Explains errors about mesh axes in the block, with the line and the remedy.
 
     Args:
-        mesh: On which it is traced.
-        name: What the user calls it.
+        mesh: The mesh of the trace.
+        name: Name of the traced function.
 
     Raises:
-        ValueError: It asked for an axis that is not there or that cannot be asked for.
-        NameError: It names an axis in a collective that replicas do not have.
+        ValueError: If the function requests an axis that is missing or that it cannot use.
+        NameError: If a collective names an axis that replicas do not have.
     """
     try:
         yield
     except NameError as error:
-        if found := _UNBOUND.search(str(error)):
-            who = f"'{name}' ({line_of_error(error)})"
-            raise NameError(describe_unbound_axis(mesh, who, axis=found[1])) from error
+        if match := _UNBOUND.search(str(error)):
+            subject = f"'{name}' ({line_of_error(error)})"
+            raise NameError(describe_unbound_axis(mesh, subject, axis=match[1])) from error
         raise
     except ValueError as error:
         text = _explain(mesh, name, error)
@@ -50,96 +49,101 @@ def explain_axes(mesh: ReplicaMesh, name: str) -> Iterator[None]:
 
 
 def check_constraints(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr, name: str) -> None:
-    """Refuses constraints by the replica axis that JAX finds no earlier than when it lowers them.
+    """Rejects sharding constraints that split a value of one replica over all replicas.
 
-    Those by a `NamedSharding` are; of those by a `PartitionSpec` it says so while it traces.
+    JAX rejects a `PartitionSpec` of that kind while it traces, but a `NamedSharding` only when it
+    lowers the program.
 
     Args:
-        mesh: On which it was traced.
-        closed: What was traced.
-        name: What the user calls it.
+        mesh: The mesh of the trace.
+        closed: The traced program.
+        name: Name of the traced function.
 
     Raises:
-        ValueError: A value of one replica is to be split over all of them.
+        ValueError: If there is such a constraint.
     """
     for eqn in jaxprs.walk(closed):
         if eqn.primitive.name != "sharding_constraint":
             continue
-        spec = getattr(eqn.params.get("sharding"), "spec", None) or ()
+        sharding = eqn.params.get("sharding")
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         parts = [part if isinstance(part, tuple) else (part,) for part in spec]
         axes = {axis for part in parts for axis in part}
         if axes & mesh.manual_axes:
-            who = f"'{name}' ({user_lines.line_of(eqn) or 'an unknown line'})"
-            raise ValueError(f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}")
+            subject = f"'{name}' ({user_lines.line_of(eqn) or 'an unknown line'})"
+            raise ValueError(
+                f"{subject} constrains a value to {spec}. {_advise(REPLICA_AXIS, mesh)}"
+            )
 
 
-def describe_unbound_axis(mesh: ReplicaMesh, who: str, *, axis: str) -> str:
-    """Returns why a collective cannot name an axis, and what to write instead.
+def describe_unbound_axis(mesh: ReplicaMesh, subject: str, *, axis: str) -> str:
+    """Explains why a collective cannot name an axis, and what to write instead.
 
     Args:
-        mesh: The replicas.
-        who: The function that names it, with its line.
+        mesh: The mesh.
+        subject: The function that names the axis, with its line.
         axis: The name.
     """
     if axis in mesh.inner_axes:
         return (
-            f"{who} names the axis {axis!r} in a collective. That axis is inside a replica: each "
-            "replica function sees whole arrays, and XLA splits the work. Remove the collective, "
-            f"or write a jax.shard_map over {axis!r} in the function."
+            f"{subject} names the axis {axis!r} in a collective. That axis is inside a replica: "
+            "each replica function sees whole arrays, and XLA splits the work. Remove the "
+            f"collective, or write a jax.shard_map over {axis!r} in the function."
         )
     names = [REPLICA_AXIS] + ([mesh.axis_name] if mesh.axis_name else [])
     return (
-        f"{who} names the axis {axis!r} in a collective, but the axis of the replicas is called "
-        f"{' or '.join(map(repr, names))}. Use tpudist.get_replica_context().all_reduce (or "
+        f"{subject} names the axis {axis!r} in a collective, but the axis of the replicas is "
+        f"called {' or '.join(map(repr, names))}. Use tpudist.get_replica_context().all_reduce (or "
         f"all_gather), name {REPLICA_AXIS!r}, or make the strategy with axis_name={axis!r}: "
         f"tpudist.MirroredStrategy(axis_name={axis!r})."
     )
 
 
-def describe_missing_axis(mesh: Mesh, who: str, *, spec: Any, axis: str) -> str:
-    """The refusal of a split by an axis that there is not, or by a name that no rule has.
+def describe_missing_axis(mesh: Mesh, subject: str, *, spec: object, axis: str) -> str:
+    """Explains that a split names an axis that the mesh lacks, or a name without a rule.
 
     Args:
-        mesh: Which axes there are.
-        who: Asks for it.
-        spec: What is asked for.
-        axis: That is missing.
+        mesh: The mesh.
+        subject: The function or variable that requests the split.
+        spec: The requested split.
+        axis: The missing axis.
     """
     axes = ", ".join(map(repr, mesh.axis_names))
     return (
-        f"{who} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. Annotations of "
-        "Linen's with_partitioning and sharding constraints name axes of the mesh. Give replicas "
-        f"that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or annotate with logical "
+        f"{subject} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
+        "Annotations of Linen's with_partitioning and sharding constraints name axes of the mesh. "
+        f"Give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or annotate "
+        "with logical "
         "names (nn.with_logical_partitioning, nnx.with_partitioning) that have a rule: "
         f"logical_axis_rules=(({axis!r}, None),) leaves this axis whole."
     )
 
 
 def _explain(mesh: ReplicaMesh, name: str, error: ValueError) -> str | None:
-    said = str(error)
-    who = f"'{name}' ({line_of_error(error)})"
-    if found := _NO_SUCH_AXIS.search(said):
-        return describe_missing_axis(mesh.mesh, who, spec=found[2], axis=found[1])
-    spec = found[1] if (found := _SPEC.search(said)) else "a split"
-    if found := _NOT_EXPLICIT.search(said):
-        asked = f"{who} asks {found[1]} for out_sharding={spec}"
-        if manual := _MANUAL.search(said):
-            return f"{asked}. {_without(manual[1], mesh)}"
+    text = str(error)
+    subject = f"'{name}' ({line_of_error(error)})"
+    if match := _NO_SUCH_AXIS.search(text):
+        return describe_missing_axis(mesh.mesh, subject, spec=match[2], axis=match[1])
+    spec = match[1] if (match := _SPEC.search(text)) else "a split"
+    if match := _NOT_EXPLICIT.search(text):
+        request = f"{subject} asks {match[1]} for out_sharding={spec}"
+        if manual := _MANUAL.search(text):
+            return f"{request}. {_advise(manual[1], mesh)}"
         if re.search(rf"\b{REPLICA_AXIS}\b", spec):
-            return f"{asked}. {_without(REPLICA_AXIS, mesh)}"
+            return f"{request}. {_advise(REPLICA_AXIS, mesh)}"
         return (
-            f"{asked}, which JAX supports only on meshes with Explicit axes. The axes inside a "
+            f"{request}, which JAX supports only on meshes with Explicit axes. The axes inside a "
             "replica are Auto; tpudist applies out_sharding to them only in functions that it "
             "knows. Remove it and split the result: jax.lax.with_sharding_constraint(x, spec). In "
             "a model's configuration set these shardings to None."
         )
-    if _NOT_AUTO in said:
-        return f"{who} constrains a value to {spec}. {_without(REPLICA_AXIS, mesh)}"
+    if _NOT_AUTO in text:
+        return f"{subject} constrains a value to {spec}. {_advise(REPLICA_AXIS, mesh)}"
     return None
 
 
-def _without(axis: str, mesh: ReplicaMesh) -> str:
-    """Why a value cannot be split over an axis, and over which it can be."""
+def _advise(axis: str, mesh: ReplicaMesh) -> str:
+    """Explains why a value cannot be split over an axis, and names the axes that can split it."""
     if axis != REPLICA_AXIS:
         return f"In a shard_map over {axis!r} a value is not split over it. Remove that axis."
     inner = ", ".join(map(repr, mesh.inner_axes)) or "none"

@@ -1,7 +1,7 @@
-"""Another name for the axis of replicas, as programs for `jax.pmap` call it: `axis_name="batch"`.
+"""A second name for the replica axis, for programs written for `jax.pmap`: `axis_name="batch"`.
 
-In a trace both names are known. What is asked for over the other one is renamed in the jaxpr that
-the trace gives, before anything reads it: the proof, the rows of partial batches, the compiler.
+Collectives may use both names in a trace. The second name is replaced in the traced jaxpr before
+anything reads it: the proof of equality, the rows of partial batches, the compiler.
 """
 
 import contextlib
@@ -11,16 +11,15 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
+from tpudist.programs.flat_program import AXES
 from tpudist.xla import internals
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
-# The parameters of collectives that name axes.
-_NAMES = ("axes", "axis_name", "axis")
-
 
 def name_replicas(mesh: ReplicaMesh) -> contextlib.AbstractContextManager:
-    """Lets collectives be asked for over the other name of the replica axis, in a trace."""
+    """Allows collectives in a trace to use the second name of the replica axis."""
     if mesh.axis_name is None:
         return contextlib.nullcontext()
     return internals.name_axis(mesh.axis_name, mesh.num_replicas)
@@ -31,12 +30,12 @@ def call_on_longer_axis(
 ) -> Callable[..., Any]:
     """Returns a function that is traced as if there were `factor` times as many replicas.
 
-    Only what JAX computes from the size of the axis changes. Nothing can run the trace.
+    Only numbers that JAX computes from the size of the axis change. The trace cannot run.
     """
     if factor == 1:
         return function
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         with contextlib.ExitStack() as stack:
             for name in filter(None, (REPLICA_AXIS, mesh.axis_name)):
                 stack.enter_context(internals.name_axis(name, factor * mesh.num_replicas))
@@ -46,22 +45,30 @@ def call_on_longer_axis(
 
 
 def use_replica_axis(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
-    """A traced jaxpr in which the replica axis has no other name."""
+    """Returns a traced jaxpr in which the replica axis has only its own name."""
     return closed if mesh.axis_name is None else _rename_in(closed, mesh.axis_name)
 
 
-def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function that makes state, which may communicate over the replicas by axis name.
+def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: PyTree) -> Any:
+    """Calls a function that creates state, and that may communicate over the replica axis.
 
-    All of them have the same there. Where it asks for the axis, as models that normalise over
-    replicas do in their initialisers, it gets one value that all have.
+    Models that normalize over replicas do so in their initializers. All replicas have the same
+    values there.
 
     Raises:
-        ValueError: What it gives depends on the number of the replica.
+        ValueError: If the result depends on the replica's number.
     """
     names = [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
     for name in names:
-        function = _for_axis(function, name, mesh.num_replicas)
+        # Nothing is mapped: the axis only exists, so that collectives over it can be traced.
+        unmapped: Any = None
+        function = jax.vmap(
+            function,
+            in_axes=unmapped,
+            out_axes=unmapped,
+            axis_name=name,
+            axis_size=mesh.num_replicas,
+        )
     try:
         return function(*args)
     except ValueError as error:
@@ -75,12 +82,8 @@ def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: Any) ->
         ) from error
 
 
-def _for_axis(function: Callable[..., Any], name: str, size: int) -> Callable[..., Any]:
-    return jax.vmap(function, in_axes=None, out_axes=None, axis_name=name, axis_size=size)  # type: ignore
-
-
 def _rename_in(value: Any, name: str) -> Any:
-    """The same with the programs in it renamed."""
+    """Returns a parameter of an equation with the axis renamed in the programs inside."""
     if isinstance(value, jaxprs.ClosedJaxpr) and jaxprs.open_jaxpr(value) is not value:
         return value.replace(jaxpr=_rename_in(value.jaxpr, name))
     if isinstance(value, core.Jaxpr):
@@ -89,7 +92,8 @@ def _rename_in(value: Any, name: str) -> Any:
         return value.replace(eqns=eqns, effects=effects)
     if isinstance(value, tuple | list):
         items = [_rename_in(item, name) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        is_named = hasattr(value, "_fields")  # a named tuple of JAX or of a library
+        return type(value)(*items) if is_named else type(value)(items)
     if isinstance(value, dict):
         return {key: _rename_in(item, name) for key, item in value.items()}
     return value
@@ -100,7 +104,7 @@ def _rename_equation(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
     for key, value in params.items():
         if next(jaxprs.programs_of(value), None) is not None:
             params[key] = _rename_in(value, name)
-        elif key in _NAMES:
+        elif key in AXES:
             params[key] = _rename_axis(value, name)
     effects = {_rename_effect(effect, name) for effect in eqn.effects}
     return eqn.replace(params=params, effects=effects)
@@ -113,4 +117,5 @@ def _rename_axis(value: Any, name: str) -> Any:
 
 
 def _rename_effect(effect: Any, name: str) -> Any:
+    # JAX's effect of a named axis has a `name`; it is not a public class.
     return type(effect)(REPLICA_AXIS) if getattr(effect, "name", None) == name else effect

@@ -1,11 +1,10 @@
-"""The primitives of JAX whose result at each place depends on the operands at that place only.
+"""The primitives of JAX that compute each element of the result from that element of the operands.
 
 One table for every reader of programs: partial batches, means, optimizers on servers, and lowering.
-Each primitive has one line, by what it computes. A primitive that is missing here is not taken for
-element-wise: readers then refuse it or look for a rule of their own.
+A reader rejects a primitive that is missing here, or has its own rule for it.
 """
 
-# Functions of numbers, of truth values and comparisons, without a rule of their own for means.
+# Functions of numbers and truth values, and comparisons. Means do not pass through them.
 FUNCTIONS = frozenset(
     """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp cos cosh
@@ -15,9 +14,9 @@ FUNCTIONS = frozenset(
     round rsqrt sign sin sinh sqrt square tan tanh xor zeros_like zeta
     """.split()
 )
-# Sums, products and choices, which a mean passes through in one way or another.
+# Sums, products and choices. A mean may pass through them, by a rule for each.
 ARITHMETIC = frozenset("add add_any div integer_pow mul neg select_n sub".split())
-# The same numbers once more, in another precision at most.
+# The same numbers, possibly in another precision.
 COPIES = frozenset("convert_element_type copy copy_p reduce_precision stop_gradient".split())
 # The same numbers, with a note for the compiler or for types.
 ANNOTATIONS = frozenset(

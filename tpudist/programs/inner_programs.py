@@ -1,4 +1,4 @@
-"""The programs inside scans and branches, evaluated one operation after the other."""
+"""Evaluates the programs inside scans and branches one operation after the other."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def find(eqn: core.JaxprEqn) -> list[FlatProgram]:
 def make_function(program: FlatProgram, compute: Compute) -> Callable[..., list[Any]]:
     """Returns a function of the inputs of a program that evaluates it with `compute`."""
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[Any]:
         values = operations.evaluate(program, inputs, compute)
         return [values[i] for i in program.outputs]
 
@@ -36,7 +36,14 @@ def make_function(program: FlatProgram, compute: Compute) -> Callable[..., list[
 def evaluate(
     eqn: core.JaxprEqn, programs: Sequence[FlatProgram], values: Sequence[Any], compute: Compute
 ) -> list[Any]:
-    """Returns the results of a scan or branch, whose `programs` are evaluated with `compute`."""
+    """Returns the results of a scan or branch.
+
+    Args:
+        eqn: The scan or branch.
+        programs: The result of `find`.
+        values: Values of the operands.
+        compute: Called with each operation and its inputs; returns its results.
+    """
     functions = [make_function(x, compute) for x in programs]
     structure = jaxprs.structure_of(eqn)
     if isinstance(structure, jaxprs.Cond):
@@ -45,12 +52,12 @@ def evaluate(
     first = structure.num_consts
     last = first + structure.num_carry
 
-    def turn(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results = functions[0](*values[:first], *carry, *xs)
         return results[: structure.num_carry], results[structure.num_carry :]
 
     carry, ys = jax.lax.scan(
-        turn,
+        step,
         list(values[first:last]),
         list(values[last:]),
         structure.length,

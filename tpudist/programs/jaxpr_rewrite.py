@@ -1,92 +1,99 @@
-"""Puts other equations into a jaxpr, at all depths, and leaves all else of it as it is."""
+"""Replaces equations of a jaxpr at all depths, and keeps everything else as it is."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
+from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.references import is_reference
 from tpudist.xla import random_keys
 
-_MOST_ELEMENTS = 16
-"""Of a constant that equations may build: random keys and the like."""
+# Elements of a constant that equations may build. Random keys have up to 4 numbers each.
+_MAX_ELEMENTS = 16
+_Names = Mapping[core.Var, Atom]
 
 
 class MakesConstants(TypeError):
-    """The function for an equation makes large arrays as constants, for which there is no place.
+    """The function for an equation creates arrays that are too large for literals.
 
     Attributes:
-        primitive: The operation of the equation.
+        primitive: The primitive of the equation.
     """
 
-    def __init__(self, primitive: Any):
-        """See the class."""
+    def __init__(self, primitive: core.Primitive):
         super().__init__(f"The function for '{primitive}' makes large constants.")
         self.primitive = primitive
 
 
 def rewrite(
     closed: jaxprs.ClosedJaxpr,
-    is_wanted: Callable[[core.JaxprEqn], bool],
-    instead: Callable[..., Any],
+    selects: Callable[[core.JaxprEqn], bool],
+    replacement: Callable[..., Any],
 ) -> jaxprs.ClosedJaxpr:
-    """A jaxpr in which `instead(equation, *operands)` computes the equations that are wanted.
+    """Returns a jaxpr in which a function computes the selected equations.
 
-    Also those in loops, branches and calls. It gives as many results as the equation, of the same
-    shapes and dtypes. Its operations carry the source line of the equation that they stand for.
-    For an equation without operands it is given the arrays that the program it is in is given.
+    Equations in loops, branches and calls are replaced too. The new operations have the source line
+    of the equation that they replace.
+
+    Args:
+        closed: The jaxpr.
+        selects: Called with an equation; returns whether to replace it.
+        replacement: Called with the equation and its operands; returns as many results as the
+            equation, with the same shapes and dtypes. For an equation without operands, it receives
+            the arrays that are inputs of the program with the equation.
     """
-    return _Rewrite(is_wanted, instead, {}).program(closed)
+    return _Rewrite(selects, replacement, {}).program(closed)
 
 
 def rewrite_branches(
     closed: jaxprs.ClosedJaxpr,
-    is_wanted: Callable[[core.JaxprEqn], bool],
+    selects: Callable[[core.JaxprEqn], bool],
     finish: Callable[..., Any],
 ) -> jaxprs.ClosedJaxpr:
-    """A jaxpr in which each branch of the `cond`s that are wanted gives `finish(result)` instead.
+    """Returns a jaxpr in which each branch of the selected `cond`s returns `finish(result)`.
 
-    Also those in loops, branches and calls; of one result each, whose shape and dtype stay.
+    Each branch has one result, whose shape and dtype `finish` keeps. Equations in loops, branches
+    and calls are rewritten too.
     """
-    return _BranchEnds(is_wanted, finish, {}).program(closed)
+    return _BranchEnds(selects, finish, {}).program(closed)
 
 
 @dataclasses.dataclass
 class _Rewrite:
-    is_wanted: Callable[[core.JaxprEqn], bool]
-    instead: Callable[..., Any]
-    # What became of a program that is in several places: it stays one, which is lowered once. With
-    # the program itself, lest another one gets its id.
-    known: dict[int, tuple[Any, Any]]
+    selects: Callable[[core.JaxprEqn], bool]
+    replacement: Callable[..., Any]
+    # Rewritten programs by the id of the original, so that a program in several places stays one
+    # program, which is lowered once. The original is kept, so that its id is not used twice.
+    known: dict[int, tuple[Program, Program]]
 
-    def program(self, program: Any) -> Any:
+    def program(self, program: Program) -> Program:
         if id(program) not in self.known:
             self.known[id(program)] = (program, self._program(program))
         return self.known[id(program)][1]
 
-    def _program(self, program: Any) -> Any:
+    def _program(self, program: Program) -> Program:
         opened = jaxprs.open_jaxpr(program)
         inputs = [x for x in opened.invars if not is_reference(x)]
-        found = [self._equations(eqn, inputs) for eqn in opened.eqns]
-        if all(new == [old] for new, old in zip(found, opened.eqns, strict=True)):
+        rewritten = [self._equations(eqn, inputs) for eqn in opened.eqns]
+        if all(new == [old] for new, old in zip(rewritten, opened.eqns, strict=True)):
             return program
-        opened = opened.replace(eqns=[eqn for new in found for eqn in new])
-        is_open = isinstance(program, core.Jaxpr)
-        return opened if is_open else program.replace(jaxpr=opened)
+        opened = opened.replace(eqns=[eqn for new in rewritten for eqn in new])
+        return _with_jaxpr(program, opened)
 
-    def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
-        if self.is_wanted(eqn):
-            return self._instead_of(eqn, eqn.invars or inputs)
-        return [self._inside(eqn)]
+    def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
+        if self.selects(eqn):
+            return self._replace(eqn, eqn.invars or inputs)
+        return [self._rewrite_inside(eqn)]
 
-    def _inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
-        """The equation, with the programs in it rewritten."""
+    def _rewrite_inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         if not isinstance(jaxprs.structure_of(eqn), Call | Cond | Scan | While):
             return eqn
         params = {name: self._parameter(value) for name, value in eqn.params.items()}
@@ -102,20 +109,24 @@ class _Rewrite:
             return value if same else type(value)(items)
         return value
 
-    def _instead_of(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[core.JaxprEqn]:
-        avals: list[Any] = [x.aval for x in operands]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        # In the mesh of its place, and anew each time: the variables are to be new ones.
+    def _replace(self, eqn: core.JaxprEqn, operands: Sequence[Atom]) -> list[core.JaxprEqn]:
+        shapes = [jax.ShapeDtypeStruct(jaxprs.shape_of(x), jaxprs.dtype_of(x)) for x in operands]
+        # Traced in the mesh of the equation, and once for each equation: two equations must not
+        # define the same variables. The copies make each result a variable of its own, also if it
+        # is an operand or occurs twice.
         with eqn.ctx.manager:
-            made = jax.make_jaxpr(lambda *x: _copy(self.instead(eqn, *x)))(*shapes)
-        traced = made.jaxpr
-        names: dict[Any, Any] = dict(zip(traced.invars, operands, strict=True))
+            closed = jax.make_jaxpr(lambda *x: jax.tree.map(jnp.copy, self.replacement(eqn, *x)))(
+                *shapes
+            )
+        traced = closed.jaxpr
+        names: dict[core.Var, Atom] = {}
+        names.update(zip(traced.invars, operands, strict=True))
         equations = []
-        for variable, const in zip(traced.constvars, made.consts, strict=True):
-            if not isinstance(const, jax.Array | np.generic | np.ndarray):
-                raise MakesConstants(eqn.primitive)
-            data = _fetch(const)
-            if not 0 < data.size <= _MOST_ELEMENTS:
+        # A jaxpr in the middle of another one has no place for constants. Small ones become
+        # literals, and equations that join them.
+        for variable, const in zip(traced.constvars, closed.consts, strict=True):
+            data = _fetch(const) if _is_array(const) else None
+            if data is None or not 0 < data.size <= _MAX_ELEMENTS:
                 raise MakesConstants(eqn.primitive)
             if data.ndim:
                 with eqn.ctx.manager:
@@ -124,20 +135,26 @@ class _Rewrite:
                 names[variable] = built.outvars[0]
             else:
                 names[variable] = core.Literal(data[()], variable.aval)
-        names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
+        for result, output in zip(traced.outvars, eqn.outvars, strict=True):
+            assert isinstance(result, core.Var), "a copy is a variable"
+            names[result] = output
         equations += traced.eqns
         return [_rename(x, names, eqn.source_info) for x in equations]
 
 
-def _fetch(const: Any) -> np.ndarray:
+def _is_array(const: object) -> bool:
+    return isinstance(const, jax.Array | np.generic | np.ndarray)
+
+
+def _fetch(const: ArrayLike) -> np.ndarray:
     if not random_keys.is_key(const):
         return np.asarray(const)
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.random.key_data(const))
 
 
-def _build(const: Any, data: np.ndarray) -> jax.Array:
-    """A small array or random keys, with each number a literal: a program has no other place."""
+def _build(const: ArrayLike, data: np.ndarray) -> jax.Array:
+    """Builds a small array or random keys from literals, one for each number."""
     numbers = [jax.lax.full((1,), x, data.dtype) for x in data.flat]
     array = jnp.concatenate(numbers).reshape(data.shape)
     if random_keys.is_key(const):
@@ -146,48 +163,50 @@ def _build(const: Any, data: np.ndarray) -> jax.Array:
 
 
 class _BranchEnds(_Rewrite):
-    def _equations(self, eqn: core.JaxprEqn, inputs: list[Any]) -> list[core.JaxprEqn]:
-        new = self._inside(eqn)
-        if not isinstance(jaxprs.structure_of(new), Cond) or not self.is_wanted(new):
+    def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
+        new = self._rewrite_inside(eqn)
+        if not isinstance(jaxprs.structure_of(new), Cond) or not self.selects(new):
             return [new]
         branches = tuple(self._finish(x, new) for x in new.params["branches"])
         return [new.replace(params=new.params | {"branches": branches})]
 
-    def _finish(self, branch: Any, eqn: core.JaxprEqn) -> Any:
+    def _finish(self, branch: Program, eqn: core.JaxprEqn) -> Program:
         opened = jaxprs.open_jaxpr(branch)
         (last,) = opened.outvars
-        aval: Any = last.aval
-        weak = getattr(aval, "weak_type", False)
-        result = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+        # Random keys and other extended types of JAX have no weak type.
+        weak = getattr(last.aval, "weak_type", False)
+        result = jax.ShapeDtypeStruct(jaxprs.shape_of(last), jaxprs.dtype_of(last), weak_type=weak)
         with eqn.ctx.manager:
-            made = jax.make_jaxpr(self.instead)(result)
-        names = dict(zip(made.jaxpr.invars, opened.outvars, strict=True))
-        ends = [_rename(x, names, eqn.source_info) for x in made.jaxpr.eqns]
-        opened = opened.replace(eqns=[*opened.eqns, *ends], outvars=made.jaxpr.outvars)
-        return opened if isinstance(branch, core.Jaxpr) else branch.replace(jaxpr=opened)
+            end = jax.make_jaxpr(self.replacement)(result).jaxpr
+        names = dict(zip(end.invars, opened.outvars, strict=True))
+        equations = [_rename(x, names, eqn.source_info) for x in end.eqns]
+        opened = opened.replace(eqns=[*opened.eqns, *equations], outvars=end.outvars)
+        return _with_jaxpr(branch, opened)
 
 
-def _copy(results: Any) -> Any:
-    """Results each of which an equation computes: what is an operand, or twice there, is copied."""
-    return jax.tree.map(jnp.copy, results)
+def _with_jaxpr(program: Program, opened: core.Jaxpr) -> Program:
+    """Returns a program of the same class with another jaxpr."""
+    return opened if isinstance(program, core.Jaxpr) else program.replace(jaxpr=opened)
 
 
-def _rename(eqn: core.JaxprEqn, names: Mapping[Any, Any], source_info: Any) -> core.JaxprEqn:
-    def new(x: Any) -> Any:
+def _rename(eqn: core.JaxprEqn, names: _Names, source_info: Any) -> core.JaxprEqn:
+    """Returns an equation with other variables, at another source line."""
+
+    def rename(x: Any) -> Any:
         return x if isinstance(x, core.Literal) else names.get(x, x)
 
     return eqn.replace(
-        invars=[new(x) for x in eqn.invars],
-        outvars=[new(x) for x in eqn.outvars],
+        invars=[rename(x) for x in eqn.invars],
+        outvars=[rename(x) for x in eqn.outvars],
         params={name: _move(value, source_info) for name, value in eqn.params.items()},
         source_info=source_info,
     )
 
 
 def _move(value: Any, source_info: Any) -> Any:
-    """A parameter, with the equations of a program in it said to be of another source line."""
+    """Returns a parameter; a program is moved to another source line."""
     if not jaxprs.is_program(value):
         return value
     opened = jaxprs.open_jaxpr(value)
     opened = opened.replace(eqns=[_rename(x, {}, source_info) for x in opened.eqns])
-    return opened if isinstance(value, core.Jaxpr) else value.replace(jaxpr=opened)
+    return _with_jaxpr(value, opened)

@@ -1,9 +1,9 @@
-"""Replaces operations that other libraries define by the functions of JAX that compute them.
+"""Replaces the primitives of other libraries by the functions of JAX that compute them.
 
-Equinox and Lineax have primitives of their own, with rules for gradients and batches. Once a
-function is traced, what matters is what they compute, which they say in functions of JAX. With
-these in its place a program can be followed: which values differ between replicas, which dims are
-rows, and where it calls back.
+Equinox and Lineax define primitives with their own rules for gradients and batches. In a traced
+program only their result matters, and their implementation computes it with functions of JAX. With
+these functions in their place, tpudist can follow the program: which values differ between
+replicas, which dims are rows, and where it calls back.
 """
 
 import functools
@@ -14,22 +14,25 @@ from jax.extend import core
 
 from tpudist.programs import jaxpr_rewrite, jaxprs
 
-# Their primitives are known, or lowered by the compiler.
+# Packages whose primitives are known or lowered by the compiler.
 _OWN = {"jax", "jaxlib", "tpudist"}
-# Such operations may be in each other, as solvers are. One that cannot be expanded takes a round.
-_MOST_ROUNDS = 32
+# Real programs nest a few such primitives, as solvers are nested. A primitive whose
+# implementation contains itself would expand without end.
+_MAX_ROUNDS = 32
 
 
 def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
-    """Returns a jaxpr in which functions of JAX stand for the operations of other libraries.
+    """Returns a jaxpr with the functions of JAX in place of other libraries' primitives.
 
-    An operation whose function cannot be traced stays.
+    A primitive stays if its function cannot be traced.
     """
-    kept: set[Any] = set()
-    for _ in range(_MOST_ROUNDS):
-        wanted = functools.partial(_is_wanted, kept)
+    kept: set[core.Primitive] = set()
+    # Each round either expands one level of nesting, or adds a primitive to `kept`. It ends if
+    # nothing changes.
+    for _ in range(_MAX_ROUNDS):
+        selects = functools.partial(_is_expandable, kept)
         try:
-            expanded = jaxpr_rewrite.rewrite(closed, wanted, _compute)
+            expanded = jaxpr_rewrite.rewrite(closed, selects, _compute)
         except (_CannotTrace, jaxpr_rewrite.MakesConstants) as error:
             kept.add(error.primitive)
             continue
@@ -40,22 +43,23 @@ def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
 
 
 class _CannotTrace(Exception):
-    """The function for an operation cannot be traced."""
+    """The function for a primitive cannot be traced."""
 
-    def __init__(self, primitive: Any):
+    def __init__(self, primitive: core.Primitive):
         super().__init__(primitive)
         self.primitive = primitive
 
 
-def _is_wanted(kept: set[Any], eqn: core.JaxprEqn) -> bool:
+def _is_expandable(kept: set[core.Primitive], eqn: core.JaxprEqn) -> bool:
     return eqn.primitive not in kept and _is_of_library(eqn.primitive)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_library(primitive: Any) -> bool:
-    function = primitive.impl
+def _is_of_library(primitive: core.Primitive) -> bool:
+    function: Any = primitive.impl
     while isinstance(function, functools.partial):
         function = function.func
+    # The implementation is any callable of a library.
     module = getattr(function, "__module__", None) or "jax"
     return module.partition(".")[0] not in _OWN
 
@@ -63,6 +67,6 @@ def _is_of_library(primitive: Any) -> bool:
 def _compute(eqn: core.JaxprEqn, *operands: jax.Array) -> Any:
     try:
         results = eqn.primitive.impl(*operands, **eqn.params)
-    except Exception as error:  # whatever it does with a value that is traced
+    except Exception as error:  # an implementation may do anything with a traced value
         raise _CannotTrace(eqn.primitive) from error
     return results if eqn.primitive.multiple_results else [results]

@@ -1,13 +1,17 @@
-"""Honours `out_sharding=` for axes inside a replica, as `jax.lax.with_sharding_constraint` does.
+"""Applies `out_sharding=` to axes inside a replica, as `jax.lax.with_sharding_constraint` does.
 
-JAX has this argument for meshes with Explicit axes, and refuses it where they are Auto, as those
-inside a replica are. While a replica function runs, such a request is let through instead. Where
-JAX would act on it, the value that it is for is computed without it and then constrained: by the
-operation itself (`_OPERATIONS`), or by a function of JAX which does not act on it, or acts on
-another value (`_FUNCTIONS`). Elsewhere, and where this JAX lacks one of them, it is refused.
-
-JAX is touched when the first replica function is traced, and for other code it stays as it is.
+JAX supports this argument on meshes with Explicit axes, and rejects it for Auto axes, as the axes
+inside a replica are. The first trace of a replica function wraps functions of JAX. The wrappers act
+only while a replica function is traced; other code is not affected.
 """
+
+# `_let_through` accepts a request that JAX would reject. Then a value must be constrained for it:
+# either the result of the primitive that has the request as a parameter (`_OPERATIONS`), or the
+# result of a function of JAX that would ignore the request or apply it to another value
+# (`_FUNCTIONS`). Each accepted request waits in `_Trace.waiting` until a value is constrained for
+# it. A request that still waits at the end of the trace raises an error, so none is ignored
+# silently. Requests of other functions, and of functions whose wrapped parts this JAX lacks, are
+# rejected as by JAX.
 
 import contextlib
 import inspect
@@ -24,7 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tpudist.xla import internals
 from tpudist.xla.hlo.source_lines import line_of_call
 
-# The operations that take a sharding of their result: where they are, and the parameter.
+# The primitives with a sharding of the result: their module in JAX, and the parameter.
 _OPERATIONS = {
     "reshard_p": ("pjit", "dst_sharding"),
     "dot_general_p": ("lax.lax", "out_sharding"),
@@ -38,23 +42,24 @@ _OPERATIONS = {
     "iota_p": ("lax.lax", "sharding"),
     "empty_p": ("lax.lax", "out_sharding"),
 }
-# einsum: of one operand it leaves the sharding out, or gives it to a sum before a transposition.
-# take: slices ignore it. one_hot, arange: it is given to what the result is computed from.
+# einsum ignores the sharding of one operand, or applies it to a sum before a transposition; slices
+# of take ignore it; one_hot and arange apply it to a value that the result is computed from.
 _FUNCTIONS = {
     "_einsum": ("numpy.einsum", "out_sharding"),
     "rewriting_take": ("numpy.indexing", "out_sharding"),
     "_one_hot": ("nn.functions", "out_sharding"),
     "_arange": ("numpy.lax_numpy", "out_sharding"),
 }
-_REQUESTS = "canonicalize_sharding"  # of all that take an out_sharding
-_MESH_OF_AUTO_AXES = "_get_new_mesh"  # of auto_axes, in "pjit"
+_REQUESTS = "canonicalize_sharding"  # called by all functions that accept an out_sharding
+_MESH_OF_AUTO_AXES = "_get_new_mesh"  # called by auto_axes, in "pjit"
 
-# By what it is called in JAX's errors: what must be in place for a request to be honoured.
-_AUTO = {"reshard_p", _MESH_OF_AUTO_AXES}  # as jax.sharding.auto_axes
+# The functions whose requests are applied, by their name in JAX's errors, with the parts of JAX
+# that must have been wrapped.
+_AUTO = {"reshard_p", _MESH_OF_AUTO_AXES}  # functions that use jax.sharding.auto_axes
 _FILLED = {"broadcast_in_dim_p", "reshard_p"}
-_HONOURED: dict[str, set[str]] = {
+_SUPPORTED: dict[str, set[str]] = {
     "reshard": {"reshard_p"},
-    "dot_general": {"dot_general_p", "conv_general_dilated_p"},  # convolutions call themselves so
+    "dot_general": {"dot_general_p", "conv_general_dilated_p"},  # convolutions use this name too
     "ragged_dot_general": {"ragged_dot_general_p"},
     "einsum": {"_einsum"} | _AUTO,
     "broadcast_in_dim": _FILLED,
@@ -73,9 +78,9 @@ _HONOURED: dict[str, set[str]] = {
     "take": {"rewriting_take"},
     "repeat": _AUTO,
 }
-_HONOURED |= dict.fromkeys("jnp.zeros jnp.ones full full_like".split(), _FILLED)
-_HONOURED |= dict.fromkeys("jnp.zeros_like jnp.ones_like".split(), _FILLED)
-_HONOURED |= dict.fromkeys(
+_SUPPORTED |= dict.fromkeys("jnp.zeros jnp.ones full full_like".split(), _FILLED)
+_SUPPORTED |= dict.fromkeys("jnp.zeros_like jnp.ones_like".split(), _FILLED)
+_SUPPORTED |= dict.fromkeys(
     ".set .add .subtract .multiply .divide .power .min .max segment_sum segment_prod segment_min "
     "segment_max bits uniform normal randint truncated_normal bernoulli categorical gumbel "
     "permutation".split(),
@@ -84,23 +89,24 @@ _HONOURED |= dict.fromkeys(
 
 
 class _Trace:
-    """The requests of one replica function that have been let through and not been met yet."""
+    """The accepted requests of one replica function for which no value was constrained yet."""
 
     def __init__(self):
-        self.waiting: list[tuple[frozenset[str], str, str]] = []  # axes, by what, its line
+        self.waiting: list[tuple[frozenset[str], str, str]] = []  # axes, JAX's function, line
 
 
-_trace: ContextVar[_Trace | None] = ContextVar("honours out_sharding", default=None)
-_in_place: set[str] = set()
+_trace: ContextVar[_Trace | None] = ContextVar("applies out_sharding", default=None)
+_wrapped: set[str] = set()  # the parts of JAX that are wrapped, guarded by the lock
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def honour_out_shardings() -> Iterator[None]:
-    """Constrains values to the `out_sharding=` that is asked for in this thread.
+def apply_out_shardings() -> Iterator[None]:
+    """Constrains values to the `out_sharding=` of functions that this thread calls.
 
     Raises:
-        NotImplementedError: A request has met no value: this JAX does otherwise than those known.
+        NotImplementedError: If a request was not applied: this JAX works differently from the known
+            versions.
     """
     _watch_requests()
     trace = _Trace()
@@ -117,70 +123,73 @@ def honour_out_shardings() -> Iterator[None]:
 
 
 def list_missing_parts() -> list[str]:
-    """The functions and operations that this JAX lacks: what needs them is refused."""
+    """Returns the functions and primitives that this JAX lacks; requests that need them fail."""
     _watch_requests()
     _watch_results()
-    return sorted({_REQUESTS, _MESH_OF_AUTO_AXES, *_OPERATIONS, *_FUNCTIONS} - _in_place)
+    return sorted({_REQUESTS, _MESH_OF_AUTO_AXES, *_OPERATIONS, *_FUNCTIONS} - _wrapped)
 
 
 def _watch_requests() -> None:
-    """Sees what is asked for, from now on; to be called before any request."""
+    """Wraps the functions of JAX that check requests; must run before any request."""
     with _lock:
-        if "requests" not in _in_place:
-            _in_place.add("requests")
-            source_info_util.register_exclusion(__file__)  # what calls this is the user's line
+        if "requests" not in _wrapped:
+            _wrapped.add("requests")
+            source_info_util.register_exclusion(__file__)  # the caller's line is the user's line
             if internals.wrap_function("sharding_impls", _REQUESTS, _let_through):
-                _in_place.add(_REQUESTS)
+                _wrapped.add(_REQUESTS)
             if internals.wrap_function("pjit", _MESH_OF_AUTO_AXES, _keep_mesh):
-                _in_place.add(_MESH_OF_AUTO_AXES)
+                _wrapped.add(_MESH_OF_AUTO_AXES)
 
 
 def _watch_results() -> None:
-    """Sees the values that requests are for, from the first one on: others cost nothing so."""
+    """Wraps the primitives and functions that compute the values.
+
+    Runs at the first request, so that programs without requests are traced at full speed.
+    """
     with _lock:
-        if "results" in _in_place:
+        if "results" in _wrapped:
             return
-        _in_place.add("results")
+        _wrapped.add("results")
         for name, (module, parameter) in _OPERATIONS.items():
             if internals.wrap_operation(module, name, _constrain_operation(name, parameter)):
-                _in_place.add(name)
+                _wrapped.add(name)
         for name, (module, parameter) in _FUNCTIONS.items():
             if internals.wrap_function(module, name, _constrain_function(parameter)):
-                _in_place.add(name)
+                _wrapped.add(name)
 
 
 def _let_through(canonicalize: Callable[..., Any]) -> Callable[..., Any]:
-    """What JAX makes of each `out_sharding`, with axes inside a replica where that is possible."""
+    """Wraps JAX's check of an `out_sharding`, so that it accepts axes inside a replica."""
 
-    def canonicalize_sharding(sharding: Any, api: str, *args: Any, **kwargs: Any) -> Any:
+    def canonicalize_sharding(sharding: object, api: str, *args: Any, **kwargs: Any) -> Any:
         trace = _trace.get() if sharding is not None else None
-        asked = _request(sharding) if trace is not None else None
-        if trace is None or asked is None or api not in _HONOURED:
+        request = _request(sharding) if trace is not None else None
+        if trace is None or request is None or api not in _SUPPORTED:
             return canonicalize(sharding, api, *args, **kwargs)
         _watch_results()
-        if not _HONOURED[api] <= _in_place:
+        if not _SUPPORTED[api] <= _wrapped:
             return canonicalize(sharding, api, *args, **kwargs)
         if api == "dot_general" and _is_rearranged(inspect.currentframe()):
             api = "matmul, which moves or removes dims after the product,"
             return canonicalize(sharding, api, *args, **kwargs)
-        # The work of einsum is traced once for all calls that are alike: `_einsum` is seen once.
+        # JAX caches the trace of `_einsum` for equal calls, so a second call meets no wrapper.
         if api != "einsum":
-            trace.waiting.append((frozenset(_axes_of(asked)), api, line_of_call()))
-        return asked
+            trace.waiting.append((frozenset(_axes_of(request)), api, line_of_call()))
+        return request
 
     return canonicalize_sharding
 
 
-def _request(sharding: Any) -> NamedSharding | None:
-    """What is asked for, if it is a split by Auto axes of the mesh that is in use."""
+def _request(sharding: object) -> NamedSharding | None:
+    """Returns the requested split by Auto axes of the current mesh; None for anything else."""
     if not isinstance(sharding, NamedSharding | PartitionSpec):
         return None
     names = _axes_of(sharding)
-    if not names:  # that of a value has none, and asks for nothing
+    if not names:  # the sharding of an unsplit value
         return None
     mesh = jax.sharding.get_abstract_mesh()
     if isinstance(sharding, NamedSharding):
-        # Of a mesh with the same axes, as of strategy.mesh, it is taken by the names of these.
+        # Another mesh with the same axes, such as strategy.mesh, is accepted by the axes' names.
         if dict(sharding.mesh.shape) != dict(mesh.shape):
             return None
         sharding = sharding.spec
@@ -199,11 +208,11 @@ def _axes_of(sharding: NamedSharding | PartitionSpec) -> list[str]:
 
 
 def _is_rearranged(frame: types.FrameType | None) -> bool:
-    """Whether it is jnp.matmul that asks, and what it gives has its dims in another order.
+    """Returns whether jnp.matmul makes the request, and moves or removes dims after the product.
 
-    JAX splits the product of it by the spec before it moves the dims, with Explicit axes too.
+    JAX applies the spec to the product before it moves the dims, with Explicit axes too.
     """
-    frame = frame.f_back if frame is not None else None  # out of what is wrapped here
+    frame = frame.f_back if frame is not None else None  # leave the wrapper
     while frame is not None and frame.f_globals.get("__name__") == "jax._src.lax.lax":
         frame = frame.f_back  # lax.dot_general
     if frame is None or frame.f_code.co_name != "matmul":
@@ -214,25 +223,27 @@ def _is_rearranged(frame: types.FrameType | None) -> bool:
     return order is None or dropped is None or bool(dropped) or list(order) != sorted(order)
 
 
-def _constrain(value: Any, asked: NamedSharding) -> Any:
+def _constrain(value: jax.Array, request: NamedSharding) -> jax.Array:
     trace = _trace.get()
     assert trace is not None
-    axes = frozenset(_axes_of(asked))
+    # Requests are matched by their axes: the value may be computed inside a nested function of JAX,
+    # which does not know the request.
+    axes = frozenset(_axes_of(request))
     trace.waiting[:] = [x for x in trace.waiting if x[0] != axes]
-    return jax.lax.with_sharding_constraint(value, asked.spec)
+    return jax.lax.with_sharding_constraint(value, request.spec)
 
 
 def _constrain_operation(name: str, parameter: str) -> Callable[..., Any]:
     def wrap(bind: Callable[..., Any]) -> Callable[..., Any]:
         def bind_operation(*operands: Any, **params: Any) -> Any:
-            asked = params.get(parameter)
-            if asked is None or _trace.get() is None:
+            sharding = params.get(parameter)
+            if sharding is None or _trace.get() is None:
                 return bind(*operands, **params)
-            request = _request(asked)
+            request = _request(sharding)
             if name == "reshard_p" and request is not None:
                 return _constrain(operands[0], request)
-            if name == "reshard_p" and _lies_so(operands[0], asked):
-                return operands[0]  # arguments of auto_axes: no operation is left of it
+            if name == "reshard_p" and _has_sharding(operands[0], sharding):
+                return operands[0]  # an argument of auto_axes: nothing to do
             if request is None:
                 return bind(*operands, **params)
             return _constrain(bind(*operands, **params | {parameter: None}), request)
@@ -242,7 +253,7 @@ def _constrain_operation(name: str, parameter: str) -> Callable[..., Any]:
     return wrap
 
 
-def _lies_so(value: Any, sharding: Any) -> bool:
+def _has_sharding(value: object, sharding: object) -> bool:
     return isinstance(value, jax.Array) and jax.typeof(value).sharding == sharding
 
 
@@ -253,12 +264,12 @@ def _constrain_function(parameter: str) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             if _trace.get() is None:
                 return function(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            request = _request(given.arguments.get(parameter))
+            bound = signature.bind(*args, **kwargs)
+            request = _request(bound.arguments.get(parameter))
             if request is None:
                 return function(*args, **kwargs)
-            given.arguments[parameter] = None
-            return _constrain(function(*given.args, **given.kwargs), request)
+            bound.arguments[parameter] = None
+            return _constrain(function(*bound.args, **bound.kwargs), request)
 
         return compute
 
@@ -266,18 +277,18 @@ def _constrain_function(parameter: str) -> Callable[..., Any]:
 
 
 def _keep_mesh(get_new_mesh: Callable[..., Any]) -> Callable[..., Any]:
-    """The mesh of `auto_axes`: with no Explicit axes it is the one in use, Manual ones or not.
+    """Wraps the choice of a mesh by `auto_axes`: without Explicit axes it is the current mesh.
 
-    What it has computed is resharded then, which is a request like others.
+    `auto_axes` then reshards its result, which is a request like others.
     """
 
-    def keep_mesh(axes: Any, axis_type: Any, *args: Any, **kwargs: Any) -> Any:
+    def keep_mesh(axes: object, axis_type: object, *args: Any, **kwargs: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         explicit = mesh.empty or AxisType.Explicit in mesh.axis_types
         if _trace.get() is None or axis_type != AxisType.Auto or explicit:
             return get_new_mesh(axes, axis_type, *args, **kwargs)
         _watch_results()
-        # Axes that are not those which are Auto already: else it would do nothing at all.
+        # With axes that are Auto already, JAX would do nothing at all.
         return types.SimpleNamespace(prev=mesh, new=mesh, axes=(None,))
 
     return keep_mesh

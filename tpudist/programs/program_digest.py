@@ -1,8 +1,8 @@
-"""A program as texts that are the same in every process that has the same one.
+"""Writes a program as text that is equal in all processes with an equal program.
 
-JAX's own print of a program is long, and holds addresses and sets whose order differs from process
-to process. Here an operation is its name, what it reads and gives, and those of its parameters that
-are numbers, words or made of such; of others, such as functions, it is the type.
+JAX's own text of a program is long, and contains addresses and sets whose order differs between
+processes. Here an operation is its name, its operands and results, and its parameters: numbers,
+words and containers by value, other parameters such as functions by type.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import enum
 import hashlib
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,21 +18,22 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.programs import jaxprs
+from tpudist.programs.jaxprs import Atom, Program
 from tpudist.xla import random_keys
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MAX_BYTES = 2**24
-"""Of an array on the devices of several processes, for it to be compared by value."""
-_SHOWN = 4  # elements of an array that are written out
+"""Largest array on the devices of several processes that is compared by value."""
+_MAX_WRITTEN = 4  # elements of an array that are written out; larger arrays have a checksum
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramText:
-    """What a program computes.
+    """The text of a program.
 
     Attributes:
-        lines: One of each operation, those in loops, branches and calls after what holds them; the
-            first of each program is its inputs, the last one its results.
+        lines: One line per operation. The first line of a program is its inputs, the last one its
+            results. The lines of a program inside an operation follow the operation.
         equations: The operation of each line; None for inputs and results.
     """
 
@@ -42,27 +42,29 @@ class ProgramText:
 
     @property
     def digest(self) -> str:
-        """Equal for equal programs."""
+        """A hash that is equal for equal programs."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
 
 
 def write_program(closed: jaxprs.ClosedJaxpr) -> ProgramText:
-    """The text of a program, constants that this process can read included."""
+    """Returns the text of a program, with the constants that this process can read."""
     writer = _Writer([], [], {})
     writer.write(closed)
     return ProgramText(tuple(writer.lines), tuple(writer.equations))
 
 
-def write_value(value: Any) -> str:
-    """An array's dtype, shape and checksum (or numbers, where it has few); else what it is."""
+def write_value(value: object) -> str:
+    """Returns the text of a value: an array's dtype, shape and numbers or checksum, or its type."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return _write_array(value)
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, enum.Enum):
         return str(value)
-    if isinstance(value, np.dtype | type):
-        return getattr(value, "__name__", None) or str(value)
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, np.dtype):
+        return str(value)
     if isinstance(value, PartitionSpec):
         return str(tuple(value))
     if isinstance(value, Mesh | AbstractMesh):
@@ -84,10 +86,10 @@ def write_value(value: Any) -> str:
 
 
 def is_readable(value: jax.Array) -> bool:
-    """Whether this process has all of an array, and it is compared by value.
+    """Returns whether this process has all of an array and compares it by value.
 
-    One that all processes have is what each of them has put there: JAX makes such arrays in the
-    scope of a mesh. Of those with more than `MAX_BYTES` it is not read back from the device.
+    In the scope of a mesh JAX creates replicated arrays from each process's own value, so the
+    values may differ between processes. Arrays above `MAX_BYTES` are not read back from the device.
     """
     if value.is_fully_addressable:
         return True
@@ -95,67 +97,68 @@ def is_readable(value: jax.Array) -> bool:
 
 
 def addressable_copy(value: jax.Array) -> jax.Array:
-    """What this process has of a readable array."""
+    """Returns this process's copy of a readable array."""
     return value if value.is_fully_addressable else value.addressable_data(0)
 
 
-def _write_array(value: Any) -> str:
-    kind = f"{value.dtype}[{','.join(map(str, value.shape))}]"
+def _write_array(value: jax.Array | np.ndarray | np.generic) -> str:
+    shape = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, Tracer):
-        return kind
+        return shape
     if isinstance(value, jax.Array):
         if not is_readable(value):
-            return kind
+            return shape
         value = addressable_copy(value)
         if random_keys.is_key(value):
             value = jax.random.key_data(value)
     numbers = np.asarray(value)
     if numbers.dtype == object:
-        return kind
-    if numbers.size <= _SHOWN:
-        return f"{kind} {numbers.tolist()}"
-    return f"{kind} {zlib.crc32(np.ascontiguousarray(numbers).view(np.uint8).data):08x}"
+        return shape
+    if numbers.size <= _MAX_WRITTEN:
+        return f"{shape} {numbers.tolist()}"
+    return f"{shape} {zlib.crc32(np.ascontiguousarray(numbers).view(np.uint8).data):08x}"
 
 
 @dataclasses.dataclass
 class _Writer:
     lines: list[str]
     equations: list[core.JaxprEqn | None]
-    # A program that is in several places is written at the first; with itself, lest another one
-    # gets its id.
-    known: dict[int, tuple[int, Any]]
+    # By id: a program in several places is written once, at its first place, and later named by
+    # that line. The program is kept, so that its id is not used twice.
+    known: dict[int, tuple[int, Program]]
 
-    def write(self, program: Any) -> None:
+    def write(self, program: Program) -> None:
         if id(program) in self.known:
             self._add(f"as line {self.known[id(program)][0]}", None)
             return
         self.known[id(program)] = len(self.lines), program
         opened = jaxprs.open_jaxpr(program)
-        constants = [write_value(x) for x in getattr(program, "consts", ())]
-        names: dict[Any, int] = {}
+        constants = [write_value(x) for x in jaxprs.consts_of(program)]
+        # Variables are numbered in their order, so equal programs have equal numbers.
+        names: dict[core.Var, int] = {}
         inputs = [self._define(x, names) for x in (*opened.constvars, *opened.invars)]
         self._add(f"inputs {inputs} constants {constants}", None)
         for eqn in opened.eqns:
             self._write_equation(eqn, names)
         self._add(f"results {[self._read(x, names) for x in opened.outvars]}", None)
 
-    def _write_equation(self, eqn: core.JaxprEqn, names: dict[Any, int]) -> None:
+    def _write_equation(self, eqn: core.JaxprEqn, names: dict[core.Var, int]) -> None:
         params = {k: write_value(x) for k, x in sorted(eqn.params.items())}
         operands = ", ".join(self._read(x, names) for x in eqn.invars)
         results = ", ".join(self._define(x, names) for x in eqn.outvars)
-        told = ", ".join(f"{k}={x}" for k, x in params.items() if x)
-        self._add(f"{results} = {eqn.primitive.name}({operands}) {told}", eqn)
+        settings = ", ".join(f"{k}={x}" for k, x in params.items() if x)
+        self._add(f"{results} = {eqn.primitive.name}({operands}) {settings}", eqn)
         for _, value in sorted(eqn.params.items()):
             for inner in jaxprs.programs_of(value):
                 self.write(inner)
 
-    def _define(self, variable: Any, names: dict[Any, int]) -> str:
+    def _define(self, variable: core.Var, names: dict[core.Var, int]) -> str:
         names[variable] = len(names)
-        return f"{len(names) - 1}:{_write_aval(variable.aval)}"
+        return f"{len(names) - 1}:{_write_type(variable)}"
 
-    def _read(self, atom: Any, names: dict[Any, int]) -> str:
+    def _read(self, atom: Atom, names: dict[core.Var, int]) -> str:
         if isinstance(atom, core.Literal):
-            return f"{write_value(atom.val)}:{_write_aval(atom.aval)}"
+            return f"{write_value(atom.val)}:{_write_type(atom)}"
         return str(names.get(atom, "?"))
 
     def _add(self, line: str, eqn: core.JaxprEqn | None) -> None:
@@ -163,8 +166,10 @@ class _Writer:
         self.equations.append(eqn)
 
 
-def _write_aval(aval: Any) -> str:
-    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
-        return type(aval).__name__
-    weak = "~" if getattr(aval, "weak_type", False) else ""
-    return f"{weak}{aval.dtype}[{','.join(map(str, aval.shape))}]"
+def _write_type(atom: Atom) -> str:
+    dtype = jaxprs.dtype_of(atom)
+    if dtype is None:
+        return type(atom.aval).__name__
+    # Random keys and references of JAX have no weak type.
+    weak = "~" if getattr(atom.aval, "weak_type", False) else ""
+    return f"{weak}{dtype}[{','.join(map(str, jaxprs.shape_of(atom)))}]"

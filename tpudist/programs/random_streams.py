@@ -1,9 +1,9 @@
 """Changes the random numbers of a program, so that it can be compared with one device.
 
-`share` gives all replicas the random numbers of the first one: replicas that have the same rows
-compute the same. Where a program uses the replica id for anything else, such as a choice of rows,
-it stays as it is. `fix` replaces all random bits by a constant, also in loops: one device with all
-rows then draws the same for each row.
+`share` gives all replicas the random numbers of the first one, so that replicas with the same rows
+compute the same. Other uses of the replica id, such as a choice of rows, stay as they are. `fix`
+replaces all random bits by a constant, also in loops, so that one device with all rows draws the
+same for each row.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,22 @@ from jax.extend import core
 
 from tpudist.programs import flat_program, inner_programs, jaxprs, operations
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
+from tpudist.programs.jaxprs import Program
 
 _RANDOM = ("threefry2x32", "rng_bit_generator", "rng_uniform")
 _DRAWS = ("random_bits", "random_gamma", *_RANDOM)
 
 
-def draws_random_numbers(closed: Any) -> bool:
-    """Whether a program draws random numbers, at any depth."""
+def draws_random_numbers(closed: Program) -> bool:
+    """Returns whether a program draws random numbers, at any depth."""
     return any(eqn.primitive.name in _DRAWS for eqn in jaxprs.walk(closed))
 
 
-def can_be_fixed(closed: Any) -> bool:
-    """Whether `fix` replaces all random numbers of a program.
+def can_be_fixed(closed: Program) -> bool:
+    """Returns whether `fix` replaces all random numbers of a program.
 
-    It does so in scans and branches, and not in a `while` loop, such as rejection sampling, which
-    might never end.
+    `fix` supports scans and branches, but not `while` loops: with constant bits a loop such as
+    rejection sampling might never end.
     """
     draws = [eqn for eqn in jaxprs.walk(closed) if eqn.primitive.name in _DRAWS]
     return _count_fixed(flat_program.flatten(closed, inline_calls=True)) == len(draws)
@@ -43,7 +44,7 @@ def _count_fixed(program: FlatProgram) -> int:
     return count
 
 
-def fix(closed: Any) -> Callable[..., list[jax.Array]]:
+def fix(closed: Program) -> Callable[..., list[jax.Array]]:
     """Returns a function of the inputs of `closed`, in which all random bits are a constant."""
     program = flat_program.flatten(closed, inline_calls=True)
     return inner_programs.make_function(program, compute_fixed)
@@ -53,59 +54,57 @@ def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
     """Returns the results of one operation; random bits stand for a uniform number of 0.1."""
     eqn = step.eqn
     if eqn.primitive.name == "random_bits":
-        shape: Any = eqn.outvars[0].aval
-        width = eqn.params["bit_width"]
-        return [jnp.full(shape.shape, int(0.1 * 2**width), shape.dtype)]
+        result = eqn.outvars[0]
+        bits = int(0.1 * 2 ** eqn.params["bit_width"])
+        return [jnp.full(jaxprs.shape_of(result), bits, jaxprs.dtype_of(result))]
     programs = inner_programs.find(eqn)
     if any(map(_count_fixed, programs)):
         return inner_programs.evaluate(eqn, programs, values, compute_fixed)
     return operations.compute_operation(step, values)
 
 
-def share(closed: Any) -> Callable[..., list[jax.Array]]:
+def share(closed: Program) -> Callable[..., list[jax.Array]]:
     """Returns a function of the inputs of `closed`, in which all replicas draw the same numbers."""
     program = flat_program.flatten(closed, inline_calls=True)
-    wanted = _find_wanted(program)
+    sources = _find_sources(program)
 
     def run(*inputs: jax.Array) -> list[Any]:
-        values: list[Any] = [None] * program.count
+        # `values` are the replica's own. `shared` are the values on the first replica, where these
+        # differ and random numbers depend on them: the replica id is 0 there. Only random
+        # operations read them.
+        values: dict[int, Any] = dict(program.constants)
+        values.update(zip(program.inputs, inputs, strict=True))
         shared: dict[int, Any] = {}
-        given = (*program.constants.items(), *zip(program.inputs, inputs, strict=True))
-        for number, value in given:
-            values[number] = value
         for step in program.steps:
             own = [values[i] for i in step.inputs]
             of_first = [shared.get(i, values[i]) for i in step.inputs]
             if _is_random(step.eqn):
                 own = of_first
-            _store(values, step.outputs, operations.compute_operation(step, own))
-            if not wanted.intersection(step.outputs):
+            results = operations.compute_operation(step, own)
+            values.update(zip(step.outputs, results, strict=True))
+            if not sources.intersection(step.outputs):
                 continue
             if _is_replica_id(step.eqn):
                 shared[step.outputs[0]] = jnp.zeros((), jnp.int32)
             elif not is_collective(step.eqn) and any(i in shared for i in step.inputs):
-                _store(shared, step.outputs, operations.compute_operation(step, of_first))
+                results = operations.compute_operation(step, of_first)
+                shared.update(zip(step.outputs, results, strict=True))
         return [values[i] for i in program.outputs]
 
     return run
 
 
-def _store(values: Any, numbers: Sequence[int], results: Sequence[Any]) -> None:
-    for number, result in zip(numbers, results, strict=True):
-        values[number] = result
-
-
-def _find_wanted(program: FlatProgram) -> set[int]:
+def _find_sources(program: FlatProgram) -> set[int]:
     """Returns the values that random numbers are computed from."""
-    wanted: set[int] = set()
+    sources: set[int] = set()
     for step in reversed(program.steps):
-        if _is_random(step.eqn) or wanted.intersection(step.outputs):
-            wanted.update(step.inputs)
-    return wanted
+        if _is_random(step.eqn) or sources.intersection(step.outputs):
+            sources.update(step.inputs)
+    return sources
 
 
 def _is_random(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation makes keys or random numbers, also in a loop or branch of its own."""
+    """Returns whether an equation creates keys or random numbers, also in a loop or branch."""
     name = eqn.primitive.name
     if name.startswith("random_") or name in _RANDOM:
         return True

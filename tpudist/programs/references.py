@@ -1,35 +1,35 @@
-"""References of JAX (`jax.new_ref`): the cells of a program that its equations read and change.
+"""References of JAX (`jax.new_ref`): mutable cells that the equations of a program read and write.
 
-`access_of` says what an equation does to a reference. `Memory` knows what the cells hold while
-`replica_equality` follows a program: why the content may differ between replicas, or None. A whole
-write replaces that, another adds to it, and branches and loops are merged.
+`access_of` classifies an equation. `Memory` tracks the contents of the cells while
+`replica_equality` follows a program: the cause of differences between replicas, or None. A write of
+the whole cell replaces the cause; a partial write adds its own. Branches and loops are merged.
 """
 
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from jax.extend import core
 
-# Why a content may differ: as in `replica_equality`.
-Cause = str | None
+from tpudist.programs.replica_agreement import Cause
 
 NOT_FOLLOWED = "a mutable array reference, which tpudist does not follow"
 
 
 class Access(enum.Enum):
-    """What an equation does to the reference that is its first operand, or its result."""
+    """The effect of an equation on a reference: its first operand, or its result."""
 
     MAKE = "new_ref"
     READ = "get"
-    WRITE = "swap"  # which gives what was there before
+    WRITE = "swap"  # returns the old content
     ADD = "addupdate"
-    END = "freeze"  # which gives what was there at the end
+    END = "freeze"  # returns the last content
 
 
 _SLICES = (frozenset({"tree"}),)
-# All sets of parameters that each is known to have, in jax 0.10.2, 0.11.2 and 0.12.0.1.
+# All known sets of parameters, from jax 0.10.2, 0.11.2 and 0.12.0.1. With other parameters the
+# effect is unknown, and the reference is not followed.
 _PARAMETERS: Mapping[Access, tuple[frozenset[str], ...]] = {
     Access.MAKE: (
         frozenset({"kind", "memory_space"}),  # until 0.10
@@ -40,107 +40,113 @@ _PARAMETERS: Mapping[Access, tuple[frozenset[str], ...]] = {
     Access.ADD: _SLICES,
     Access.END: (frozenset(),),
 }
-# How JAX refuses them: to write one, and to use one in a branch or loop.
+# JAX's errors for a write in `jax.vmap`, and for a use in a branch or loop in it.
 _REFUSED_IN_VMAP = ("vmapped value on an unbatched", "State effect not supported in vmap")
 _NAMES = {access.value: access for access in Access}
 
 
 def access_of(eqn: core.JaxprEqn) -> Access | None:
-    """What an equation does to a reference; None if that is not known."""
+    """Returns the effect of an equation on a reference; None if it is unknown."""
     access = _NAMES.get(eqn.primitive.name)
     if access is None or frozenset(eqn.params) not in _PARAMETERS[access]:
         return None
     return access
 
 
-def is_reference(atom: Any) -> bool:
-    """Whether a variable of a jaxpr is a reference."""
-    return "Ref" in type(getattr(atom, "aval", None)).__name__
+def is_reference(atom: core.Var | core.Literal) -> bool:
+    """Returns whether a variable of a jaxpr is a reference."""
+    # By name: JAX's class `AbstractRef` is not public.
+    return "Ref" in type(atom.aval).__name__
 
 
 def is_of_vmap(error: Exception) -> bool:
-    """Whether JAX says that a function that `jax.vmap` maps cannot use a reference from outside."""
+    """Returns whether JAX rejects a reference from outside of a function that `jax.vmap` maps."""
     return any(words in str(error) for words in _REFUSED_IN_VMAP)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
-    """What one reference stands for, under whatever name the programs inside know it.
+    """The identity of a reference, which has other variables in programs inside.
 
     Attributes:
-        number: How many were made before it.
+        number: Number of references that were created before it.
     """
 
     number: int
 
 
+Result = TypeVar("Result")
+
+
 class Memory:
-    """What the cells hold at one point of a program.
+    """The contents of the cells at one point of a program.
 
     Attributes:
-        held: Why the content of each differs between replicas, or None.
-        written: The cells that were written since it was asked for last.
+        causes: The cause of differences between replicas in each cell, or None.
+        written: The cells written since the last call of `watch` began.
     """
 
     def __init__(self):
-        """No cells yet."""
-        self.held: dict[Cell, Cause] = {}
+        self.causes: dict[Cell, Cause] = {}
         self.written: set[Cell] = set()
-        self._num_made = 0
+        self._num_cells = 0
 
     def make(self, cause: Cause) -> Cell:
-        """A new cell that holds a value."""
-        cell = Cell(self._num_made)
-        self._num_made += 1
-        self.held[cell] = cause
+        """Returns a new cell with a content."""
+        cell = Cell(self._num_cells)
+        self._num_cells += 1
+        self.causes[cell] = cause
         return cell
 
     def write(self, cell: Cell, cause: Cause, whole: bool) -> None:
-        """Replaces what a cell holds, or a part of it."""
-        self.held[cell] = cause if whole else self.held.get(cell) or cause
+        """Replaces the content of a cell, or a part of it."""
+        self.causes[cell] = cause if whole else self.causes.get(cell) or cause
         self.written.add(cell)
 
     def lose(self, cells: Iterable[Cell]) -> None:
-        """Says that of these cells nothing is known any more."""
+        """Marks the contents of cells as unknown."""
         for cell in cells:
             self.write(cell, NOT_FOLLOWED, whole=True)
 
-    def watch(self, run: Callable[[], Any]) -> tuple[Any, set[Cell]]:
-        """What `run` gives, and which cells it writes."""
+    def watch(self, run: Callable[[], Result]) -> tuple[Result, set[Cell]]:
+        """Returns the result of `run`, and the cells that it writes."""
         before, self.written = self.written, set()
         result, written = run(), self.written
         self.written = before | written
         return result, written
 
-    def choose(self, which: Cause, branches: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Runs branches of which one is taken, each on what is held now, and merges what they do.
+    def choose(self, choice: Cause, branches: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Runs all branches on the current contents, and merges their effects.
 
         Args:
-            which: Why replicas may disagree on the branch: then all that a branch writes differs.
-            branches: What may run.
+            choice: The cause of disagreement about the branch, or None. With a cause, all cells
+                that a branch writes differ between replicas.
+            branches: The branches; a run takes one of them.
         """
-        before, after, results = dict(self.held), [], []
+        before, after, results = dict(self.causes), [], []
         changed: set[Cell] = set()
         for branch in branches:
-            self.held = dict(before)
+            self.causes = dict(before)
             result, written = self.watch(branch)
             results.append(result)
-            after.append(self.held)
+            after.append(self.causes)
             changed |= written
-        self.held = {
-            cell: (which if cell in changed else None)
-            or next((held[cell] for held in after if held[cell] is not None), None)
+        self.causes = {
+            cell: (choice if cell in changed else None)
+            or next((causes[cell] for causes in after if causes[cell] is not None), None)
             for cell in before
         }
         return results
 
-    def repeat(self, turn: Callable[[], Any]) -> tuple[Any, bool]:
-        """Runs a turn of a loop on what is held now, and adds what holds after it.
+    def repeat(self, iteration: Callable[[], Result]) -> tuple[Result, bool]:
+        """Runs one iteration of a loop on the current contents, and merges its effects.
 
         Returns:
-            What `turn` gives, and whether more cells may differ than before.
+            The result of `iteration`, and whether more cells may differ than before.
         """
-        before = dict(self.held)
-        result = turn()
-        self.held = {cell: cause or self.held[cell] for cell, cause in before.items()}
-        return result, any((before[x] is None) != (self.held[x] is None) for x in before)
+        # A cell that differed before the iteration still may: causes are only added, so a fixpoint
+        # over the iterations ends.
+        before = dict(self.causes)
+        result = iteration()
+        self.causes = {cell: cause or self.causes[cell] for cell, cause in before.items()}
+        return result, any((before[x] is None) != (self.causes[x] is None) for x in before)

@@ -1,14 +1,14 @@
-"""What a proof of equality says of a program: on what its replicas agree, and where not."""
+"""The result of a proof of equality: the values that are equal on all replicas, and the others."""
 
 import dataclasses
 
-# Why a value may differ: a few words for people. None means that it is equal everywhere.
 Cause = str | None
+"""The reason why a value may differ between replicas, as a few words; None if it is equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hazard:
-    """A collective that some replicas may reach and others not."""
+    """A collective that some replicas may reach while others do not."""
 
     collective: str
     cause: str
@@ -20,8 +20,8 @@ class ReplicaSum:
     """A sum over all replicas.
 
     Attributes:
-        causes: For each of the values that are summed, why it differs between replicas, or None.
-        shapes: Their shapes.
+        causes: The cause of differences between replicas for each summed value, or None.
+        shapes: Shapes of the summed values.
         where: The line.
     """
 
@@ -32,11 +32,11 @@ class ReplicaSum:
 
 @dataclasses.dataclass(frozen=True)
 class LostReference:
-    """A reference where what is read and written is not what the program says.
+    """A reference for which JAX does not keep the program's order of reads and writes.
 
     Attributes:
-        number: How many references were made before it.
-        place: What it is inside of, for people.
+        number: Number of references that were created before it.
+        place: The operation that contains the access, as text.
         where: The line.
     """
 
@@ -47,15 +47,15 @@ class LostReference:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What `prove` found: one cause per output (None = equal on every replica), and more.
+    """The result of `replica_equality.prove`.
 
     Attributes:
-        causes: Why each output differs between replicas, or None.
-        hazards: Where replicas could wait for each other for ever.
-        broken_claims: The numbers of the claims (`claim_equal`) that do not hold.
-        lost_references: References where JAX does not do what the program says.
-        sums: The sums over all replicas, in an order that depends on the program alone.
-        lines: For each output that differs, the user's line that makes it; empty if unknown.
+        causes: The cause of differences between replicas for each output; None if it is equal.
+        hazards: Collectives at which replicas could wait for each other forever.
+        broken_claims: Numbers of the claims (`claim_equal`) that do not hold.
+        lost_references: References for which JAX does not keep the program's order.
+        sums: The sums over all replicas, in an order that depends only on the program.
+        lines: The user's line that computes each output that differs; empty if it is unknown.
     """
 
     causes: tuple[Cause, ...]
@@ -66,7 +66,7 @@ class Agreement:
     lines: tuple[str, ...] = ()
 
     def describe_cause(self, output: int) -> str:
-        """Says why an output differs, for an error."""
+        """Describes why an output differs, for an error."""
         line = self.lines[output] if self.lines else ""
         return (
             f"its new value depends on {self.causes[output]}, and was not reduced over the "
@@ -75,5 +75,5 @@ class Agreement:
 
     @property
     def differs(self) -> tuple[bool, ...]:
-        """For each output, whether it may differ between replicas."""
+        """Whether each output may differ between replicas."""
         return tuple(cause is not None for cause in self.causes)

@@ -1,12 +1,11 @@
-"""Lets `jax.eval_shape` in a replica function return shapes that compare equal to others.
+"""Removes the mesh from the shapes that `jax.eval_shape` returns in a replica function.
 
-Where all mesh axes are manual, JAX adds the mesh to each `jax.ShapeDtypeStruct` that it returns,
-with a spec that splits nothing. Libraries compare these with structs that have no sharding:
-Lineax, Optimistix and Diffrax reject their own arguments then. In a replica of several devices JAX
-adds nothing.
+If all mesh axes are manual, JAX adds the mesh to each `jax.ShapeDtypeStruct` that it returns, with
+a spec that splits nothing. Lineax, Optimistix and Diffrax compare these with structs without a
+sharding, and reject their own arguments. In a replica of several devices JAX adds nothing.
 
-JAX is touched when the first replica function is traced. Only meshes with a replica axis lose their
-place in a struct: libraries also trace parts of a replica function when JAX lowers it.
+The first trace of a replica function changes JAX. Only meshes with a replica axis are removed, at
+any time: libraries also trace parts of a replica function when JAX lowers it.
 """
 
 import functools
@@ -20,18 +19,21 @@ from tpudist.xla.mesh import REPLICA_AXIS
 
 @functools.cache
 def leave_out_manual_meshes() -> None:
-    """Returns shapes without a mesh of replicas whose axes are all manual, from now on."""
-    original: Any = jax.stages.Traced.out_info
+    """Makes JAX return shapes without a mesh of replicas whose axes are all manual."""
+    stage: Any = jax.stages.Traced  # its property is replaced
+    original = stage.out_info
 
     def out_info(traced: jax.stages.Traced) -> Any:
-        return jax.tree.map(_leave_out_mesh, original.fget(traced))
+        return jax.tree.map(_without_manual_mesh, original.fget(traced))
 
-    jax.stages.Traced.out_info = property(out_info)  # type: ignore[assignment]
+    stage.out_info = property(out_info)
 
 
-def _leave_out_mesh(shape: Any) -> Any:
-    sharding = getattr(shape, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(shape, jax.ShapeDtypeStruct):
+def _without_manual_mesh(shape: object) -> object:
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+        return shape
+    sharding = shape.sharding
+    if not isinstance(sharding, NamedSharding):
         return shape
     axes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     is_replica = REPLICA_AXIS in axes and {*axes.values()} == {AxisType.Manual}

@@ -1,7 +1,7 @@
-"""Disturbs the sums of a program as rounding may to measure how far its results are rounded.
+"""Adds errors of the size of rounding to the sums of a program, to measure their effect.
 
-Disturbed inputs do not show what rounding does to sums of equal numbers, such as a variance that
-is computed from a mean of squares.
+Errors in the inputs would not show the effect on sums of equal numbers, such as a variance that is
+computed from a mean of squares.
 """
 
 import functools
@@ -9,28 +9,30 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from tpudist.programs import flat_program, inner_programs
+from tpudist.programs import flat_program, inner_programs, jaxprs
 from tpudist.programs.flat_program import Operation
+from tpudist.programs.jaxprs import Program
 
 _SUMS = ("reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "reduce_window_sum", "psum")
 
 
 @functools.cache
-def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Any], Callable[..., Any]]:
-    """Returns a rewrite of programs: each sum has an error, as large as rounding may make it.
+def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Program], Callable[..., Any]]:
+    """Returns a rewrite of programs in which each sum has an error as large as its rounding.
 
-    The error of a sum of N numbers grows as the square root of N.
+    The error of a sum of N numbers grows with the square root of N.
 
     Args:
-        compute: Computes each operation.
-        seed: Decides the signs of the errors.
+        compute: Called with each operation and its inputs; returns its results.
+        seed: Seed of the signs of the errors.
     """
 
-    def rewrite(closed: Any) -> Callable[..., Any]:
+    def rewrite(closed: Program) -> Callable[..., Any]:
         random = np.random.default_rng(seed)
 
         def compute_disturbed(step: Operation, values: Sequence[Any]) -> list[Any]:
@@ -48,15 +50,15 @@ def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Any], Calla
     return rewrite
 
 
-def _with_error(x: Any, size: float) -> Any:
+def _with_error(x: jax.Array, size: float) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x * jnp.asarray(1 + size * float(jnp.finfo(x.dtype).eps), x.dtype)
 
 
 def _count_addends(eqn: core.JaxprEqn) -> float:
-    """Returns how many numbers are added to one element of the result."""
-    shapes: list[Any] = [getattr(x.aval, "shape", ()) for x in eqn.invars]
+    """Returns the number of addends in one element of the result."""
+    shapes = list(map(jaxprs.shape_of, eqn.invars))
     name = eqn.primitive.name
     if name == "dot_general":
         (dims, _), _ = eqn.params["dimension_numbers"]

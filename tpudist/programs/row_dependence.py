@@ -1,65 +1,73 @@
-"""Finds what a program computes from some of its inputs, at all depths: in loops and calls too."""
+"""Finds the values that a program computes from some of its inputs, also in loops and calls."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
+from tpudist.programs.jaxprs import Atom, Program
 
 
-def find_dependent(jaxpr: Any, given: Sequence[bool]) -> set[core.Var]:
-    """The variables that may depend on the inputs that are `given`, also those inside equations.
+def find_dependent(program: Program, selected: Sequence[bool]) -> set[core.Var]:
+    """Returns the variables that may depend on selected inputs, also those inside equations.
 
-    A program that is called in several places is taken to be called with all that it is given.
+    Args:
+        program: The program.
+        selected: Whether each input is selected.
     """
-    found: set[core.Var] = set()
-    _follow(jaxprs.open_jaxpr(jaxpr), given, found)
-    return found
+    # A program in several places has one set of variables: a variable depends if it does in any
+    # of the places.
+    dependent: set[core.Var] = set()
+    _follow(jaxprs.open_jaxpr(program), selected, dependent)
+    return dependent
 
 
-def _follow(jaxpr: core.Jaxpr, given: Sequence[bool], found: set[core.Var]) -> list[bool]:
-    """Adds what depends on the inputs, and says which outputs do."""
-    found.update(x for x, is_given in zip(jaxpr.invars, given, strict=True) if is_given)
+def _follow(jaxpr: core.Jaxpr, inputs: Sequence[bool], dependent: set[core.Var]) -> list[bool]:
+    """Adds the dependent variables of a program; returns whether each output depends."""
+    dependent.update(x for x, depends in zip(jaxpr.invars, inputs, strict=True) if depends)
     for eqn in jaxpr.eqns:
-        depend = [_is_in(x, found) for x in eqn.invars]
-        if any(depend):
-            results = _follow_equation(eqn, depend, found)
-            found.update(x for x, does in zip(eqn.outvars, results, strict=True) if does)
-    return [_is_in(x, found) for x in jaxpr.outvars]
+        operands = [_is_in(x, dependent) for x in eqn.invars]
+        if any(operands):
+            results = _follow_equation(eqn, operands, dependent)
+            dependent.update(x for x, depends in zip(eqn.outvars, results, strict=True) if depends)
+    return [_is_in(x, dependent) for x in jaxpr.outvars]
 
 
-def _follow_equation(eqn: core.JaxprEqn, depend: list[bool], found: set[core.Var]) -> list[bool]:
+def _follow_equation(
+    eqn: core.JaxprEqn, operands: list[bool], dependent: set[core.Var]
+) -> list[bool]:
     match jaxprs.structure_of(eqn):
         case Call(body=body):
-            return _follow(body, depend, found)
+            return _follow(body, operands, dependent)
         case Cond(bodies=bodies):
-            branches = [_follow(body, depend[1:], found) for body in bodies]
-            return [depend[0] or any(results) for results in zip(*branches, strict=True)]
+            branches = [_follow(body, operands[1:], dependent) for body in bodies]
+            return [operands[0] or any(results) for results in zip(*branches, strict=True)]
         case Scan(body=body, num_consts=consts, num_carry=carry):
-            return _follow_loop(body, depend, slice(consts, consts + carry), found)
+            return _follow_loop(body, operands, slice(consts, consts + carry), dependent)
         case While() as loop:
-            given = depend[loop.num_cond_consts :]
+            inputs = operands[loop.num_cond_consts :]
             carry = slice(loop.num_body_consts, None)
-            results = _follow_loop(loop.body, given, carry, found)
-            _follow(loop.cond, [*depend[: loop.num_cond_consts], *results], found)
+            results = _follow_loop(loop.body, inputs, carry, dependent)
+            _follow(loop.cond, [*operands[: loop.num_cond_consts], *results], dependent)
             return results
     return [True] * len(eqn.outvars)
 
 
 def _follow_loop(
-    body: core.Jaxpr, given: list[bool], carry: slice, found: set[core.Var]
+    body: core.Jaxpr, inputs: list[bool], carry: slice, dependent: set[core.Var]
 ) -> list[bool]:
-    """The same for a body that hands its first results on, until no more of them depend."""
+    """Follows the body of a loop, whose first results are the next carry."""
+    # A fixpoint: a carry that does not depend at the end depends in no iteration. It ends because
+    # each round but the last adds a dependent carry.
     while True:
-        results = _follow(body, given, found)
-        now = given[carry]
-        after = [x or y for x, y in zip(now, results, strict=False)]
-        if after == now:
+        results = _follow(body, inputs, dependent)
+        before = inputs[carry]
+        after = [x or y for x, y in zip(before, results, strict=False)]
+        if after == before:
             return [*after, *results[len(after) :]]
-        given = [*given[: carry.start], *after, *given[carry.start + len(after) :]]
+        inputs = [*inputs[: carry.start], *after, *inputs[carry.start + len(after) :]]
 
 
-def _is_in(x: Any, found: set[core.Var]) -> bool:
-    return not isinstance(x, core.Literal) and x in found
+def _is_in(x: Atom, dependent: set[core.Var]) -> bool:
+    return not isinstance(x, core.Literal) and x in dependent

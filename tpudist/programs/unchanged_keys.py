@@ -1,47 +1,46 @@
-"""Random keys that a replica function hands through, and gives back as they came.
+"""Finds random keys that a replica function returns unchanged, and keeps the shared key instead.
 
-A replica begins with each key of a stream folded with its number, and a loop over layers writes all
-that a layer holds back, keys too. What is handed through loops, branches and calls unchanged is
-found in the jaxpr; the stream then keeps the key that replicas share.
+A replica begins with each key of a stream folded with its number. A loop over layers writes the
+whole state of a layer back, including its keys. If the jaxpr passes a key through loops, branches
+and calls unchanged, the stream keeps the key that all replicas share.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan
+from tpudist.programs.jaxprs import Atom
 from tpudist.xla.mesh import REPLICA_AXIS
 
 
 def keep_unchanged_keys(
     closed: jaxprs.ClosedJaxpr, keys: Mapping[int, int]
 ) -> tuple[jaxprs.ClosedJaxpr, list[int]]:
-    """A jaxpr that gives back the keys that it was given, where they are only handed through.
+    """Replaces outputs that are unchanged keys by the input keys.
 
     Args:
         closed: The jaxpr.
         keys: The outputs that are keys of streams, each with the input that it replaces.
 
     Returns:
-        The jaxpr, and the outputs that are the inputs now.
+        The jaxpr, and the outputs that are inputs now.
     """
     jaxpr = jaxprs.open_jaxpr(closed)
     outvars, kept = list(jaxpr.outvars), []
     for i, k in keys.items():
-        source = _source_of(jaxpr, outvars[i])
-        made_by = _equation_of(jaxpr, source)
-        if made_by is None or made_by.primitive.name != "random_fold_in":
+        fold = _equation_of(jaxpr, _source_of(jaxpr, outvars[i]))
+        if fold is None or fold.primitive.name != "random_fold_in":
             continue
-        key, number = made_by.invars
-        given = jaxpr.invars[k]
+        key, number = fold.invars
+        shared = jaxpr.invars[k]
         if (
-            _source_of(jaxpr, key) is given
+            _source_of(jaxpr, key) is shared
             and _is_replica_number(jaxpr, number)
-            and outvars[i].aval == given.aval
+            and outvars[i].aval == shared.aval
         ):
-            outvars[i] = jaxpr.invars[k]
+            outvars[i] = shared
             kept.append(i)
     if not kept:
         return closed, []
@@ -49,8 +48,8 @@ def keep_unchanged_keys(
     return (changed if closed is jaxpr else closed.replace(jaxpr=changed)), kept
 
 
-def _is_replica_number(jaxpr: core.Jaxpr, var: Any) -> bool:
-    """Whether it is what `make_values_of_replica` folds keys with, and no number of the user's."""
+def _is_replica_number(jaxpr: core.Jaxpr, var: Atom) -> bool:
+    """Returns whether `make_values_of_replica` computed a number, and not the user's code."""
     eqn = _equation_of(jaxpr, var)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         eqn = _equation_of(jaxpr, eqn.invars[0])
@@ -59,12 +58,13 @@ def _is_replica_number(jaxpr: core.Jaxpr, var: Any) -> bool:
     return eqn.params["axis_name"] in (REPLICA_AXIS, (REPLICA_AXIS,))
 
 
-def _equation_of(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
+def _equation_of(jaxpr: core.Jaxpr, var: Atom) -> core.JaxprEqn | None:
     return next((eqn for eqn in jaxpr.eqns if any(x is var for x in eqn.outvars)), None)
 
 
-def _source_of(jaxpr: core.Jaxpr, var: Any) -> Any:
-    """The variable of `jaxpr` that holds the same, from the farthest that is certain."""
+def _source_of(jaxpr: core.Jaxpr, var: Atom) -> Atom:
+    """Returns the first variable of `jaxpr` that certainly has the same value."""
+    # It ends: each step goes to an earlier equation.
     while (eqn := _equation_of(jaxpr, var)) is not None:
         index = next(i for i, x in enumerate(eqn.outvars) if x is var)
         operand = _operand_behind(eqn, index)
@@ -74,8 +74,8 @@ def _source_of(jaxpr: core.Jaxpr, var: Any) -> Any:
     return var
 
 
-def _operand_behind(eqn: core.JaxprEqn, index: int) -> Any:
-    """The operand that a result is, unchanged but for its shape; None if it is another value."""
+def _operand_behind(eqn: core.JaxprEqn, index: int) -> Atom | None:
+    """Returns the operand that a result equals, except for its shape; None if there is none."""
     if eqn.primitive.name == "reshape":
         return eqn.invars[0]
     structure = jaxprs.structure_of(eqn)
@@ -90,7 +90,7 @@ def _operand_behind(eqn: core.JaxprEqn, index: int) -> Any:
         place = _place_behind(structure.body, index)
         first = structure.num_consts
         is_carry = index < structure.num_carry
-        # The same place of the carry, or what is scanned over, turn by turn.
+        # A carry in its own place, or an array that is scanned over and collected again.
         if place is not None and (
             place == first + index if is_carry else place >= first + structure.num_carry
         ):
@@ -98,9 +98,8 @@ def _operand_behind(eqn: core.JaxprEqn, index: int) -> Any:
     return None
 
 
-def _place_behind(body: Any, index: int) -> int | None:
-    """The number of the input of a program that its output is."""
-    jaxpr = jaxprs.open_jaxpr(body)
+def _place_behind(jaxpr: core.Jaxpr, index: int) -> int | None:
+    """Returns the number of the input that an output of a program equals; None if there is none."""
     out = jaxpr.outvars[index]
     if not isinstance(out, core.Var):
         return None

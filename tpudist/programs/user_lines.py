@@ -1,4 +1,4 @@
-"""Where in the user's code an equation comes from."""
+"""Finds the user's line that an equation comes from."""
 
 from collections.abc import Iterable
 
@@ -11,16 +11,16 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 def line_of(eqn: core.JaxprEqn) -> str:
     """Returns the user's line of an equation, as `file:line`; else the line of a library, or ""."""
-    traceback = getattr(eqn.source_info, "traceback", None)
+    traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
     return source_lines.users_line(tuple(stack)) or ""
 
 
 def users_line_of(eqn: core.JaxprEqn) -> str:
-    """The user's line, as `file:line`; empty where JAX has kept only lines of libraries.
+    """Returns the user's line, as `file:line`; empty if JAX has kept only lines of libraries.
 
-    Of what a jitted function of JAX's holds, the equation that calls it knows the line.
+    An equation inside a jitted function of JAX has none: the equation that calls it has the line.
     """
     line = line_of(eqn)
     plain = line.replace("\\", "/")

@@ -1,8 +1,8 @@
-"""Explains the errors of JAX about a traced value that Python code needs now.
+"""Explains JAX's errors about Python code that needs the value of a traced array.
 
 A replica function is traced once for all replicas, so the values of its arrays are not known while
-it runs in Python. JAX's errors say that in terms of `jax.jit`. Here they name the function, the
-line, and what to write instead. They keep their class, and JAX's text behind ours.
+it runs in Python. JAX's errors speak of `jax.jit`. The explanation names the function, the line,
+and what to write instead. The error keeps its class, and JAX's text after ours.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _NUMBER = (
     "must be Python numbers or come from x.shape.",
 )
 _TRACED = "A replica function is traced once for all replicas, before its values are known."
-# The errors of JAX, the narrower ones first: what the line does, and what to write instead.
+# For each error of JAX, what the line does and what to write instead. Subclasses come first.
 _USES: dict[type[Exception], tuple[str, str]] = {
     jax.errors.TracerBoolConversionError: (
         "uses an array as a Python condition (`if`, `while`, `and`, `or`, `not`, `assert`)",
@@ -52,7 +52,7 @@ def explain_values(name: str) -> Iterator[None]:
     """Puts an explanation before JAX's text if the block needs the value of a traced array.
 
     Args:
-        name: What the user calls the function that is traced.
+        name: Name of the traced function.
     """
     try:
         yield
@@ -60,10 +60,11 @@ def explain_values(name: str) -> Iterator[None]:
         text = str(error)
         use = next((use for kind, use in _USES.items() if isinstance(error, kind)), None)
         use = use or next((use for phrase, use in _PHRASES.items() if phrase in text), None)
-        if use is not None and _TRACED not in text:  # a trace inside of this one explains it, too
-            what, instead = use
+        if use is not None and _TRACED not in text:  # an inner trace may have explained it
+            problem, remedy = use
             error.args = (
-                f"'{name}' ({line_of_error(error)}) {what}. {_TRACED} {instead} To look at values, "
-                f"call it in `with strategy.debug():`, where it runs as plain Python.\n{text}",
+                f"'{name}' ({line_of_error(error)}) {problem}. {_TRACED} {remedy} To look at "
+                "values, call it in `with strategy.debug():`, where it runs as plain Python.\n"
+                f"{text}",
             )
         raise

@@ -235,7 +235,7 @@ def format_number(value: object) -> str:
 def site_of(eqn: core.JaxprEqn) -> tuple[Site | None, str]:
     """Returns the user's instruction that an equation comes from, and the function it called.
 
-    The site is None inside a function that JAX has traced once for all its callers.
+    JAX traces some functions once for all their callers: inside these, the site is unknown (None).
     """
     traceback = eqn.source_info.traceback
     callee = ""

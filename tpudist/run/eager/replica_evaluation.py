@@ -69,7 +69,7 @@ class ReplicaEvaluation:
             collectives.run_over(_AXIS),
             internals.name_axis(_AXIS, self._mesh.num_replicas),
             internals.use_evaluation(self._evaluation),
-            out_shardings.honour_out_shardings(),
+            out_shardings.apply_out_shardings(),
             # A function that JAX traces for itself (jax.checkpoint) may read Variables.
             traces.separate_caches(),
         ):
