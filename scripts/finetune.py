@@ -53,6 +53,7 @@ from tpudist.training.display import Display, make_display
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.loop import train
 from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
+from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions
 
 TINY = "tiny-model"
 BEFORE = "before.json"
@@ -195,7 +196,7 @@ def run(
 ) -> int:
     """Trains, then prints and writes the results; returns the exit code."""
     begun_s = time.perf_counter()
-    display.phase("loading")
+    display.set_phase("loading")
     model, optimizer, saved = make_state(config, job, strategy)
     loss_of = make_train_step(
         lambda model, batch: next_token_loss(model, batch["tokens"]).mean(axis=-1),
@@ -218,10 +219,10 @@ def run(
         writers.append(metrics_writers.TensorBoardWriter(config.out))
     with ExitStack() as stack:
         # Ctrl-C while the weights are written ends nothing: the trained weights are kept.
-        stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
+        stack.enter_context(StopOnInterrupt(lambda: display.set_phase("stopping")))
         for writer in writers:
             stack.callback(writer.close)
-        display.phase("evaluating the untrained model")
+        display.set_phase("evaluating the untrained model")
         before = measure_before(
             config.out,
             begun.goes_on,
@@ -229,7 +230,7 @@ def run(
             lambda: write_sample(config, job, strategy, model),
         )
         if not begun.goes_on:
-            display.say(f"before: held out {job.unit.format('held_out', before['held_out'])}")
+            display.print(f"before: held out {job.unit.format('held_out', before['held_out'])}")
         history = train(
             strategy,
             train_step,
@@ -238,22 +239,22 @@ def run(
             num_steps=config.steps,
             evaluate=judge,
             evaluate_every=-(-config.steps // config.run.evaluations),
-            folder=config.out,
-            checkpoint_every=config.run.checkpoint_every or None,
-            saved=saved,
-            writers=writers,
+            folder=RunFolder(config.out, config.run.checkpoint_every or None, saved=saved),
             progress=display,
-            items=(job.unit.items, job.unit.items_per_step),
-            format_metrics=job.unit.format,
-            on_start=lambda history: report.tell_start(
-                config.steps, config.learning_rate, begun, display, history
+            report=ReportOptions(
+                writers=writers,
+                items=(job.unit.items, job.unit.items_per_step),
+                format_metrics=job.unit.format,
+                on_start=lambda history: report.tell_start(
+                    config.steps, config.learning_rate, begun, display, history
+                ),
             ),
-            exit_when_preempted=False,
+            stop=StopOptions(exit_when_preempted=False),
         )
         baselines = {"before": before["held_out"]["nats_per_token"]}
         rows = report.rows(strategy, model, optimizer, history, job.unit, baselines)
         if history.ended == "finished":
-            display.phase("writing")
+            display.set_phase("writing")
             if config.lora:
                 lora.merge(model)
             save_pretrained(model, config.out / "model", like=job.source)
@@ -261,8 +262,8 @@ def run(
             display.close()
             if job.prompt:
                 prompt = generate.printable(job.tokenizer.decode(job.prompt).encode())
-                display.text("Sample before training", prompt, before["sample"])
-                display.text("Sample after training", prompt, after)
+                display.print_text("Sample before training", prompt, before["sample"])
+                display.print_text("Sample after training", prompt, after)
     display.close()
     what = f"adapters of rank {config.lora}" if config.lora else "all weights"
     rows = [
@@ -286,7 +287,7 @@ def find_model(config: FinetuneConfig, strategy: tpudist.Strategy, display: Disp
         return config.model
     tiny = config.out.parent / TINY
     if not folder.agree_on(lambda: (tiny / "config.json").exists()):
-        display.say(
+        display.print(
             f"Creating a tiny model in {tiny}, once: its tokenizer, then {NUM_STEPS} steps."
         )
         # A display of its own: it shows steps of another run.
@@ -328,9 +329,11 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"finetune.py: {refused}", file=sys.stderr)
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
-        display.say(about)
+        display.print(about)
         if begun.moved_to:
-            display.say(f"Moved the files of an earlier run from {config.out} to {begun.moved_to}.")
+            display.print(
+                f"Moved the files of an earlier run from {config.out} to {begun.moved_to}."
+            )
         return run_to_end(
             "finetune.py",
             display,

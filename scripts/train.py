@@ -45,6 +45,7 @@ from tpudist.training.display import Display, make_display
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.loop import train
 from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
+from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions
 
 BATCH_SIZES = {"text": 16, "digits": 128}
 
@@ -196,7 +197,7 @@ def run(
         writers.append(events)
     with ExitStack() as stack:
         # Ctrl-C while the sample is written ends nothing: the report is still printed.
-        stack.enter_context(StopOnInterrupt(lambda: display.phase("stopping")))
+        stack.enter_context(StopOnInterrupt(lambda: display.set_phase("stopping")))
         for writer in writers:
             stack.callback(writer.close)
         history = train(
@@ -207,27 +208,28 @@ def run(
             num_steps=config.steps,
             evaluate=lambda model, _: job.tell(evaluate(strategy, judge, model, held_out)),
             evaluate_every=-(-config.steps // config.run.evaluations),
-            folder=config.out,
-            checkpoint_every=config.run.checkpoint_every or None,
-            writers=[UnitWriter(writer, job.unit) for writer in writers],
+            folder=RunFolder(config.out, config.run.checkpoint_every or None),
             progress=display,
-            items=(job.unit.items, job.unit.items_per_step),
-            format_metrics=job.unit.format,
-            on_start=lambda history: report.tell_start(
-                config.steps, config.optimizer.learning_rate, begun, display, history
+            report=ReportOptions(
+                writers=[UnitWriter(writer, job.unit) for writer in writers],
+                items=(job.unit.items, job.unit.items_per_step),
+                format_metrics=job.unit.format,
+                on_start=lambda history: report.tell_start(
+                    config.steps, config.optimizer.learning_rate, begun, display, history
+                ),
             ),
-            exit_when_preempted=False,
+            stop=StopOptions(exit_when_preempted=False),
         )
         rows = report.rows(strategy, model, optimizer, history, job.unit, job.baselines)
         if isinstance(model, Transformer):
             rows.insert(1, ("computes in", model.config.dtype))
         if job.prompt and history.ended == "finished":
-            display.phase("writing")
+            display.set_phase("writing")
             text = write_text(config, job, strategy, model)
             if events is not None and out is not None:
                 events.write_text("sample", f"    {job.prompt}{text}".replace("\n", "\n    "))
             display.close()
-            display.text("Sample", job.prompt, text)
+            display.print_text("Sample", job.prompt, text)
     display.close()
     rows.insert(0, ("data", job.source))
     title = f"{config.task}, {strategy}"
@@ -277,9 +279,11 @@ def main(args: Sequence[str] | None = None) -> int:
             return 2
         display = make_display(config.steps, quiet=jax.process_index() != 0)
         why = f" ({emulated})" if emulated else ""
-        display.say(f"{summary.describe_strategy(strategy)}{why}")
+        display.print(f"{summary.describe_strategy(strategy)}{why}")
         if begun.moved_to:
-            display.say(f"Moved the files of an earlier run from {config.out} to {begun.moved_to}.")
+            display.print(
+                f"Moved the files of an earlier run from {config.out} to {begun.moved_to}."
+            )
         return run_to_end(
             "train.py",
             display,

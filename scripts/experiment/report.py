@@ -20,7 +20,7 @@ from experiment.units import Unit
 from tpudist.processes.exit_codes import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import interrupt, metrics_writers
-from tpudist.training.display import Display, clock
+from tpudist.training.display import Display, format_clock
 from tpudist.training.history import History
 from tpudist.xla import compile_log
 
@@ -46,7 +46,7 @@ def tell_start(
     if not begun.goes_on:
         return
     if done == num_steps:
-        display.say(
+        display.print(
             "To train longer, use a larger --steps. To start another run, use another --out, or "
             "--resume never."
         )
@@ -55,7 +55,7 @@ def tell_start(
             float(warmup_cosine(learning_rate, planned)(done))
             for planned in (begun.planned_steps, num_steps)
         )
-        display.say(
+        display.print(
             f"The run was planned for {begun.planned_steps} steps. The learning rate now falls "
             f"over {num_steps} steps: from here it is {now:.2g} instead of {before:.2g}."
         )
@@ -78,17 +78,19 @@ def finish(
         total_s = known.get("total_s")
     if total_s is not None:
         took = "time since resuming" if history.resumed_at else "total time"
-        rows = [*rows, (took, clock(total_s))]
+        rows = [*rows, (took, format_clock(total_s))]
     if jax.process_index() == 0:
         written = write(config.out, history, unit, baselines, config, title, total_s, known)
         rows.append(("written", ", ".join(written)))
         if missing := list_skipped_files():
             rows.append(("not written", ", ".join(missing)))
-    display.table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
+    display.print_table(f"{history.ended.capitalize()} after {history.num_steps} steps", rows)
     if history.ended == "diverged":
-        display.say("The loss is NaN or infinite. Try a smaller --learning-rate and another --out.")
+        display.print(
+            "The loss is NaN or infinite. Try a smaller --learning-rate and another --out."
+        )
     elif history.ended != "finished":
-        display.say("Run the same command again to continue from here.")
+        display.print("Run the same command again to continue from here.")
     return EXIT_CODES[history.ended]
 
 

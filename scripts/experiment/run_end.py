@@ -28,7 +28,7 @@ def run_to_end(
         return 2
     except KeyboardInterrupt:  # pressed twice, or before there was a step to finish
         display.close()
-        display.say("Interrupted. The next run continues from the last checkpoint.")
+        display.print("Interrupted. The next run continues from the last checkpoint.")
         return interrupt.EXIT_CODE
     finally:
         display.close()

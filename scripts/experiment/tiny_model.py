@@ -25,6 +25,7 @@ from tpudist.training.corpus import load_corpus
 from tpudist.training.display import Display
 from tpudist.training.loop import train
 from tpudist.training.steps import make_train_step
+from tpudist.training.train_options import ReportOptions
 
 END = "<|endoftext|>"
 VOCABULARY = 1024
@@ -72,15 +73,15 @@ def make_tiny_model(
         return {"loss": loss_of(model, optimizer, batch)}
 
     data = RandomWindows(tokens, LENGTH, BATCH_SIZE, 0, num_steps)
-    items = ("tokens", BATCH_SIZE * LENGTH)
+    report = ReportOptions(items=("tokens", BATCH_SIZE * LENGTH))
     train(
         strategy,
         pretrain_step,
         (model, optimizer),
         data,
         num_steps=num_steps,
-        items=items,
         progress=display,
+        report=report,
     )
     new = folder.with_name(f"{folder.name}.new")
     save_pretrained(model, new)

@@ -17,7 +17,7 @@ import tpudist
 from checkpoint_program import MEAN, ON_READ, SUM, Counter, digest, make_state
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from tpudist.checkpoint.entries import VALUE, Entries, join_path
-from tpudist.checkpoint.restore_match import match
+from tpudist.checkpoint.restore_match import Selection, match
 
 STRATEGIES = {
     "one device": tpudist.OneDeviceStrategy,
@@ -407,9 +407,13 @@ def test_a_pattern_names_what_to_restore(only, restored):
     net = {"0": {"kernel": 1, "bias": 2}, "1": {"in": {"kernel": 3}}, "10": {"kernel": 4}}
     found = Entries({"net": net, "step": 5}, lambda name, x: None)
     saved = {x.name: {"kind": x.kind, "shape": (), "dtype": "int"} for x in found.entries}
-    chosen = match(found, saved, {}, "there", only=only)
+    chosen = match(found, saved, {}, "there", Selection(only=only))
     assert sorted(name for _, name in chosen.pairs) == restored
-    others = match(found, saved, {}, "there", exclude=only) if restored != sorted(saved) else None
+    others = (
+        match(found, saved, {}, "there", Selection(exclude=only))
+        if restored != sorted(saved)
+        else None
+    )
     if others is not None:
         assert {name for _, name in others.pairs} == saved.keys() - set(restored)
 
@@ -432,7 +436,7 @@ def test_a_pattern_renames_what_it_stands_for(rename, names):
     found.entries = [
         dataclasses.replace(x, path=tuple(x.path[0].split("."))) for x in found.entries
     ]
-    paired = match(found, saved, {}, "there", rename=rename).pairs
+    paired = match(found, saved, {}, "there", Selection(rename=rename)).pairs
     assert [(entry.name, old) for entry, old in paired] == list(zip(names, saved, strict=True))
 
 

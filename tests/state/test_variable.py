@@ -745,10 +745,12 @@ def test_a_variable_cannot_be_pickled(mirrored, duplicate):
 def test_a_deep_copy_is_a_variable_of_its_own(strategy):
     for v in make(strategy, MEAN, name="w"), on_read(strategy, SUM):
         strategy.run(lambda v=v: v.assign_add(jnp.ones(2)))
+        components = v.values  # in use while the copy is made
         [new], before = copy.deepcopy([v]), v.numpy().tolist()
         assert new.numpy().tolist() == before
         assert (new.name, new.aggregation, new.strategy) == (v.name, v.aggregation, v.strategy)
-        assert [x.tolist() for x in new.values] == [x.tolist() for x in v.values]
+        assert [x.tolist() for x in new.values] == [x.tolist() for x in components]
+        assert set(map(id, new.values)).isdisjoint(map(id, components))
         strategy.run(lambda new=new: new.assign_add(jnp.ones(2)))
         assert v.numpy().tolist() == before
         assert new.numpy().tolist() != before

@@ -15,6 +15,7 @@ from places import ROOT
 from processes import run_processes
 from tiny_models import make_tiny_model
 from tpudist.models import load_pretrained, load_tokenizer
+from tpudist.training import StopOptions
 from train_runs import (
     compiled_once,  # noqa: F401
     lines_of,
@@ -128,7 +129,8 @@ def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
 
     def train(*args, **kwargs):
         asked = iter([False] * 2)
-        return original(*args, should_stop=lambda: next(asked, True), **kwargs)
+        stop = StopOptions(lambda: next(asked, True), exit_when_preempted=False)
+        return original(*args, **{**kwargs, "stop": stop})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finetune, "train", train)

@@ -15,7 +15,17 @@ from flax import linen, nnx
 from flax.training import train_state
 
 import tpudist
-from tpudist.training import evaluate, history, loop, make_evaluation_step, make_train_step, train
+from tpudist.training import (
+    ReportOptions,
+    RunFolder,
+    StopOptions,
+    evaluate,
+    history,
+    loop,
+    make_evaluation_step,
+    make_train_step,
+    train,
+)
 from tpudist.training.display import make_display
 from tpudist.training.metrics_writers import read_lines
 from tpudist.training.step_state import StepState
@@ -83,7 +93,9 @@ def test_training_follows_the_gradient_of_the_global_batch(strategy):
 def test_a_user_needs_five_lines_and_is_shown_how_it_goes(strategy, capsys):
     data = tpudist.NumpyDataset({"x": np.ones(24, np.float32)}).batch(8)
     state = make_state(strategy)
-    found = train(strategy, step, state, data, num_epochs=2, items=("examples", 8))
+    found = train(
+        strategy, step, state, data, num_epochs=2, report=ReportOptions(items=("examples", 8))
+    )
     assert found.num_steps == 6
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1/6  loss 4.000"
@@ -117,13 +129,13 @@ def test_no_step_waits_for_the_metrics_of_the_one_before(strategy, monkeypatch):
             ahead.append(started[0] - self.num_steps)
 
     started = [0]
-    original = loop.StepSchedule.start
+    original = loop.StepSchedule._start_step
 
     def start(self):
         original(self)
         started[0] += 1
 
-    monkeypatch.setattr(loop.StepSchedule, "start", start)
+    monkeypatch.setattr(loop.StepSchedule, "_start_step", start)
     monkeypatch.setattr(loop, "History", Watched)
     run(strategy)
     assert ahead == [0, 2, 2, 2, 2, 2, 1, 0]  # the first compiles, the last are waited for
@@ -210,15 +222,16 @@ def test_what_is_saved_may_be_a_part_of_the_state(strategy, tmp_path):
     def start(num_steps):
         model, optimizer = make_state(strategy)
         saved = tpudist.checkpoint.Checkpoint(scale=model.scale)
-        options = {"num_steps": num_steps, "folder": tmp_path, "saved": saved, "progress": False}
+        folder = RunFolder(tmp_path, saved=saved)
+        options = {"num_steps": num_steps, "folder": folder, "progress": False}
         return saved, train(strategy, step, (model, optimizer), ones(), **options)
 
     saved, _ = start(3)
     assert saved.step == 3
     _, found = start(8)
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
-    nothing = tpudist.checkpoint.Checkpoint()
-    options = {"num_steps": 1, "folder": tmp_path, "saved": nothing, "progress": False}
+    folder = RunFolder(tmp_path, saved=tpudist.checkpoint.Checkpoint())
+    options = {"num_steps": 1, "folder": folder, "progress": False}
     with pytest.raises(ValueError, match="the state is plain pytrees"):
         train(strategy, linen_step, make_linen_state(), ones(), **options)
 
@@ -288,15 +301,16 @@ def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
     options = {"step": watched, "learning_rate": 0.05}
     whole, _ = run(strategy, data=data(), num_steps=12, folder=tmp_path / "whole", **options)
     stops = iter([False] * 7 + [True])
-    options |= {"folder": tmp_path / "run", "checkpoint_every": 2}
-    part, _ = run(strategy, data=data(), num_steps=12, should_stop=lambda: next(stops), **options)
+    options["folder"] = RunFolder(tmp_path / "run", checkpoint_every=2)
+    stop = StopOptions(lambda: next(stops))
+    part, _ = run(strategy, data=data(), num_steps=12, stop=stop, **options)
     assert (part.ended, part.num_steps) == ("interrupted", 7)
     started: list = []
     again, shown = run(
         strategy,
         data=data(),
         num_steps=12,
-        on_start=lambda history: started.append(history.num_steps),
+        report=ReportOptions(on_start=lambda history: started.append(history.num_steps)),
         **options,
     )
     assert started == again.resumed_at == [7]
@@ -316,9 +330,9 @@ def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
 
 def test_a_run_that_is_asked_to_stop_keeps_what_it_has(strategy):
     asked = iter([False] * 4 + [True])
-    found, _ = run(strategy, should_stop=lambda: next(asked))
+    found, _ = run(strategy, stop=StopOptions(lambda: next(asked)))
     assert (found.ended, found.num_steps) == ("interrupted", 4)
-    found, _ = run(strategy, should_stop=lambda: True, evaluate=lambda *_: {})
+    found, _ = run(strategy, stop=StopOptions(lambda: True), evaluate=lambda *_: {})
     assert (found.ended, found.num_steps, found.held_out) == ("interrupted", 0, [])
     assert math.isnan(found.median_step_s)
     assert math.isnan(found.mean_step_s)
@@ -350,14 +364,15 @@ def test_ctrl_c_finishes_the_step_and_saves(strategy, tmp_path):
             interrupted.append(signal.raise_signal(signal.SIGINT))
         return False
 
-    found, _ = run(strategy, folder=tmp_path, should_stop=interrupt)
+    found, _ = run(strategy, folder=tmp_path, stop=StopOptions(interrupt))
     assert (found.ended, found.num_steps) == ("interrupted", 1)
     assert (tmp_path / "checkpoints" / "1").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(strategy, tmp_path):
-    options = {"num_steps": 30, "learning_rate": 1e30, "folder": tmp_path, "checkpoint_every": 1}
+    folder = RunFolder(tmp_path, checkpoint_every=1)
+    options = {"num_steps": 30, "learning_rate": 1e30, "folder": folder}
     found, _ = run(strategy, **options)
     assert found.ended == "diverged"
     assert found.num_steps < 30
@@ -379,8 +394,9 @@ def test_sigterm_in_an_evaluation_saves_the_step_and_the_evaluation_is_done_agai
         assert len(list(held_out)) == 8
         raise AssertionError("SIGTERM was not heard")
 
-    options = {"evaluate_every": 3, "checkpoint_every": 2, "folder": tmp_path}
-    found, _ = run(strategy, evaluate=judge, exit_when_preempted=False, **options)
+    options = {"evaluate_every": 3, "folder": RunFolder(tmp_path, checkpoint_every=2)}
+    stop = StopOptions(exit_when_preempted=False)
+    found, _ = run(strategy, evaluate=judge, stop=stop, **options)
     assert (found.ended, found.num_steps, found.held_out) == ("preempted", 3, [])
     assert found.num_saves == 2
     assert found.blocked_s > 0
@@ -402,7 +418,7 @@ def test_sigterm_exits_as_a_supervisor_expects_once_all_is_saved(strategy, tmp_p
         return False
 
     with pytest.raises(SystemExit) as exited:
-        run(strategy, folder=tmp_path, should_stop=end)
+        run(strategy, folder=tmp_path, stop=StopOptions(end))
     assert exited.value.code == 143
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
     assert run(strategy, folder=tmp_path)[0].num_steps == 8
@@ -411,7 +427,7 @@ def test_sigterm_exits_as_a_supervisor_expects_once_all_is_saved(strategy, tmp_p
 def test_what_time_goes_to_is_noted_if_asked(strategy, tmp_path, monkeypatch):
     noted = []
     monkeypatch.setattr(loop.time_records, "record_goodput", noted.append)
-    run(strategy, folder=tmp_path, goodput=True)
+    run(strategy, folder=RunFolder(tmp_path, goodput=True))
     assert noted == [tmp_path]
 
 
@@ -431,7 +447,7 @@ def test_writers_of_ones_own_get_all_numbers_and_stay_open(strategy, tmp_path):
         def close(self):
             raise AssertionError("it is the caller's")
 
-    found, _ = run(strategy, writers=[Writer()], folder=tmp_path, num_steps=2)
+    found, _ = run(strategy, report=ReportOptions([Writer()]), folder=tmp_path, num_steps=2)
     assert got[0] == ("begin", 0)
     assert got[1:3] == [("train", 1, found.losses[0]), ("train", 2, found.losses[1])]
     assert set(got[3:]) == {("sync",)}
@@ -517,10 +533,8 @@ REFUSED = {
         {"num_steps": 0},
         "num_steps=0\\): num_steps must be a whole number of at least 1",
     ),
-    "no folder": ({"checkpoint_every": 2}, "checkpoint_every=2\\) needs a folder"),
-    "nothing to note in": ({"goodput": True}, "goodput=True\\) needs a folder"),
     "nothing to judge": ({"evaluate_every": 2}, "evaluate_every=2\\) needs a function to call"),
-    "every none": ({"checkpoint_every": 0, "folder": "x"}, "checkpoint_every=0\\): .* a whole"),
+    "no interval": ({"evaluate_every": 0}, r"train\(evaluate_every=0\): .* a whole"),
 }
 
 
@@ -529,6 +543,12 @@ def test_options_that_say_nothing_are_refused(strategy, name):
     options, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
         run(strategy, **options)
+
+
+@pytest.mark.parametrize("interval", [0, -1, True, 1.5])
+def test_run_folder_rejects_intervals_that_are_no_counts(interval):
+    with pytest.raises(ValueError, match=r"RunFolder\(checkpoint_every=.*at least 1"):
+        RunFolder("x", checkpoint_every=interval)
 
 
 def test_data_of_another_strategy_are_refused(strategy):
@@ -560,7 +580,7 @@ def test_one_process_stops_when_it_wants_to(strategy):
 
 
 def test_lines_of_metrics_are_what_was_returned_and_how_fast(strategy, tmp_path):
-    run(strategy, folder=tmp_path, num_steps=3, items=("examples", 8))
+    run(strategy, folder=tmp_path, num_steps=3, report=ReportOptions(items=("examples", 8)))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.keys() for line in lines] == [
         {"step", "split", "time_s", "loss"},

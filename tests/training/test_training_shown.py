@@ -128,12 +128,12 @@ def test_curves_are_a_picture(tmp_path, points):
 def test_a_pipe_gets_plain_lines(monkeypatch):
     out = io.StringIO()
     shown = display.make_display(40, file=out)
-    shown.phase("compiling")
+    shown.set_phase("compiling")
     monkeypatch.setattr(type(shown), "QUIET_S", 0)
     for step in range(1, 41):
-        shown.step(step, "loss 2.500 bits/byte", "10,000 tokens/s", 83.0)
-    shown.table("Finished", [("mesh", "replica 8"), ("step time", "20 ms")])
-    shown.text("What it writes", "def ", "f():")
+        shown.update(step, "loss 2.500 bits/byte", "10,000 tokens/s", 83.0)
+    shown.print_table("Finished", [("mesh", "replica 8"), ("step time", "20 ms")])
+    shown.print_text("What it writes", "def ", "f():")
     shown.close()
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 1/40  loss 2.500 bits/byte  10,000 tokens/s  1:23 left"
@@ -148,7 +148,7 @@ def test_lines_keep_their_distance():
     out = io.StringIO()
     shown = display.make_display(1000, file=out)
     for step in range(1, 1001):
-        shown.step(step, "", "", None)
+        shown.update(step, "", "", None)
     assert out.getvalue() == "step 1/1000\nstep 1000/1000\n"
 
 
@@ -156,10 +156,10 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     shown = display.make_display(10, file=out)
-    shown.step(5, "loss 2.500", "10 tokens/s", 83.0)
-    shown.say("a line")
-    shown.table("Finished", [("mesh", "replica 8")])
-    shown.text("What it writes", "def ", "f[0]:")
+    shown.update(5, "loss 2.500", "10 tokens/s", 83.0)
+    shown.print("a line")
+    shown.print_table("Finished", [("mesh", "replica 8")])
+    shown.print_text("What it writes", "def ", "f[0]:")
     shown.close()
     for part in ("a line", "5/10", "1:23 left", "replica 8", "f[0]:"):
         assert part in out.getvalue()
@@ -167,18 +167,18 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 
 def test_quiet_shows_nothing(capsys):
     shown = display.make_display(10, quiet=True)
-    shown.phase("x")
-    shown.say("x")
-    shown.step(1, "x", "x", 1.0)
-    shown.table("x", [("x", "x")])
-    shown.text("x", "x", "x")
+    shown.set_phase("x")
+    shown.print("x")
+    shown.update(1, "x", "x", 1.0)
+    shown.print_table("x", [("x", "x")])
+    shown.print_text("x", "x", "x")
     shown.close()
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3, "0:03"), (83, "1:23"), (3700, "1:01:40")])
 def test_a_clock_shows_hours_only_where_there_are_any(seconds, text):
-    assert display.clock(seconds) == text
+    assert display.format_clock(seconds) == text
 
 
 def test_the_first_interrupt_is_a_request_and_the_second_is_not():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tpudist
-from tpudist.state import capture_search
+from tpudist.state import library_code
 from tpudist.xla import program_packages
 from tpudist.xla.hlo import source_lines
 
@@ -33,7 +33,7 @@ def install(tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(capture_search, "_LIBRARIES", (*capture_search._LIBRARIES, str(folder)))
+    monkeypatch.setattr(library_code, "_FOLDERS", (*library_code._FOLDERS, str(folder)))
 
     def install(name, *requirements):
         (folder / f"{name}.py").write_text(MODULE)

@@ -1,6 +1,6 @@
-"""Checkpoints: state that outlives the program, whole or not at all, on any mesh.
+"""Saves and restores the state of a program: atomically, with checksums, and on any mesh.
 
-As `tf.train.Checkpoint` and `tf.train.CheckpointManager`, on Orbax.
+Mirrors `tf.train.Checkpoint` and `tf.train.CheckpointManager`. Orbax stores the arrays.
 """
 
 from tpudist.checkpoint.checkpoint import Checkpoint

@@ -1,12 +1,11 @@
-"""How arrays get to disk and back: the one file that knows Orbax.
+"""Writes arrays to disk and reads them, through Orbax. No other file imports Orbax.
 
-A step is a directory with two items: `state`, the arrays as a nested dict, as any Orbax program
-reads it; and `tpudist`, our own JSON. Orbax writes both into a temporary directory that it renames
-when everything is there.
+A step is a directory with two Orbax items: `state` has the arrays as a nested dict, which any Orbax
+program can read, and `tpudist` has our own JSON.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,9 +18,32 @@ from tpudist.checkpoint.entries import Path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, CONTENTS
 
+Spec: TypeAlias = jax.ShapeDtypeStruct | np.ndarray
+"""Shape, dtype and sharding of an array to read; without a sharding it is read with NumPy."""
 
+
+# What happens on the disk in one save. A crash at any moment leaves the state of the line before,
+# and `Directory.remove_unfinished` deletes the temporary directory at the next save.
+#
+#   1. Orbax creates `<step>.orbax-checkpoint-tmp/` and writes the arrays and the JSON into it, each
+#      process its own shards. Object stores cannot rename, so there it is `<step>/` itself.
+#   2. All processes meet at a barrier: every file has been written.
+#   3. `before_commit`, in process 0: the manifest with the checksums of all files, and fsync.
+#   4. Commit, in process 0: the directory is renamed to `<step>/`; in an object store, the file
+#      `commit_success.txt` is written.
+#   5. All processes meet at a second barrier, after which the save has succeeded.
+#
+# So a committed step always has a manifest, and a step without one is not ours.
 class Writer:
-    """Writes steps in the background, one at a time."""
+    """Writes steps in the background, one at a time.
+
+    Args:
+        before_commit: Called in the background, in process 0, after all files of a step are
+            written and before the step is committed.
+        barrier: Called by Orbax with a key and a timeout; returns when all processes have called
+            it. None for JAX's own barrier.
+        timeout_s: Maximum seconds for one step.
+    """
 
     def __init__(
         self,
@@ -29,14 +51,6 @@ class Writer:
         barrier: Callable[..., None] | None,
         timeout_s: float,
     ):
-        """A writer.
-
-        Args:
-            before_commit: Called in the background, in process 0, when all files of a step are
-                written and before it counts as there.
-            barrier: How processes wait for each other in the background; None for JAX's own way.
-            timeout_s: How long one step may take.
-        """
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 **{ARRAYS: _array_handler(), CONTENTS: ocp.JsonCheckpointHandler()}
@@ -46,17 +60,19 @@ class Writer:
                 barrier_sync_fn=barrier,
                 post_finalization_callback=before_commit,
             ),
-            # Orbax's own writes what it says of a step in another thread, and may still do so when
-            # `before_commit` reads it.
+            # By default Orbax writes the metadata of a step in another thread, which may still
+            # write when `before_commit` computes the checksum.
             checkpoint_metadata_store=ocp.metadata.metadata_store(
                 enable_write=True, blocking_write=True
             ),
         )
 
-    def begin(self, path: epath.Path, arrays: Mapping[Path, Any], contents: Any) -> None:
-        """Copies the arrays to the host and goes on in the background.
+    def begin(
+        self, path: epath.Path, arrays: Mapping[Path, jax.Array | np.ndarray], contents: Any
+    ) -> None:
+        """Copies the arrays to the host, and starts to write them in the background.
 
-        The arrays may be overwritten as soon as this returns.
+        The arrays may be overwritten after this has returned.
         """
         items: dict[str, Any] = {CONTENTS: ocp.args.JsonSave(contents)}
         if arrays:
@@ -64,49 +80,47 @@ class Writer:
         self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
-        """Waits until the step is there; raises what went wrong."""
+        """Waits until the step is committed; raises the error if it failed."""
         self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends what runs in the background."""
+        """Waits, and ends the background threads."""
         self._checkpointer.close()
 
 
-def read_arrays(
-    path: epath.Path, wanted: Mapping[Path, jax.ShapeDtypeStruct | np.ndarray]
-) -> dict[Path, Any]:
-    """Reads the arrays of these names, and no others.
+def read_arrays(path: epath.Path, specs: Mapping[Path, Spec]) -> dict[Path, Any]:
+    """Reads some of the arrays of a step.
 
     Args:
-        path: Of the step's item.
-        wanted: Shape, dtype and sharding of each; without a sharding it is read as a numpy array.
+        path: Directory of the item that contains the arrays.
+        specs: Path of each array to read -> its shape, dtype and sharding.
     """
-    if not wanted:
+    if not specs:
         return {}
-    restore_args = {name: _restore_args(x) for name, x in wanted.items()}
+    restore_args = {name: _restore_args(x) for name, x in specs.items()}
     checkpointer = ocp.Checkpointer(_array_handler())
     try:
         tree = checkpointer.restore(
             path,
             args=ocp.args.PyTreeRestore(
-                item=_nest(dict.fromkeys(wanted, 0)),
+                item=_nest(dict.fromkeys(specs, 0)),
                 restore_args=_nest(restore_args),
                 partial_restore=True,
             ),
         )
     finally:
         checkpointer.close()
-    return {name: _lookup(tree, name) for name in wanted}
+    return {name: _lookup(tree, name) for name in specs}
 
 
-def _restore_args(x: Any) -> ocp.RestoreArgs:
-    if getattr(x, "sharding", None) is None:
+def _restore_args(x: Spec) -> ocp.RestoreArgs:
+    if isinstance(x, np.ndarray) or x.sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
     return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
 
 
 def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
-    """The arrays of a step that plain Orbax wrote: where, and the shape and dtype of each."""
+    """Returns the item with the arrays of a step that plain Orbax wrote, and their metadata."""
     for item in (ARRAYS, "default", *sorted(x.name for x in path.iterdir() if x.is_dir())):
         if (path / item / "_METADATA").exists():
             checkpointer = ocp.Checkpointer(_array_handler())
@@ -114,6 +128,7 @@ def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
                 metadata = checkpointer.metadata(path / item)
             finally:
                 checkpointer.close()
+            # Orbax's metadata: older versions return the tree itself.
             tree = getattr(metadata.item_metadata, "tree", metadata.item_metadata)
             flat, _ = jax.tree_util.tree_flatten_with_path(tree)
             return path / item, {tuple(map(entries.key_name, keys)): x for keys, x in flat}
@@ -123,7 +138,8 @@ def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    # On emulated devices each replica's slice of a mirrored array would be a copy of its own.
+    # With this option each replica writes a slice of a mirrored array. On emulated devices, which
+    # share the host's memory and cores, the slices are only additional copies.
     parallel = jax.default_backend() != "cpu"
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=type_handlers.create_type_handler_registry(
@@ -153,4 +169,5 @@ def _lookup(tree: Any, path: Path) -> Any:
 
 
 def _parts(path: Path) -> Iterable[str]:
+    # Orbax makes names of files of these, so each part is escaped.
     return [entries.join_path((part,)) for part in path]

@@ -1,13 +1,14 @@
-"""Checkpoint: what belongs to one state, by name."""
+"""Checkpoint: a set of named objects, and its methods that save to and restore from a path."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tpudist import context
 from tpudist.checkpoint import entries, lost_saves
 from tpudist.checkpoint.checkpoint_state import COUNTER, record_latest
 from tpudist.checkpoint.path_checkpoints import read_at, write_at
+from tpudist.checkpoint.restore_match import Selection, Selector
 from tpudist.checkpoint.restore_status import RestoreStatus
 from tpudist.goodput import goodput
 from tpudist.options import warn_if_given
@@ -31,16 +32,17 @@ class Checkpoint(entries.Container):
 
     Mirrors `tf.train.Checkpoint`. As in TensorFlow, objects are found through attributes, so
     objects that closures capture are not saved.
+
+    Args:
+        **objects: The objects, by name.
+
+    Raises:
+        ValueError: If a name begins with `_`, or is the name of a method.
     """
 
     _save_counter = 0
 
     def __init__(self, **objects: Any):
-        """Creates a checkpoint of `objects`, given as keyword arguments.
-
-        Raises:
-            ValueError: If a name begins with `_`, or is the name of a method.
-        """
         for name, x in objects.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(
@@ -56,7 +58,7 @@ class Checkpoint(entries.Container):
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
     def save(
-        self, file_prefix: str | os.PathLike, options: Any = None, *, allow_nan: bool = False
+        self, file_prefix: str | os.PathLike, options: object = None, *, allow_nan: bool = False
     ) -> str:
         """Saves the objects to `PREFIX-N`, where N counts the saves; returns that path.
 
@@ -92,7 +94,7 @@ class Checkpoint(entries.Container):
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
     def write(
-        self, file_prefix: str | os.PathLike, options: Any = None, *, allow_nan: bool = False
+        self, file_prefix: str | os.PathLike, options: object = None, *, allow_nan: bool = False
     ) -> str:
         """Saves the objects to this path; returns it.
 
@@ -121,10 +123,10 @@ class Checkpoint(entries.Container):
     def restore(
         self,
         save_path: str | os.PathLike | None,
-        options: Any = None,
+        options: object = None,
         *,
-        only: str | type | Sequence[str | type] | None = None,
-        exclude: str | type | Sequence[str | type] = (),
+        only: Selector | None = None,
+        exclude: Selector = (),
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
         verify: bool = True,
@@ -155,16 +157,16 @@ class Checkpoint(entries.Container):
 
         Mirrors `tf.train.Checkpoint.restore`, but objects that are attached later are not restored.
         """
-        how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
-        return self._restore("restore", save_path, options, how)
+        selection = Selection(only, exclude, rename, cast, partial=True)
+        return self._restore("restore", save_path, options, selection, verify)
 
     def read(
         self,
         save_path: str | os.PathLike,
-        options: Any = None,
+        options: object = None,
         *,
-        only: str | type | Sequence[str | type] | None = None,
-        exclude: str | type | Sequence[str | type] = (),
+        only: Selector | None = None,
+        exclude: Selector = (),
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
         verify: bool = True,
@@ -173,24 +175,30 @@ class Checkpoint(entries.Container):
 
         Mirrors `tf.train.Checkpoint.read`.
         """
-        how = {"only": only, "exclude": exclude, "rename": rename, "cast": cast, "verify": verify}
-        return self._restore("read", save_path, options, how)
+        selection = Selection(only, exclude, rename, cast, partial=True)
+        return self._restore("read", save_path, options, selection, verify)
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
-    def _restore(self, method: str, path: Any, options: Any, how: dict[str, Any]) -> RestoreStatus:
+    def _restore(
+        self,
+        method: str,
+        path: str | os.PathLike | None,
+        options: object,
+        selection: Selection,
+        verify: bool,
+    ) -> RestoreStatus:
         warn_if_given(f"Checkpoint.{method}(options", options, "Orbax's defaults are used")
         context.require_cross_replica(f"Checkpoint.{method}")
-        report, notes = read_at(self, path, partial=True, **how)
+        report, notes = read_at(self, path, selection, verify=verify)
         if report is None:
             return RestoreStatus(None)
         if method == "restore":
             self._save_counter = notes.get(COUNTER, self._save_counter)
         status = RestoreStatus(report)
-        in_parts = how["only"] is not None or how["exclude"]
-        return status.expect_partial() if in_parts else status
+        return status if selection.is_everything else status.expect_partial()
 
     def checkpoint_objects(self) -> dict[str, Any]:
-        """The objects, by name."""
+        """Returns the objects, by name."""
         return {name: x for name, x in vars(self).items() if not name.startswith("_")}
 
     def __repr__(self) -> str:

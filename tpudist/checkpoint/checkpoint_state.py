@@ -5,7 +5,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from etils import epath
 
@@ -13,7 +12,7 @@ from tpudist.checkpoint import manifest
 from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
-from tpudist.checkpoint.path_checkpoints import is_whole
+from tpudist.checkpoint.path_checkpoints import is_complete
 
 COUNTER = "save_counter"
 """Note of a checkpoint that `Checkpoint.save` numbered."""
@@ -21,7 +20,9 @@ _STATE = "checkpoint"
 _PATTERN = re.compile(r'^model_checkpoint_path: (".*")$', re.MULTILINE)
 
 
-def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -> str | None:
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike, latest_filename: str | None = None
+) -> str | None:
     """Returns the path of the last saved checkpoint in a directory, or None.
 
         checkpoint.restore(tpudist.checkpoint.latest_checkpoint("runs/a"))
@@ -44,10 +45,11 @@ def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -
     name, problem = None, ""
     if state.is_file():
         name = _read(state)
-        if name is None or not is_whole(folder.path / name):
+        if name is None or not is_complete(folder.path / name):
             problem = f"names {name!r}, which is not a checkpoint" if name else "is damaged"
             name = None
     name = name or max(_list_saved(folder.path), default=(0, None))[1]
+    # Both kinds of checkpoints may be in one directory; the file records only those of `save`.
     steps = [x for x in folder.steps() if is_ours(folder.step(x))]
     if steps and (name is None or _time(folder.path / name) < _time(folder.step(steps[-1]))):
         name = str(steps[-1])
@@ -70,6 +72,7 @@ def record_latest(path: epath.Path) -> None:
     if manifest.is_remote(path):
         state.write_text(text)
         return
+    # A rename is atomic, so a crash leaves the old file or the new one.
     part = state.with_name(f"{_STATE}.part")
     part.write_text(text)
     part.replace(state)
@@ -84,7 +87,7 @@ def _read(state: epath.Path) -> str | None:
 
 
 def _time(path: epath.Path) -> float:
-    """Returns when a checkpoint was saved, in seconds; 0 if it does not say so."""
+    """Returns when a checkpoint was saved, in seconds; 0 if that is unknown."""
     try:
         return float(read_contents(path)["time"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged, or renamed

@@ -1,9 +1,15 @@
-"""The directory of a run: one directory per step in it, and what unfinished writes have left."""
+"""The directory of a run: one subdirectory per step, and the remains of unfinished saves.
+
+Names in it, where 7 is the number of a step:
+
+    7/                          a step; in an object store, only if it has `commit_success.txt`
+    7.orbax-checkpoint-tmp/     a step that is being written or removed, or that a crash left
+    7.damaged/                  a step that failed verification
+"""
 
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from etils import epath
 
@@ -17,15 +23,17 @@ _COMMITTED = "commit_success.txt"
 
 
 class Directory:
-    """The steps below a path, local or of an object store such as `gs://bucket/run`."""
+    """The steps below a path.
 
-    def __init__(self, path: Any):
-        """At `path`, which need not be there.
+    Args:
+        path: Local path, or a path in an object store such as `gs://bucket/run`. It may be missing.
 
-        Raises:
-            TypeError: It is no path.
-            ValueError: It is empty.
-        """
+    Raises:
+        TypeError: If `path` is not a path.
+        ValueError: If `path` is empty.
+    """
+
+    def __init__(self, path: str | os.PathLike):
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
                 f"CheckpointManager(directory={shorten(path)}): directory must be a path, such as "
@@ -46,33 +54,32 @@ class Directory:
         return str(self.path)
 
     def steps(self) -> list[int]:
-        """The numbers of the steps that were committed, ascending."""
+        """Returns the numbers of the committed steps, ascending."""
         return sorted(int(x.name) for x in self._entries() if self._is_step(x))
 
     def step(self, number: int) -> epath.Path:
-        """The path of a step."""
+        """Returns the path of a step."""
         return self.path / str(number)
 
     def path_to_write(self, number: int) -> epath.Path:
-        """Where a step is while it is written: stores without a rename have no other place."""
+        """Returns the path of a step while it is written; stores without renames have only one."""
         temporary = self._temporary_path(number)
         return temporary if temporary.exists() else self.step(number)
 
     def make(self, number: int) -> None:
-        """Makes sure that a step could be written here.
-
-        What a save of this number has left that was broken off is removed.
+        """Checks that a step can be written, and deletes the remains of an earlier attempt.
 
         Raises:
-            CheckpointError: It could not.
+            CheckpointError: If it cannot be written.
         """
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise NotADirectoryError("it is a file")
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.is_remote:
+                # A full or read-only disk raises here, in the caller, not in the background.
                 trial = self._temporary_path(number)
-                _remove_debris(trial)
+                _remove_patiently(trial)
                 trial.mkdir()
                 trial.rmdir()
         except OSError as error:
@@ -82,8 +89,10 @@ class Directory:
             ) from error
 
     def remove(self, number: int) -> None:
-        """Removes a step; one that is local at once, so that nobody finds a part of it."""
-        if self.is_remote or os.path.islink(self.step(number)):  # of which rmtree says what it is
+        """Deletes a step."""
+        # A local step is renamed first: another program never finds a step with some files missing.
+        # `rmtree` refuses a symbolic link; its error is the message.
+        if self.is_remote or os.path.islink(self.step(number)):
             self.step(number).rmtree()
             return
         doomed = self._temporary_path(number)
@@ -92,14 +101,14 @@ class Directory:
         doomed.rmtree()
 
     def set_aside(self, number: int) -> epath.Path:
-        """Renames a damaged step, so that its number is free."""
+        """Renames a damaged step so that its number can be used again; returns its new path."""
         aside = self.path / f"{number}{DAMAGED_SUFFIX}"
         if aside.exists():
             aside.rmtree()
         return self.step(number).rename(aside)
 
     def remove_unfinished(self) -> Sequence[str]:
-        """Removes what writes that did not finish have left; returns the names of it."""
+        """Deletes the remains of unfinished saves; returns their names."""
         removed = []
         for x in self._entries():
             name, _, rest = x.name.partition(TEMPORARY_SUFFIX)
@@ -108,7 +117,7 @@ class Directory:
             if temporary or unfinished:
                 try:
                     x.rmtree(missing_ok=True)
-                except OSError:  # it is in nobody's way
+                except OSError:  # it does no harm
                     continue
                 removed.append(x.name)
         return removed
@@ -125,10 +134,10 @@ class Directory:
         return x.name.isdecimal() and str(int(x.name)) == x.name and x.is_dir() and committed
 
 
-def _remove_debris(path: epath.Path) -> None:
+def _remove_patiently(path: epath.Path) -> None:
     for wait_s in (0.1, 0.3, 1.0):
         try:
             return path.rmtree(missing_ok=True)
-        except OSError:  # threads of a save that was broken off by Ctrl-C are at their last files
+        except OSError:  # after Ctrl-C, threads of Orbax may still write their last files into it
             time.sleep(wait_s)
     path.rmtree(missing_ok=True)

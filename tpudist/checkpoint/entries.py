@@ -1,16 +1,19 @@
-"""What is in the objects of a checkpoint: arrays, keys, numbers and positions, each by its name.
+"""Finds everything in the objects of a checkpoint that is saved, and gives it a name.
 
-Names come from paths: attribute names, dict keys and positions, joined by dots. Nothing here reads
-an array's contents, so objects whose arrays have been donated can still be restored.
+A name is a path of attribute names, dict keys and positions, joined by dots: `model.layers.0.w`.
+Nothing here reads the contents of an array, so objects whose arrays were donated can be restored.
 """
 
 import collections
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from tpudist import library_objects
 from tpudist.state import nnx_binding, nnx_contents
@@ -21,21 +24,43 @@ Path = tuple[str, ...]
 ARRAY, KEY, VALUE, STATE = "array", "random key", "value", "state"
 
 
+class ArrayHolder(Protocol):
+    """An object with one array, such as a Variable.
+
+    It may also have a method `finish_restore()`, called when all objects are restored, and a
+    property `checkpoint_identity`: holders of the same object are saved once.
+    """
+
+    def checkpoint_spec(self) -> tuple[tuple[int, ...], DTypeLike, jax.sharding.Sharding | None]:
+        """Returns shape, dtype and sharding (None for an array of the host)."""
+        ...
+
+    def checkpoint_value(self) -> Any:
+        """Returns the array."""
+        ...
+
+    def restore(self, value: Any) -> None:
+        """Stores a restored array, which nobody else uses."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One thing that is saved, and where it is.
+    """One value that is saved.
 
     Attributes:
-        path: Its name, in parts.
+        path: Name, in parts.
         kind: `ARRAY`, `KEY` (typed random keys), `VALUE` (a Python number, bool or string) or
             `STATE` (the position of an iterator).
-        shape: Of an array or of keys; -1 for a number of rows that only the value says.
-        dtype: Name of the dtype, of the keys' implementation, or of the value's type.
-        variable_type: The type of the NNX Variable that holds it, if one does.
-        sharding: Where it lives; None on the host, or on no device in particular.
-        on_host: Whether it is a numpy array.
-        read: Gives it.
-        write: Takes another in its place; in force once all have been written, see `Found.finish`.
+        shape: Shape of an array or of keys. A first dim of -1 means that only the value has the
+            number of rows, as in a table that grows.
+        dtype: Name of the dtype, of the implementation of the keys, or of the type of the value.
+        variable_type: Type of the NNX Variable that contains the value, if any.
+        sharding: Placement; None for arrays of the host and for uncommitted arrays.
+        on_host: Whether it is a NumPy array.
+        read: Called without arguments; returns the value.
+        write: Called with a restored value. It takes effect in `Entries.finish`, after all
+            values have been written.
     """
 
     path: Path
@@ -50,11 +75,11 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The path, for people and for JSON."""
+        """The path as a text, which identifies the value in messages and in JSON."""
         return join_path(self.path)
 
     def fit(self, shape: Sequence[int]) -> "Entry":
-        """The entry with the rows of a value of this shape, if it may have any number of them."""
+        """Returns the entry with the number of rows of a value, if its own may be any."""
         if self.shape[:1] != (-1,) or len(shape) != len(self.shape):
             return self
         return dataclasses.replace(self, shape=(shape[0], *self.shape[1:]))
@@ -64,19 +89,19 @@ class Entry:
 
 
 def join_path(path: Iterable[str]) -> str:
-    """The name of a path; different paths have different names."""
+    """Returns the name of a path; different paths have different names."""
     return ".".join(_escape(part) for part in path)
 
 
 def _escape(part: str) -> str:
-    # The parts become names of files and of objects in a store.
+    # A part becomes the name of a file or of an object in a store, and "." separates parts.
     for char in "%./\\":
         part = part.replace(char, f"%{ord(char):02X}")
     return part or "%"
 
 
 def describe(kind: str, shape: Iterable[int], dtype: str) -> str:
-    """What something is, in a few characters: `float32[3,4]`."""
+    """Returns a short description of a value, such as `float32[3,4]`."""
     if kind in (ARRAY, KEY):
         return f"{'key ' if kind == KEY else ''}{dtype}[{','.join(map(str, shape))}]"
     return dtype
@@ -85,38 +110,40 @@ def describe(kind: str, shape: Iterable[int], dtype: str) -> str:
 class Entries:
     """The entries of some objects.
 
+    Args:
+        objects: NNX objects, Variables, pytrees of arrays and Python values, objects with
+            `get_state` and `set_state`, and trees of all of these, by name. None is skipped.
+        replace: Called by `finish` with a name and a new object, for each object that is a tree of
+            arrays and values.
+
     Attributes:
-        entries: In the order of the objects.
-        aliases: The other names of what has several, with the name that it is saved by.
+        entries: One for each value, in the order of the objects.
+        aliases: Other names of a value that several objects share -> the name under which it is
+            saved.
+
+    Raises:
+        TypeError: If an object is or contains something else; lists all of them.
     """
 
     def __init__(self, objects: Mapping[str, Any], replace: Callable[[str, Any], None]):
-        """Looks into `objects`, by name.
-
-        Args:
-            objects: NNX objects, Variables, pytrees of arrays and Python values, what has
-                `get_state` and `set_state`, and trees of all of these. None is nothing.
-            replace: Called by `finish` with the name and the new tree, of trees of arrays and
-                values.
-
-        Raises:
-            TypeError: An object is, or holds, something that is none of these; names all of them.
-        """
         self.entries: list[Entry] = []
         self.aliases: dict[str, str] = {}
+        # id of each holder of an array -> its first name. The list keeps the holders alive: the id
+        # of an object that was freed may belong to another one.
         self._seen: dict[int, str] = {}
-        self._keep: list[Any] = []  # so that ids stay those of these objects
+        self._alive: list[object] = []
+        # The three phases of `finish`.
         self._states: list[Callable[[], None]] = []
-        self._finish: list[Callable[[], None]] = []
+        self._values: list[Callable[[], None]] = []
         self._ends: list[Callable[[], None]] = []
-        self._refused: list[str] = []
-        self._around: list[Any] = []
+        self._unsupported: list[str] = []
+        self._outer: list[object] = []  # containers that are being searched, outermost first
         self._neighbors: list[Any] = list(objects.values())
         for name, x in objects.items():
-            self._add((name,), x, _ObjectReplacer(replace, name))
-        self._refused += _describe_duplicates(x.name for x in self.entries)
-        if self._refused:
-            listed = "\n".join(f"  {line}" for line in self._refused)
+            self._add((name,), x, functools.partial(replace, name))
+        self._unsupported += _describe_duplicates(x.name for x in self.entries)
+        if self._unsupported:
+            listed = "\n".join(f"  {line}" for line in self._unsupported)
             raise TypeError(
                 f"A checkpoint cannot save these objects:\n{listed}\nIt can save NNX modules, "
                 f"optimizers and Rngs, Variables, arrays of numbers, Python ints, floats, bools "
@@ -126,11 +153,10 @@ class Entries:
             )
 
     def finish(self) -> None:
-        """Puts what has been written where it belongs.
-
-        First the positions, which may be refused: then the arrays are as they were.
-        """
-        for finish in (*self._states, *self._finish, *self._ends):
+        """Moves the written values into the objects."""
+        # Positions first: an iterator may reject its position, and then the arrays are unchanged.
+        # Last the objects that need all of their arrays, such as a table on servers.
+        for finish in (*self._states, *self._values, *self._ends):
             finish()
 
     def _add(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
@@ -143,7 +169,7 @@ class Entries:
         elif has_objects(x):
             self._add_container(path, x)
         elif has_state(x):
-            write = _DeferredWriter(x.set_state, self._states)
+            write = _defer(x.set_state, self._states)
             self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
         elif library_objects.is_known(x):
             opened = library_objects.open_object(x, self._neighbors)
@@ -152,18 +178,20 @@ class Entries:
             else:
                 self._add(path, opened, replace)
         else:
-            self._add_tree(path, x, replace)
+            self._add_leaves(path, x, replace, None)
 
     def _add_container(self, path: Path, x: Any) -> None:
-        if any(x is outer for outer in self._around):
-            return  # a way back up: it is saved where it was first met
-        self._around.append(x)
-        found = x.checkpoint_objects()
-        self._neighbors += found.values()
-        for name, inner in found.items():
-            replace = _ObjectReplacer(x.replace_object, name) if isinstance(x, Container) else None
+        if any(x is outer for outer in self._outer):
+            return  # a reference to an outer container, whose objects are saved there
+        self._outer.append(x)
+        objects = x.checkpoint_objects()
+        self._neighbors += objects.values()
+        for name, inner in objects.items():
+            replace = (
+                functools.partial(x.replace_object, name) if isinstance(x, Container) else None
+            )
             self._add((*path, name), inner, replace)
-        self._around.pop()
+        self._outer.pop()
 
     def _add_nnx(self, path: Path, x: Any) -> None:
         binding = nnx_binding.Binding((x,))
@@ -174,28 +202,27 @@ class Entries:
             if variable is not None and self._is_known(variable, inner):
                 continue
             kind = None if variable is None else type(variable)
-            self._add_leaves(inner, value, _NnxWriter(binding, index), kind)
-        # Of the type: an `nnx.Rngs` makes up a stream for any attribute that it is asked for.
-        if hasattr(type(x), "checkpoint_objects"):
+            replace = functools.partial(binding.write_value, index)
+            self._add_leaves(inner, value, replace, kind)
+        # An optimizer of tpudist has more objects than its NNX state.
+        if has_objects(x):
             for name, inner in x.checkpoint_objects().items():
                 self._add((*path, name), inner, None)
 
-    def _add_variable(self, path: Path, variable: Any) -> None:
+    def _add_variable(self, path: Path, variable: ArrayHolder) -> None:
         if self._is_known(variable, path):
             return
         shape, dtype, sharding = variable.checkpoint_spec()
-        write = _DeferredWriter(variable.restore, self._finish)
-        if hasattr(variable, "finish_restore"):
-            self._ends.append(variable.finish_restore)
+        write = _defer(variable.restore, self._values)
+        end = getattr(variable, "finish_restore", None)  # optional in `ArrayHolder`
+        if end is not None:
+            self._ends.append(end)
         read = variable.checkpoint_value
         if sharding is None:
             name = np.dtype(dtype).name
             self.entries.append(Entry(path, ARRAY, shape, name, read, write, on_host=True))
             return
         self._add_array(path, jax.ShapeDtypeStruct(shape, dtype), sharding, read, write)
-
-    def _add_tree(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
-        self._add_leaves(path, x, replace, None)
 
     def _add_leaves(
         self, path: Path, tree: Any, replace: Callable[[Any], None] | None, kind: type | None
@@ -205,44 +232,54 @@ class Entries:
         cell = _Cell([x for _, x in flat], treedef, replace)
         for index, (keys, x) in enumerate(flat):
             inner = (*path, *map(key_name, keys))
-            write = _CellWriter(cell, index)
+            read = functools.partial(operator.getitem, cell.leaves, index)
+            write = functools.partial(cell.write, index)
             if _is_object(x):
                 self._add(inner, x, None)
             elif isinstance(x, jax.Array):
                 sharding = x.sharding if x.committed else None
-                self._add_array(inner, x, sharding, _CellReader(cell, index), write, kind)
+                self._add_array(inner, x, sharding, read, write, kind)
             elif isinstance(x, jax.ShapeDtypeStruct):
-                self._add_array(inner, x, x.sharding, _CellReader(cell, index), write, kind)
+                self._add_array(inner, x, x.sharding, read, write, kind)
             elif isinstance(x, np.ndarray | np.generic) and _has_numbers(x):
                 shape, dtype = x.shape, x.dtype.name
-                read = _CellReader(cell, index)
-                write = _ScalarWriter(cell, index) if isinstance(x, np.generic) else write
+                if isinstance(x, np.generic):
+                    write = functools.partial(cell.write_scalar, index)
                 self.entries.append(
                     Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
                 )
             elif isinstance(x, bool | int | float | str) and not isinstance(x, np.generic):
-                read = _CellReader(cell, index)
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
                 self._refuse(inner, x)
-        self._finish.append(cell.finish)
+        self._values.append(cell.finish)
 
-    def _add_array(self, path: Path, x: Any, sharding, read, write, kind=None) -> None:
+    def _add_array(
+        self,
+        path: Path,
+        x: jax.Array | jax.ShapeDtypeStruct,
+        sharding: jax.sharding.Sharding | None,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        kind: type | None = None,
+    ) -> None:
         key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
         dtype = _key_impl(x) if key else np.dtype(x.dtype).name
         self.entries.append(
             Entry(path, KEY if key else ARRAY, tuple(x.shape), dtype, read, write, kind, sharding)
         )
 
-    def _refuse(self, path: Path, x: Any) -> None:
+    def _refuse(self, path: Path, x: object) -> None:
         kind = f"{type(x).__module__}.{type(x).__name__}"
         dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
-        self._refused.append(f"{join_path(path)}: {kind}{dtype}")
+        self._unsupported.append(f"{join_path(path)}: {kind}{dtype}")
 
-    def _is_known(self, x: Any, path: Path) -> bool:
+    def _is_known(self, x: object, path: Path) -> bool:
+        """Whether an object was found before; if so, records its other name."""
+        # Wrappers of one Keras variable are created again at each access: the variable counts.
         x = getattr(x, "checkpoint_identity", x)
         known = self._seen.setdefault(id(x), join_path(path))
-        self._keep.append(x)
+        self._alive.append(x)
         if known != join_path(path):
             self.aliases[join_path(path)] = known
             return True
@@ -250,14 +287,14 @@ class Entries:
 
 
 class Container:
-    """What has objects by name, as a `Checkpoint` has."""
+    """A base class for objects that contain others by name, such as `Checkpoint`."""
 
     def checkpoint_objects(self) -> dict[str, Any]:
-        """The objects, by name."""
+        """Returns the objects, by name."""
         raise TypeError(f"{type(self).__name__} must define checkpoint_objects().")
 
     def replace_object(self, name: str, x: Any) -> None:
-        """Takes another object for this name."""
+        """Stores a restored object under a name."""
         setattr(self, name, x)
 
 
@@ -265,23 +302,27 @@ def find_entries(container: Container) -> Entries:
     """Returns the entries of all objects of a container.
 
     Raises:
-        TypeError: As `Entries`.
+        TypeError: Same as in `Entries`.
     """
     return Entries(container.checkpoint_objects(), container.replace_object)
 
 
-def has_state(x: Any) -> bool:
-    """Whether `x` says and takes its position, as iterators do."""
+# These look at the type. Attributes of an object may be created on access: `nnx.Rngs` has a stream
+# for any name.
+
+
+def has_state(x: object) -> bool:
+    """Whether `x` has a position that can be read and set, such as an iterator."""
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
 
 
-def has_array(x: Any) -> bool:
-    """Whether `x` gives and takes one array, as Variables do."""
+def has_array(x: object) -> bool:
+    """Whether `x` is an `ArrayHolder`."""
     return hasattr(type(x), "checkpoint_spec")
 
 
-def has_objects(x: Any) -> bool:
-    """Whether `x` says which objects it has, as containers do and tables of servers."""
+def has_objects(x: object) -> bool:
+    """Whether `x` contains other objects: a `Container`, or a table on servers."""
     return hasattr(type(x), "checkpoint_objects")
 
 
@@ -289,28 +330,34 @@ def _has_numbers(x: np.ndarray | np.generic) -> bool:
     return jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool
 
 
-def _key_impl(x: Any) -> str:
+def _key_impl(x: jax.Array | jax.ShapeDtypeStruct) -> str:
     if isinstance(x, jax.Array):
         return str(jax.random.key_impl(x))
-    found: list[str] = []
-    # Of an abstract key too, which `key_impl` itself refuses.
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), x)
-    return found[0]
+    # `key_impl` rejects an abstract key, but accepts the tracer of one.
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), x)
+    return names[0]
 
 
 def _describe_duplicates(names: Iterable[str]) -> list[str]:
-    """What is wrong with names that are there several times: one would overwrite the other."""
+    """Returns the problems of names that several objects have: one would overwrite the other."""
     counts = collections.Counter(names)
     return [f"{name}: {n} objects have this name" for name, n in counts.items() if n > 1]
 
 
-def _is_object(x: Any) -> bool:
+def _defer(write: Callable[[Any], None], later: list[Callable[[], None]]) -> Callable[[Any], None]:
+    """Returns a function that takes a value now, and appends the call that writes it to `later`."""
+    return lambda value: later.append(functools.partial(write, value))
+
+
+def _is_object(x: object) -> bool:
     is_nnx = isinstance(x, nnx_contents.OBJECT_TYPES)
     return is_nnx or has_array(x) or has_objects(x) or has_state(x) or library_objects.is_known(x)
 
 
-def key_name(key: Any) -> str:
-    """The name of one step of a path in a tree, of JAX's `KeyPath`."""
+def key_name(key: object) -> str:
+    """Returns the name of one key of JAX's `KeyPath`."""
+    # Each class of keys of JAX has one of these attributes; a user's class may have none.
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -319,67 +366,20 @@ def key_name(key: Any) -> str:
 
 @dataclasses.dataclass
 class _Cell:
-    """A tree that is replaced as a whole."""
+    """The leaves of a tree that is replaced as a whole, when all of them have been written."""
 
     leaves: list[Any]
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     replace: Callable[[Any], None] | None
     changed: bool = False
+
+    def write(self, index: int, value: Any) -> None:
+        self.leaves[index] = value
+        self.changed = True
+
+    def write_scalar(self, index: int, value: Any) -> None:
+        self.write(index, np.asarray(value)[()])
 
     def finish(self) -> None:
         if self.changed and self.replace is not None:
             self.replace(self.treedef.unflatten(self.leaves))
-
-
-@dataclasses.dataclass
-class _CellReader:
-    cell: _Cell
-    index: int
-
-    def __call__(self) -> Any:
-        return self.cell.leaves[self.index]
-
-
-@dataclasses.dataclass
-class _CellWriter:
-    cell: _Cell
-    index: int
-
-    def __call__(self, value: Any) -> None:
-        self.cell.leaves[self.index] = value
-        self.cell.changed = True
-
-
-@dataclasses.dataclass
-class _ScalarWriter(_CellWriter):
-    def __call__(self, value: Any) -> None:
-        super().__call__(np.asarray(value)[()])
-
-
-@dataclasses.dataclass
-class _DeferredWriter:
-    """Takes a value, and hands it on when all have been taken."""
-
-    hand_on: Callable[[Any], None]
-    later: list[Callable[[], None]]
-
-    def __call__(self, value: Any) -> None:
-        self.later.append(lambda: self.hand_on(value))
-
-
-@dataclasses.dataclass
-class _ObjectReplacer:
-    replace: Callable[[str, Any], None]
-    name: str
-
-    def __call__(self, x: Any) -> None:
-        self.replace(self.name, x)
-
-
-@dataclasses.dataclass
-class _NnxWriter:
-    binding: nnx_binding.Binding
-    index: int
-
-    def __call__(self, value: Any) -> None:
-        self.binding.write_value(self.index, value)

@@ -1,6 +1,4 @@
-"""Values of entries: what to read for one, and how it comes to its place."""
-
-from typing import Any
+"""Converts between values as they are stored and values as the objects have them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +10,13 @@ from tpudist.lowering import placement
 
 
 def target(entry: Entry) -> jax.ShapeDtypeStruct:
-    """What to read for an entry: shape, dtype and sharding, if it is to have one."""
+    """Returns the shape, dtype and sharding with which to read the value of an entry."""
     shape, dtype, sharding = entry.shape, entry.dtype, entry.sharding
     if entry.kind == entries.KEY:
         impl = jax.random.key(0, impl=dtype)
         shape, dtype = (*shape, *jax.random.key_data(impl).shape), "uint32"
+    # An array that only this process has was saved as a NumPy array; Orbax cannot read it into a
+    # sharding that the other processes do not know.
     if sharding is not None and jax.process_count() > 1 and sharding.is_fully_addressable:
         sharding = None
     if entry.on_host:
@@ -24,10 +24,15 @@ def target(entry: Entry) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
 
-def place(entry: Entry, value: Any, *, again: bool = False) -> Any:
-    """A value that was read, as the entry has it: on its devices, and of its kind.
+def place(
+    entry: Entry, value: jax.Array | np.ndarray, *, again: bool = False
+) -> jax.Array | np.ndarray:
+    """Returns a stored value as its entry has it: on its devices, and keys as keys.
 
-    With `again` it is a copy, since another entry has the value itself.
+    Args:
+        entry: Entry of the value.
+        value: Value that was read.
+        again: Whether another entry has got this value already, so that this one needs a copy.
     """
     if entry.on_host:
         return np.array(value) if again else value
@@ -41,8 +46,8 @@ def place(entry: Entry, value: Any, *, again: bool = False) -> Any:
     return value
 
 
-def empty(entry: Entry) -> Any:
-    """The value of an entry without elements."""
+def empty(entry: Entry) -> jax.Array | np.ndarray:
+    """Returns the value of an entry without elements, which is not stored."""
     if entry.on_host:
         return np.zeros(entry.shape, np.dtype(entry.dtype))
     value = np.zeros(target(entry).shape, target(entry).dtype)

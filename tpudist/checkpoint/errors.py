@@ -1,4 +1,4 @@
-"""The error of checkpoints."""
+"""The error that checkpoints raise."""
 
 
 class CheckpointError(RuntimeError):

@@ -1,4 +1,14 @@
-"""The files of a checkpoint, and how one of ours is known."""
+"""Reads the JSON of a checkpoint, which describes everything in it except the arrays.
+
+    {"format": 1, "step": 7, "time": 1764340000.5, "metrics": {"loss": 0.5}, "notes": {},
+     "aliases": {"decoder.w": "encoder.w"},
+     "leaves": {"encoder.w": {"kind": "array", "shape": [3, 4], "dtype": "float32",
+                              "path": ["encoder", "w"]},
+                "step": {"kind": "value", "shape": [], "dtype": "int", "value": 7}}}
+
+A checkpoint is a directory with this JSON (`tpudist/metadata`), Orbax's item with the arrays
+(`state/`), and the manifest with checksums.
+"""
 
 import json
 from typing import Any
@@ -7,21 +17,21 @@ from etils import epath
 
 from tpudist.checkpoint.errors import CheckpointError
 
-ARRAYS, CONTENTS = "state", "tpudist"  # the items of a step, in Orbax's words
+ARRAYS, CONTENTS = "state", "tpudist"  # the two items of a step, which are directories
 FORMAT = 1
 _JSON_FILE = "metadata"
 
 
 def read_contents(path: epath.Path) -> Any:
-    """The JSON of a step."""
+    """Returns the JSON of a step, unchecked."""
     return json.loads((path / CONTENTS / _JSON_FILE).read_text())
 
 
 def read_valid_contents(path: epath.Path) -> dict[str, Any]:
-    """The JSON of a step that is to be restored.
+    """Returns the JSON of a step, after checking that everything needed to restore is in it.
 
     Raises:
-        CheckpointError: It cannot be read, or lacks a part, so that nothing can be restored.
+        CheckpointError: If it cannot be read, or lacks a part.
     """
     try:
         contents = read_contents(path)
@@ -39,7 +49,7 @@ def read_valid_contents(path: epath.Path) -> dict[str, Any]:
 
 
 def read_notes(path: epath.Path) -> dict[str, int]:
-    """What else was noted in a step."""
+    """Returns the notes of a step."""
     return dict(read_valid_contents(path).get("notes", {})) if is_ours(path) else {}
 
 

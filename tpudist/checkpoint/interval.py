@@ -1,19 +1,19 @@
-"""Counting steps: the number of a checkpoint, and whether it is time for one."""
+"""Decides by a counter of steps whether it is time for a checkpoint."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
+from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 
 
-def as_int(x: Any) -> int | None:
-    """A whole number of any kind, also an array or a Variable, as a Python int; else None.
+def as_int(x: object) -> int | None:
+    """Returns a whole number, array `[]` or Variable as a Python int; None for other objects.
 
     Raises:
-        CheckpointError: It has been donated.
+        CheckpointError: If `x` is an array that was donated.
     """
     if isinstance(x, bool) or x is None:
         return None
@@ -26,24 +26,23 @@ def as_int(x: Any) -> int | None:
         value = np.asarray(x)
     except TypeError:
         return None
-    whole = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
-    return int(value) if whole else None
+    is_integer = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
+    return int(value) if is_integer else None
 
 
 class Interval:
-    """How many steps there are at least from one save to the next."""
+    """The minimum number of steps from one save to the next.
 
-    def __init__(self, num_steps: int | None, counter: Any, checkpoint: Any):
-        """An interval of `num_steps`, or none.
+    Args:
+        num_steps: Number of steps, at least 1; None if every save is allowed.
+        counter: Variable or number that counts steps; None for the `step` of `checkpoint`.
+        checkpoint: The checkpoint that is saved.
 
-        Args:
-            num_steps: From 1.
-            counter: What counts; None for the `step` of `checkpoint`.
-            checkpoint: A Checkpoint.
+    Raises:
+        ValueError: If `num_steps` is out of range, or there is no counter.
+    """
 
-        Raises:
-            ValueError: The number is out of range, or nothing counts.
-        """
+    def __init__(self, num_steps: int | None, counter: object, checkpoint: Container):
         self.num_steps = num_steps
         self._counter = counter
         self._checkpoint = checkpoint
@@ -62,18 +61,24 @@ class Interval:
             )
 
     def is_over(self, latest: Callable[[], int | None]) -> bool:
-        """Whether it is time; `latest` gives the newest step, for the first save of a program."""
+        """Whether it is time for a save.
+
+        Args:
+            latest: Called without arguments before the first save of a program; returns the number
+                of the newest checkpoint.
+        """
         if self.num_steps is None:
             return True
-        now, last = self._current_step(), self._last
+        current, last = self._current_step(), self._last
         if last is None and self._counter is None:
             last = latest()
-        return last is None or now is None or now - last >= self.num_steps
+        return last is None or current is None or current - last >= self.num_steps
 
     def begin(self) -> None:
-        """Counts from now on."""
+        """Starts to count at the current step."""
         self._last = self._current_step()
 
     def _current_step(self) -> int | None:
         counter = self._counter
+        # `step` is an attribute that the user may have given to the checkpoint.
         return as_int(getattr(self._checkpoint, "step", None) if counter is None else counter)

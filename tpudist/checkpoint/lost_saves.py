@@ -1,4 +1,4 @@
-"""The exit code of a program whose last checkpoint was lost after its last call.
+"""Makes a program exit with code 120 if its last checkpoint failed and no call raised the error.
 
 A save that fails in the background is raised by the next call. If no call follows, the program
 would end with code 0, and a supervisor would take the run for complete.
@@ -10,31 +10,31 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
+# Directory -> failure of the last save to it, unless a call raised it or a later save succeeded.
 _lost: dict[str, str] = {}
-"""The failure of the last save to each directory, unless a call raised it or a later one worked."""
 
 
 def note(directory: str, failure: str) -> None:
-    """Notes that the last save to `directory` has failed."""
+    """Records that the last save to `directory` failed."""
     _lost[directory] = failure
 
 
 def forget(directory: str) -> None:
-    """Forgets the failure: there is a newer checkpoint."""
+    """Forgets a failure, because a newer checkpoint exists."""
     _lost.pop(directory, None)
 
 
 def forget_raised(directory: str) -> None:
-    """Forgets the failure, which a call raises; unless it is an exit handler that calls."""
+    """Forgets a failure that a call raises, except in an exit handler, where nobody sees it."""
     if not _is_exiting():
         forget(directory)
 
 
 @contextlib.contextmanager
 def note_at_exit(directory: str) -> Iterator[None]:
-    """Notes an exception of the block in an exit handler, where it has no effect."""
+    """Records an exception of the block if an exit handler runs it, where it has no effect."""
     try:
         yield
     except BaseException as error:
@@ -44,11 +44,11 @@ def note_at_exit(directory: str) -> Iterator[None]:
 
 
 def _is_exiting() -> bool:
-    return not threading.main_thread().is_alive()
+    return not threading.main_thread().is_alive()  # exit handlers run after its end
 
 
 def _report() -> None:
-    """At the end of the program, when all threads have ended."""
+    """Prints the failures and sets the exit code, at the end of the program."""
     if not _lost or sys.stderr is None:
         return
     has_failed = hasattr(sys, "last_value")  # an exception has ended the program
@@ -64,25 +64,25 @@ def _report() -> None:
         sys.stderr = _FailingStream(sys.stderr)
 
 
+# An exit handler cannot set the exit code: an exception in it has no effect, and `os._exit` would
+# skip later exit handlers, such as JAX's, which shuts it down. But Python exits with code 120 if
+# it cannot flush a standard stream at the very end. So this stream fails that one flush, and works
+# as before for all Python code.
 class _FailingStream:
-    """A stream that cannot be flushed at the very end, for which Python exits with code 120.
-
-    `os._exit` would skip later exit handlers, such as the one that shuts JAX down, and an exception
-    here has no effect. Python code sees the stream as it was.
-    """
-
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flushes the stream; fails for Python itself, which no frame of Python calls."""
+        """Flushes the stream; raises if the interpreter itself calls it, from no Python frame."""
         self._stream.flush()
         frame = inspect.currentframe()
         if frame is not None and frame.f_back is None:
             raise OSError("a checkpoint was lost")
 
 
-atexit.register(_report)  # when this is imported: handlers that may still save run before it
+# Handlers run in reverse order, so those that a program registers after the import, and which may
+# still save, run before this one.
+atexit.register(_report)

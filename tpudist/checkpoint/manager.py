@@ -1,9 +1,11 @@
-"""CheckpointManager: saves a state every so often, and finds the newest one that is whole."""
+"""CheckpointManager: the checkpoints of one run in a directory, saved in the background."""
 
 import dataclasses
+import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import read_notes
 from tpudist.checkpoint.interval import Interval, as_int
 from tpudist.checkpoint.one_save import Barrier
-from tpudist.checkpoint.restore_match import RestoreReport
+from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import Saver, finish_other
@@ -45,16 +47,43 @@ class CheckpointManager:
 
     All processes must create the same managers and call the same methods in the same order. Mirrors
     `tf.train.CheckpointManager`, but numbers are steps, and saves run in the background.
+
+    The first save creates `directory`.
+
+    Args:
+        checkpoint: A `Checkpoint` or `TrainState`.
+        directory: Local path, or a path in an object store that Orbax supports, such as
+            `gs://bucket/run`. All processes must see the same files in it.
+        max_to_keep: Number of recent checkpoints to keep; None keeps all.
+        keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
+            also kept.
+        checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
+        step_counter: Counter of steps for `checkpoint_interval`: a Variable or any number; by
+            default the `step` of the checkpoint.
+        checkpoint_interval: Minimum number of steps from one save to the next.
+        init_fn: Called without arguments by `restore_or_initialize` if no checkpoint exists.
+        keep_period: Number of steps. Checkpoints whose number is a multiple of it are also
+            kept.
+        best: Name of a metric passed to `save`, and `"min"` or `"max"`. The best checkpoint by
+            this metric is also kept.
+        asynchronous: Whether `save` returns as soon as the state has been copied.
+        timeout_s: Maximum seconds for one save, including waiting for other processes.
+
+    Raises:
+        TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
+            a path.
+        ValueError: If a number is out of range, or `checkpoint_interval` has no step counter.
+        CheckpointError: If `directory` is a file.
     """
 
     def __init__(
         self,
         checkpoint: Container,
-        directory: Any,
+        directory: str | os.PathLike,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str | None = None,
-        step_counter: Any = None,
+        step_counter: object = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
         *,
@@ -63,33 +92,6 @@ class CheckpointManager:
         asynchronous: bool = True,
         timeout_s: float = TIMEOUT_S,
     ):
-        """Creates a manager of `checkpoint`. The first save creates `directory`.
-
-        Args:
-            checkpoint: A `Checkpoint` or `TrainState`.
-            directory: Local path, or a path in an object store that Orbax supports, such as
-                `gs://bucket/run`. All processes must see the same files in it.
-            max_to_keep: Number of recent checkpoints to keep; None keeps all.
-            keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
-                also kept.
-            checkpoint_name: For `tf.train.CheckpointManager`: checkpoints are named by numbers.
-            step_counter: Counter of steps for `checkpoint_interval`: a Variable or any number; by
-                default the `step` of the checkpoint.
-            checkpoint_interval: Minimum number of steps from one save to the next.
-            init_fn: Called without arguments by `restore_or_initialize` if no checkpoint exists.
-            keep_period: Number of steps. Checkpoints whose number is a multiple of it are also
-                kept.
-            best: Name of a metric passed to `save`, and `"min"` or `"max"`. The best checkpoint by
-                this metric is also kept.
-            asynchronous: Whether `save` returns as soon as the state has been copied.
-            timeout_s: Maximum seconds for one save, including waiting for other processes.
-
-        Raises:
-            TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
-                a path.
-            ValueError: If a number is out of range, or `checkpoint_interval` has no step counter.
-            CheckpointError: If `directory` is a file.
-        """
         if not isinstance(checkpoint, Container):
             raise TypeError(
                 f"CheckpointManager(checkpoint={type(checkpoint).__name__}): checkpoint must be a "
@@ -108,7 +110,7 @@ class CheckpointManager:
         self.checkpoint_interval = checkpoint_interval
         self._interval = Interval(checkpoint_interval, step_counter, checkpoint)
         self.restored: RestoreReport | None = None
-        # Saved beside the objects, and restored if there: a program without them is none the worse.
+        # Saved with the objects, and restored if the checkpoint has them.
         self.notes: dict[str, int] = {}
         self._init_fn = init_fn
         self._asynchronous = asynchronous
@@ -129,11 +131,14 @@ class CheckpointManager:
             Barrier(f"checkpoint/{number}/writing"),
             timeout_s,
         )
+        # Whether this process left no partial files in the directory. False at first, because an
+        # earlier program may have left some.
         self._is_clean = False
         self._is_open = True
-        self._lock = threading.RLock()  # for programs that save from a thread of theirs too
+        # For programs that also save from another thread.
+        self._lock = threading.RLock()
 
-    # What there is.
+    # Existing checkpoints.
 
     @property
     def directory(self) -> str:
@@ -182,7 +187,7 @@ class CheckpointManager:
         self,
         checkpoint_number: int | None = None,
         check_interval: bool = True,
-        options: Any = None,
+        options: object = None,
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
@@ -221,7 +226,7 @@ class CheckpointManager:
         at_exit = lost_saves.note_at_exit(self.directory)
         with self._lock, goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
             self.wait()
-            # Whatever is wrong with the objects is said before anything is changed on the disk.
+            # Objects that cannot be saved raise before anything on the disk changes.
             step = self._number(checkpoint_number)
             found = entries.find_entries(self.checkpoint)
             arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
@@ -231,7 +236,7 @@ class CheckpointManager:
                 newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
                 refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
             self._prepare(step)
-            self._is_clean = False  # until it has begun, or if that is broken off
+            self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
             self._saver.begin(step, arrays, contents)
             self._is_clean = True
             self._interval.begin()
@@ -271,7 +276,12 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
             return
@@ -282,11 +292,11 @@ class CheckpointManager:
             warnings.warn(str(failure), stacklevel=2)
 
     def _prepare(self, step: int) -> None:
-        """Makes room for a new step; in all processes the same comes of it."""
+        """Prepares the directory for a new step; all processes succeed, or all raise."""
         self._history.require_same_step(step)
         finish_other(self.directory)
-        # One process touches the directory. What goes wrong there is told to all before any raises
-        # it: raised in one alone, the others would wait for that one.
+        # Only process 0 changes the directory. Its error goes to all processes before any raises:
+        # if only process 0 raised, the others would wait for it in the save.
         problem = ""
         if jax.process_index() == 0:
             try:
@@ -306,15 +316,15 @@ class CheckpointManager:
     def _agree_on_latest(self) -> int | None:
         return self._history.agree(self.latest_step)
 
-    def _number(self, asked: Any) -> int:
-        if asked is None:
-            asked = getattr(self.checkpoint, "step", None)
-        if asked is None:
+    def _number(self, requested: int | None) -> int:
+        # `step` is an attribute that the user may have given to the checkpoint.
+        counter = getattr(self.checkpoint, "step", None) if requested is None else requested
+        if counter is None:
             return (self._agree_on_latest() or 0) + 1
-        number = as_int(asked)
+        number = as_int(counter)
         if number is None or number < 0:
             raise ValueError(
-                f"save(checkpoint_number={shorten(asked)}): checkpoint_number must be a whole "
+                f"save(checkpoint_number={shorten(counter)}): checkpoint_number must be a whole "
                 f"number of at least 0."
             )
         return number
@@ -345,8 +355,8 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
-        only: str | type | Sequence[str | type] | None = None,
-        exclude: str | type | Sequence[str | type] = (),
+        only: Selector | None = None,
+        exclude: Selector = (),
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
         verify: bool = True,
@@ -385,17 +395,20 @@ class CheckpointManager:
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
         found = entries.find_entries(self.checkpoint)
-        parts = {"only": only, "exclude": exclude, "rename": rename, "cast": cast}
+        selection = Selection(only, exclude, rename, cast)
         chosen, skipped = self._history.choose(step, verify=verify)
         path = self._files.step(chosen)
         try:
             notes = read_notes(path)
-            report = restore(found, chosen, path, **parts)
+            report = restore(found, chosen, path, selection)
         except Exception:
             if jax.process_count() > 1 or path.exists():
                 raise
-            # The program that trains has removed it meanwhile, and has newer ones.
-            return self.restore(step, verify=verify, **parts)
+            # The program that trains has removed it in the meantime, and has saved newer ones, so
+            # this ends. Several processes cannot decide this each on its own.
+            return self.restore(
+                step, only=only, exclude=exclude, rename=rename, cast=cast, verify=verify
+            )
         goodput.note("restore", path=str(path))
         self.notes = notes
         self.restored = dataclasses.replace(report, skipped=skipped)
@@ -413,5 +426,6 @@ class CheckpointManager:
             )
 
 
-def _seconds(hours: Any) -> Any:
+def _seconds(hours: float | None) -> float | None:
+    # `Retention` rejects other types with a message.
     return hours * 3600 if isinstance(hours, int | float) else hours

@@ -1,11 +1,16 @@
-"""Checksums of a step's files, so that no bit can change unnoticed.
+"""Writes and verifies the manifest of a step: checksums that detect any changed bit.
 
-The manifest is written into the step's temporary directory before the step counts as there: a step
-that has been committed has one. It holds the size and CRC-32 of each file, and a CRC-32 of itself.
+The manifest is written into the step's temporary directory before the commit, so every committed
+step has one. It contains the size and the CRC-32 of each file, and in a second line the CRC-32 of
+its own first line:
 
-Orbax touches two files after it: `commit_success.txt`, which says that the step is complete, and
-`_CHECKPOINT_METADATA`, which gets the time of the commit. Of the first we want that it is there, of
-the second the checksum of all but that time. Nothing of either is used to restore.
+    {"format": 1, "files": {"state/...": [1024, "0a1b2c3d"], ...}, "metadata": "4e5f6a7b"}
+    8c9d0e1f
+
+Orbax changes two files after the manifest: `commit_success.txt`, which marks a complete step, and
+`_CHECKPOINT_METADATA`, to which it adds the time of the commit. The first must exist and begin as
+Orbax writes it; of the second, everything except that time has a checksum. Neither is used to
+restore.
 """
 
 import concurrent.futures
@@ -21,19 +26,19 @@ from etils import epath
 FILE = "tpudist_manifest.json"
 _COMMITTED, _COMMITTED_TEXT = "commit_success.txt", "Checkpoint commit was successful to "
 _METADATA, _METADATA_LATER = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs"
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22  # 4 MiB: zlib and reads release the GIL for chunks of this size
 _NUM_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is wrong with one file of a step."""
+    """A problem of one file of a step."""
 
     file: str
-    what: str
+    description: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
+        return f"{self.file}: {self.description}"
 
 
 def write(path: epath.Path) -> None:
@@ -58,6 +63,7 @@ def write(path: epath.Path) -> None:
     with (path / FILE).open("wb") as file:
         file.write(text)
         file.flush()
+        # The rename that commits the step must not reach the disk before the manifest.
         if not is_remote(path):
             os.fsync(file.fileno())
 
@@ -68,12 +74,12 @@ def exists(path: epath.Path) -> bool:
 
 
 def verify(path: epath.Path, share: int = 0, num_shares: int = 1) -> list[Problem]:
-    """Reads the files of a step, and says which are not what was written; an empty list is good.
+    """Reads the files of a step and returns their problems; an empty list if it is intact.
 
     Args:
-        path: The step.
-        share: Which share of the files to read, where several processes take a share each.
-        num_shares: Of how many.
+        path: Directory of the step.
+        share: Index of the share of the files to read, from 0. Each process reads one share.
+        num_shares: Number of shares.
     """
     try:
         manifest = _read_manifest((path / FILE).read_bytes())
@@ -84,16 +90,16 @@ def verify(path: epath.Path, share: int = 0, num_shares: int = 1) -> list[Proble
     except ValueError as error:
         return [Problem(FILE, str(error))]
     files: dict[str, Any] = manifest["files"]
-    mine = _share(files, share, num_shares)
+    names = _share(files, share, num_shares)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = [x for x in pool.map(lambda name: _check(path, name, *files[name]), mine) if x]
+        problems = [x for x in pool.map(lambda name: _check(path, name, *files[name]), names) if x]
     if share == 0:
-        found += _check_later_files(path, manifest["metadata"])
-    return found
+        problems += _check_later_files(path, manifest["metadata"])
+    return problems
 
 
-def is_remote(path: Any) -> bool:
-    """Whether this is no local path, but one such as `gs://bucket/run`."""
+def is_remote(path: str | os.PathLike) -> bool:
+    """Whether a path is in an object store, such as `gs://bucket/run`."""
     return "://" in os.fspath(path)
 
 
@@ -105,7 +111,7 @@ def _read_manifest(text: bytes) -> dict[str, Any]:
 
 
 def _share(files: dict[str, Any], share: int, num_shares: int) -> Sequence[str]:
-    """The files of one process: largest first, each to the one with the least to read so far."""
+    """Returns the files of one share: largest first, each to the share with the fewest bytes."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
@@ -145,7 +151,7 @@ def _check_later_files(path: epath.Path, checksum: str) -> Iterable[Problem]:
 
 
 def _metadata_checksum(text: bytes) -> str:
-    """That of all but the time of the commit, however it is laid out."""
+    """Returns the checksum of all keys except the time of the commit, whatever the layout."""
     known = json.loads(text)
     if not isinstance(known, dict):
         raise ValueError("no dict")

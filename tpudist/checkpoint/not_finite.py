@@ -1,7 +1,6 @@
-"""Looks for NaN and infinities in a state, on the devices that hold it."""
+"""Finds NaN and infinities in a state, on the devices that have it."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,15 @@ import numpy as np
 from tpudist.lowering import placement
 
 
-def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays that hold a NaN or an infinity.
+def find_not_finite(arrays: Mapping[str, jax.Array | np.ndarray]) -> list[str]:
+    """Returns the names of the arrays that contain NaN or infinities.
 
-    Cost: one program for each set of devices, as a rule one, which reads every float once; of what
-    several devices hold alike, one of them reads. Several processes must ask for the same arrays.
+    All processes must call it with the same arrays.
+
+    Cost: one program for each set of devices, usually one, which reads every float once. An array
+    that several devices have is read by one of them.
     """
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[Hashable, dict[str, jax.Array]] = {}
     bad: set[str] = set()
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.size == 0:
@@ -27,7 +28,7 @@ def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:
             continue
         x = x.addressable_data(0) if x.is_fully_replicated else x
         groups.setdefault(_group_key(x.sharding), {})[name] = x
-    # All are dispatched before any is waited for: the groups' devices work side by side.
+    # All programs start before the first result is read, so that the groups' devices work at once.
     with placement.without_mesh():
         pending = [(list(group), _are_finite(list(group.values()))) for group in groups.values()]
     for names, finite in pending:
@@ -35,8 +36,8 @@ def find_not_finite(arrays: Mapping[str, Any]) -> list[str]:
     return [name for name in arrays if name in bad]
 
 
-def _group_key(sharding: jax.sharding.Sharding) -> Any:
-    """What the shardings of arrays must agree on to be arguments of one program."""
+def _group_key(sharding: jax.sharding.Sharding) -> Hashable:
+    """Returns a key that is equal for arrays that may be arguments of one program."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return sharding.mesh
     return frozenset(sharding.device_set)
@@ -48,5 +49,5 @@ def _are_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """Eight-bit floats have no comparisons of their own."""
+    # XLA has no comparisons of eight-bit floats.
     return x if x.dtype.itemsize > 1 else x.astype(jnp.float32)

@@ -1,21 +1,22 @@
-"""Numbers of a checkpoint: Python's, NumPy's and arrays without dims restore into each other."""
+"""Converts between Python numbers, NumPy numbers and arrays `[]` when they are restored."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tpudist.checkpoint.entries import ARRAY, VALUE, Entry, describe
 from tpudist.checkpoint.errors import CheckpointError
 
 _KINDS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
-# The dtypes of Python's own numbers in NumPy. Any other dtype of a float was a choice.
+# The dtypes that Python numbers get in NumPy. Any other dtype of a float was chosen by somebody.
 _DEFAULTS = ("float", "float64", "complex128")
 
 
 def needs_conversion(entry: Entry, saved: Mapping[str, Any]) -> bool:
-    """Returns whether a saved number becomes one of another type, as `int32[]` becomes `int`.
+    """Returns whether a saved number has another type than its entry, such as `int32[]` and `int`.
 
     Both must be booleans, integers, floats or complex. Floats also need the same dtype, unless one
     is a Python float or a float64: rounding a float32 to a bfloat16 needs `cast=True`.
@@ -30,7 +31,7 @@ def needs_conversion(entry: Entry, saved: Mapping[str, Any]) -> bool:
     return kind in (bool, int) or entry.dtype in _DEFAULTS or saved["dtype"] in _DEFAULTS
 
 
-def convert(entry: Entry, saved: Mapping[str, Any], value: Any) -> Any:
+def convert(entry: Entry, saved: Mapping[str, Any], value: ArrayLike) -> object:
     """Returns a saved number as the type of `entry`: a Python number, or a NumPy array `[]`.
 
     Raises:

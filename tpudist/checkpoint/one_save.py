@@ -1,6 +1,9 @@
-"""One save, from the copy in memory to the commit, and what becomes of it if it fails."""
+"""One save in the background, from the copy in memory to the commit, and its failure.
 
-import concurrent.futures.thread  # so that its hook comes before ours, and runs after it
+The order of events on the disk is described in `arrays.Writer`.
+"""
+
+import concurrent.futures.thread  # registers its hook before ours, so it runs after ours
 import threading
 from collections.abc import Callable
 
@@ -13,12 +16,18 @@ _unfinished: "set[Save]" = set()
 
 
 class Save:
-    """A save that goes on in the background.
+    """A save that runs in the background.
+
+    Args:
+        step: Number of the step.
+        directory: Directory of the step.
+        wait: Called in a thread; returns when the step is committed, and raises if it fails.
+        after: Called in the same thread with the error of `wait`, or None.
 
     Attributes:
-        step: Its number.
-        error: Why it failed, once it has.
-        was_told: Whether somebody has been warned of that.
+        step: Number of the step.
+        error: Error of the save, after it has failed.
+        is_reported: Whether a warning or an exception has reported the error.
     """
 
     def __init__(
@@ -28,17 +37,9 @@ class Save:
         wait: Callable[[], None],
         after: Callable[[BaseException | None], None],
     ):
-        """Waits in a thread for the write to end.
-
-        Args:
-            step: Its number.
-            directory: Directory of the step.
-            wait: Returns when the step is committed, and raises if it will not be.
-            after: Called then, in the same thread, with what was raised.
-        """
         self.step = step
         self.error: BaseException | None = None
-        self.was_told = False
+        self.is_reported = False
         self._directory = directory
         self._wait = wait
         self._after = after
@@ -66,65 +67,67 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Waits until it has ended."""
+        """Waits until it has ended, with or without an error."""
         self._thread.join()
 
 
 def _finish_all() -> None:
-    """When the program ends without having waited: later, no thread could start another one."""
     for save in list(_unfinished):
         save.join()
 
 
-# No public hook runs before Python stops its thread pools, which Orbax writes with. Python 3.12.0
-# and 3.12.1 start no thread any more when it runs: `lost_saves` reports a save that fails.
+# A program may end while a save runs. Exit handlers run too late for it: Python has then stopped
+# its thread pools, with which Orbax writes, and no thread can start another one. No public hook
+# runs before that. In Python 3.12.0 and 3.12.1 no thread can start when this hook runs, either;
+# then `lost_saves` reports the save.
 getattr(threading, "_register_atexit", lambda _: None)(_finish_all)
 assert concurrent.futures.thread
 
 
 class Barrier:
-    """Where the background threads of all processes wait for each other, twice in each save.
+    """A barrier for the background threads of all processes, which they meet twice in each save.
 
-    One whose part failed says so here, and all fail with its words: nobody waits for it.
+    A process whose part failed sends its error in place of the next barrier. Then all processes
+    raise it, and nobody waits for a process that does not come.
+
+    Args:
+        name: Name of the barrier, the same in all processes and unique in the run.
     """
 
     def __init__(self, name: str):
-        """All processes use the same name, and no other barrier has it."""
         self._channel = Channel(name)
         self._rounds = 0
-        self._someone_is_missing = False
+        self._is_process_missing = False
 
     def __call__(self, key: str, timeout_ms: int) -> None:
-        """Waits for the others. As Orbax calls it."""
+        """Waits for the other processes; Orbax calls it."""
         self._rounds += 1
-        self._someone_is_missing = True
+        self._is_process_missing = True  # until the exchange returns without a timeout
         answers = self._channel.exchange("", timeout_s=timeout_ms / 1000)
-        self._someone_is_missing = False
-        self._raise_others(answers)
-
-    def finish_round(self, error: BaseException | None) -> None:
-        """Called when a save has ended: tells those who wait that it has failed here."""
-        # What went wrong is said in place of the barrier that the others are at, or come to. Not
-        # after the last one, when nobody waits any more; nor where somebody did not come to one: to
-        # wait for them again would take as long again.
-        failed_here = error is not None and not isinstance(error, FailedElsewhere)
-        others_wait = self._rounds < _ROUNDS and not self._someone_is_missing
-        if failed_here and others_wait and jax.process_count() > 1:
-            self._channel.exchange(f"{type(error).__name__}: {error}", timeout_s=TIMEOUT_S)
-        self._rounds = 0
-
-    def _raise_others(self, answers: list[str]) -> None:
+        self._is_process_missing = False
         failed = [f"process {i}: {answer}" for i, answer in enumerate(answers) if answer]
         if failed:
             raise FailedElsewhere("; ".join(failed))
 
+    def finish_round(self, error: BaseException | None) -> None:
+        """Ends a save, and sends its error to the processes that wait in the barrier."""
+        # The rounds of a channel must stay in step, so a failed process takes part in the one round
+        # that the others are in, or will come to. There is none after the second round. And if a
+        # process was missing in a round, it would be missing again: that would take a second
+        # timeout.
+        failed_here = error is not None and not isinstance(error, FailedElsewhere)
+        others_wait = self._rounds < _ROUNDS and not self._is_process_missing
+        if failed_here and others_wait and jax.process_count() > 1:
+            self._channel.exchange(f"{type(error).__name__}: {error}", timeout_s=TIMEOUT_S)
+        self._rounds = 0
 
-_ROUNDS = 2  # all has been written; process 0 has committed it
+
+_ROUNDS = 2  # all files are written; process 0 has committed the step
 
 
 class FailedElsewhere(RuntimeError):
-    """Another process could not do its part."""
+    """The save failed in another process."""

@@ -1,13 +1,21 @@
-"""Checkpoints at paths that the program names, as `tf.train.Checkpoint` writes and reads them.
+"""Writes and reads checkpoints at paths that the program chooses, as `tf.train.Checkpoint` does.
 
 They have the format of a manager's steps. A new checkpoint replaces an old one only when it is
-complete: it is written to `PATH.new` and then renamed.
+complete. Paths of a replacement, and what a crash after each step leaves:
+
+    1. write PATH.new.orbax-checkpoint-tmp   the old checkpoint
+    2. rename it to PATH.new (commit)        both: the next save or restore finishes the replacement
+    3. rename PATH to PATH.orbax-...-tmp     only PATH.new, which `restore` finds
+    4. rename PATH.new to PATH               the new checkpoint
+    5. delete PATH.orbax-...-tmp
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from tpudist.checkpoint import entries, manifest
@@ -16,7 +24,7 @@ from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
 from tpudist.checkpoint.one_save import Barrier
-from tpudist.checkpoint.restore_match import RestoreReport
+from tpudist.checkpoint.restore_match import RestoreReport, Selection
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
 from tpudist.checkpoint.saves_in_order import finish_other, make_failure
 from tpudist.checkpoint.steps_on_disk import agree, find_problems, require_same
@@ -29,22 +37,22 @@ _names = generations.Numbers()
 
 def write_at(
     checkpoint: Container,
-    path: Any,
+    path: str | os.PathLike,
     number: int,
     *,
     notes: dict[str, int],
     allow_nan: bool,
     on_written: Callable[[epath.Path], None] | None = None,
 ) -> None:
-    """Writes the objects of `checkpoint` to `path`; returns when all is there, in all processes.
+    """Writes the objects of `checkpoint` to `path`; returns in all processes when it is committed.
 
     Args:
-        checkpoint: The objects.
+        checkpoint: Container of the objects.
         path: Path of the checkpoint.
         number: Number of the checkpoint.
-        notes: Numbers to keep with it.
-        allow_nan: Whether arrays may hold NaN or infinities.
-        on_written: Called in process 0 with the path, when the checkpoint is there.
+        notes: Numbers to store with it.
+        allow_nan: Whether arrays may contain NaN or infinities.
+        on_written: Called in process 0 with the path, after the checkpoint is committed.
 
     Raises:
         CheckpointError: If something else is at `path`, it cannot be written, or a value cannot
@@ -62,8 +70,19 @@ def write_at(
     place, problem = agree(_prepare(target), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
-    place = epath.Path(place)
+    _write(target, epath.Path(place), arrays, contents)
+    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
+    if problem:
+        raise CheckpointError(problem)
 
+
+def _write(
+    target: epath.Path,
+    place: epath.Path,
+    arrays: Mapping[entries.Path, jax.Array | np.ndarray],
+    contents: Mapping[str, Any],
+) -> None:
+    """Writes to `place`, which is `target` or `PATH.new`; returns after the commit."""
     from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
 
     is_remote = manifest.is_remote(place)
@@ -87,22 +106,23 @@ def write_at(
         raise make_failure(f"{target} could not be written", error, "") from error
     finally:
         writer.close()
-    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
-    if problem:
-        raise CheckpointError(problem)
 
 
 def read_at(
-    checkpoint: Container, path: Any, *, verify: bool, **parts: Any
+    checkpoint: Container,
+    path: str | os.PathLike | None,
+    selection: Selection,
+    *,
+    verify: bool,
 ) -> tuple[RestoreReport | None, dict[str, int]]:
     """Restores the objects of `checkpoint` from `path`.
 
     Returns:
-        The report, and the notes of the checkpoint. If `path` is None: None, and no notes.
+        The report, and the notes of the checkpoint. None and no notes if `path` is None.
 
     Raises:
-        CheckpointError: If no whole checkpoint is at `path`, it does not fit the objects, or
-            processes name different paths.
+        CheckpointError: If no intact checkpoint is at `path`, it does not match the objects, or
+            processes pass different paths.
     """
     target = None if path is None else _resolve(path)
     channel = Channel(f"checkpoint/path/{next(_names)}")
@@ -119,21 +139,21 @@ def read_at(
         raise CheckpointError(problem)
     number = read_valid_contents(place)["step"] if is_ours(place) else 0
     notes = read_notes(place)
-    return restore(entries.find_entries(checkpoint), number, place, **parts), notes
+    return restore(entries.find_entries(checkpoint), number, place, selection), notes
 
 
-def is_whole(path: epath.Path) -> bool:
-    """Returns whether a checkpoint of tpudist is at `path`, or was to replace one there."""
+def is_complete(path: epath.Path) -> bool:
+    """Returns whether a checkpoint of tpudist is at `path`, or at `path.new` after a crash."""
     return is_ours(path) or is_ours(_new(path))
 
 
-def _resolve(path: Any) -> epath.Path:
-    """The path, absolute where it is local."""
+def _resolve(path: str | os.PathLike) -> epath.Path:
+    """Returns the path; a local one is made absolute."""
     return Directory(path).path
 
 
 def _prepare(target: epath.Path) -> tuple[str, str]:
-    """Returns in process 0 the path to write to, and the problem with it or ""."""
+    """Returns the path to write to, and its problem or ""; two empty texts except in process 0."""
     if jax.process_index():
         return "", ""
     try:
@@ -161,7 +181,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
 
 
 def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
-    """Puts a new checkpoint in its place, in process 0; returns the problem or ""."""
+    """Moves a new checkpoint to its path, in process 0; returns the problem or ""."""
     if jax.process_index():
         return ""
     try:
@@ -174,7 +194,7 @@ def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None)
 
 
 def _locate(target: epath.Path) -> tuple[str, str]:
-    """Returns in process 0 the path of the checkpoint, and the problem with it or ""."""
+    """Returns the path of a checkpoint, and its problem or ""; empty texts except in process 0."""
     if jax.process_index():
         return "", ""
     if target.is_dir():
@@ -186,20 +206,18 @@ def _locate(target: epath.Path) -> tuple[str, str]:
         )
     if is_ours(_new(target)):  # the program was killed between two renames
         return str(_new(target)), ""
-    found = _list_checkpoints(target.parent)
+    names = _list_checkpoints(target.parent)
     others = (
-        f"{target.parent} contains: {', '.join(found)}"
-        if found
+        f"{target.parent} contains: {', '.join(names)}"
+        if names
         else f"{target.parent} contains none"
     )
     return "", f"The checkpoint {target} does not exist. {others}."
 
 
 def _finish_replacement(target: epath.Path) -> None:
-    """Puts a checkpoint that was written to replace another one in its place, if there is one.
-
-    A kill loses neither: `PATH.new` has its name only when complete, and the old one goes then.
-    """
+    """Does steps 3 to 5 of a replacement, if `PATH.new` exists."""
+    # `PATH.new` gets its name in the commit, so it is complete, and the old one may go.
     new = _new(target)
     if manifest.is_remote(target) or not new.exists():
         return

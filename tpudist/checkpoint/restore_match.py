@@ -1,10 +1,10 @@
-"""What of a checkpoint goes where: compares it with the objects before anything is read."""
+"""Pairs the values of a checkpoint with the values of objects by name, before anything is read."""
 
 import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tpudist.checkpoint import entries, numbers
 from tpudist.checkpoint.entries import ARRAY, KEY, VALUE, Entry, describe
@@ -35,20 +35,58 @@ class RestoreReport:
 
     def __str__(self) -> str:
         lines = [f"Restored {len(self.restored)} values of step {self.step} from {self.path}."]
-        for what, names in (
+        for title, names in (
             ("Damaged, so skipped", self.skipped),
             ("Converted to another dtype", self.cast),
             ("Not restored, left unchanged", self.not_restored),
             ("Only in the checkpoint", self.left_in_checkpoint),
         ):
             if names:
-                lines += [f"{what} ({len(names)}):", *(f"  {name}" for name in names)]
+                lines += [f"{title} ({len(names)}):", *(f"  {name}" for name in names)]
         return "\n".join(lines)
+
+
+Selector: TypeAlias = str | type | Sequence[str | type]
+"""Names, patterns with `*`, or types of NNX Variables; see `CheckpointManager.restore`."""
+
+Leaf: TypeAlias = Mapping[str, Any]
+"""Description of a stored value: `kind`, `shape` and `dtype`, and its value or its path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The values to restore, and how names and dtypes may differ.
+
+    Attributes:
+        only: Values of the objects to restore; None for all.
+        exclude: Values of the objects that are not restored.
+        rename: Names or patterns in the checkpoint -> names in the objects.
+        cast: Whether arrays may have other dtypes.
+        partial: Whether a name may be missing on either side, when everything is restored.
+    """
+
+    only: Selector | None = None
+    exclude: Selector = ()
+    rename: Mapping[str, str] | None = None
+    cast: bool = False
+    partial: bool = False
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether to restore all values of the objects."""
+        return self.only is None and not self.exclude
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Which entry gets which value of the checkpoint."""
+    """The result of `match`.
+
+    Attributes:
+        pairs: Each entry that is restored, with the name of its value in the checkpoint.
+        not_restored: Names of the other entries.
+        left_in_checkpoint: Names of the other values of the checkpoint.
+        cast: Names of the entries whose values are converted, with both dtypes.
+    """
 
     pairs: list[tuple[Entry, str]]
     not_restored: tuple[str, ...]
@@ -58,116 +96,119 @@ class Match:
 
 def match(
     found: entries.Entries,
-    saved: Mapping[str, Mapping[str, Any]],
+    saved: Mapping[str, Leaf],
     aliases: Mapping[str, str],
     path: str,
-    *,
-    only: str | type | Sequence[str | type] | None = None,
-    exclude: str | type | Sequence[str | type] = (),
-    rename: Mapping[str, str] | None = None,
-    cast: bool = False,
-    partial: bool = False,
+    selection: Selection = Selection(),
 ) -> Match:
-    """Pairs the entries of objects with what is in a checkpoint.
+    """Pairs the entries of objects with the values of a checkpoint.
 
     Args:
-        found: The objects.
-        saved: What the checkpoint has, by name: `kind`, `shape` and `dtype` of each.
-        aliases: Other names in the checkpoint.
-        path: Of the checkpoint, for the error.
-        only: Which entries to restore; see `CheckpointManager.restore`.
-        exclude: Which of them not to.
-        rename: From names in the checkpoint to names in the objects.
-        cast: Whether arrays may have another dtype.
-        partial: Whether to pair the names that both have, if all are to be restored.
+        found: Entries of the objects.
+        saved: Name of each value of the checkpoint -> its description.
+        aliases: Other names in the checkpoint -> names in `saved`.
+        path: Path of the checkpoint, for the error.
+        selection: The values to restore.
 
     Raises:
-        CheckpointError: Something does not fit; lists all of it.
-        ValueError: If a pattern and its new name have another number of `*`.
+        CheckpointError: If anything does not match; lists all differences.
+        ValueError: If a pattern and its new name have different numbers of `*`.
     """
-    only = [only] if isinstance(only, str | type) else only
-    exclude = [exclude] if isinstance(exclude, str | type) else exclude
-    renaming = _Renames(rename or {})
+    only, exclude = _as_list(selection.only), _as_list(selection.exclude) or ()
+    renaming = _Renames(selection.rename or {})
     by_name, ambiguous = _rename_all((*aliases, *saved), renaming, aliases)
-    asked = [x for x in found.entries if _is_chosen(x, only, exclude)]
+    selected = [x for x in found.entries if _is_selected(x, only, exclude)]
     problems = [
-        f"rename: the checkpoint has no such name: {name}" for name in renaming.list_unused()
+        *renaming.list_problems(),
+        *_list_unused([*(only or ()), *exclude], found.entries),
     ]
-    problems += [
-        f"the objects have nothing of this {'type' if isinstance(x, type) else 'name'}: {x}"
-        for x in (*(only or ()), *exclude)
-        if not any(_covers(x, entry) for entry in found.entries)
-    ]
-    everything = only is None and not exclude
-    partial = partial and everything
+    partial = selection.partial and selection.is_everything
     pairs, casts, used = [], [], set()
-    for entry in asked:
-        old = by_name.get(entry.name)
+    for entry in selected:
+        name = by_name.get(entry.name)
         if entry.name in ambiguous:
             problems.append(f"several names are renamed to {entry.name}: {ambiguous[entry.name]}")
             continue
-        if old is None:
-            of_replicas = _describe_replicas(entry, by_name, saved)
-            if of_replicas or not partial:
-                problems.append(of_replicas or f"missing in the checkpoint: {entry}")
+        if name is None:
+            replicas = _describe_replicas(entry, by_name, saved)
+            if replicas or not partial:
+                problems.append(replicas or f"missing in the checkpoint: {entry}")
             continue
-        used.add(old)
-        known = saved[old]
-        difference = _difference(entry.fit(known["shape"]), known, cast)
+        used.add(name)
+        leaf = saved[name]
+        difference = _difference(entry.fit(leaf["shape"]), leaf, selection.cast)
         if difference:
             problems.append(difference)
             continue
-        pairs.append((entry.fit(known["shape"]), old))
-        if known["dtype"] != entry.dtype:
-            casts.append(f"{entry.name}: {known['dtype']} to {entry.dtype}")
+        pairs.append((entry.fit(leaf["shape"]), name))
+        if leaf["dtype"] != entry.dtype:
+            casts.append(f"{entry.name}: {leaf['dtype']} to {entry.dtype}")
     left = [
         f"{name} {describe(x['kind'], x['shape'], x['dtype'])}"
         for name, x in saved.items()
         if name not in used
     ]
-    if everything and not partial:
+    if selection.is_everything and not partial:
         problems += [f"in the checkpoint, but not in the objects: {x}" for x in left]
-    if partial and asked and not pairs and not problems:
+    if partial and selected and not pairs and not problems:
         problems = [f"no name in common; the checkpoint has: {', '.join(left) or 'nothing'}"]
     if problems:
-        listed = "\n".join(f"  {x}" for x in problems)
-        raise CheckpointError(
-            f"The checkpoint {path} does not match the objects:\n{listed}\nNothing was restored. "
-            f"Create objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
-            f"with names, patterns or NNX types, rename={{name in the checkpoint: name here}}, "
-            f"cast=True for other dtypes."
-        )
-    chosen = {entry.name for entry, _ in pairs}
-    not_restored = tuple(str(x) for x in found.entries if x.name not in chosen)
+        raise _mismatch_error(path, problems)
+    restored = {entry.name for entry, _ in pairs}
+    not_restored = tuple(str(x) for x in found.entries if x.name not in restored)
     return Match(pairs, not_restored, tuple(left), tuple(casts))
 
 
-def _difference(entry: Entry, known: Mapping[str, Any], cast: bool) -> str | None:
-    there = describe(known["kind"], known["shape"], known["dtype"])
+def _mismatch_error(path: str, problems: Iterable[str]) -> CheckpointError:
+    listed = "\n".join(f"  {x}" for x in problems)
+    return CheckpointError(
+        f"The checkpoint {path} does not match the objects:\n{listed}\nNothing was restored. "
+        f"Create objects like the saved ones, or restore a part: only=[...] or exclude=[...] "
+        f"with names, patterns or NNX types, rename={{name in the checkpoint: name here}}, "
+        f"cast=True for other dtypes."
+    )
+
+
+def _list_unused(selectors: Iterable[str | type], found: Sequence[Entry]) -> list[str]:
+    return [
+        f"the objects have nothing of this {'type' if isinstance(x, type) else 'name'}: {x}"
+        for x in selectors
+        if not any(_covers(x, entry) for entry in found)
+    ]
+
+
+def _as_list(selector: Selector | None) -> Sequence[str | type] | None:
+    return [selector] if isinstance(selector, str | type) else selector
+
+
+def _difference(entry: Entry, leaf: Leaf, cast: bool) -> str | None:
+    there = describe(leaf["kind"], leaf["shape"], leaf["dtype"])
     here = describe(entry.kind, entry.shape, entry.dtype)
-    if numbers.needs_conversion(entry, known):
+    if numbers.needs_conversion(entry, leaf):
         return None
-    fits = known["kind"] == entry.kind
+    fits = leaf["kind"] == entry.kind
     if entry.kind in (ARRAY, KEY):
-        fits = fits and tuple(known["shape"]) == entry.shape
-    if entry.kind in (ARRAY, KEY, VALUE) and known["dtype"] != entry.dtype:
+        fits = fits and tuple(leaf["shape"]) == entry.shape
+    if entry.kind in (ARRAY, KEY, VALUE) and leaf["dtype"] != entry.dtype:
         fits = fits and cast and entry.kind == ARRAY
     if fits:
         return None
-    what = "is another" if there == here else f"is {here} in the objects, {there}"
-    return f"{entry.name} {what} in the checkpoint"
+    # Two kinds may have the same short description.
+    problem = "is another" if there == here else f"is {here} in the objects, {there}"
+    return f"{entry.name} {problem} in the checkpoint"
 
 
 def _describe_replicas(
-    entry: Entry, by_name: Mapping[str, str], saved: Mapping[str, Mapping[str, Any]]
+    entry: Entry, by_name: Mapping[str, str], saved: Mapping[str, Leaf]
 ) -> str | None:
-    """What is wrong if the checkpoint has a value of each replica, and the objects one for all."""
-    known = saved.get(by_name.get(f"{entry.name}.0", ""))
-    if known is None or known["kind"] != entry.kind or known["dtype"] != entry.dtype:
+    """Describes a value that the checkpoint has once for each replica, and the objects once."""
+    # Such values are saved as one array `[replica, ...]` with the name `<name>.0`.
+    leaf = saved.get(by_name.get(f"{entry.name}.0", ""))
+    if leaf is None or leaf["kind"] != entry.kind or leaf["dtype"] != entry.dtype:
         return None
-    if tuple(known["shape"][1:]) != entry.shape or not known["shape"]:
+    if tuple(leaf["shape"][1:]) != entry.shape or not leaf["shape"]:
         return None
-    n = known["shape"][0]
+    n = leaf["shape"][0]
     return (
         f"{entry} is one value in the objects, but {n} values in the checkpoint. If they belong "
         f"to {n} replicas (aggregation='none'), call the step once with {n} replicas before you "
@@ -176,22 +217,20 @@ def _describe_replicas(
     )
 
 
-def _is_chosen(
+def _is_selected(
     entry: Entry, only: Sequence[str | type] | None, exclude: Collection[str | type]
 ) -> bool:
-    chosen = only is None or any(_covers(x, entry) for x in only)
-    return chosen and not any(_covers(x, entry) for x in exclude)
+    included = only is None or any(_covers(x, entry) for x in only)
+    return included and not any(_covers(x, entry) for x in exclude)
 
 
-def _covers(what: str | type, entry: Entry) -> bool:
-    if isinstance(what, type):
-        return entry.variable_type is not None and issubclass(entry.variable_type, what)
-    return _is_below(entry.name, what)
-
-
-def _is_below(name: str, prefix: str) -> bool:
-    exact = _is_exactly_below(name, prefix)
-    return exact or ("*" in prefix and _pattern(prefix).fullmatch(name) is not None)
+def _covers(selector: str | type, entry: Entry) -> bool:
+    """Whether an entry is below a name, matches a pattern, or belongs to a type of Variables."""
+    if isinstance(selector, type):
+        return entry.variable_type is not None and issubclass(entry.variable_type, selector)
+    if _is_exactly_below(entry.name, selector):
+        return True
+    return "*" in selector and _pattern(selector).fullmatch(entry.name) is not None
 
 
 def _is_exactly_below(name: str, prefix: str) -> bool:
@@ -200,7 +239,7 @@ def _is_exactly_below(name: str, prefix: str) -> bool:
 
 @functools.cache
 def _pattern(text: str) -> re.Pattern[str]:
-    """Matches a name, or one above it, where each `*` stands for as few characters as possible."""
+    """Returns a regex for a name and everything below it; each `*` is as short as possible."""
     parts = [re.escape(part) for part in re.split(r"\*+", text)]
     return re.compile(f"{'(.*?)'.join(parts)}(?P<below>\\..*)?", re.DOTALL)
 
@@ -208,11 +247,9 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _rename_all(
     names: Iterable[str], renaming: "_Renames", aliases: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Under the name it has in the objects: what it is called in the checkpoint.
-
-    A name that is renamed goes before one that has been called so already. The second dict has
-    what several are renamed to, with these.
-    """
+    """Returns new names -> names in `saved`, and ambiguous new names -> the names that share it."""
+    # A renamed name replaces a value that has the new name in the checkpoint, in either order. Two
+    # renamed names conflict, unless they are names of one value.
     by_name: dict[str, str] = {}
     renamed: dict[str, str] = {}
     ambiguous: dict[str, str] = {}
@@ -228,13 +265,10 @@ def _rename_all(
 
 
 class _Renames:
-    """New names for those that begin with one of the old ones; the longest of these counts.
-
-    A `*` in an old name stands for any text, and the one in the new name for the same text. Names
-    without it go first.
-    """
+    """Maps names in the checkpoint to names in the objects, and records which rules were used."""
 
     def __init__(self, rename: Mapping[str, str]):
+        # The first rule that fits wins: names before patterns, and longer ones before shorter ones.
         self._rename = sorted(rename.items(), key=lambda pair: ("*" in pair[0], -len(pair[0])))
         self._used: set[str] = set()
 
@@ -249,8 +283,10 @@ class _Renames:
                 return _fill(old, new, found.groups()[:-1]) + (found["below"] or "")
         return name
 
-    def list_unused(self) -> Iterable[str]:
-        return [old for old, _ in self._rename if old not in self._used]
+    def list_problems(self) -> list[str]:
+        """Returns the problems of the rules that have not been used so far."""
+        unused = [old for old, _ in self._rename if old not in self._used]
+        return [f"rename: the checkpoint has no such name: {name}" for name in unused]
 
 
 def _fill(old: str, new: str, texts: Sequence[str]) -> str:

@@ -11,8 +11,11 @@ class RestoreStatus:
         checkpoint.restore(path).assert_consumed()
 
     Values that only the checkpoint or only the objects have are left unchanged. Without an
-    assertion or `expect_partial()` a warning names them when the status is released, as in
+    assertion or `expect_partial()`, a warning names them when the status is released, as in
     TensorFlow. Objects that are attached later are not restored: attach them first.
+
+    Args:
+        report: Report of the restore; None if no checkpoint was given.
 
     Attributes:
         report: Names of all values, restored or not; None if no checkpoint was given.
@@ -21,7 +24,6 @@ class RestoreStatus:
     """
 
     def __init__(self, report: RestoreReport | None):
-        """Stores a report, or None if no checkpoint was given."""
         self.report = report
         self._is_expected = report is None
 
@@ -51,14 +53,14 @@ class RestoreStatus:
         """Returns the status if any value was restored.
 
         Raises:
-            AssertionError: If none was, or there was no checkpoint; as in TensorFlow.
+            AssertionError: If no value was restored, or there was no checkpoint; as in TensorFlow.
         """
         if not self._require_report().restored:
             raise AssertionError("No value was restored, because the objects contain no values.")
         return self
 
     def expect_partial(self) -> "RestoreStatus":
-        """Returns the status, which no longer warns."""
+        """Returns the status, and disables its warning."""
         self._is_expected = True
         return self
 

@@ -1,23 +1,25 @@
-"""Which checkpoints are kept."""
+"""Decides which checkpoints to keep. It only computes; `saves_in_order` deletes the others."""
 
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from tpudist.options import shorten
 
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Rules of which each keeps some checkpoints; the rest are removed.
+    """Rules that each keep some checkpoints; checkpoints that no rule keeps are deleted.
 
     Attributes:
-        max_to_keep: So many of the newest; None for all.
-        keep_period: Those whose number is a multiple of this.
-        keep_every_s: One of every so many seconds.
-        best: A metric's name, and `min` or `max`: the best by it.
-        num_best: How many of the best.
+        max_to_keep: Number of recent checkpoints to keep; None for all.
+        keep_period: Number of steps; multiples of it are kept.
+        keep_every_s: Interval in seconds; one checkpoint of each interval is kept.
+        best: Name of a metric, and `min` or `max`: the best checkpoint by it is kept.
+        num_best: Number of best checkpoints to keep.
+
+    Raises:
+        ValueError: If a rule is out of range.
     """
 
     max_to_keep: int | None = 5
@@ -27,9 +29,12 @@ class Retention:
     num_best: int = 1
 
     def __post_init__(self):
-        """Refuses rules that cannot be followed."""
-        for name in ("max_to_keep", "keep_period", "num_best"):
-            value = getattr(self, name)
+        numbers = {
+            "max_to_keep": self.max_to_keep,
+            "keep_period": self.keep_period,
+            "num_best": self.num_best,
+        }
+        for name, value in numbers.items():
             wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
             if value is not None and wrong:
                 raise ValueError(
@@ -51,12 +56,12 @@ class Retention:
                     f"and 'min' or 'max', such as ('held_out_loss', 'min') or ('accuracy', 'max')."
                 )
 
-    def parse_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        """Metrics as Python numbers.
+    def parse_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        """Returns the metrics as Python numbers.
 
         Raises:
-            TypeError: They are no numbers by name.
-            ValueError: That which `best` goes by is missing.
+            TypeError: If `metrics` is not a dict of numbers.
+            ValueError: If the metric of `best` is missing.
         """
         try:
             numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
@@ -73,7 +78,7 @@ class Retention:
         return numbers
 
     def best_steps(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The best of these, best first; newer ones first among equals."""
+        """Returns the best steps, best first; of equal ones the newer first."""
         if self.best is None:
             return []
         name, mode = self.best
@@ -90,13 +95,13 @@ class Retention:
         metrics: Mapping[int, Mapping[str, float]],
         newest: int,
     ) -> list[int]:
-        """Those of `steps` that no rule keeps.
+        """Returns the steps that no rule keeps.
 
         Args:
-            steps: All there are.
-            times: When each was saved, in seconds.
-            metrics: Those of each, where there are any.
-            newest: The last one saved, which is kept whatever its number.
+            steps: Numbers of all checkpoints.
+            times: Number of a checkpoint -> time of its save, in seconds.
+            metrics: Number of a checkpoint -> its metrics, if it has any.
+            newest: Number of the last saved checkpoint, which is always kept.
         """
         ordered = sorted(steps)
         if self.max_to_keep is None:
@@ -106,7 +111,8 @@ class Retention:
         if self.keep_period is not None:
             keep |= {step for step in ordered if step % self.keep_period == 0}
         if self.keep_every_s is not None:
-            # From the oldest that is left, so that the same ones are chosen after each save.
+            # From the oldest that is left: it is kept, so each save starts at the same one, and
+            # no checkpoint that was kept once is deleted later.
             last = -math.inf
             for step in ordered:
                 if step in times and times[step] - last >= self.keep_every_s:

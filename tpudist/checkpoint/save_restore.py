@@ -1,4 +1,7 @@
-"""What a step holds besides its arrays, as JSON, and the way from objects to a step and back."""
+"""Converts objects to the contents of a step (arrays and JSON), and restores objects from a step.
+
+Does not know when to save or where, and in several processes each runs it for itself.
+"""
 
 import json
 import time
@@ -14,9 +17,10 @@ from tpudist.checkpoint import entry_values, not_finite, numbers, restore_match
 from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_valid_contents
-from tpudist.checkpoint.restore_match import RestoreReport
+from tpudist.checkpoint.restore_match import Leaf, Match, RestoreReport, Selection
 from tpudist.values import drift
 
+# Dtypes of NumPy and of ml_dtypes that TensorStore, Orbax's storage, does not have.
 _UNKNOWN_DTYPES = (
     "int1 uint1 uint2 uint4 float8_e4m3 float6_e2m3fn float6_e3m2fn longdouble clongdouble "
     "float96 float128 complex192 complex256"
@@ -25,15 +29,15 @@ _UNKNOWN_DTYPES = (
 
 def gather(
     found: Entries, step: int, metrics: Mapping[str, float]
-) -> tuple[dict[Path, Any], dict[str, Any]]:
-    """The arrays of a step by path, and all else, as JSON has it.
+) -> tuple[dict[Path, jax.Array | np.ndarray], dict[str, Any]]:
+    """Returns the arrays of a step by path, and everything else as JSON; see `format`.
 
     Raises:
-        CheckpointError: Arrays have been donated, or have no values yet; names all.
-        ValueError: An array differs between replicas since a call that did not reduce it.
-        TypeError: A state is no JSON, or a dtype cannot be stored.
+        CheckpointError: If arrays were donated, or have no values yet; names all of them.
+        ValueError: If an array differs between replicas since a call that did not reduce it.
+        TypeError: If a state is not JSON, or a dtype cannot be stored.
     """
-    arrays: dict[tuple[str, ...], Any] = {}
+    arrays: dict[Path, jax.Array | np.ndarray] = {}
     leaves: dict[str, dict[str, Any]] = {}
     gone, abstract = [], []
     for entry in found.entries:
@@ -74,49 +78,42 @@ def gather(
     }
 
 
-def refuse_not_finite(found: Entries, arrays: Mapping[Path, Any], step: int, good: str) -> None:
-    """Refuses to save a step with NaN or infinities.
+def refuse_not_finite(
+    found: Entries, arrays: Mapping[Path, jax.Array | np.ndarray], step: int, consequence: str
+) -> None:
+    """Raises if arrays of a step contain NaN or infinities.
+
+    Args:
+        found: Entries of the step.
+        arrays: Path of each array of the step -> the array.
+        step: Number of the step.
+        consequence: Sentence for the error that names the checkpoint that remains.
 
     Raises:
-        CheckpointError: Names the arrays, and says `good`: which checkpoint there is.
+        CheckpointError: If there are such arrays; names them.
     """
     values = {x.name: arrays[x.path] for x in found.entries if x.path in arrays}
     bad = not_finite.find_not_finite(values)
     if bad:
-        arrays_hold = "1 array contains" if len(bad) == 1 else f"{len(bad)} arrays contain"
+        arrays_contain = "1 array contains" if len(bad) == 1 else f"{len(bad)} arrays contain"
         raise CheckpointError(
-            f"Step {step} was not saved: {arrays_hold} NaN or infinities: {', '.join(bad)}. "
-            f"{good} To save this state anyway, pass allow_nan=True."
+            f"Step {step} was not saved: {arrays_contain} NaN or infinities: {', '.join(bad)}. "
+            f"{consequence} To save this state anyway, pass allow_nan=True."
         )
 
 
-def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreReport:
-    """Restores what `matching.match`, which takes `how`, pairs; all of it is read before.
+def restore(found: Entries, step: int, path: epath.Path, selection: Selection) -> RestoreReport:
+    """Restores the selected values of a step into objects.
 
     Raises:
-        CheckpointError: The step does not fit the objects.
+        CheckpointError: If the step does not match the objects, or cannot be read. The objects are
+            unchanged then.
     """
-    from tpudist.checkpoint.arrays import read_arrays  # Orbax takes a while to import
-
+    # Match, read, convert, write: every check that may fail comes before the first write.
     item, leaves, aliases = _describe(path)
-    match = restore_match.match(found, leaves, aliases, str(path), **how)
-    wanted: dict[Path, Any] = {}
-    for entry, name in match.pairs:
-        leaf = leaves[name]
-        if leaf["kind"] in (ARRAY, KEY) and 0 not in entry.shape:
-            target = entry_values.target(entry)
-            if numbers.needs_conversion(entry, leaf):
-                target = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
-            wanted.setdefault(tuple(leaf["path"]), target)
-    try:
-        values = read_arrays(item, wanted)
-    except Exception as error:  # Orbax raises whatever its reader of JSON or of arrays does
-        raise CheckpointError(
-            f"Cannot read the arrays of the checkpoint {path}, so nothing was restored "
-            f"({type(error).__name__}: {error}). If the storage works, the checkpoint is damaged: "
-            f"restore another checkpoint."
-        ) from error
-    converted = {  # before anything is written: a number may not fit
+    match = restore_match.match(found, leaves, aliases, str(path), selection)
+    values = _read_values(match, item, leaves, path)
+    converted: dict[str, Any] = {
         entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
         for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
         if numbers.needs_conversion(entry, leaf)
@@ -132,7 +129,8 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
         elif 0 in entry.shape:
             entry.write(entry_values.empty(entry))
         else:
-            # What was one array when it was saved may be two now, which are donated by themselves.
+            # Two objects that shared one array when it was saved may be separate now. Each gets an
+            # array of its own, because a step may donate one of them.
             again = name in used
             used.add(name)
             entry.write(entry_values.place(entry, values[tuple(leaf["path"])], again=again))
@@ -147,46 +145,72 @@ def restore(found: Entries, step: int, path: epath.Path, **how: Any) -> RestoreR
     )
 
 
-def _number_of(leaf: Mapping[str, Any], values: Mapping[Path, Any]) -> Any:
+def _read_values(
+    match: Match, item: epath.Path, leaves: Mapping[str, Leaf], path: epath.Path
+) -> dict[Path, Any]:
+    """Reads the arrays of all matched entries. An array without elements is not stored."""
+    from tpudist.checkpoint.arrays import read_arrays  # Orbax takes a while to import
+
+    specs: dict[Path, jax.ShapeDtypeStruct] = {}
+    for entry, name in match.pairs:
+        leaf = leaves[name]
+        if leaf["kind"] in (ARRAY, KEY) and 0 not in entry.shape:
+            spec = entry_values.target(entry)
+            if numbers.needs_conversion(entry, leaf):
+                spec = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
+            specs.setdefault(tuple(leaf["path"]), spec)
+    try:
+        return read_arrays(item, specs)
+    except Exception as error:  # Orbax passes on the errors of its readers of JSON and of arrays
+        raise CheckpointError(
+            f"Cannot read the arrays of the checkpoint {path}, so nothing was restored "
+            f"({type(error).__name__}: {error}). If the storage works, the checkpoint is damaged: "
+            f"restore another checkpoint."
+        ) from error
+
+
+def _number_of(leaf: Leaf, values: Mapping[Path, Any]) -> Any:
     return leaf["value"] if leaf["kind"] == VALUE else values[tuple(leaf["path"])]
 
 
 def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], dict[str, str]]:
-    """What a step holds: the path of its arrays, what there is by name, and other names."""
+    """Returns the directory of a step's arrays, its values by name, and their other names."""
     if is_ours(path):
         contents = read_valid_contents(path)
         return path / ARRAYS, contents["leaves"], contents["aliases"]
     from tpudist.checkpoint.arrays import foreign_item  # Orbax takes a while to import
 
-    item, found = foreign_item(path)
+    item, metadata = foreign_item(path)
     leaves = {
         join_path(name): {
             "kind": ARRAY,
+            # Orbax's metadata of a scalar has no shape.
             "shape": list(getattr(x, "shape", ())),
             "dtype": np.dtype(x.dtype).name,
             "path": list(name),
         }
-        for name, x in found.items()
+        for name, x in metadata.items()
     }
     return item, leaves, {}
 
 
-def _to_storable(entry: Entry, value: Any) -> Any:
-    """What Orbax gets: keys as numbers, and what only this process sees as a numpy array."""
-    if entry.kind == KEY:
+def _to_storable(
+    entry: Entry, value: jax.Array | np.ndarray | np.generic
+) -> jax.Array | np.ndarray:
+    """Returns the array that Orbax stores for a value: random keys as numbers."""
+    if entry.kind == KEY and isinstance(value, jax.Array):
         value = jax.random.key_data(value)
     _check_dtype(entry)
-    if isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1:
-        return np.asarray(value)
-    return np.asarray(value) if isinstance(value, np.generic) else value
+    # Orbax expects that the processes share each `jax.Array`. An array that only this process has
+    # must be a NumPy array; process 0 writes its own.
+    is_local = (
+        isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
+    )
+    return np.asarray(value) if is_local or isinstance(value, np.generic) else value
 
 
 def _check_dtype(entry: Entry) -> None:
-    """Refuses a dtype that the store does not have.
-
-    Raises:
-        TypeError: Such as `uint4`.
-    """
+    """Raises `TypeError` if the storage does not have the dtype, such as `uint4`."""
     if entry.kind == ARRAY and entry.dtype in _UNKNOWN_DTYPES:
         raise TypeError(
             f"'{entry.name}' is {entry}, and checkpoints cannot store arrays of dtype "
@@ -194,12 +218,12 @@ def _check_dtype(entry: Entry) -> None:
         )
 
 
-def _check_json(entry: Entry, value: Any) -> Any:
+def _check_json(entry: Entry, value: object) -> object:
     try:
         if json.loads(json.dumps(value)) != value:
             raise ValueError("it would not be restored unchanged")
     except (TypeError, ValueError) as error:
-        if value == value:
+        if value == value:  # False for nan, which JSON stores well, but which differs from itself
             raise TypeError(
                 f"get_state() of '{entry.name}' returned {value!r}, which JSON cannot store "
                 f"({error}). Use dicts with str keys, lists, str, int, float, bool and None."

@@ -1,11 +1,12 @@
-"""Writes one step after another in the background, and says what went wrong between two steps."""
+"""Saver: writes one step after another in the background, and reports the errors."""
 
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from tpudist import step_boundaries
 from tpudist.checkpoint import lost_saves, manifest
@@ -16,18 +17,30 @@ from tpudist.checkpoint.one_save import Barrier, Save
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.steps_on_disk import History
 
+if TYPE_CHECKING:
+    from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
+
+# Directory -> the save that writes to it. Two managers of one program may use one directory.
 _in_flight: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
 
 
 def finish_other(directory: str) -> None:
-    """Waits for what another manager of this program writes to `directory`, as if it were there."""
+    """Waits for a save of another manager of this program to `directory`; ignores its error."""
     other = _in_flight.get(directory)
     if other is not None:
         other.join()
 
 
 class Saver:
-    """The saves of one manager."""
+    """The saves of one manager, one at a time.
+
+    Args:
+        files: Directory of the steps.
+        history: Steps of the directory.
+        retention: Rules by which old steps are deleted after each save.
+        barrier: Barrier of the background threads of all processes.
+        timeout_s: Maximum seconds for one save.
+    """
 
     def __init__(
         self,
@@ -37,20 +50,24 @@ class Saver:
         barrier: Barrier,
         timeout_s: float,
     ):
-        """Into `files`, of which `retention` says what is kept when a step has been added."""
         self._files = files
         self._history = history
         self._retention = retention
         self._barrier = barrier
         self._timeout_s = timeout_s
-        self._writer: Any = None
+        self._writer: Writer | None = None
         self._save: Save | None = None
         self._step = -1
-        self._remarks: list[str] = []
-        self._is_listening = False
+        self._warnings: list[str] = []
+        self._is_registered = False
 
-    def begin(self, step: int, arrays: Mapping[Path, Any], contents: Mapping[str, Any]) -> None:
-        """Copies the arrays, and goes on in the background."""
+    def begin(
+        self,
+        step: int,
+        arrays: Mapping[Path, jax.Array | np.ndarray],
+        contents: Mapping[str, Any],
+    ) -> None:
+        """Copies the arrays, and starts to write them in the background."""
         if self._writer is None:
             from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
 
@@ -70,23 +87,25 @@ class Saver:
         directory, wait = str(self._files), self._writer.wait
         self._save = Save(step, directory, wait, lambda error: self._after_save(step, error))
         _in_flight[str(self._files)] = self._save
-        if not self._is_listening:
-            self._is_listening = True
+        # A failure is reported at the next boundary between two steps, even if the program never
+        # calls this manager again.
+        if not self._is_registered:
+            self._is_registered = True
             step_boundaries.register(self._warn)
 
     def check(self) -> None:
-        """Raises what went wrong in a save that has ended."""
+        """Raises the error of a save that has ended."""
         if self._save is not None and self._save.is_done:
             self._finish()
 
     def wait(self) -> None:
-        """Waits until the save that goes on has ended; raises what went wrong."""
+        """Waits until the running save has ended; raises its error."""
         if self._save is not None:
             self._save.join()
             self._finish()
 
     def close(self) -> None:
-        """Waits, and ends what runs in the background."""
+        """Waits, and ends the background threads."""
         try:
             self.wait()
         finally:
@@ -95,20 +114,22 @@ class Saver:
                 self._writer = None
 
     def _abandon(self) -> None:
-        """Lets go of a writer that was interrupted, which may go on with its step."""
+        """Gives up a writer that was interrupted: its threads may still write their step."""
         writer, self._writer = self._writer, None
+        if writer is None:
+            return
         try:
             writer.close()
-        except Exception:  # of the step that is given up
+        except Exception:  # an error of the step that is given up
             pass
 
     def _before_commit(self) -> None:
-        """In the background, in process 0, when all files have been written."""
+        """Runs in the background, in process 0, after all files are written."""
         manifest.write(self._files.path_to_write(self._step))
 
     def _after_save(self, step: int, error: BaseException | None) -> None:
-        """In the background, in every process, when a save has ended."""
-        self._barrier.finish_round(error)  # first: the others may be waiting for this process
+        """Runs in the background, in every process, after a save has ended."""
+        self._barrier.finish_round(error)  # first, because others may wait for this process
         if jax.process_index():
             return
         if error is not None:
@@ -120,18 +141,19 @@ class Saver:
             try:
                 self._files.remove(old)
             except OSError as error:
-                self._remarks.append(
+                self._warnings.append(
                     f"Could not delete the old checkpoint {self._files.step(old)}: {error}. It "
                     f"still uses disk space. Delete it manually."
                 )
 
     def _warn(self) -> None:
-        """Between two steps, and when a save has ended."""
-        while self._remarks:
-            warnings.warn(self._remarks.pop(), stacklevel=5)
+        """Issues warnings that arose in the background."""
+        # In the program's thread, where warning filters and the stack of the program apply.
+        while self._warnings:
+            warnings.warn(self._warnings.pop(), stacklevel=5)
         save = self._save
-        if save is not None and save.is_done and save.error is not None and not save.was_told:
-            save.was_told = True
+        if save is not None and save.is_done and save.error is not None and not save.is_reported:
+            save.is_reported = True
             warnings.warn(str(self._failure(save.step, save.error)), stacklevel=4)
 
     def _finish(self) -> None:
@@ -152,16 +174,21 @@ class Saver:
         return make_failure(f"of step {step} could not be saved to {self._files}", error, good)
 
 
-def make_failure(what: str, error: BaseException, good: str) -> CheckpointError:
-    """Returns the error of a checkpoint that was not written: `what` failed, and what is `good`."""
+def make_failure(problem: str, error: BaseException, remainder: str) -> CheckpointError:
+    """Returns the error of a checkpoint that was not written.
+
+    Args:
+        problem: Completes "The checkpoint ...".
+        error: Cause.
+        remainder: Sentence that names the last good checkpoint, or "".
+    """
     return CheckpointError(
-        f"The checkpoint {what}: {type(error).__name__}: {_shorten(error)}\n{good}The partial "
-        f"files of this checkpoint were deleted. Free disk space or repair the directory, then "
-        f"save again."
+        f"The checkpoint {problem}: {type(error).__name__}: {_shorten(error)}\n{remainder}The "
+        f"partial files of this checkpoint were deleted. Free disk space or repair the directory, "
+        f"then save again."
     )
 
 
 def _shorten(error: BaseException) -> str:
-    """Orbax quotes a whole source location after what happened."""
-    text = str(error)
+    text = str(error)  # Orbax appends a long source location
     return text if len(text) < 600 else f"{text[:600]}..."

@@ -1,4 +1,8 @@
-"""What checkpoints there are, and which of them are whole: every process finds the same."""
+"""Finds the steps of a directory and verifies them; all processes come to the same result.
+
+Each process may see the directory at another moment, so process 0's view counts (`agree`). The
+files are verified in shares, one for each process.
+"""
 
 import json
 import warnings
@@ -14,7 +18,7 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
 from tpudist.processes.coordination import Channel
 
-_OUTSIDE = 5  # stack levels from a warning to the caller of `restore_or_initialize`
+_OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restore_or_initialize`
 
 
 def agree(value: Any, channel: Channel, timeout_s: float) -> Any:
@@ -23,23 +27,29 @@ def agree(value: Any, channel: Channel, timeout_s: float) -> Any:
     return json.loads(answer)
 
 
-def require_same(value: Any, channel: Channel, timeout_s: float, what: str) -> None:
-    """Makes sure that all processes have the same value; `what` begins the error.
+def require_same(value: object, channel: Channel, timeout_s: float, difference: str) -> None:
+    """Checks that all processes have the same value.
+
+    Args:
+        value: Value of this process, compared as a text.
+        channel: Channel of the processes.
+        timeout_s: Seconds to wait for the others.
+        difference: Completes "Processes tried to ..." in the error.
 
     Raises:
-        CheckpointError: They do not; in all processes.
+        CheckpointError: In all processes, if the values differ.
     """
     values = channel.exchange(str(value), timeout_s=timeout_s)
     if len(set(values)) > 1:
         listed = ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
         raise CheckpointError(
-            f"Processes tried to {what} ({listed}). All processes save and restore a checkpoint "
-            f"together: pass the same value in all of them."
+            f"Processes tried to {difference} ({listed}). All processes save and restore a "
+            f"checkpoint together: pass the same value in all of them."
         )
 
 
 def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
-    """Returns why a checkpoint cannot be trusted, in all processes; an empty list is good."""
+    """Returns the problems of a checkpoint, in all processes; an empty list if it is intact."""
     foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
     if agree(foreign, channel, timeout_s):
         return [
@@ -50,8 +60,8 @@ def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[
 
 
 def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
-    found = manifest.verify(path, jax.process_index(), jax.process_count())
-    lines = [str(x) for x in found]
+    problems = manifest.verify(path, jax.process_index(), jax.process_count())
+    lines = [str(x) for x in problems]
     if jax.process_count() > 1:
         answers = channel.exchange(json.dumps(lines), timeout_s=timeout_s)
         lines = sorted({line for answer in answers for line in json.loads(answer)})
@@ -59,53 +69,62 @@ def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
 
 
 class History:
-    """The steps of a directory, as far as they can be trusted."""
+    """The steps of a directory, with their times, metrics and problems.
+
+    All processes must call the same methods in the same order.
+
+    Args:
+        files: The directory.
+        channel: Channel of the processes.
+        timeout_s: Seconds to wait for other processes.
+    """
 
     def __init__(self, files: Directory, channel: Channel, timeout_s: float):
-        """Of `files`; in several processes all ask the same, and talk over `channel`."""
         self._files = files
         self._channel = channel
         self._timeout_s = timeout_s
+        # Steps that failed verification -> their problems. They stay on the disk, and do not count,
+        # until the next save sets them aside: restoring must not change the directory.
         self._damaged: dict[int, list[str]] = {}
         self._facts: dict[int, dict[str, Any]] = {}
 
     def steps(self) -> list[int]:
-        """Those that are not known to be damaged, ascending."""
+        """Returns the numbers of the steps that are not known to be damaged, ascending."""
         return [step for step in self._files.steps() if step not in self._damaged]
 
     def latest(self) -> int | None:
-        """The highest of these."""
+        """Returns the highest of these numbers, or None."""
         return max(self.steps(), default=None)
 
     def agree(self, value: Any) -> Any:
-        """What process 0 has found: another may see a change in the directory before it."""
+        """Returns process 0's value: other processes may see a change in the directory earlier."""
         return agree(value, self._channel, self._timeout_s)
 
     def require_same_step(self, step: int) -> None:
-        """Makes sure that all processes are about to save the same step.
+        """Checks that all processes are about to save the same step.
 
         Raises:
-            CheckpointError: They are not; in all processes.
+            CheckpointError: In all processes, if they are not.
         """
-        what = f"save different steps to {self._files}"
-        require_same(f"step {step}", self._channel, self._timeout_s, what)
+        difference = f"save different steps to {self._files}"
+        require_same(f"step {step}", self._channel, self._timeout_s, difference)
 
-    # When they were saved, and their metrics.
+    # Times and metrics.
 
     def remember(self, step: int, contents: Mapping[str, Any]) -> None:
-        """Takes the facts of a step that is being saved."""
+        """Records the time and the metrics of a step that is being saved."""
         self._facts[step] = {"metrics": contents["metrics"], "time": contents["time"]}
 
     def forget(self, step: int) -> None:
-        """Of one that was not."""
+        """Forgets a step that was not saved."""
         self._facts.pop(step, None)
 
     def times(self) -> dict[int, float]:
-        """When each step was saved, in seconds, if it says so."""
+        """Returns the time at which each step was saved, in seconds, if it is known."""
         return {step: facts["time"] for step, facts in self._read_facts(self.steps())}
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """The metrics of each step, if it has them."""
+        """Returns the metrics of each step, if it has any."""
         return {step: facts["metrics"] for step, facts in self._read_facts(self.steps())}
 
     def _read_facts(self, steps: Iterable[int]) -> Iterable[tuple[int, dict[str, Any]]]:
@@ -118,37 +137,37 @@ class History:
             if self._facts[step]:
                 yield step, self._facts[step]
 
-    # Which are whole.
+    # Verification.
 
     def verify(self, step: int) -> list[str]:
-        """What is wrong with the files of a step; each process reads a share of them."""
+        """Returns the problems of a step's files; each process reads a share of them."""
         return _verify(self._files.step(step), self._channel, self._timeout_s)
 
-    def choose(self, asked: int | None, *, verify: bool) -> tuple[int, tuple[str, ...]]:
-        """The step asked for, or the newest; if it is damaged, the newest that is not.
+    def choose(self, requested: int | None, *, verify: bool) -> tuple[int, tuple[str, ...]]:
+        """Returns the requested step, or the newest intact one; warns of those it skipped.
 
         Returns:
-            The step, and what is wrong with those that were skipped, of which it warns.
+            The step, and the problems of the skipped steps.
 
         Raises:
-            CheckpointError: There is none, or none that is whole.
+            CheckpointError: If there is no such step, or it is damaged.
         """
-        what = f"restore different steps of {self._files}"
-        value = "the newest" if asked is None else f"step {asked}"
-        require_same(value, self._channel, self._timeout_s, what)
+        difference = f"restore different steps of {self._files}"
+        value = "the newest" if requested is None else f"step {requested}"
+        require_same(value, self._channel, self._timeout_s, difference)
         steps = self.agree(self._files.steps())
         if not steps:
             raise CheckpointError(
                 f"{self._files} contains no checkpoint to restore. Check the path, or call "
                 f"restore_or_initialize(), which starts from scratch if no checkpoint exists."
             )
-        if asked is not None and asked not in steps:
+        if requested is not None and requested not in steps:
             raise CheckpointError(
-                f"{self._files} contains no checkpoint of step {asked}. It contains steps "
+                f"{self._files} contains no checkpoint of step {requested}. It contains steps "
                 f"{', '.join(map(str, steps))}."
             )
         skipped: list[str] = []
-        for step in [asked] if asked is not None else reversed(steps):
+        for step in [requested] if requested is not None else reversed(steps):
             path = self._files.step(step)
             problems = find_problems(path, self._channel, self._timeout_s) if verify else []
             if not problems:
@@ -158,8 +177,10 @@ class History:
                         stacklevel=_OUTSIDE,
                     )
                 return step, tuple(skipped)
-            if step not in self.agree(self._files.steps()):  # its writer has removed it meanwhile
-                return self.choose(asked, verify=verify)
+            # The program that writes the directory may have deleted the step while it was read. It
+            # has saved newer ones then, so this ends.
+            if step not in self.agree(self._files.steps()):
+                return self.choose(requested, verify=verify)
             self._damaged[step] = problems
             listed = "\n".join(f"  {problem}" for problem in problems)
             skipped.append(f"The checkpoint {self._files.step(step)} is damaged:\n{listed}")
@@ -170,16 +191,14 @@ class History:
             f"scratch, use another directory."
         )
 
-    # What becomes of the damaged ones.
+    # Before a save.
 
     def make_room(self, step: int) -> None:
-        """Sets aside what is damaged and makes sure that a new step can be written.
-
-        In process 0 alone; the others `forget_damage` what it has set aside.
+        """Renames damaged steps, and checks that a new step can be written; only in process 0.
 
         Raises:
-            CheckpointError: There is a step of that number, or the directory cannot be written.
-            OSError: Neither can the damaged ones be renamed.
+            CheckpointError: If a step of that number exists, or the directory cannot be written.
+            OSError: If a damaged step cannot be renamed.
         """
         for damaged in [x for x in self._damaged if x in self._files.steps()]:
             self._files.set_aside(damaged)
@@ -191,5 +210,5 @@ class History:
         self._files.make(step)
 
     def forget_damage(self) -> None:
-        """Forgets which steps were damaged: they are no longer there."""
+        """Forgets the damaged steps, which process 0 has renamed."""
         self._damaged.clear()

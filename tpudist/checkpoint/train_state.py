@@ -18,6 +18,8 @@ class TrainState(Checkpoint):
     A `Checkpoint` with standard names for its attributes. `tf.distribute` has no counterpart.
     Flax's `TrainState` is a pytree; this one contains objects.
 
+    None stands for a missing object.
+
     Attributes:
         model: NNX module, or a pytree of parameters.
         optimizer: NNX optimizer, or its state as a pytree.
@@ -42,7 +44,6 @@ class TrainState(Checkpoint):
         rngs: Any = None,
         **more: Any,
     ):
-        """Creates a state of these objects; None stands for a missing object."""
         super().__init__(
             model=model, optimizer=optimizer, step=step, batches=batches, rngs=rngs, **more
         )

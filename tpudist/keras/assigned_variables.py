@@ -50,7 +50,7 @@ class AssignedVariable(Variable):
         self.shape, self.dtype = tuple(held.shape), held.dtype
         self.trainable, self.constraint = variable.trainable, None
         self.strategy, self.spec = strategy, None
-        self.on_read = self.is_of_closure = False
+        self.on_read = self.belongs_to_closure = False
         self.synchronization = VariableSynchronization.ON_WRITE
         self.aggregation = VariableAggregation[variable.aggregation.upper()]
         self._components = weakref.WeakValueDictionary()

@@ -262,7 +262,9 @@ class Replicator:
         rows: tuple = ()
         if not kinds.only_arrays:
             if kinds.objects:
-                binding = self.bindings.find([elements[i] for i in kinds.objects], careful=careful)
+                binding = self.bindings.find(
+                    [elements[i] for i in kinds.objects], compare_values=careful
+                )
             if kinds.per_replica:
                 groups, rows = row_groups.RowGroups.of([elements[i] for i in kinds.per_replica])
             step_key = (

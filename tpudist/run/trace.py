@@ -303,7 +303,7 @@ def place_collections(
             names = labels()
             known |= {i: names[leaves[k - call.inputs.num_nnx]] for i, k in returned.items()}
         if rules:
-            kinds = call.binding.kinds if call.binding is not None else ()
+            kinds = call.binding.types if call.binding is not None else ()
             given = [
                 *labels(),
                 *(kind.__name__ for kind in kinds),
@@ -394,6 +394,6 @@ def _make_starter(
                 "abstract here. Run the function once before, or use a constant initial value."
             )
         for variable, value in zip(found.computed, outputs, strict=True):
-            variable.start_with(value)
+            variable.initialize(value)
 
     return start

@@ -1,1 +1,1 @@
-"""What steps read and change."""
+"""State between steps: Variables, and the arrays of NNX objects."""

@@ -1,10 +1,8 @@
-"""How the replicas' values of a Variable become one: where it is assigned, and where it is read.
+"""Aggregates the replicas' values of a Variable, when it is assigned and when it is read.
 
-A mirrored variable aggregates what replicas assign; an ON_READ one its components, when it is read
-in cross-replica context, and what is assigned to it there is shared out among them.
+A mirrored variable aggregates the values that replicas assign. An ON_READ variable aggregates its
+components when it is read in cross-replica context; a value assigned there is split among them.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +19,21 @@ _NONE, _SUM, _FIRST = (VariableAggregation[x] for x in ("NONE", "SUM", "ONLY_FIR
 
 
 def aggregate_write(variable: VariableBase, value: jax.Array) -> jax.Array:
-    """What a mirrored variable becomes when each replica assigns its `value`, in a trace.
+    """Returns the new value of a mirrored variable to which each replica assigns its `value`.
+
+    Works in a trace only.
 
     Raises:
-        ValueError: Integers are to be averaged.
+        ValueError: If the aggregation is MEAN and the dtype is an integer.
     """
     if variable.aggregation is _NONE:
-        return value  # that it is equal everywhere is proven when the function has been traced
+        return value  # after the trace, `run` proves that it is equal on all replicas
     if variable.strategy.num_replicas_in_sync == 1:
         return value
     if variable.aggregation is _FIRST:
         return collectives.broadcast(value)
-    whole = not jnp.issubdtype(variable.dtype, jnp.inexact)
-    if variable.aggregation is VariableAggregation.MEAN and whole:
+    is_integer = not jnp.issubdtype(variable.dtype, jnp.inexact)
+    if variable.aggregation is VariableAggregation.MEAN and is_integer:
         raise ValueError(
             f"Variable '{variable.name}' has dtype {variable.dtype}, but its aggregation MEAN of "
             "the assigned values would not stay an integer. Use a floating dtype, or SUM."
@@ -43,7 +43,7 @@ def aggregate_write(variable: VariableBase, value: jax.Array) -> jax.Array:
 
 
 def aggregate_read(variable: VariableBase, local: jax.Array) -> jax.Array:
-    """What an ON_READ variable is in cross-replica context of a trace.
+    """Returns an ON_READ variable's value in cross-replica context of a trace.
 
     Args:
         variable: The variable.
@@ -54,7 +54,7 @@ def aggregate_read(variable: VariableBase, local: jax.Array) -> jax.Array:
 
 
 def aggregate_components(variable: VariableBase) -> jax.Array:
-    """What an ON_READ variable is in cross-replica context, out of all traces."""
+    """Returns an ON_READ variable's value in cross-replica context, outside of traces."""
     check_readable(variable)
     if variable.aggregation is _FIRST:
         return variable._value[0]
@@ -63,7 +63,7 @@ def aggregate_components(variable: VariableBase) -> jax.Array:
 
 
 def split_value(variable: VariableBase, value: jax.Array) -> jax.Array:
-    """This replica's component of what is assigned in cross-replica context of a trace."""
+    """Returns this replica's component of a value assigned in cross-replica context of a trace."""
     if variable.aggregation is not _SUM:
         return value
     shares = variable_value.shares(value, variable.strategy.num_replicas_in_sync)
@@ -76,7 +76,7 @@ def is_readable(variable: VariableBase) -> bool:
 
 
 def check_readable(variable: VariableBase) -> None:
-    """Refuses to read an ON_READ variable without aggregation in cross-replica context."""
+    """Raises `ValueError` for an ON_READ variable with aggregation NONE."""
     if not is_readable(variable):
         raise ValueError(
             f"ON_READ variable '{variable.name}' was read in cross-replica context, but its "
@@ -85,12 +85,12 @@ def check_readable(variable: VariableBase) -> None:
         )
 
 
-def check_number(variable: VariableBase, value: Any, mode: context.Mode) -> None:
-    """Refuses a plain number that several replicas assign to a variable that sums."""
+def check_number(variable: VariableBase, value: object, mode: context.Mode) -> None:
+    """Raises `ValueError` if several replicas assign a plain number to a variable that sums."""
     on_read = variable.synchronization is VariableSynchronization.ON_READ
     in_replica = mode.replica_context is not None and not on_read
-    number = isinstance(value, int | float | complex) and not isinstance(value, bool)
-    if in_replica and number and variable.aggregation is _SUM:
+    is_number = isinstance(value, int | float | complex) and not isinstance(value, bool)
+    if in_replica and is_number and variable.aggregation is _SUM:
         n = variable.strategy.num_replicas_in_sync
         if n > 1:
             raise ValueError(

@@ -1,179 +1,222 @@
 """Finds the Python values that a function captures, by the names that its code reads.
 
-The names are followed in the function's code, and in the code of the functions that it calls. Not
-followed: values that libraries capture, and values that code computes before it takes an attribute
-of them. Arrays and objects of libraries are known by identity, so a change inside them is not seen.
+The search follows names in the function's code, and in the code of the functions that it calls. It
+does not follow values that libraries capture, and attributes of values that the code computes.
+Arrays and objects of libraries are known by identity, so a change inside them is not seen.
 """
 
 import copy
 import functools
 import inspect
-import operator
-import os
-import sysconfig
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from tpudist.state import nnx_contents
+from tpudist.state import library_code, nnx_contents
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
-from tpudist.xla import compile_log, program_packages
+from tpudist.xla import compile_log
 
+# Largest number of values of one function, or of one container, that are visited. All of them are
+# compared at each call, so the limit bounds the cost of a call; further values are left out.
 MAX_VALUES = 1000
-"""Values of one function, or of one container, that are looked at; more are left out."""
-
+# Levels of nested containers that are visited. A container may contain itself.
 _MAX_DEPTH = 100
-"""Levels of containers in containers that are looked at."""
-# Methods of containers that read none of their contents.
+# Methods of containers that read none of their contents: a function that only appends to a list
+# does not depend on it.
 _MUTATORS = frozenset(
     "add append appendleft clear discard extend insert pop popitem popleft remove update".split()
 )
-_OF_SHAPE = frozenset(("dtype", "itemsize", "nbytes", "ndim", "shape", "size"))
+_SHAPE_ATTRIBUTES = frozenset(("dtype", "itemsize", "nbytes", "ndim", "shape", "size"))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_OURS = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
-_LIBRARIES = (
-    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]) + os.sep,
-    "<frozen",
-)
 _MISSING = object()
 
 
-def find(fn: Callable[..., Any]) -> dict[str, Place]:
+def find(fn: Callable[..., object]) -> dict[str, Place]:
     """Returns the places of the values that `fn` captures, by their expressions."""
-    walk = _Walk()
-    walk.visit("fn", fn, "")
-    walk.finish()
-    return walk.places
+    search = _Search()
+    search.visit(_Node("fn", fn, ""))
+    search.visit_objects()
+    return search.places
 
 
-class _Walk:
-    """Follows the code of a function, with each name's value and the expression that gives it."""
+class _Node(NamedTuple):
+    """A value that the code can reach.
+
+    Attributes:
+        expression: Python text that gives the value, of the function `fn`.
+        value: The value; `_MISSING` for an empty cell of a closure.
+        name: Name of the value in the code, for messages.
+    """
+
+    expression: str
+    value: object
+    name: str
+
+    def part(self, suffix: str, value: object, name: str | None = None) -> "_Node":
+        """Returns the node of a part, whose expression is this one with `suffix`."""
+        return _Node(self.expression + suffix, value, self.name if name is None else name)
+
+
+class _Search:
+    """Follows the code of a function and knows the node of each name in it.
+
+    The search ends although objects may refer to each other: it visits each pair of an expression
+    and a value, each function with the same closure, and each attribute of an object only once
+    (`_seen`), and stops at `MAX_VALUES`.
+    """
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        self._seen: set[Any] = set()
+        self._seen: set[object] = set()
+        # Attribute names in all code that was visited.
         self._names: set[str] = set()
-        # Objects that the code hands on whole: only the names of the attributes it reads are known.
-        self._objects: dict[int, tuple[str, Any, str]] = {}
+        # Objects that the code uses as a whole, by id. It may pass them to code that reads any of
+        # `_names`. So these attributes are visited last, when all names are known.
+        self._objects: dict[int, _Node] = {}
 
-    def finish(self) -> None:
-        """Looks into the objects that are handed on, until nothing new is found."""
+    def visit_objects(self) -> None:
+        """Visits attributes of the objects that the code uses as a whole.
+
+        A method that is found there can contain new names and new objects. So this repeats until
+        a pass finds neither; both sets only grow, up to the names and objects of the program.
+        """
         known = -1
         while known != (known := len(self._names) + len(self._objects)):
-            for expression, value, name in list(self._objects.values()):
-                self._visit_attributes(expression, value, name)
+            for node in list(self._objects.values()):
+                self._visit_attributes(node)
 
-    def visit(self, expression: str, value: Any, name: str) -> None:
-        """Looks at a value that code uses as a whole."""
+    def visit(self, node: _Node) -> None:
+        """Visits a value that code uses as a whole."""
+        value = node.value
         if len(self._seen) + len(self.places) > MAX_VALUES:
             return
         if isinstance(value, SCALARS):
-            self._add(expression, value, name, is_weak=False)
+            self._add(node, is_weak=False)
             return
-        if (expression, id(value)) in self._seen:
+        if (node.expression, id(value)) in self._seen:
             return
-        self._seen.add((expression, id(value)))
-        if isinstance(value, types.MethodType):
-            owner = (f"{expression}.__self__", value.__self__, _owner_name(value))
-            self._add(expression, value, name, is_weak=True)
-            function, at = value.__func__, f"{expression}.__func__"
-            if not isinstance(function, types.FunctionType):  # as of `jax.jit`
-                function, at = getattr(function, "__wrapped__", None), f"{at}.__wrapped__"
-            if isinstance(function, types.FunctionType):
-                self._visit_function(at, function, owner)
-        elif isinstance(value, types.FunctionType):
-            self._add(expression, value, name, is_weak=True)
-            self._visit_function(expression, value)
-        elif isinstance(value, functools.partial):
-            self._add(expression, value, name, is_weak=True)
-            self._visit_partial(expression, value, name)
+        self._seen.add((node.expression, id(value)))
+        if isinstance(value, _FUNCTIONS):
+            self._visit_callable(node, value)
         elif isinstance(value, jax.Array | np.ndarray):
-            self._add(expression, value, name, is_weak=True)
+            self._add(node, is_weak=True)
         elif isinstance(value, types.MappingProxyType):
-            self._visit_container(f"dict({expression})", dict(value), name)
+            self._visit_container(node._replace(expression=f"dict({node.expression})"), dict(value))
         elif isinstance(value, CONTAINERS):
-            self._visit_container(expression, value, name)
+            self._visit_container(node, value)
         elif isinstance(value, type):
-            if _is_of_program(value):
+            if library_code.is_program_class(value):
                 init = inspect.getattr_static(value, "__init__", None)
                 if isinstance(init, types.FunctionType):
-                    self._visit_function(f"{expression}.__init__", init)
+                    self._visit_function(node.part(".__init__", init), init)
         elif callable(inner := inspect.getattr_static(value, "__wrapped__", None)):
-            self.visit(f"{expression}.__wrapped__", inner, name)
-            for part, x in getattr(value, "__dict__", {}).items():
-                if part != "__wrapped__" and isinstance(x, _FUNCTIONS):  # rules of `custom_vjp`
-                    self.visit(f"{expression}.{part}", x, f"{name}.{part}")
+            # A transformation of JAX, such as `jax.jit(fn)`. `custom_vjp` has its rules as further
+            # attributes.
+            self.visit(node.part(".__wrapped__", inner))
+            for part, x in _attributes_of(value).items():
+                if part != "__wrapped__" and isinstance(x, _FUNCTIONS):
+                    self.visit(node.part(f".{part}", x, f"{node.name}.{part}"))
         elif _is_transparent(value):
-            self._objects.setdefault(id(value), (expression, value, name))
+            self._objects.setdefault(id(value), node)
             for method in ("__call__", "__getitem__", "__iter__"):
-                self._attribute(expression, value, name, method)
+                self._attribute(node, method)
         elif _is_known_by_identity(value):
-            self._add(expression, value, name, is_weak=True)
+            self._add(node, is_weak=True)
 
-    def _add(self, expression: str, value: Any, name: str, *, is_weak: bool) -> None:
-        if expression != "fn":  # which is what programs are kept for
-            self.places.setdefault(expression, Place(name, expression, value, is_weak=is_weak))
+    def _add(self, node: _Node, *, is_weak: bool) -> None:
+        if node.expression != "fn":  # programs are stored per function already
+            place = Place(node.name, node.expression, node.value, is_weak=is_weak)
+            self.places.setdefault(node.expression, place)
 
-    def _visit_partial(self, expression: str, value: functools.partial, name: str) -> None:
-        self.visit(f"{expression}.func", value.func, name)
-        for i, x in enumerate(value.args):
-            if not isinstance(x, SCALARS):
-                self.visit(f"{expression}.args[{i}]", x, name)
-        for key, x in value.keywords.items():
-            self.visit(f"{expression}.keywords[{key!r}]", x, key)
+    def _visit_callable(
+        self, node: _Node, value: types.FunctionType | types.MethodType | functools.partial
+    ) -> None:
+        self._add(node, is_weak=True)
+        if isinstance(value, types.FunctionType):
+            self._visit_function(node, value)
+        elif isinstance(value, functools.partial):
+            self.visit(node.part(".func", value.func))
+            for i, x in enumerate(value.args):
+                if not isinstance(x, SCALARS):
+                    self.visit(node.part(f".args[{i}]", x))
+            for key, x in value.keywords.items():
+                self.visit(node.part(f".keywords[{key!r}]", x, key))
+        else:
+            function = node.part(".__func__", value.__func__)
+            if not isinstance(function.value, types.FunctionType):  # a method under `jax.jit`
+                inner = inspect.getattr_static(function.value, "__wrapped__", None)
+                function = function.part(".__wrapped__", inner)
+            if isinstance(function.value, types.FunctionType):
+                code = function.value.__code__
+                name = code.co_varnames[0] if code.co_argcount else "self"
+                owner = node.part(".__self__", value.__self__, name)
+                self._visit_function(function, function.value, owner)
 
-    def _visit_container(self, expression: str, value: Any, name: str) -> None:
+    def _visit_container(self, node: _Node, value: object) -> None:
+        assert isinstance(value, CONTAINERS)
         values = list(value.values() if isinstance(value, dict) else value)
-        if len(values) > MAX_VALUES or expression.count("[") > _MAX_DEPTH:
+        if len(values) > MAX_VALUES or node.expression.count("[") > _MAX_DEPTH:
             return
         if all(isinstance(x, SCALARS) for x in values):
-            self._add(expression, copy.copy(value), name, is_weak=False)
+            self._add(node._replace(value=copy.copy(value)), is_weak=False)
         elif not isinstance(value, set | frozenset):
-            self._add(f"len({expression})", len(value), f"len({name})", is_weak=False)
+            length = _Node(f"len({node.expression})", len(value), f"len({node.name})")
+            self._add(length, is_weak=False)
             for key, x in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(key, str | int):
-                    self.visit(f"{expression}[{key!r}]", x, f"{name}[{key!r}]")
+                    self.visit(node.part(f"[{key!r}]", x, f"{node.name}[{key!r}]"))
 
     def _visit_function(
-        self, expression: str, fn: types.FunctionType, owner: tuple[str, Any, str] | None = None
+        self, node: _Node, fn: types.FunctionType, owner: _Node | None = None
     ) -> None:
+        """Visits what the code of `fn` reads.
+
+        Args:
+            node: Node whose expression gives `fn`.
+            fn: The function.
+            owner: For a method, the object that is its first argument.
+        """
         code = fn.__code__
-        key = (code, owner and id(owner[1]), *map(id, fn.__closure__ or ()))
+        key = (code, owner and id(owner.value), *map(id, fn.__closure__ or ()))
         if key in self._seen:
             return
         self._seen.add(key)
-        if isinstance(wrapped := getattr(fn, "__wrapped__", None), _FUNCTIONS):
-            self.visit(f"{expression}.__wrapped__", wrapped, compile_log.name_of(fn))
+        wrapped = _attributes_of(fn).get("__wrapped__")
+        if isinstance(wrapped, _FUNCTIONS):
+            self.visit(node.part(".__wrapped__", wrapped, compile_log.name_of(fn)))
         cells = [
-            (f"{expression}.__closure__[{i}].cell_contents", getattr(c, "cell_contents", _MISSING))
-            for i, c in enumerate(fn.__closure__ or ())
+            node.part(f".__closure__[{i}].cell_contents", _contents_of(cell), name)
+            for i, (cell, name) in enumerate(
+                zip(fn.__closure__ or (), code.co_freevars, strict=True)
+            )
         ]
-        if _is_of_library(code):
-            for where, value in cells:
-                if callable(value) and not isinstance(value, type):
-                    self.visit(where, value, compile_log.name_of(value))
+        if library_code.is_library_code(code):
+            # A decorator or transformation: only functions in its closure may be yours.
+            for cell in cells:
+                if callable(cell.value) and not isinstance(cell.value, type):
+                    self.visit(cell._replace(name=compile_log.name_of(cell.value)))
             return
-        environment: dict[str, tuple[str, Any, str]] = {
-            name: (*cell, name) for name, cell in zip(code.co_freevars, cells, strict=True)
-        }
+        environment = {cell.name: cell for cell in cells}
         parameters = code.co_varnames[: code.co_argcount]
         defaults = fn.__defaults__ or ()
         for i, name in enumerate(parameters[len(parameters) - len(defaults) :]):
-            environment[name] = f"{expression}.__defaults__[{i}]", defaults[i], name
+            environment[name] = node.part(f".__defaults__[{i}]", defaults[i], name)
         for name, value in (fn.__kwdefaults__ or {}).items():
-            environment[name] = f"{expression}.__kwdefaults__[{name!r}]", value, name
+            environment[name] = node.part(f".__kwdefaults__[{name!r}]", value, name)
         if owner is not None and parameters:
-            environment[parameters[0]] = (*owner[:2], parameters[0])
-        self._visit_code(expression, fn, code, environment)
+            environment[parameters[0]] = owner._replace(name=parameters[0])
+        self._visit_code(node, fn, code, environment)
 
     def _visit_code(
-        self, expression: str, fn: types.FunctionType, code: types.CodeType, environment: dict
+        self,
+        node: _Node,
+        fn: types.FunctionType,
+        code: types.CodeType,
+        environment: Mapping[str, _Node],
     ) -> None:
         found = reads_of(code)
         self._names |= found.names
@@ -181,185 +224,187 @@ class _Walk:
         stored = [x.alias for x in found.reads if x.alias is not None]
         environment = dict(environment)
         for read in found.reads:
-            if read.is_global:
-                if read.name not in fn.__globals__:
-                    continue
-                origin = f"{expression}.__globals__[{read.name!r}]", fn.__globals__[read.name]
-                origin = (*origin, read.name)
-            else:
+            if not read.is_global:
                 origin = environment.get(read.name)
+            elif read.name in fn.__globals__:
+                value = fn.__globals__[read.name]
+                origin = node.part(f".__globals__[{read.name!r}]", value, read.name)
+            else:
+                origin = None
             reached = None if origin is None else self._follow(origin, read)
             if reached is None:
                 continue
-            # A local name for the value: later reads begin at that name.
-            alias = read.alias if read.alias not in environment else None
-            is_alias = alias is not None and stored.count(alias) == 1
-            if alias is not None and is_alias:
+            # `config = self.config` makes `config` a local name of the value, and later reads begin
+            # there: the code may use only `config.lr`, so the whole value is not visited. A name
+            # that is assigned twice, or that is a parameter, is not followed.
+            alias = read.alias
+            if alias is not None and alias not in environment and stored.count(alias) == 1:
                 environment[alias] = reached
-            if not is_alias or isinstance(reached[1], SCALARS):
-                self.visit(*reached)
+                if not isinstance(reached.value, SCALARS):
+                    continue
+            self.visit(reached)
         for inner in found.inner:
             known = {name: environment[name] for name in inner.co_freevars if name in environment}
-            self._visit_code(expression, fn, inner, known)
+            self._visit_code(node, fn, inner, known)
 
-    def _visit_super(self, found: CodeReads, environment: dict) -> None:
-        for of, attribute in found.super_reads:
-            owner = environment.get(of)
-            if owner is None or owner[1] is _MISSING:
+    def _visit_super(self, found: CodeReads, environment: Mapping[str, _Node]) -> None:
+        for name, attribute in found.super_reads:
+            owner = environment.get(name)
+            if owner is None or owner.value is _MISSING:
                 continue
-            cls, where = _class_of(*owner[:2])
-            for i, base in enumerate(cls.__mro__):
+            # Which class `super()` means is not known here, so the attribute is looked up in all.
+            cls = _class_of(owner)
+            for i, base in enumerate(_as_class(owner.value).__mro__):
                 static = base.__dict__.get(attribute, _MISSING)
-                at = f"{where}.__mro__[{i}].__dict__[{attribute!r}]"
-                if static is _MISSING or self._visit_method(at, static, owner, ".__func__"):
+                if static is _MISSING:
                     continue
-                self.visit(at, static, f"{base.__name__}.{attribute}")
+                suffix = f".__mro__[{i}].__dict__[{attribute!r}]"
+                reached = cls.part(suffix, static, f"{base.__name__}.{attribute}")
+                if not self._visit_method(reached, owner, ".__func__"):
+                    self.visit(reached)
 
-    def _visit_method(
-        self, expression: str, static: Any, owner: tuple[str, Any, str], of_static: str
-    ) -> bool:
-        """Looks at the code of a property or a method, and returns whether it is one.
+    def _visit_method(self, node: _Node, owner: _Node, static_suffix: str) -> bool:
+        """Visits the code of a property or a method, and returns whether the node is one.
 
         Args:
-            expression: Gives it from its class.
-            static: The property or method.
-            owner: The object that it is called on.
-            of_static: What gives the function if it is a static method.
+            node: The property or method, as its class stores it.
+            owner: The object on which it is called.
+            static_suffix: Suffix of the expression that gives the function of a static method.
         """
-        bound: tuple[str, Any, str] | None = owner
+        static, bound = node.value, owner
         if isinstance(static, property):
-            function, part = static.fget, ".fget"
+            function, suffix = static.fget, ".fget"
         elif isinstance(static, functools.cached_property):
-            function, part = static.func, ".func"
+            function, suffix = static.func, ".func"
         elif isinstance(static, classmethod):
-            function, part = static.__func__, ".__func__"
-            cls, where = _class_of(*owner[:2])
-            bound = where, cls, cls.__name__
+            function, suffix, bound = static.__func__, ".__func__", _class_of(owner)
         elif isinstance(static, staticmethod):
-            function, part, bound = static.__func__, of_static, None
+            function, suffix, bound = static.__func__, static_suffix, None
         else:
-            function, part = static, ""
+            function, suffix = static, ""
         if isinstance(function, types.FunctionType):
-            self._visit_function(f"{expression}{part}", function, bound)
+            self._visit_function(node.part(suffix, function), function, bound)
         return function is not static or isinstance(function, types.FunctionType)
 
-    def _follow(self, origin: tuple[str, Any, str], read: Read) -> tuple[str, Any, str] | None:
-        """Returns the value at the end of a chain; None if the value has been visited already."""
-        expression, value, name = origin
-        if value is _MISSING:
+    def _follow(self, origin: _Node, read: Read) -> _Node | None:
+        """Returns the node at the end of a chain; None if it is missing or was visited already."""
+        node = origin
+        if node.value is _MISSING:
             return None
         for kind, key in read.steps:
+            value = node.value
             if kind == "item":
                 if not isinstance(value, dict | list | tuple) or not isinstance(key, str | int):
                     break  # the value as a whole
-                try:
-                    value = operator.getitem(value, key)  # type: ignore[call-overload]
-                except (LookupError, TypeError):
+                item = _item_of(value, key)
+                if item is _MISSING:
                     return None
-                expression, name = f"{expression}[{key!r}]", f"{name}[{key!r}]"
+                node = node.part(f"[{key!r}]", item, f"{node.name}[{key!r}]")
                 continue
-            if not _may_be_read(value):
-                if key not in _OF_SHAPE:  # an array, or a tuple of functions as Optax has
-                    self.visit(expression, value, name)
+            if not _has_program_attributes(value):
+                if key not in _SHAPE_ATTRIBUTES:  # an array, or Optax' tuple of functions
+                    self.visit(node)
                 return None
             if type(value) in CONTAINERS:
                 if key not in _MUTATORS:
-                    self.visit(expression, value, name)
+                    self.visit(node)
                 return None
-            reached = self._attribute(expression, value, name, key)
+            reached = self._attribute(node, str(key))
             if reached is None:
                 return None
-            expression, value, name = reached
-        return expression, value, name
+            node = reached
+        return node
 
-    def _attribute(
-        self, expression: str, value: Any, name: str, attribute: str
-    ) -> tuple[str, Any, str] | None:
-        """An attribute that holds a value; what a property or a method reads is looked at."""
+    def _attribute(self, node: _Node, attribute: str) -> _Node | None:
+        """Returns the node of an attribute; None for a method or property, whose code is visited.
+
+        The attribute of a class does not count if the object has its own with the same name.
+        """
+        value = node.value
         static = inspect.getattr_static(type(value), attribute, None)
-        owner, in_class = (expression, value, name), f"type({expression}).{attribute}"
-        held = getattr(value, "__dict__", {})
-        is_own = isinstance(value, type | types.ModuleType) or attribute in held
+        is_own = isinstance(value, type | types.ModuleType) or attribute in _attributes_of(value)
         is_property = isinstance(static, property | functools.cached_property)
-        if (is_property or not is_own) and self._visit_method(in_class, static, owner, ""):
+        method = _Node(f"type({node.expression}).{attribute}", static, node.name)
+        if (is_property or not is_own) and self._visit_method(method, node, ""):
             if isinstance(static, types.FunctionType):
-                if _is_of_library(static.__code__) and _is_known_by_identity(value):
-                    # It reads attributes that are not seen here: another object is another value.
-                    self._add(expression, value, name, is_weak=True)
+                if library_code.is_library_code(static.__code__) and _is_known_by_identity(value):
+                    # A library's method reads attributes that are not visited. So any other object
+                    # counts as another value.
+                    self._add(node, is_weak=True)
             return None
         try:
-            found = getattr(value, attribute)
-        except Exception:
+            found = getattr(value, attribute)  # of your object, by the name in your code
+        except Exception:  # your descriptor may raise anything
             return None
-        return f"{expression}.{attribute}", found, f"{name}.{attribute}"
+        return node.part(f".{attribute}", found, f"{node.name}.{attribute}")
 
-    def _visit_attributes(self, expression: str, value: Any, name: str) -> None:
+    def _visit_attributes(self, node: _Node) -> None:
+        cls, own = type(node.value), _attributes_of(node.value)
         for attribute in sorted(self._names):
-            if not hasattr(type(value), attribute) and attribute not in vars(value):
+            if not hasattr(cls, attribute) and attribute not in own:  # of your class
                 continue
-            key = (id(value), attribute)
+            key = (id(node.value), attribute)
             if key in self._seen:
                 continue
             self._seen.add(key)
-            reached = self._attribute(expression, value, name, attribute)
+            reached = self._attribute(node, attribute)
             if reached is not None:
-                self.visit(*reached)
+                self.visit(reached)
 
 
-def _class_of(expression: str, value: Any) -> tuple[type, str]:
-    """The class of an object, or a class itself, with the expression that gives it."""
-    return (value, expression) if isinstance(value, type) else (type(value), f"type({expression})")
+def _attributes_of(value: object) -> Mapping[str, object]:
+    return getattr(value, "__dict__", {})  # an object with slots has none
 
 
-def _owner_name(method: types.MethodType) -> str:
-    code = getattr(method.__func__, "__code__", None)
-    return code.co_varnames[0] if code is not None and code.co_argcount else "self"
+def _contents_of(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return _MISSING
 
 
-def _is_known_by_identity(value: Any) -> bool:
-    """Whether another object in the place of `value` is another value, for all that is known."""
+def _item_of(value: dict | list | tuple, key: str | int) -> object:
+    try:
+        return value[key]  # type: ignore[index]
+    except (LookupError, TypeError):
+        return _MISSING
+
+
+def _as_class(value: object) -> type:
+    return value if isinstance(value, type) else type(value)
+
+
+def _class_of(node: _Node) -> _Node:
+    """Returns the node of an object's class; of a class, the node itself."""
+    if isinstance(node.value, type):
+        return node._replace(name=node.value.__name__)
+    return _Node(f"type({node.expression})", type(node.value), type(node.value).__name__)
+
+
+def _is_known_by_identity(value: object) -> bool:
+    """Whether another object in this place counts as another value.
+
+    Compared by weak references, so that a program does not keep the object alive. NNX objects are
+    left out: a captured one is an error of its own.
+    """
     excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
-    if isinstance(value, excluded) or type(value).__module__.partition(".")[0] == "tpudist":
+    if isinstance(value, excluded) or library_code.root_package(type(value)) == "tpudist":
         return False
     return type(value).__weakrefoffset__ != 0
 
 
-def _may_be_read(value: Any) -> bool:
-    """Whether what an attribute of a value holds is the program's own to change."""
+def _has_program_attributes(value: object) -> bool:
+    """Whether your program may have set attributes of the value."""
     if isinstance(value, types.ModuleType):
-        return not _is_library_module(value)
+        return not library_code.is_library_module(value)
     if isinstance(value, (jax.Array, np.ndarray, *nnx_contents.OBJECT_TYPES)):
         return False
-    cls = value if isinstance(value, type) else type(value)
-    return cls.__module__.partition(".")[0] not in _OURS
+    return library_code.root_package(_as_class(value)) not in library_code.PACKAGES
 
 
-def _is_transparent(value: Any) -> bool:
-    """Whether the attributes of an object that code hands on are looked at."""
-    if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType):
+def _is_transparent(value: object) -> bool:
+    """Whether the search visits the attributes of an object that code uses as a whole."""
+    cls = type(value)
+    if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
         return False
-    if isinstance(value, nnx_contents.OBJECT_TYPES):
-        return False
-    return _is_of_program(type(value)) or type(value).__name__ in ("SimpleNamespace", "Namespace")
-
-
-@functools.cache
-def _is_of_program(cls: type) -> bool:
-    try:
-        file = inspect.getfile(cls)
-    except (TypeError, OSError):
-        return cls.__module__ == "__main__"
-    return not _is_in_library(file)
-
-
-def _is_of_library(code: types.CodeType) -> bool:
-    return _is_in_library(code.co_filename)
-
-
-def _is_library_module(module: types.ModuleType) -> bool:
-    file = object.__getattribute__(module, "__dict__").get("__file__")  # a lazy one is not loaded
-    return file is None or _is_in_library(file)
-
-
-def _is_in_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) and not program_packages.has_file(file)
+    return library_code.is_program_class(cls) or cls.__name__ in ("SimpleNamespace", "Namespace")

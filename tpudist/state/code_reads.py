@@ -1,17 +1,18 @@
-"""Names and attributes that the code of a function reads, found in its bytecode.
+"""Finds the names and attributes that the code of a function reads, in its bytecode.
 
-The source is not always there, and bytecode always is. A read is a chain that begins at a name:
+The source may be missing, but the bytecode never is. A read is a chain that begins at a name:
 `self.config.lr` or `options["lr"]`. Values computed from it are not followed.
+
+The names of instructions differ between versions of Python; 3.11 to 3.13 are supported here.
 """
 
 import dataclasses
 import dis
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import CodeType
-from typing import Any
 
-# Instructions that leave a value on top of the stack as it is.
+# Instructions that do not change the value on top of the stack. They may appear within a chain.
 _SILENT = frozenset(
     "CACHE EXTENDED_ARG NOP NOT_TAKEN PRECALL PUSH_NULL RESUME COPY_FREE_VARS MAKE_CELL".split()
 )
@@ -28,13 +29,13 @@ class Read:
     Attributes:
         name: The name: of a parameter or local variable, of a closure, or of a module.
         is_global: Whether the name belongs to the module.
-        steps: The attributes and items that are taken in turn: ("attr", name) or ("item", key).
-        alias: The local variable that the value is stored in, or None.
+        steps: The attributes and items that are read in turn: ("attr", name) or ("item", key).
+        alias: The local variable to which the value is assigned, or None.
     """
 
     name: str
     is_global: bool
-    steps: tuple[tuple[str, Any], ...] = ()
+    steps: tuple[tuple[str, Hashable], ...] = ()
     alias: str | None = None
 
 
@@ -44,8 +45,8 @@ class CodeReads:
 
     Attributes:
         reads: The chains, in the order of the code.
-        super_reads: What it takes from `super()`: the name of the object, and of the attribute.
-        inner: The code of functions that it defines.
+        super_reads: Attributes of `super()`: name of the object, and of the attribute.
+        inner: Code of the functions that it defines.
         names: All names of attributes in it, and its string constants if it calls `getattr` or
             `vars`.
     """
@@ -58,35 +59,43 @@ class CodeReads:
 
 @functools.lru_cache(maxsize=1024)
 def reads_of(code: CodeType) -> CodeReads:
-    """Returns what `code` reads."""
+    """Returns the reads of `code`."""
     names = frozenset(code.co_names)
     if names & {"getattr", "vars", "__dict__"}:
         names |= {x for x in code.co_consts if isinstance(x, str)}
     reads: list[Read] = []
     super_reads: list[tuple[str, str]] = []
-    of = ""  # in a call of `super`: the object that it is about
+    # A call of `super` is several instructions: the global `super`, then `__class__` and `self`
+    # (which the compiler adds if there are no arguments), the call, and the attribute. `owner` is
+    # the name of the object from the first of them to the last, and "" elsewhere.
+    owner = ""
     for read, instruction in _chains(code):
-        name = instruction.opname
+        opcode = instruction.opname
         if read == Read("super", True):
-            of = code.co_varnames[0] if code.co_argcount else ""
-        elif read is not None and of and not read.is_global and not read.steps:
-            of = of if read.name == "__class__" else read.name
+            owner = code.co_varnames[0] if code.co_argcount else ""
+        elif read is not None and owner and not read.is_global and not read.steps:
+            owner = owner if read.name == "__class__" else read.name
         elif read is not None:
             reads.append(read)
-        if not of:
+        if not owner:
             continue
-        if name == "LOAD_SUPER_ATTR" or name in _ATTRIBUTES:
-            super_reads.append((of, instruction.argval))
-            of = ""
-        elif read is None and name not in _CALLS:  # any attribute may be taken from it later
-            super_reads += [(of, x) for x in sorted(names)]
-            of = ""
+        if opcode == "LOAD_SUPER_ATTR" or opcode in _ATTRIBUTES:
+            super_reads.append((owner, instruction.argval))
+            owner = ""
+        elif read is None and opcode not in _CALLS:
+            # `super()` is stored or passed on: later code may read any attribute of it.
+            super_reads += [(owner, x) for x in sorted(names)]
+            owner = ""
     inner = tuple(x for x in code.co_consts if isinstance(x, CodeType))
     return CodeReads(tuple(reads), tuple(super_reads), inner, names)
 
 
 def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:
-    """Each chain with the instruction that ends it, and each other instruction with None."""
+    """Yields each chain with the instruction that ends it, and other instructions with None.
+
+    Chains are only followed along the instructions of one expression. If code between the name and
+    the attribute uses the stack otherwise, the chain ends at the name: its whole value counts.
+    """
     cells = {*code.co_cellvars, *code.co_freevars}
     chain: Read | None = None
     constant: dis.Instruction | None = None
@@ -114,18 +123,20 @@ def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:
             yield None, instruction
         loaded = _names_on_stack(instruction)
         if name.startswith("LOAD_FAST"):
-            loaded = [x for x in loaded if x not in cells]  # the cell itself, for a closure
+            # This loads the cell itself, to make a closure: the value is read in the inner code.
+            loaded = [x for x in loaded if x not in cells]
         for other in loaded[:-1]:
             yield Read(other, False), instruction
         if loaded:
             chain = Read(loaded[-1], name in _GLOBALS)
 
 
-def _extend(chain: Read, kind: str, key: Any) -> Read:
+def _extend(chain: Read, kind: str, key: Hashable) -> Read:
     return dataclasses.replace(chain, steps=(*chain.steps, (kind, key)))
 
 
 def _names_on_stack(instruction: dis.Instruction) -> list[str]:
+    """Returns the names whose values an instruction pushes; 3.13 has some that push two."""
     name, value = instruction.opname, instruction.argval
     if name in _GLOBALS or name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
         return [value]

@@ -1,41 +1,45 @@
-"""New variables beside another one: what `extended.colocate_vars_with` has asked for."""
+"""Placement of new variables next to another variable, for `extended.colocate_vars_with`."""
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpudist.array_types import Shape
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.state.variable_base import VariableBase
 
-_beside: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.beside", default=None)
+_neighbor: contextvars.ContextVar[VariableBase | None] = contextvars.ContextVar(
+    "tpudist.neighbor", default=None
+)
 
 
 @contextlib.contextmanager
 def colocate_with(variable: VariableBase) -> Iterator[None]:
-    """Variables made in the `with` block are split over devices as `variable` is."""
-    token = _beside.set(variable)
+    """Splits variables made in the `with` block over devices like `variable`."""
+    token = _neighbor.set(variable)
     try:
         yield
     finally:
-        _beside.reset(token)
+        _neighbor.reset(token)
 
 
 def neighbor() -> VariableBase | None:
-    """The variable beside which new ones are to be, or None."""
-    return _beside.get()
+    """Returns the variable next to which new variables are placed, or None."""
+    return _neighbor.get()
 
 
-def spec_for(strategy: StrategyBase, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """How a new variable of `strategy` is to be split; None if that is for the strategy to say.
+def spec_for(strategy: StrategyBase, shape: Shape) -> PartitionSpec | None:
+    """Returns the split of a new variable of `strategy`; None if the strategy decides.
 
-    A shape that cannot be split so is left to the strategy too: it is on the same devices.
+    The strategy also decides if `shape` does not divide like the neighbor: all variables of a
+    strategy are on the same devices in any case.
     """
-    variable = _beside.get()
+    variable = _neighbor.get()
     if variable is None or variable.strategy is not strategy or variable.on_read:
         return None
+    # Without a sharding: the value is still being traced, or a parameter server stores it.
     sharding = getattr(variable._value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -43,7 +47,7 @@ def spec_for(strategy: StrategyBase, shape: tuple[int, ...]) -> PartitionSpec | 
     return spec if _divides(shape, spec, sharding.mesh.shape) else None
 
 
-def _divides(shape: tuple[int, ...], spec: PartitionSpec, sizes: Any) -> bool:
+def _divides(shape: Shape, spec: PartitionSpec, sizes: Mapping[str, int]) -> bool:
     if len(spec) > len(shape):
         return False
     for size, names in zip(shape, spec, strict=False):

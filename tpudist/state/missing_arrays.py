@@ -1,43 +1,37 @@
-"""Arguments whose arrays are gone, because an earlier call has overwritten them in place."""
+"""Reports arguments whose arrays were deleted: an earlier call has overwritten them in place."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from flax import nnx
 
+from tpudist.array_types import PyTree
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
 
+# jax 0.10.2 ends the process if a deleted array is donated again; 0.12 raises an error.
 _CRASHES = jax.__version_info__ < (0, 12)
-"""Whether JAX ends the process if a donated array was donated before; 0.10.2 does."""
 
 
-def require_present(donated: Any) -> None:
-    """Raises the error that newer versions of JAX raise for arrays that are gone.
+def require_present(donated: PyTree) -> None:
+    """Raises `RuntimeError` for deleted arrays, as newer versions of JAX do.
 
     Args:
-        donated: The donated inputs of a program, a pytree. They may be NumPy's at its first call.
-
-    Raises:
-        RuntimeError: If an array is gone.
+        donated: Donated inputs of a program. At its first call they may be NumPy arrays.
     """
     for x in jax.tree.leaves(donated) if _CRASHES else ():
         if isinstance(x, jax.Array) and x.is_deleted():
             raise RuntimeError(f"Array has been deleted with shape={compile_log.describe(x)}.")
 
 
-def explain(error: Exception, user: str, arguments: Iterable[tuple[str, Any]]) -> None:
-    """Raises an error that names the argument whose array is gone, if there is one.
+def explain(error: Exception, user: str, arguments: Iterable[tuple[str, object]]) -> None:
+    """Raises a `RuntimeError` that names the argument whose array was deleted, if there is one.
 
     Args:
-        error: The error of JAX that is due to it.
-        user: The name of the function that got the arguments.
+        error: JAX's error about the deleted array.
+        user: Name of the function that received the arguments.
         arguments: The flat arguments, each with its name.
-
-    Raises:
-        RuntimeError: If an array of an argument is gone.
     """
     for name, value in arguments:
         for part, array in _arrays_of(value):
@@ -53,8 +47,8 @@ def explain(error: Exception, user: str, arguments: Iterable[tuple[str, Any]]) -
                 ) from error
 
 
-def _arrays_of(value: Any) -> list[tuple[str, Any]]:
-    """The arrays of a flat argument, each with a text for where it is."""
+def _arrays_of(value: object) -> list[tuple[str, object]]:
+    """Returns the arrays of a flat argument, each with its path as text for the message."""
     if isinstance(value, PerReplica):
         return [("", value.array)]
     if isinstance(value, nnx.Variable):
@@ -64,6 +58,5 @@ def _arrays_of(value: Any) -> list[tuple[str, Any]]:
         arrays = jax.tree.leaves(value)
         return [(f" '{p[1:]}'", x) for (p, _), x in zip(paths, arrays, strict=True)]
     if isinstance(value, nnx_contents.OBJECT_TYPES):
-        held = nnx_contents.contents(value)
-        return [(f" '{'.'.join(path)}'", x) for path, x in held]
+        return [(f" '{'.'.join(path)}'", x) for path, x in nnx_contents.contents(value)]
     return [("", value)]

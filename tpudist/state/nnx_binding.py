@@ -1,60 +1,64 @@
-"""How NNX objects hold arrays: the one file that knows.
+"""Finds the Variables of NNX objects once, and reads and writes their raw values directly.
 
-`Binding` finds the Variables of NNX objects once, and then reads and writes their raw values
-directly: for 300 Variables that takes tens of microseconds, where splitting and merging takes tens
-of milliseconds. A binding is used again as long as every object still holds the very same
-attributes.
+For 300 Variables that takes tens of microseconds, where NNX's split and merge take tens of
+milliseconds. Only this file uses how NNX stores values. A binding is reused as long as every object
+has the same attribute objects.
 """
 
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
+from tpudist.array_types import PyTree
 from tpudist.options import ALL_COLLECTIONS, shorten
 from tpudist.reduce_op import ReduceOp, VariableAggregation
-from tpudist.state import nnx_contents, value_keys
+from tpudist.state import nnx_contents
+from tpudist.state.nnx_settings import MutableSettings
 from tpudist.values.per_replica import is_per_replica
 
 _NO_RULES: Mapping[str, str] = {}
 
 
 class Structure:
-    """All of some NNX objects but their values: one object for all that are alike."""
+    """Identity of everything in some NNX objects except their values; equal ones share it."""
 
     __slots__ = ("__weakref__",)
 
 
-# A structure lives as long as a binding or a compiled step that has it, and what is static in its
-# objects (functions, arrays of NumPy) no longer than that.
-_structures: weakref.WeakValueDictionary[Any, Structure] = weakref.WeakValueDictionary()
-_structures_lock = threading.Lock()  # strategies may run in threads of their own
+# The keys contain the static attributes of the objects, such as functions and NumPy arrays. A
+# structure and its key live only as long as a binding or a compiled step refers to the structure.
+_structures: weakref.WeakValueDictionary[Hashable, Structure] = weakref.WeakValueDictionary()
+# `setdefault` of two threads must not make two structures for one key: their programs would be
+# compiled twice. Strategies may run in several threads.
+_structures_lock = threading.Lock()
 
 
 class Binding:
     """The Variables of a tuple of NNX objects, in a fixed order.
 
     Attributes:
-        variables: The Variables; None where an object holds a bare array instead.
-        paths: Where each is, such as `('layer', 'kernel')`, below its object.
-        structure: The same object for two bindings if and only if all but the values is equal.
+        variables: The Variables; None for an array that is an attribute without a Variable.
+        paths: Path of each value, such as `(0, 'layer', 'kernel')`: the number of its object, and
+            the path below it.
+        types: Class of each Variable, or of the array.
+        summed: Ids of the Variables that are sums over examples.
+        structure: Equal (the same object) for two bindings if only their values differ.
     """
 
-    def __init__(self, objects: Sequence[Any]):
-        """Finds the Variables of `objects`."""
+    def __init__(self, objects: Sequence[nnx_contents.Object]):
         graph = list(nnx.iter_graph(tuple(objects)))
         self._graphdef, self.paths, leaves = _flatten(tuple(objects), graph)
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
         self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
-        self.kinds = tuple(type(x) for x in leaves)
+        self.types = tuple(type(x) for x in leaves)
         nodes = [x for _, x in graph if isinstance(x, nnx.Pytree)]
         self.summed = _ids_of_summed_metrics(nodes)
-        # Holding the attribute dicts, not the objects: a binding must not keep a model alive.
+        # The attribute dicts and not the objects, because a binding must not keep a model alive.
         self._attributes = [vars(node) for node in nodes]
         self._seen = [tuple(attributes.values()) for attributes in self._attributes]
         self._roots = [_reference(x) for x in objects]
@@ -65,11 +69,15 @@ class Binding:
             self.structure = _structures.setdefault(static, Structure())
 
     def has_same_values(self) -> bool:
-        """Whether the values are nested as before, with a PerReplica where there was one."""
+        """Whether the values have the pytree structure, and the PerReplicas, of the first call."""
         return jax.tree.structure(self.values()) == self._value_structure
 
-    def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether this is the binding of `objects`, and nothing but values has changed in them."""
+    def is_of(self, objects: Sequence[nnx_contents.Object]) -> bool:
+        """Whether this is the binding of `objects`, and only values have changed in them.
+
+        Runs at each call, so it compares attributes by identity, without looking into them. Only
+        mutable settings are compared by their contents.
+        """
         if len(objects) != len(self._roots):
             return False
         for root, x in zip(self._roots, objects, strict=True):
@@ -83,17 +91,17 @@ class Binding:
         return not self._settings.have_changed()
 
     def objects(self) -> list[Any]:
-        """The objects themselves."""
+        """Returns the objects."""
         return [root() for root in self._roots]
 
     def values(self) -> list[Any]:
-        """The raw values, in the order of `variables`."""
+        """Returns the raw values, in the order of `variables`."""
         return [
             x if v is None else v._raw_value
             for v, x in zip(self.variables, self._bare, strict=True)
         ]
 
-    def write_value(self, index: int, value: Any) -> None:
+    def write_value(self, index: int, value: PyTree) -> None:
         """Replaces one raw value, in place."""
         variable = self.variables[index]
         if variable is not None:
@@ -106,21 +114,23 @@ class Binding:
     def aggregation(
         self, index: int, rules: Mapping[str, str] = _NO_RULES
     ) -> VariableAggregation | ReduceOp | None:
-        """How a Variable that differs between replicas becomes one; None if it must not differ.
+        """Returns the rule that combines replicas' values; None if they must be equal.
+
+        The rules of the call go first, then the Variable's own `aggregation`, then the defaults for
+        batch statistics and metrics.
 
         Args:
-            index: The number of the Variable.
+            index: Index of the Variable.
             rules: See `RunOptions.aggregation`.
         """
         variable = self.variables[index]
         if variable is None:
             return None
-        rule = rules.get(ALL_COLLECTIONS, rules.get(self.kinds[index].__name__))
+        rule = rules.get(ALL_COLLECTIONS, rules.get(self.types[index].__name__))
+        if rule is None:
+            rule = variable.get_metadata().get("aggregation")
         if rule is not None:
             return _parse_aggregation(rule, variable)
-        asked = variable.get_metadata().get("aggregation")
-        if asked is not None:
-            return _parse_aggregation(asked, variable)
         if isinstance(variable, nnx.BatchStat):
             return VariableAggregation.MEAN
         return VariableAggregation.SUM if id(variable) in self.summed else None
@@ -137,15 +147,15 @@ class Binding:
         return isinstance(self.variables[index], nnx.RngKey)
 
     def name(self, index: int) -> str:
-        """The kind and path of a Variable, for people."""
-        return f"{self.kinds[index].__name__} '{_name_of(self.paths[index])}'"
+        """Returns the class and path of a Variable, for messages."""
+        return f"{self.types[index].__name__} '{_name_of(self.paths[index])}'"
 
-    def copy_with(self, values: Sequence[Any]) -> tuple:
-        """New objects of the same structure that hold `values` (tracers, as a rule)."""
+    def copy_with(self, values: Sequence[PyTree]) -> tuple:
+        """Returns new objects of the same structure with `values`, which are usually tracers."""
         return nnx.graphlib.unflatten(self._graphdef, list(values))
 
     def values_of(self, copies: tuple) -> list[Any] | None:
-        """The values that copies made by `copy_with` hold now; None if their structure changed."""
+        """Returns the present values of `copy_with`'s result; None if its structure changed."""
         graphdef, _, leaves = _flatten(copies, nnx.iter_graph(copies))
         if _GraphKey(graphdef) != _GraphKey(self._graphdef):
             return None
@@ -153,30 +163,33 @@ class Binding:
         return [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
 
     def describe_changes(self, copies: tuple) -> str:
-        """Which Variables and arrays copies have, or miss, of those that the objects have."""
+        """Returns a text about Variables and arrays that were added to, or removed from, copies."""
         _, paths, leaves = _flatten(copies, nnx.iter_graph(copies))
-        now = dict(zip(paths, leaves, strict=True))
-        new = [f"{type(now[p]).__name__} '{_name_of(p)}'" for p in now if p not in self.paths]
-        gone = [f"'{_name_of(p)}'" for p in self.paths if p not in now]
-        found = [f"{', '.join(new[:4])} was added"] if new else []
-        found += [f"{', '.join(gone[:4])} was removed"] if gone else []
-        return " and ".join(found) or "an attribute that is not an array was changed"
+        leaf_at = dict(zip(paths, leaves, strict=True))
+        added = [
+            f"{type(x).__name__} '{_name_of(p)}'" for p, x in leaf_at.items() if p not in self.paths
+        ]
+        removed = [f"'{_name_of(p)}'" for p in self.paths if p not in leaf_at]
+        changes = [f"{', '.join(added[:4])} was added"] if added else []
+        changes += [f"{', '.join(removed[:4])} was removed"] if removed else []
+        return " and ".join(changes) or "an attribute that is not an array was changed"
 
 
 def _flatten(
-    objects: tuple, graph: Iterable[tuple[tuple, Any]]
+    objects: tuple, graph: Iterable[tuple[tuple, object]]
 ) -> tuple[Any, list[tuple], list[Any]]:
-    """The graphdef, paths and leaves of objects; a PerReplica without a Variable is a leaf.
+    """Returns the graphdef, paths and leaves of objects; a PerReplica attribute is one leaf.
 
-    Args:
-        objects: The objects.
-        graph: Their nodes with paths, of `nnx.iter_graph`.
+    `graph` is the result of `nnx.iter_graph(objects)`.
     """
     graphdef, state = nnx.graphlib.flatten(objects, with_paths=True)
     paths, leaves = list(state.paths), list(state.leaves)
     parts = {path: x for path, x in graph if is_per_replica(x)}
     positions = [i for i, path in enumerate(paths) if path[:-1] in parts]
-    if positions:  # to NNX it is a pytree of one array
+    if positions:
+        # To NNX, a PerReplica that is an attribute is a pytree of one array. A replica gets an
+        # array in its place. So the graphdef is taken from copies with arrays: it then equals the
+        # graphdef of the objects in the replica function.
         values = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
         copies = nnx.graphlib.unflatten(graphdef, values)
         for i in positions:
@@ -188,11 +201,15 @@ def _flatten(
 
 
 class _GraphKey:
-    """A graphdef, whatever its static attributes are: what is mutable in them counts elsewhere."""
+    """A graphdef as a dict key, also if its static attributes have no hash.
+
+    Two such graphdefs collide more often, but `__eq__` decides. `MutableSettings` compares the
+    contents of mutable attributes.
+    """
 
     __slots__ = ("_graphdef", "_hash")
 
-    def __init__(self, graphdef: Any):
+    def __init__(self, graphdef: Any):  # classes of Flax without a public name
         self._graphdef = graphdef
         try:
             self._hash = hash(graphdef)
@@ -207,78 +224,34 @@ class _GraphKey:
             return False
         try:
             return bool(self._graphdef == other._graphdef)
-        except ValueError:  # an array in a static attribute: not known to be equal
+        except ValueError:  # a static attribute is an array, whose `==` has no truth value
             return self._graphdef is other._graphdef
-
-
-class MutableSettings:
-    """What objects hold beside arrays, and what can be changed in place: configurations, mostly.
-
-    A program is made for what they hold now. Of values that are hashed by what they are nothing
-    can change.
-    """
-
-    def __init__(self, attributes: Sequence[dict[str, Any]]):
-        """Looks for them among the attributes of some objects.
-
-        Raises:
-            TypeError: One can be changed, and cannot be looked into.
-        """
-        found = {id(x): x for held in attributes for x in held.values() if _is_mutable(x)}
-        self._values = list(found.values())
-        self.keys = tuple(value_keys.key_of(x) for x in self._values)
-
-    def have_changed(self) -> bool:
-        """Whether one of them holds something else now."""
-        values = self._values
-        return bool(values) and tuple(value_keys.key_of(x) for x in values) != self.keys
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, (*nnx_contents.OBJECT_TYPES, jax.Array, np.ndarray))
-
-
-def _is_mutable(value: Any) -> bool:
-    if type(value) in _IMMUTABLE or _is_data(value):
-        return False
-    if isinstance(value, type):
-        return False
-    try:
-        hash(value)
-        if callable(value):
-            return False
-    except TypeError:
-        leaves = jax.tree.leaves(value, is_leaf=_is_data)
-        return not any(map(_is_data, leaves))  # a part of the graph, otherwise
-    return type(value).__hash__ is object.__hash__ and value_keys.attributes_of(value) is not None
-
-
-_IMMUTABLE = frozenset((str, bytes, bool, int, float, complex, type(None)))
 
 
 def _name_of(path: tuple) -> str:
     return ".".join(map(str, path[1:]))
 
 
-def _set_at(node: Any, path: Sequence[Any], value: Any) -> None:
-    """Replaces what is at a path below an object."""
+def _set_at(node: PyTree, path: Sequence[Any], value: PyTree) -> None:
     for part in path[:-1]:
-        node = getattr(node, part) if _is_attribute(node, part) else node[part]
+        node = getattr(node, part) if _is_attribute(node, part) else node[part]  # of a model
     if _is_attribute(node, path[-1]):
         setattr(node, path[-1], value)
     else:
         node[path[-1]] = value
 
 
-def _is_attribute(node: Any, part: Any) -> bool:
-    """Whether a part of a path is an attribute: the items of an `nnx.List` have numbers."""
+def _is_attribute(node: object, part: object) -> bool:
+    """Whether a part of a path is an attribute. The items of an `nnx.List` have numbers."""
     return isinstance(node, nnx.Pytree) and isinstance(part, str)
 
 
-def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggregation | ReduceOp:
+def _parse_aggregation(
+    aggregation: object, variable: nnx.Variable
+) -> VariableAggregation | ReduceOp:
     if isinstance(aggregation, VariableAggregation):
         return aggregation
-    if aggregation in (ReduceOp.MAX, ReduceOp.MIN):
+    if aggregation is ReduceOp.MAX or aggregation is ReduceOp.MIN:
         return aggregation
     names = {**VariableAggregation.__members__, "MAX": ReduceOp.MAX, "MIN": ReduceOp.MIN}
     if not isinstance(aggregation, str) or aggregation.upper() not in names:
@@ -289,58 +262,61 @@ def _parse_aggregation(aggregation: Any, variable: nnx.Variable) -> VariableAggr
     return names[aggregation.upper()]
 
 
-def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Makes each Variable hold the value, without the checks of an assignment."""
-    # Variables have slots; this is what their own set_raw_value does after its checks.
+def write(variables: Sequence[nnx.Variable | None], values: Sequence[PyTree]) -> None:
+    """Sets the value of each Variable, without the checks of an assignment."""
+    # Variables have slots. Their own `set_raw_value` does the same after its checks, which take
+    # longer than all other work of a step.
     for variable, value in zip(variables, values, strict=True):
         object.__setattr__(variable, "_raw_value", value)
 
 
 class Bindings:
-    """The bindings of one strategy, found again by their objects."""
+    """Cache of the bindings of one strategy, by the ids of their objects."""
 
-    def __init__(self):
-        """Empty."""
+    def __init__(self) -> None:
         self._by_id: dict[tuple[int, ...], Binding] = {}
 
-    def find(self, objects: Sequence[Any], *, careful: bool = True) -> Binding:
-        """The binding of `objects`: the known one if it still holds, or a new one.
+    def find(
+        self, objects: Sequence[nnx_contents.Object], *, compare_values: bool = True
+    ) -> Binding:
+        """Returns the cached binding of `objects` if it is still valid, or a new one.
 
-        A Variable that holds another kind of value now is noticed if the look is `careful`.
+        Args:
+            objects: The objects.
+            compare_values: Whether to notice a Variable whose value has another pytree structure.
         """
         key = tuple(map(id, objects))
         binding = self._by_id.get(key)
         if (
             binding is None
             or not binding.is_of(objects)
-            or (careful and not binding.has_same_values())
+            or (compare_values and not binding.has_same_values())
         ):
-            known = binding is not None
+            is_new = binding is None
             binding = Binding(objects)
             if any(isinstance(x, nnx.Variable) for x in objects):
-                return binding  # nobody would say when a Variable is gone, and its id another's
+                # A Variable cannot have a finalizer, so the entry would outlive it.
+                return binding
             self._by_id[key] = binding
-            # The id of an object that is gone may be another's, so its keys go with it. For a key
-            # that was known this has been seen to.
-            if not known:
+            # Python may give the id of a deleted object to another one. So the entry must go with
+            # the first of its objects. A known key has its finalizers already.
+            if is_new:
                 for x in objects:
                     weakref.finalize(x, self._by_id.pop, key, None).atexit = False
         return binding
 
 
-def _reference(x: Any) -> Callable[[], Any]:
-    """A weak reference; a strong one to a Variable, which has slots and takes no weak ones."""
+def _reference(x: nnx_contents.Object) -> Callable[[], nnx_contents.Object | None]:
+    """Returns a weak reference; a strong one for a Variable, whose slots rule weak ones out."""
     return (lambda: x) if isinstance(x, nnx.Variable) else weakref.ref(x)
 
 
+# An `update` that a subclass or an instance overrides may compute something else than a sum.
 _UPDATES_THAT_SUM = (nnx.metrics.Average.update, nnx.metrics.Accuracy.update)
 
 
-def _ids_of_summed_metrics(nodes: Sequence[Any]) -> set[int]:
-    """Ids of the Variables whose value is a sum over examples: those of NNX's averages.
-
-    What a subclass does in an `update` of its own is not known to be a sum.
-    """
+def _ids_of_summed_metrics(nodes: Sequence[nnx.Pytree]) -> set[int]:
+    """Returns the ids of the Variables that are sums over examples: those of NNX's averages."""
     averages = [
         x
         for x in nodes

@@ -1,38 +1,44 @@
-"""What NNX objects hold, by the names that their users gave."""
+"""Lists the contents of NNX objects, by the names of their attributes."""
 
+import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from flax import nnx
 
+from tpudist.array_types import PyTree
+
+Object: TypeAlias = nnx.Pytree | nnx.Variable
 OBJECT_TYPES = (nnx.Pytree, nnx.Variable)
 
 
-def nodes_of(objects: Sequence[Any]) -> list[Any]:
-    """The objects, and the objects and Variables in them, in an order that copies share."""
+def nodes_of(objects: Sequence[PyTree]) -> list[Object]:
+    """Returns all objects and Variables in `objects`, in an order that copies share."""
     return [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, OBJECT_TYPES)]
 
 
-def contents(value: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """What is in an object, with its path: arrays, and the plain attributes that are part of it."""
+def contents(value: Object) -> list[tuple[tuple[str, ...], PyTree]]:
+    """Returns the arrays and public plain attributes in an object, each with its path."""
     if isinstance(value, nnx.Variable):
         return [((), value.get_raw_value())]
     found = []
     for path, x in nnx.iter_graph(value):
         x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
-        private = any(str(part).startswith("_") for part in path)
-        if not private and isinstance(x, jax.Array | bool | int | float | str):
+        is_private = any(str(part).startswith("_") for part in path)
+        if not is_private and isinstance(x, jax.Array | bool | int | float | str):
             found.append((tuple(map(str, path)), x))
     return found
 
 
 def holders_of(array: jax.Array) -> list[nnx.Variable]:
-    """The NNX Variables that hold this very array (to say whose constant it is). Slow."""
-    import gc
+    """Returns the NNX Variables whose value is this array object.
 
+    Searches all objects of the process, so use it only for an error message.
+    """
+    # The garbage collector does not search objects that the program has frozen.
     is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # the collector would not look at what the program has frozen
+    if is_frozen:
         gc.unfreeze()
     try:
         return [x for x in gc.get_referrers(array) if isinstance(x, nnx.Variable)]
@@ -42,20 +48,26 @@ def holders_of(array: jax.Array) -> list[nnx.Variable]:
 
 
 def role_of(variable: nnx.Variable | None) -> str:
-    """What a Variable is for: "parameters", "optimizer state" or "other"."""
+    """Returns the role of a Variable: "parameters", "optimizer state" or "other"."""
     if isinstance(variable, nnx.OptState):
         return "optimizer state"
     return "parameters" if isinstance(variable, nnx.Param) else "other"
 
 
 def variables_of_state(state: nnx.State) -> list[tuple[str, nnx.Variable | None]]:
-    """For each array of an `nnx.State`: its path, and the Variable that holds it."""
+    """Returns the path of each array of an `nnx.State`, and the Variable that contains it."""
     holders = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )[0]
     found = []
     for path, x in holders:
         variable = x if isinstance(x, nnx.Variable) else None
-        name = "".join(f".{getattr(key, 'key', getattr(key, 'name', key))}" for key in path)
+        name = "".join(f".{_key_name(key)}" for key in path)
         found += [(name, variable)] * len(jax.tree.leaves(x))
     return found
+
+
+def _key_name(key: object) -> object:
+    # The classes of JAX's keys have either attribute: DictKey and FlattenedIndexKey `key`,
+    # GetAttrKey `name`.
+    return getattr(key, "key", getattr(key, "name", key))

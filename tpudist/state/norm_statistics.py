@@ -1,9 +1,9 @@
-"""Statistics of Flax's normalization layers over replicas that have unequal numbers of rows.
+"""Corrects Flax's normalization layers for replicas with unequal numbers of rows.
 
-A layer with `axis_name` averages over the replicas the mean of each replica's own rows. On a
-partial batch that is not the mean of all rows, and NaN where a replica has none. So in the trace
-for a partial batch the sums and the number of elements are added up instead, and JAX differentiates
-the quotient. The program for full batches is Flax's.
+A layer with `axis_name` averages the replicas' means of their own rows. On a partial batch that is
+not the mean of all rows, and it is NaN if a replica has no rows. So the trace for a partial batch
+adds up sums and numbers of elements instead, and JAX differentiates the quotient. The program for
+full batches is Flax's own.
 """
 
 import contextlib
@@ -17,7 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax.linen import normalization as linen_normalization
 from flax.nnx.nn import normalization as nnx_normalization
+from jax.typing import DTypeLike
 
+# Flax has no hook for these statistics, so its private function is replaced, with the parameters
+# of the Flax versions that we support. A Flax with other parameters keeps its own function, and
+# `tests/policy/test_jax_versions.py` fails.
 _FUNCTION = "_compute_stats"
 _KNOWN = {
     *("x", "axes", "dtype", "axis_name", "axis_index_groups", "use_mean", "use_fast_variance"),
@@ -28,7 +32,7 @@ _axes: contextvars.ContextVar[Sequence[str]] = contextvars.ContextVar("axes", de
 
 @contextlib.contextmanager
 def weigh_by_rows(axes: Sequence[str]) -> Iterator[None]:
-    """Counts each replica by its elements in statistics over one of these names of the replicas."""
+    """Weighs replicas by their numbers of elements, in statistics over one of these mesh axes."""
     _install()
     token = _axes.set(axes)
     try:
@@ -37,10 +41,10 @@ def weigh_by_rows(axes: Sequence[str]) -> Iterator[None]:
         _axes.reset(token)
 
 
-@functools.cache
+@functools.cache  # the first partial batch replaces the functions, for the rest of the process
 def _install() -> None:
     for module in (linen_normalization, nnx_normalization):
-        function = getattr(module, _FUNCTION, None)
+        function = getattr(module, _FUNCTION, None)  # private to Flax: it may disappear
         if function is not None and set(inspect.signature(function).parameters) <= _KNOWN:
             setattr(module, _FUNCTION, _wrap(function))
 
@@ -49,17 +53,17 @@ def _wrap(compute_stats: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(compute_stats)
 
     @functools.wraps(compute_stats)
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: object, **kwargs: object) -> Any:
         axes = _axes.get()
         if axes:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            given = call.arguments
-            name = given["axis_name"]
+            arguments = call.arguments
+            name = arguments["axis_name"]
             if isinstance(name, tuple | list) and len(name) == 1:
                 [name] = name
-            if name in axes and given["axis_index_groups"] is None:
-                return _compute(**given)
+            if name in axes and arguments["axis_index_groups"] is None:
+                return _compute(**arguments)
         return compute_stats(*args, **kwargs)
 
     return compute
@@ -67,17 +71,17 @@ def _wrap(compute_stats: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compute(
     *,
-    x: Any,
-    axes: Any,
-    dtype: Any,
+    x: jax.Array,
+    axes: int | Sequence[int],
+    dtype: DTypeLike | None,
     axis_name: str,
     axis_index_groups: None,
     use_mean: bool,
     use_fast_variance: bool,
-    mask: Any,
+    mask: jax.Array | None,
     force_float32_reductions: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance as Flax computes them, of the elements of all replicas."""
+    """Returns mean and variance of the elements of all replicas, by Flax' formulas."""
     dtype = jnp.result_type(x) if dtype is None else dtype
     if force_float32_reductions:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -86,6 +90,7 @@ def _compute(
     where = None if mask is None else jnp.asarray(mask, bool)
 
     def mean(*values: jax.Array) -> list[jax.Array]:
+        # Sums and counts are stacked, so that they cross the mesh in one all-reduce.
         ones = jnp.ones(x.shape, values[0].dtype)
         sums = jnp.stack([y.sum(axes, where=where) for y in (*values, ones)])
         *totals, count = jax.lax.psum(sums, axis_name)

@@ -1,16 +1,17 @@
-"""Into how many pieces a variable is cut, from its shape and dtype.
+"""Partitioners: functions from a variable's shape and dtype to a number of shards.
 
-A partitioner gives a list of counts, one for each dim, of which all but one are 1. As
-`tf.distribute.experimental.partitioners`; a shape is any sequence of sizes here, a dtype whatever
-NumPy or JAX take for one, and `"string"`.
+A partitioner returns a list with one count per dim; all counts except one are 1. Matches
+`tf.distribute.experimental.partitioners`, with any sequence of sizes as the shape, and any dtype of
+NumPy or JAX or `"string"` as the dtype.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -20,19 +21,24 @@ __all__ = [
 ]
 
 
-class Partitioner:
-    """The interface: one's own partitioner overrides `__call__`.
+VariableDType: TypeAlias = DTypeLike | str  # "string" is for variables of strings, as TensorFlow's
 
-    As `tf.distribute.experimental.partitioners.Partitioner`.
+_Number = TypeVar("_Number", bound=float)
+
+
+class Partitioner:
+    """Interface of partitioners; override `__call__`.
+
+    Matches `tf.distribute.experimental.partitioners.Partitioner`.
     """
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """How many pieces along each dim.
+    def __call__(self, shape: Sequence[int], dtype: VariableDType, axis: int = 0) -> list[int]:
+        """Returns the number of shards along each dim.
 
         Args:
-            shape: Of the variable.
-            dtype: Of the variable.
-            axis: The dim that is cut.
+            shape: Shape of the variable.
+            dtype: Dtype of the variable.
+            axis: The dim to split.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define how to cut a variable. Override __call__(self, "
@@ -41,80 +47,79 @@ class Partitioner:
 
 
 class FixedShardsPartitioner(Partitioner):
-    """So many pieces, or as many as the dim has rows if these are fewer.
+    """Partitioner with a fixed number of shards, or one per row if the dim has fewer rows.
 
-    As `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
+    Matches `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
+
+    Args:
+        num_shards: Number of shards.
+
+    Raises:
+        ValueError: If `num_shards` is not positive.
     """
 
     def __init__(self, num_shards: int):
-        """At most `num_shards` pieces.
+        self._num_shards = _check_positive("num_shards", num_shards)
 
-        Raises:
-            ValueError: That is not positive.
-        """
-        self._num_shards = _positive("num_shards", num_shards)
-
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """How many pieces along each dim; `ValueError` if there is no dim `axis`."""
+    def __call__(self, shape: Sequence[int], dtype: VariableDType, axis: int = 0) -> list[int]:
+        """Returns the number of shards along each dim; `ValueError` if there is no dim `axis`."""
         return _counts(shape, axis, min(self._num_shards, _size(shape, axis)))
 
 
 class MinSizePartitioner(Partitioner):
-    """As many pieces as there can be of at least so many bytes.
+    """Partitioner with as many shards as possible of at least `min_shard_bytes` bytes each.
 
-    As `tf.distribute.experimental.partitioners.MinSizePartitioner`.
+    Matches `tf.distribute.experimental.partitioners.MinSizePartitioner`.
+
+    Args:
+        min_shard_bytes: Minimum number of bytes per shard, except for rounding.
+        max_shards: Maximum number of shards.
+        bytes_per_string: Assumed number of bytes of a string.
+
+    Raises:
+        ValueError: If an argument is not positive.
     """
 
     def __init__(
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ):
-        """Pieces of at least `min_shard_bytes`.
+        self._min_shard_bytes = _check_positive("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _check_positive("max_shards", max_shards)
+        self._bytes_per_string = _check_positive("bytes_per_string", bytes_per_string)
 
-        Args:
-            min_shard_bytes: The least number of bytes of a piece, but for rounding.
-            max_shards: The largest number of pieces.
-            bytes_per_string: What a string is taken to need.
-
-        Raises:
-            ValueError: One of them is not positive.
-        """
-        self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
-        self._max_shards = _positive("max_shards", max_shards)
-        self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
-
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """How many pieces along each dim; `ValueError` if there is no dim `axis`."""
+    def __call__(self, shape: Sequence[int], dtype: VariableDType, axis: int = 0) -> list[int]:
+        """Returns the number of shards along each dim; `ValueError` if there is no dim `axis`."""
         num_bytes = math.prod(shape) * _element_bytes(dtype, self._bytes_per_string)
-        wanted = math.ceil(num_bytes / self._min_shard_bytes)
-        return _counts(shape, axis, max(1, min(_size(shape, axis), self._max_shards, wanted)))
+        # Rounded up, as in TensorFlow: so shards may be somewhat smaller than the minimum.
+        count = math.ceil(num_bytes / self._min_shard_bytes)
+        return _counts(shape, axis, max(1, min(_size(shape, axis), self._max_shards, count)))
 
 
 class MaxSizePartitioner(Partitioner):
-    """As few pieces as there can be of at most so many bytes.
+    """Partitioner with as few shards as possible of at most `max_shard_bytes` bytes each.
 
-    As `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
+    Matches `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
+
+    Args:
+        max_shard_bytes: Maximum number of bytes per shard. A shard has at least one row, even if
+            a row has more bytes.
+        max_shards: Maximum number of shards, even if shards then exceed `max_shard_bytes`; None
+            for no limit.
+        bytes_per_string: Assumed number of bytes of a string.
+
+    Raises:
+        ValueError: If an argument is not positive.
     """
 
     def __init__(
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ):
-        """Pieces of at most `max_shard_bytes`, or of one row if a row has more.
+        self._max_shard_bytes = _check_positive("max_shard_bytes", max_shard_bytes)
+        self._max_shards = _check_positive("max_shards", max_shards) if max_shards else None
+        self._bytes_per_string = _check_positive("bytes_per_string", bytes_per_string)
 
-        Args:
-            max_shard_bytes: The largest number of bytes of a piece.
-            max_shards: The largest number of pieces, which goes before `max_shard_bytes`; None for
-                no limit.
-            bytes_per_string: What a string is taken to need.
-
-        Raises:
-            ValueError: One of them is not positive.
-        """
-        self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
-        self._max_shards = _positive("max_shards", max_shards) if max_shards else None
-        self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
-
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """How many pieces along each dim; `ValueError` if there is no dim `axis`."""
+    def __call__(self, shape: Sequence[int], dtype: VariableDType, axis: int = 0) -> list[int]:
+        """Returns the number of shards along each dim; `ValueError` if there is no dim `axis`."""
         rows = _size(shape, axis)
         if math.prod(shape) == 0:
             return _counts(shape, axis, 1)
@@ -124,9 +129,9 @@ class MaxSizePartitioner(Partitioner):
         return _counts(shape, axis, min(shards, self._max_shards or shards))
 
 
-def _positive(what: str, value: Any) -> Any:
+def _check_positive(parameter: str, value: _Number) -> _Number:
     if not value >= 1:
-        raise ValueError(f"Argument `{what}` must be positive. Received: {value}")
+        raise ValueError(f"Argument `{parameter}` must be positive. Received: {value}")
     return value
 
 
@@ -145,8 +150,8 @@ def _counts(shape: Sequence[int], axis: int, count: int) -> list[int]:
     return counts
 
 
-def _element_bytes(dtype: Any, bytes_per_string: int) -> int:
-    if dtype == "string":
+def _element_bytes(dtype: VariableDType, bytes_per_string: int) -> int:
+    if isinstance(dtype, str) and dtype == "string":
         return bytes_per_string
-    dtype = jnp.dtype(dtype)
-    return bytes_per_string if dtype.kind in "OSU" else np.dtype(dtype).itemsize
+    parsed = jnp.dtype(dtype)  # which knows bfloat16
+    return bytes_per_string if parsed.kind in "OSU" else np.dtype(parsed).itemsize

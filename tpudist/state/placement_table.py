@@ -1,14 +1,15 @@
-"""Where a model is: how each of its arrays is split, and what a device holds of it."""
+"""Table of the placement of a model: the split of each array, and its bytes per device."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 
+from tpudist.array_types import PyTree, Shape
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.state import nnx_contents
 from tpudist.state.variable_base import VariableBase
@@ -16,26 +17,28 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla import random_keys
 from tpudist.xla.estimate.sizes import format_bytes
 
-# Of a screen: the largest of them are shown, the others are summed up in one.
+# About one screen. A larger model shows its largest arrays, and one line about the others.
 MAX_ROWS = 40
 _COLUMNS = ("leaf", "dtype and shape", "split", Column("bytes per device", is_number=True))
+
+_Array: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedArray:
-    """One array of a model.
+    """Placement of one array of a model.
 
     Attributes:
-        name: Its path.
-        shape: Global; of a PerReplica `[num_replicas, ...]`.
-        dtype: Its name.
-        split: Over which mesh axes its dims are split, or where it is.
-        bytes_per_device: What each device holds of it.
-        num_devices: How many devices hold a part.
+        name: Path of the array.
+        shape: Global shape; for a PerReplica `[num_replicas, ...]`.
+        dtype: Name of the dtype.
+        split: Mesh axes that split its dims, or the memory that contains it, as text.
+        bytes_per_device: Bytes of the part on each device.
+        num_devices: Number of devices with a part.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     split: str
     bytes_per_device: int
@@ -44,17 +47,17 @@ class PlacedArray:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementTable:
-    """Where the arrays of a model are; printed as a table, and shown as one by notebooks.
+    """Placement of the arrays of a model. Prints as a table, also in notebooks.
 
     Attributes:
-        arrays: All of them, in the order of the model.
+        arrays: All arrays, in the order of the model.
     """
 
     arrays: tuple[PlacedArray, ...]
 
     @property
     def bytes_per_device(self) -> int:
-        """What a device holds of all of them."""
+        """Bytes of all arrays on each device."""
         return sum(x.bytes_per_device for x in self.arrays)
 
     def __str__(self) -> str:
@@ -89,84 +92,78 @@ class PlacementTable:
         return TextTable(_COLUMNS, rows, title, notes)
 
 
-def describe_placement(tree: Any) -> PlacementTable:
-    """Where the arrays of a model, an optimizer or any pytree are: a table for people.
+def describe_placement(tree: PyTree) -> PlacementTable:
+    """Returns a table of the placement of a model, an optimizer or any other pytree.
 
     Args:
         tree: NNX objects, Linen's variables or `TrainState`, Variables, PerReplicas, arrays, or
-            abstract arrays that know their shardings, as of `Strategy.create_abstract`.
+            abstract arrays with shardings, such as the result of `Strategy.create_abstract`.
     """
     return PlacementTable(tuple(_place(name, x) for name, x in _arrays_in(tree)))
 
 
-def _arrays_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    def is_leaf(x: Any) -> bool:
+def _arrays_in(tree: PyTree) -> Iterator[tuple[str, _Array]]:
+    def is_leaf(x: object) -> bool:
         return isinstance(x, (*nnx_contents.OBJECT_TYPES, VariableBase, PerReplica))
 
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if isinstance(x, VariableBase):
-            yield name or x.name, x._value  # type: ignore[attr-defined]
+            yield name or x.name, x._value
         elif isinstance(x, PerReplica):
             yield name, x.array
         elif isinstance(x, nnx_contents.OBJECT_TYPES):
             yield from _arrays_of_object(name, x)
-        elif hasattr(x, "dtype"):
+        elif isinstance(x, _Array):
             yield name, x
 
 
-def _arrays_of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of an NNX object; one that is held twice is counted once."""
+def _arrays_of_object(name: str, value: nnx_contents.Object) -> Iterator[tuple[str, _Array]]:
+    """Yields the arrays of an NNX object, an array with several references once."""
     seen: set[int] = set()
     for path, x in nnx.iter_graph(value):
         raw = x.get_raw_value() if isinstance(x, nnx.Variable) else x
         for inner, array in jax.tree_util.tree_flatten_with_path(raw)[0]:
-            is_array = hasattr(array, "sharding") or isinstance(array, np.ndarray)
+            is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct | np.ndarray)
             if is_array and id(array) not in seen:
                 seen.add(id(array))
                 parts = [name, *map(str, path), jax.tree_util.keystr(inner, simple=True)]
                 yield ".".join(part for part in parts if part), array
 
 
-def _place(name: str, x: Any) -> PlacedArray:
-    sharding = getattr(x, "sharding", None)
-    part = sharding.shard_shape(tuple(x.shape)) if sharding is not None else x.shape
-    if sharding is not None:
-        split = _describe_sharding(sharding)
-    elif isinstance(x, np.ndarray | np.generic):
-        split = "in NumPy, on no device"
+def _place(name: str, x: _Array) -> PlacedArray:
+    is_numpy = isinstance(x, np.ndarray | np.generic)
+    sharding = None if is_numpy else x.sharding
+    if sharding is None:
+        split = "in NumPy, on no device" if is_numpy else "abstract, on no device"
+        part, num_devices = tuple(x.shape), 0
     else:
-        split = "abstract, on no device"
-    return PlacedArray(
-        name,
-        tuple(x.shape),
-        str(x.dtype),
-        split,
-        math.prod(part) * _item_bytes(x),
-        len(sharding.device_set) if sharding is not None else 0,
-    )
+        split = _describe_sharding(sharding)
+        part, num_devices = sharding.shard_shape(tuple(x.shape)), len(sharding.device_set)
+    num_bytes = math.prod(part) * _item_bytes(x)
+    return PlacedArray(name, tuple(x.shape), str(x.dtype), split, num_bytes, num_devices)
 
 
-def _item_bytes(x: Any) -> int:
-    """The bytes of one element; of a key those of the numbers that it is."""
+def _item_bytes(x: _Array) -> int:
     if not random_keys.is_key(x):
         return x.dtype.itemsize
+    # An element of a key array is several integers, which depend on JAX' generator.
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype))
     return data.size * data.dtype.itemsize
 
 
-def _describe_sharding(sharding: Any) -> str:
+def _describe_sharding(sharding: jax.sharding.Sharding) -> str:
     kind = sharding.memory_kind or ""
-    where = f", in {kind}" if kind.endswith("host") else ""
+    memory = f", in {kind}" if kind.endswith("host") else ""
     if isinstance(sharding, jax.sharding.NamedSharding):
         if sharding.is_fully_replicated:
-            return f"whole on each{where}"
+            return f"whole on each{memory}"
         dims = ["-" if part is None else _join(part) for part in sharding.spec]
-        return f"[{', '.join(dims)}]{where}"
+        return f"[{', '.join(dims)}]{memory}"
     if len(sharding.device_set) == 1:
-        return f"on {next(iter(sharding.device_set))}{where}"
-    return f"{sharding}{where}"
+        return f"on {next(iter(sharding.device_set))}{memory}"
+    return f"{sharding}{memory}"
 
 
-def _join(names: Any) -> str:
+def _join(names: str | tuple[str, ...]) -> str:
     return names if isinstance(names, str) else " x ".join(names)

@@ -1,19 +1,23 @@
-"""Changes some rows of an array: what `Variable.scatter_add` and its kin do to the value.
+"""Changes rows of a Variable: `Variable.scatter_add` and the related methods.
 
-Rows of one index are all applied: added up, multiplied, the least or the greatest of them. Of
-several rows that replace one it is not said which does.
+If several slices have the same index, all of them apply: they are added, multiplied, or the least
+or greatest is taken. For `scatter_update` it is undefined which of them replaces the row.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tpudist import context
+from tpudist.array_types import Shape
 from tpudist.options import warn_of_op_arguments
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.state.variable_base import VariableBase
+from tpudist.state.variable_value import VariableValue
 from tpudist.values import indexed_slices
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import PerReplica, local_part
@@ -23,52 +27,68 @@ from tpudist.xla.traces import is_traced
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 
 
-def apply(what: str, array: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-    """`array` with rows changed: row `indices[i]` by `values[i]`.
+@runtime_checkable
+class SparseDelta(Protocol):
+    """`tpudist.IndexedSlices`, or another object with rows and their indices."""
+
+    @property
+    def values(self) -> VariableValue:
+        """Rows `[*indices.shape, ...]`."""
+        ...
+
+    @property
+    def indices(self) -> VariableValue:
+        """Integers `[...]`."""
+        ...
+
+
+def apply(operation: str, array: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `array` with row `indices[i]` changed by `values[i]`.
 
     Args:
-        what: `add`, `sub`, `mul`, `div`, `min`, `max` or `update`.
+        operation: `add`, `sub`, `mul`, `div`, `min`, `max` or `update`.
         array: `[rows, ...]`.
-        indices: `[...]` integers. In a trace, those that are out of range have no effect.
-        values: `[*indices.shape, ...]`, of the dtype of `array`.
+        indices: `[...]` integers. In a trace, indices that are out of range have no effect.
+        values: `[*indices.shape, ...]`, with the dtype of `array`.
     """
-    options: Any = {"mode": "drop", "wrap_negative_indices": False}
-    if what == "div":
-        # No scatter divides, but one multiplies: each row by the product of its divisors.
-        divisor = jnp.ones_like(array).at[indices].multiply(values, **options)
-        # Integers as TensorFlow: towards zero.
-        exact = jnp.issubdtype(array.dtype, jnp.inexact)
-        return array / divisor if exact else jax.lax.div(array, divisor)
+    if operation == "div":
+        # JAX has a scatter for products, but none for quotients. So divide once, by the product
+        # of a row's divisors. Integers round towards zero, as in TensorFlow.
+        ones = jnp.ones_like(array)
+        divisor = ones.at[indices].multiply(values, mode="drop", wrap_negative_indices=False)
+        is_inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        return array / divisor if is_inexact else jax.lax.div(array, divisor)
+    if operation == "sub":
+        operation, values = "add", -values
     rows = array.at[indices]
-    if what == "add":
-        return rows.add(values, **options)
-    if what == "sub":
-        return rows.add(-values, **options)
-    if what == "mul":
-        return rows.multiply(values, **options)
-    if what == "min":
-        return rows.min(values, **options)
-    if what == "max":
-        return rows.max(values, **options)
-    assert what == "update", what
-    return rows.set(values, **options)
+    methods: dict[str, Callable[..., jax.Array]] = {
+        "add": rows.add,
+        "mul": rows.multiply,
+        "min": rows.min,
+        "max": rows.max,
+        "update": rows.set,
+    }
+    # A traced index cannot be checked. Without these options JAX would clamp it, or count a
+    # negative index from the end, and so change a row that nobody named.
+    return methods[operation](values, mode="drop", wrap_negative_indices=False)
 
 
 def check_slices(
-    name: str, shape: tuple[int, ...], dtype: Any, values: Any, indices: Any
+    name: str, shape: Shape, dtype: DTypeLike, values: VariableValue, indices: VariableValue
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and indices as arrays, of matching shapes and of the variable's dtype.
+    """Returns values and indices as arrays of matching shapes, values in the variable's dtype.
 
     Raises:
-        ValueError: Something does not fit variable `name` of `shape` and `dtype`, or an index that
-            is known is out of range.
+        ValueError: If they do not fit variable `name` of `shape` and `dtype`, or a concrete index
+            is out of range.
     """
-    known = None if is_traced(indices) else np.asarray(indices)  # not yet cut to 32 bits
+    # Checked before `jnp.asarray`, which converts to 32 bits.
+    concrete = None if is_traced(indices) else np.asarray(indices)
     for x in values if isinstance(values, list | tuple) else (values,):
         integers.check_fit(x, f"A value for rows of variable '{name}'")
-    if known is not None and known.dtype.kind in "iuO" and known.size and shape:
-        check_rows(name, shape, known)
-    indices, given = jnp.asarray(indices), jnp.asarray(values)
+    if concrete is not None and concrete.dtype.kind in "iuO" and concrete.size and shape:
+        check_rows(name, shape, concrete)
+    indices, rows = jnp.asarray(indices), jnp.asarray(values)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
             f"Rows of variable '{name}' cannot be changed at indices of dtype {indices.dtype}. "
@@ -79,26 +99,22 @@ def check_slices(
             f"Rows of variable '{name}' cannot be changed, because it is a scalar. Use assign, "
             "assign_add or assign_sub."
         )
-    wanted = (*indices.shape, *shape[1:])
-    if given.ndim == 0:
-        given = jnp.broadcast_to(given, wanted)
-    weak = getattr(values, "weak_type", isinstance(values, int | float | list | tuple))
-    fits = given.dtype == dtype or (weak and np.can_cast(given.dtype, dtype, "same_kind"))
-    if given.shape != wanted or not fits:
+    expected_shape = (*indices.shape, *shape[1:])
+    if rows.ndim == 0:
+        rows = jnp.broadcast_to(rows, expected_shape)
+    is_weak = rows.weak_type or isinstance(values, int | float | list | tuple)
+    fits = rows.dtype == dtype or (is_weak and np.can_cast(rows.dtype, dtype, "same_kind"))
+    if rows.shape != expected_shape or not fits:
         raise ValueError(
             f"Rows of variable '{name}', {np.dtype(dtype)}{list(shape)}, cannot be changed at "
-            f"indices {list(indices.shape)} by values {given.dtype}{list(given.shape)}. Pass "
-            f"values {np.dtype(dtype)}{list(wanted)}."
+            f"indices {list(indices.shape)} by values {rows.dtype}{list(rows.shape)}. Pass "
+            f"values {np.dtype(dtype)}{list(expected_shape)}."
         )
-    return given.astype(dtype), indices
+    return rows.astype(dtype), indices
 
 
-def check_rows(name: str, shape: tuple[int, ...], numbers: np.ndarray) -> None:
-    """Refuses indices that are known and out of range.
-
-    Raises:
-        ValueError: Some are, or they are no numbers.
-    """
+def check_rows(name: str, shape: Shape, numbers: np.ndarray) -> None:
+    """Raises `ValueError` for concrete indices that are out of range or not numbers."""
     try:
         least, greatest = int(numbers.min()), int(numbers.max())
     except (TypeError, ValueError):
@@ -117,127 +133,129 @@ class ScatterUpdates(VariableBase):
     """The methods of a Variable that change some of its rows."""
 
     def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Adds to some rows; in a replica function all replicas' slices are aggregated first.
+        """Adds to some rows; in a replica function the replicas' slices are aggregated first.
 
         Args:
-            sparse_delta: `IndexedSlices`, or anything with `values` and `indices`. Slices of the
-                same row add up. Indices that are out of range are refused if they are known, and
-                have no effect where they are computed by a replica function.
+            sparse_delta: `IndexedSlices`, or an object with `values` and `indices`. Slices of the
+                same row add up. Concrete indices that are out of range raise an error. Indices
+                that a replica function computes have no effect if they are out of range.
             use_locking: For `tf.Variable`: steps run one at a time.
-            name: For `tf.Variable`: nothing is named.
+            name: For `tf.Variable`: operations have no names.
 
         Returns:
             The new value.
 
         Raises:
-            TypeError: `sparse_delta` is something else.
-            ValueError: Values and indices do not fit the variable or each other; or the slices
-                differ between replicas and the variable has no aggregation.
-            NotImplementedError: The variable is ON_READ.
+            TypeError: If `sparse_delta` has no `values` or `indices`.
+            ValueError: If values and indices do not fit the variable or each other, or if the
+                slices differ between replicas and the variable has no aggregation.
+            NotImplementedError: If the variable is ON_READ.
         """
         warn_of_op_arguments("scatter_add", use_locking, name)
         return self._scatter("add", sparse_delta)
 
     def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
         """Subtracts from some rows; see `scatter_add`."""
         warn_of_op_arguments("scatter_sub", use_locking, name)
         return self._scatter("sub", sparse_delta)
 
     def scatter_mul(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
         """Multiplies some rows; see `scatter_add`. A MEAN divides the factors by the replicas."""
         warn_of_op_arguments("scatter_mul", use_locking, name)
         return self._scatter("mul", sparse_delta)
 
     def scatter_div(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
         """Divides some rows; see `scatter_add`. A MEAN divides the divisors by the replicas."""
         warn_of_op_arguments("scatter_div", use_locking, name)
         return self._scatter("div", sparse_delta)
 
     def scatter_min(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Takes the least of each row and its slices; see `scatter_add`.
+        """Takes the minimum of each row and its slices; see `scatter_add`.
 
         Raises:
-            NotImplementedError: The variable has another aggregation than NONE or
-                ONLY_FIRST_REPLICA, or is ON_READ.
+            NotImplementedError: If the variable is ON_READ, or its aggregation is neither NONE nor
+                ONLY_FIRST_REPLICA.
         """
         warn_of_op_arguments("scatter_min", use_locking, name)
         return self._scatter("min", sparse_delta)
 
     def scatter_max(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Takes the greatest of each row and its slices; see `scatter_min`."""
+        """Takes the maximum of each row and its slices; see `scatter_min`."""
         warn_of_op_arguments("scatter_max", use_locking, name)
         return self._scatter("max", sparse_delta)
 
     def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
         """Replaces some rows; see `scatter_min`."""
         warn_of_op_arguments("scatter_update", use_locking, name)
         return self._scatter("update", sparse_delta)
 
-    def _scatter(self, what: str, sparse_delta: Any) -> jax.Array | None:
-        self._check_scatter(what, sparse_delta)
+    def _scatter(self, operation: str, sparse_delta: SparseDelta) -> jax.Array | None:
+        self._check_scatter(operation, sparse_delta)
         mode = context.current()
         values, indices = sparse_delta.values, sparse_delta.indices
         if mode.frame is not None:
             values, indices = local_part(values), local_part(indices)
         elif isinstance(values, PerReplica) or isinstance(indices, PerReplica):
             raise ValueError(
-                f"scatter_{what} of variable '{self.name}' received slices that differ between "
-                "replicas, in cross-replica context. Reduce them first, with strategy.reduce(op, "
-                "slices, axis=None), or call it in the replica function."
+                f"scatter_{operation} of variable '{self.name}' received slices that differ "
+                "between replicas, in cross-replica context. Reduce them first, with "
+                "strategy.reduce(op, slices, axis=None), or call it in the replica function."
             )
         values, indices = check_slices(self.name, self.shape, self.dtype, values, indices)
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
             values, indices = self.strategy.replicate((values, indices))
             with self._use_home(mode):
-                new = apply(what, self._fetch(), indices, values)
+                new = apply(operation, self._fetch(), indices, values)
             return self._assign_eagerly(new, True)
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
-        new = apply(what, mode.frame.get(self), indices, values)
+        new = apply(operation, mode.frame.get(self), indices, values)
         return mode.frame.set(self, new)
 
-    def _aggregate_slices(self, values: jax.Array, indices: jax.Array) -> tuple[Any, Any]:
+    def _aggregate_slices(
+        self, values: jax.Array, indices: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         if self.aggregation is _NONE:
-            return values, indices  # that they are equal everywhere is proven after the trace
+            return values, indices  # after the trace, `run` proves that they are equal everywhere
         if self.aggregation is _FIRST:
             return collectives.broadcast((values, indices))
         op = ReduceOp.from_variable_aggregation(self.aggregation)
         slices = indexed_slices.all_reduce(op, IndexedSlices(values, indices))
         return slices.values, slices.indices
 
-    def _check_scatter(self, what: str, sparse_delta: Any) -> None:
+    def _check_scatter(self, operation: str, sparse_delta: object) -> None:
         if self.on_read:
             raise NotImplementedError(
-                f"scatter_{what} of ON_READ variable '{self.name}' is not supported. Read it and "
-                f"assign it in the replica function."
+                f"scatter_{operation} of ON_READ variable '{self.name}' is not supported. Read it "
+                f"and assign it in the replica function."
             )
-        combines = self.aggregation not in (_NONE, _FIRST)
-        ordinary = not self.strategy.variables_have_components
-        alone = ordinary and self.strategy.num_replicas_in_sync == 1
-        if what in ("min", "max", "update") and combines and not alone:
+        is_aggregated = self.aggregation not in (_NONE, _FIRST)
+        has_components = self.strategy.variables_have_components
+        has_replicas = has_components or self.strategy.num_replicas_in_sync > 1
+        if operation in ("min", "max", "update") and is_aggregated and has_replicas:
             raise NotImplementedError(
-                f"scatter_{what} of variable '{self.name}' with aggregation "
+                f"scatter_{operation} of variable '{self.name}' with aggregation "
                 f"{self.aggregation.name} is not supported: this aggregation cannot combine the "
                 "slices of several replicas. Make the variable with aggregation NONE or "
                 "ONLY_FIRST_REPLICA."
             )
-        if not (hasattr(sparse_delta, "values") and hasattr(sparse_delta, "indices")):
+        if not isinstance(sparse_delta, SparseDelta):
             raise TypeError(
-                f"scatter_{what} of variable '{self.name}' takes tpudist.IndexedSlices(values, "
-                f"indices), but received {type(sparse_delta).__name__}."
+                f"scatter_{operation} of variable '{self.name}' takes tpudist.IndexedSlices(values,"
+                f" indices), but received {type(sparse_delta).__name__}."
             )

@@ -1,37 +1,34 @@
-"""What a Python value among the arguments is to the identity of a program: what it holds now.
+"""Keys of Python values: two values with the same key can use the same compiled program.
 
-A program is traced with what an object held then. Known by its identity alone, the object could be
-changed (`config.lr = 2.0`), and the program would go on with the old value and say nothing. So an
-object that compares by identity counts with its attributes, and one that cannot be hashed by what
-it holds. What cannot be looked into is refused.
+A program is traced with the contents that an argument has then. If the key were the object's
+identity, you could change the object (`config.lr = 2.0`) and the program would silently continue
+with the old value. So the key of an object consists of its attributes, and the key of a container
+of its items. A mutable object without readable contents raises an error.
 """
 
 import collections
 import dataclasses
 import sys
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
 
 import jax
 import numpy as np
 
-from tpudist.state import nnx_contents
+from tpudist.state import library_code, nnx_contents
 
 _SIMPLE = frozenset((str, bytes, bool, int, type(None)))
-# Objects of these are looked at when they are used, or do not change: functions, modules, devices.
-_LIBRARIES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
-# Of one argument. It is compared at each call.
+# Largest number of values in one argument. All of them are compared at each call.
 MAX_VALUES = 1000
-_MAX_ARRAY_BYTES = 1 << 20  # larger constants of a program are refused
+# A larger array is compared by identity. Larger constants of a program raise an error later.
+_MAX_ARRAY_BYTES = 1 << 20
 
 
 class IdentityKey:
-    """Makes an unhashable value part of a key, as the object it is."""
+    """A key that is equal only for the same object; for values without a hash."""
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any):
-        """Holds `value`."""
+    def __init__(self, value: object):
         self.value = value
 
     def __hash__(self) -> int:
@@ -41,91 +38,102 @@ class IdentityKey:
         return isinstance(other, IdentityKey) and other.value is self.value
 
 
-def key_of(value: Any) -> Hashable:
-    """The key of a Python value: its type (1, 1.0 and True are different programs), and contents.
+def key_of(value: object) -> Hashable:
+    """Returns the key of a Python value: its type and contents.
+
+    The type counts because 1, 1.0 and True are equal, but need different programs.
 
     Raises:
-        TypeError: It can change, and cannot be looked into.
+        TypeError: If the value is mutable and opaque, or contains more than `MAX_VALUES` values.
     """
     if type(value) in _SIMPLE:
         return type(value), value
-    return _Contents(value).key(value)
+    return _KeyBuilder(value).key(value)
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """What an object holds that is known by its attributes; None if it is known otherwise."""
+def attributes_of(value: object) -> dict[str, object] | None:
+    """Returns the attributes that are the contents of an object.
+
+    None if the object is not compared by attributes: a class, an object with a hash of its own, an
+    object of a library (a function, a module, a device), or an object without attributes.
+    """
     cls = type(value)
-    if isinstance(value, type) or isinstance(value, nnx_contents.OBJECT_TYPES):
+    if isinstance(value, (type, *nnx_contents.OBJECT_TYPES)):
         return None
-    hashed: Any = cls.__hash__
-    if dataclasses.is_dataclass(value) and _belongs_to_dataclass(hashed):
-        # By field: 1 and True are equal, and NaN is not.
+    hash_method = cls.__hash__
+    is_dataclass = dataclasses.is_dataclass(value)
+    if is_dataclass and _is_generated(hash_method):
+        # Its own hash and `==` would do, if 1 did not equal True and NaN did not differ from
+        # itself. So each field gets a key.
         fields = [f for f in dataclasses.fields(value) if (f.compare if f.hash is None else f.hash)]
-        return {field.name: getattr(value, field.name) for field in fields}
-    if hashed is not None and (hashed is not object.__hash__ or _is_of_library(cls)):
+        return _read_attributes(value, [field.name for field in fields])
+    is_mutable = hash_method is None or hash_method is object.__hash__
+    if not is_mutable or (hash_method is not None and _is_of_library(cls)):
         return None
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if is_dataclass:
+        return _read_attributes(value, [field.name for field in dataclasses.fields(value)])
     slots = [
         name
         for base in cls.__mro__
         for name in _as_tuple(base.__dict__.get("__slots__", ()))
-        if not name.startswith("__") and hasattr(value, name)
+        if not name.startswith("__") and hasattr(value, name)  # a slot may be empty
     ]
     if not slots and not hasattr(value, "__dict__"):
         return None
-    return {name: getattr(value, name) for name in slots} | dict(getattr(value, "__dict__", {}))
+    return _read_attributes(value, slots) | dict(getattr(value, "__dict__", {}))
 
 
-def describe(value: Any, depth: int = 4) -> str:
-    """What a Python value holds, in words."""
+def _read_attributes(value: object, names: Iterable[str]) -> dict[str, object]:
+    return {name: getattr(value, name) for name in names}  # fields and slots of your class
+
+
+def describe(value: object, depth: int = 4) -> str:
+    """Returns a text with the contents of a Python value, down to `depth` levels."""
     if isinstance(value, str | int | float | complex | None):
         return repr(value)
     if depth and isinstance(value, np.ndarray) and value.size <= 10:
         return str(value.tolist())
     attributes = attributes_of(value)
     if attributes is not None and depth:
-        held = [f"{name}={describe(x, depth - 1)}" for name, x in attributes.items()]
+        items = [f"{name}={describe(x, depth - 1)}" for name, x in attributes.items()]
     elif depth and isinstance(value, Mapping):
-        held = [f"{key!r}: {describe(x, depth - 1)}" for key, x in value.items()]
+        items = [f"{key!r}: {describe(x, depth - 1)}" for key, x in value.items()]
     elif depth and isinstance(value, list | tuple | set | frozenset | collections.deque):
-        held = [describe(x, depth - 1) for x in value]
+        items = [describe(x, depth - 1) for x in value]
     else:
         return type(value).__name__
-    more = ", ..." if len(held) > 10 else ""
-    return f"{type(value).__name__}({', '.join(held[:10])}{more})"
+    more = ", ..." if len(items) > 10 else ""
+    return f"{type(value).__name__}({', '.join(items[:10])}{more})"
 
 
-def _belongs_to_dataclass(hashed: Any) -> bool:
-    """Whether a `__hash__` is that of a frozen dataclass, which is made of text."""
-    return getattr(getattr(hashed, "__code__", None), "co_filename", None) == "<string>"
+def _is_generated(hash_method: object) -> bool:
+    """Whether the `dataclasses` module made a `__hash__`: it compiles the method from text."""
+    # A `__hash__` in C has no code.
+    return getattr(getattr(hash_method, "__code__", None), "co_filename", None) == "<string>"
 
 
-def _as_tuple(slots: Any) -> tuple[str, ...]:
+def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_of_library(cls: type) -> bool:
-    """Whether objects of a class are no user's own to change."""
-    if _root(cls) in sys.stdlib_module_names:
+    if library_code.root_package(cls) in sys.stdlib_module_names:
         return True
-    return any(_root(base) in _LIBRARIES for base in cls.__mro__)
+    return any(library_code.root_package(base) in library_code.PACKAGES for base in cls.__mro__)
 
 
-def _root(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+class _KeyBuilder:
+    """Computes the key of one argument, recursively."""
 
-
-class _Contents:
-    """Looks into one argument."""
-
-    def __init__(self, argument: Any):
+    def __init__(self, argument: object):
         self._argument = argument
         self._num_values = 0
-        self._under_way: set[int] = set()
+        # Ids of the values that contain the present one. A value that contains itself is known by
+        # identity there, so the recursion ends.
+        self._ancestors: set[int] = set()
 
-    def key(self, value: Any) -> Hashable:
-        """The key of `value`, which the argument holds or is."""
+    def key(self, value: object) -> Hashable:
+        """Returns the key of `value`, which is the argument or a part of it."""
         cls = type(value)
         self._num_values += 1
         if self._num_values > MAX_VALUES:
@@ -140,15 +148,15 @@ class _Contents:
             return cls, repr(value)  # 0.0 equals -0.0, and NaN does not equal itself
         if isinstance(value, (*nnx_contents.OBJECT_TYPES, jax.Array)):
             return cls, IdentityKey(value)
-        if id(value) in self._under_way:
+        if id(value) in self._ancestors:
             return cls, IdentityKey(value)
-        self._under_way.add(id(value))
+        self._ancestors.add(id(value))
         try:
             return cls, self._contents(value)
         finally:
-            self._under_way.discard(id(value))
+            self._ancestors.discard(id(value))
 
-    def _contents(self, value: Any) -> Any:
+    def _contents(self, value: object) -> Hashable:
         if isinstance(value, np.ndarray):
             if value.nbytes > _MAX_ARRAY_BYTES or value.dtype.hasobject:
                 return IdentityKey(value)
@@ -156,18 +164,21 @@ class _Contents:
         if isinstance(value, set | frozenset):
             return frozenset(map(self.key, value))
         if isinstance(value, Mapping):
+            # In their order: a function may iterate over the items.
             return tuple((self.key(k), self.key(x)) for k, x in value.items())
         if isinstance(value, tuple | list | collections.deque):
             return tuple(map(self.key, value))
-        if isinstance(value, slice):  # which Python 3.11 does not hash
+        if isinstance(value, slice):  # Python 3.11 has no hash for it
             return self.key(value.start), self.key(value.stop), self.key(value.step)
         if isinstance(value, bytearray):
             return bytes(value)
         attributes = attributes_of(value)
         if attributes is not None:
-            held = tuple((name, self.key(x)) for name, x in attributes.items())
+            items = tuple((name, self.key(x)) for name, x in attributes.items())
+            # An object that compares by identity may have state that is not an attribute, so the
+            # identity counts too.
             by_identity = type(value).__hash__ is object.__hash__
-            return (IdentityKey(value), held) if by_identity else held
+            return (IdentityKey(value), items) if by_identity else items
         try:
             hash(value)
         except TypeError:

@@ -1,4 +1,7 @@
-"""What a Variable is, and from where it may be used; what it does is in the parts of `Variable`."""
+"""Attributes of a Variable, and checks of the context in which it is used.
+
+Base of the mix-ins that make up `Variable`: `ScatterUpdates`, `SavedInCheckpoints`.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -8,21 +11,23 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tpudist import context
+from tpudist.array_types import Shape
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import variable_value
+from tpudist.state.variable_value import VariableValue
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.traces import is_eager
 
 
 class VariableBase:
-    """The attributes of a Variable (see there), and what the contexts make of it."""
+    """Attributes that all parts of a Variable use; `Variable` documents the public ones."""
 
     name: str
     is_named: bool
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: Any
     trainable: bool
     synchronization: VariableSynchronization
@@ -30,17 +35,21 @@ class VariableBase:
     constraint: Callable[[jax.Array], Any] | None
     strategy: StrategyBase
     on_read: bool
-    is_on_servers = False  # whether a parameter server holds it
-    is_counted = False  # whether each replica of a step has a share of it, and they are summed
-    remedy: str | None = None  # what to do where replicas would differ; None for as usual
-    is_of_closure = False  # whether a worker of a coordinator has made it, for itself
-    spec: PartitionSpec | None  # over which axes inside a replica it is split; None if that is open
+    is_on_servers = False  # whether a parameter server stores it
+    is_counted = False  # whether each replica of a step computes a share, and shares are summed
+    remedy: str | None = None  # advice in the error about differing replicas; None: the default
+    belongs_to_closure = False  # whether a scheduled function made it, on its worker
+    spec: PartitionSpec | None  # axes inside a replica that split it; None: the strategy decides
     _value: Any  # the array, with a leading dim of replicas if `on_read`
-    # Sets the value out of all traces: of `Variable`, for those of its parts that compute one.
-    _assign_eagerly: Callable[[Any, bool], jax.Array | None]
+    # Implemented by `Variable`: sets the value outside of traces. The mix-ins call it.
+    _assign_eagerly: Callable[[VariableValue, bool], jax.Array | None]
 
-    def conform(self, value: Any) -> jax.Array:
-        """`value` as an array of this variable's shape and dtype; an error if it does not fit."""
+    def conform(self, value: VariableValue) -> jax.Array:
+        """Returns `value` as an array of this variable's shape and dtype.
+
+        Raises:
+            ValueError: If the value does not fit, or is a PerReplica.
+        """
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"A PerReplica was assigned to variable '{self.name}' in cross-replica context. "
@@ -50,33 +59,42 @@ class VariableBase:
         return variable_value.conform(value, self.name, self.shape, self.dtype)
 
     def _fetch(self) -> jax.Array:
-        """The array, or a copy of it on the mesh if it is stored elsewhere."""
+        """Returns the array, or a copy of it on the mesh if it is stored elsewhere."""
         storage = self.strategy.storage
         return self._value if storage is None else storage.fetch([self._value])[0]
 
     def _use_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
-        """What is in force where a new value is computed: not the mesh of another's scope."""
-        return placement.without_mesh() if self._is_guest(mode) else contextlib.nullcontext()
+        """Computes new values on this variable's devices, not on the devices of the scope."""
+        return placement.without_mesh() if self._is_foreign(mode) else contextlib.nullcontext()
 
-    def _is_guest(self, mode: context.Mode) -> bool:
-        """Whether this is the scope of another strategy, where ordinary variables may be used."""
+    def _is_foreign(self, mode: context.Mode) -> bool:
+        """Whether the scope is another strategy's. Only ordinary variables may be used there."""
         return mode.strategy is not self.strategy and context.has_strategy()
 
     def _in_cross_replica_context(self, mode: context.Mode) -> bool:
-        """Whether the replicas of this variable's strategy are seen from outside, as one."""
-        # Out of all scopes one is in replica context, but in that of the default strategy.
+        """Whether code here sees all replicas of this variable's strategy at once."""
+        # Outside of all scopes the code is in replica context, but of the default strategy. That
+        # is cross-replica context for a variable of any other strategy. While a plan is made, a
+        # twin runs in place of the strategy.
         acting = context.resolve_twin(self.strategy)
-        inside = mode.replica_context is not None and mode.strategy is acting
-        return not inside and not mode.updating
+        in_replica = mode.replica_context is not None and mode.strategy is acting
+        return not in_replica and not mode.updating
 
-    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
-        if self._is_guest(mode) and self.strategy is not context.default_mode().strategy:
+    def _check_usable_here(self, mode: context.Mode, action: str) -> None:
+        """Raises `RuntimeError` if the variable must not be used here.
+
+        Args:
+            mode: The current mode.
+            action: `read` or `assigned`, for the message and for the rules of closures.
+        """
+        if self._is_foreign(mode) and self.strategy is not context.default_mode().strategy:
             raise RuntimeError(
-                f"Variable '{self.name}' was made under {self.strategy!r}, but is {what} in the "
+                f"Variable '{self.name}' was made under {self.strategy!r}, but is {action} in the "
                 f"scope of {mode.strategy!r}. Mixing strategies is not supported."
             )
         place = current_place()
-        if what == "assigned" and place is not None and place.state and not self.is_of_closure:
+        in_closure = place is not None and place.state
+        if action == "assigned" and in_closure and not self.belongs_to_closure:
             raise RuntimeError(
                 f"Variable '{self.name}' was assigned in a function that a coordinator has "
                 "scheduled, but is on no server: workers would change it independently, and twice "
@@ -84,7 +102,7 @@ class VariableBase:
             )
         if not is_eager() and not variable_value.computes_here():
             raise RuntimeError(
-                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
+                f"Variable '{self.name}' was {action} in a function that jax.jit (or another "
                 "transformation) traces, outside of strategy.run: its value would be frozen into "
                 "the program. Pass variable.read_value() as an argument, or use strategy.run."
             )

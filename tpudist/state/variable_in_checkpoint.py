@@ -1,9 +1,12 @@
-"""What a checkpoint holds of a Variable: one value, whatever the mesh and its synchronization."""
+"""Saves and restores a Variable: a checkpoint has one value, whatever the mesh.
 
-from typing import Any
+So a checkpoint can be restored with another number of replicas, or another synchronization.
+"""
 
 import jax
+import numpy as np
 
+from tpudist.array_types import Shape
 from tpudist.reduce_op import VariableAggregation
 from tpudist.state import aggregation, variable_value
 from tpudist.state.variable_base import VariableBase
@@ -12,25 +15,26 @@ from tpudist.state.variable_base import VariableBase
 class SavedInCheckpoints(VariableBase):
     """The part of `Variable` that checkpoints use."""
 
-    def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding]:
-        """Shape and dtype of the value, as checkpoints hold it, and where to restore it."""
+    def checkpoint_spec(self) -> tuple[Shape, np.dtype, jax.sharding.Sharding]:
+        """Returns the shape and dtype of the saved value, and the sharding to restore it with."""
         if self.on_read:
             return self.shape, self.dtype, self.strategy.replica_mesh.replicated
         return self.shape, self.dtype, self._value.sharding
 
     def checkpoint_value(self) -> jax.Array:
-        """The value for a checkpoint: of an ON_READ variable, the aggregated one.
+        """Returns the value to save; for an ON_READ variable, the aggregate of its components.
 
         Raises:
-            ValueError: An ON_READ variable with aggregation NONE has no one value.
+            ValueError: If it is an ON_READ variable with aggregation NONE.
         """
         return aggregation.aggregate_components(self) if self.on_read else self._value
 
     def restore(self, value: jax.Array) -> None:
-        """Takes a value that is placed as `checkpoint_spec` says, and which nobody else uses.
+        """Sets the value to an array with the sharding of `checkpoint_spec`.
 
-        Each component of an ON_READ variable becomes the value, or its share if they sum. As
-        TensorFlow restores, but integers are shared out exactly.
+        The variable owns the array from then on, and steps may overwrite it in place. Each
+        component of an ON_READ variable becomes the value, or its share for aggregation SUM.
+        Matches TensorFlow, except that shares of integers are exact.
         """
         if self.on_read:
             if self.aggregation is VariableAggregation.SUM:

@@ -1,4 +1,4 @@
-"""The `repr` of a Variable: what it is, and its value if that can be read."""
+"""The `repr` of a Variable: its properties, and its value if that can be read cheaply."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,12 @@ import numpy as np
 from tpudist.state.variable_base import VariableBase
 from tpudist.state.variable_value import computes_here
 
-# A larger one is not copied to the host only to be printed.
-_MAX_SHOWN = 10_000
+# A value with more elements is not copied to the host only to be printed.
+_MAX_SIZE = 10_000
 
 
 def describe_variable(variable: VariableBase) -> str:
-    """A variable for people: what it is, and what it holds if that can be read."""
+    """Returns the text of `repr(variable)`."""
     kind = "ON_READ, " if variable.on_read else ""
     shape = ",".join(map(str, variable.shape))
     return (
@@ -22,12 +22,13 @@ def describe_variable(variable: VariableBase) -> str:
     )
 
 
-def _format_value(value: jax.Array | None, name: str) -> str:
-    if value is None or not computes_here() or value.is_deleted() or not hasattr(value, "sharding"):
+def _format_value(value: jax.Array | jax.ShapeDtypeStruct | None, name: str) -> str:
+    # `repr` must never raise or communicate: it appears in error messages and in debuggers.
+    if not isinstance(value, jax.Array) or not computes_here() or value.is_deleted():
         return ""
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    within_reach = value.is_fully_addressable or value.is_fully_replicated
-    if is_key or not within_reach or value.size > _MAX_SHOWN:
+    is_available = value.is_fully_addressable or value.is_fully_replicated
+    if is_key or not is_available or value.size > _MAX_SIZE:
         return ""
     text = np.array2string(np.asarray(value), threshold=8, edgeitems=2, separator=", ")
     return f", {name}={' '.join(text.split())}"

@@ -1,37 +1,49 @@
-"""What a variable may hold: its initial value, and values that fit what it is."""
+"""Converts values to arrays that fit a Variable, and rejects values that do not fit.
 
-from typing import Any
+Integers are checked here before JAX converts them, because JAX's conversion to int32 wraps around.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from tpudist.array_types import Shape
 from tpudist.options import shorten
 from tpudist.values.array_like import ReadsAsArray
+from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, internals
 from tpudist.xla.traces import is_traced, run_eagerly
 
 
-def check_member(kind: type, value: Any, what: str, name: str) -> Any:
-    """`value`, if it is a member of the enum `kind`; else a ValueError."""
-    if not isinstance(value, kind):
-        names = ", ".join(f"{kind.__name__}.{m}" for m in kind.__members__)
-        raise ValueError(
-            f"Variable '{name}' was made with {what}={shorten(value)}. Use one of {names}."
-        )
-    return value
+class SupportsArray(Protocol):
+    """An array of another library, such as a PyTorch tensor."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Returns the NumPy array."""
+        ...
 
 
-def initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
-    """The initial value as an array; one that is computed in a trace stays a traced one.
+# A value that can be assigned to a Variable: whatever `jax.numpy.asarray` converts, a Variable, or
+# (in a replica function) a PerReplica.
+VariableValue: TypeAlias = ArrayLike | SupportsArray | Sequence[Any] | PerReplica
+
+
+def initial_array(
+    initial_value: VariableValue | Callable[[], VariableValue], dtype: DTypeLike | None, name: str
+) -> jax.Array:
+    """Returns the initial value as an array, which is traced if the value is traced.
 
     Raises:
-        ValueError: It has integers that do not fit the dtype of variable `name`.
+        ValueError: If it has integers that do not fit the dtype of variable `name`.
     """
-    value = initial_value
+    # The function is called eagerly also inside a trace. So its arrays are concrete, unless it
+    # uses a traced value of the surrounding function. Only such a value is converted in the trace.
     with run_eagerly():
-        if callable(value):
-            value = value()
+        value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, ReadsAsArray):
             value = value.read_value()
         integers.refuse_masks_and_buffers(value, f"The initial value of variable '{name}'")
@@ -42,8 +54,8 @@ def initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
     return _as_array(value, dtype)
 
 
-def check_shape(shape: Any, value: jax.Array, name: str) -> None:
-    """Refuses a `shape` that the initial value does not have; None fits."""
+def check_shape(shape: int | Sequence[int | None] | None, value: jax.Array, name: str) -> None:
+    """Raises `ValueError` if the initial value does not have `shape`; None matches any size."""
     if shape is None:
         return
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -55,7 +67,7 @@ def check_shape(shape: Any, value: jax.Array, name: str) -> None:
         )
 
 
-def _as_array(value: Any, dtype: Any) -> jax.Array:
+def _as_array(value: VariableValue, dtype: DTypeLike | None) -> jax.Array:
     with internals.place_explicitly():
         array = jnp.asarray(value, dtype)
     # A Python number makes a weakly typed array, whose dtype would change in the first assignment.
@@ -63,7 +75,10 @@ def _as_array(value: Any, dtype: Any) -> jax.Array:
 
 
 def shares(value: jax.Array, n: int) -> jax.Array:
-    """`[n, ...]` parts that sum to `value`: equal, but integers with the rest in the first."""
+    """Returns `[n, ...]` parts that sum to `value`.
+
+    Parts of a float are equal. For an integer, the first `value % n` parts are larger by 1.
+    """
     with internals.place_explicitly():
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jnp.inexact):
@@ -72,21 +87,23 @@ def shares(value: jax.Array, n: int) -> jax.Array:
         return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
 
 
-def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`value` as an array of a variable's shape and dtype.
+def conform(value: VariableValue, name: str, shape: Shape, dtype: DTypeLike) -> jax.Array:
+    """Returns `value` as an array of the shape and dtype of variable `name`.
 
     Raises:
-        ValueError: The shape is another, the dtype does not convert without loss of kind, or an
+        ValueError: If the shape differs, the dtype does not convert without loss of kind, or an
             integer does not fit.
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
     integers.refuse_masks_and_buffers(value, f"A value for variable '{name}'")
-    plain = _has_no_precision(value)
+    has_no_precision = _has_no_precision(value)
     with internals.place_explicitly():
-        array = jnp.asarray(_convert_integers(value, name, dtype) if plain else value)
-    same = array.dtype == dtype  # as that of random keys, which NumPy does not know
-    converts = not same and (plain or getattr(array, "weak_type", False))
-    fits = same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
+        array = jnp.asarray(_convert_integers(value, name, dtype) if has_no_precision else value)
+    # Equality comes first: NumPy's `can_cast` does not know the dtype of random keys. A chosen
+    # dtype is never converted, so that float64 values do not lose digits unnoticed.
+    is_same = array.dtype == dtype
+    converts = not is_same and (has_no_precision or array.weak_type)
+    fits = is_same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
     if array.shape != shape or not fits:
         raise ValueError(
             f"Variable '{name}' holds {dtype}{list(shape)}, but was assigned "
@@ -94,11 +111,14 @@ def conform(value: Any, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Ar
             "variable do not change."
         )
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return array if is_key else array.astype(dtype)  # which makes a weak type a strong one
+    return array if is_key else array.astype(dtype)  # `astype` also makes a weak type strong
 
 
-def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
-    """Integers in a variable's dtype: JAX makes int32 of them first, in which larger ones wrap."""
+def _convert_integers(value: VariableValue, name: str, dtype: DTypeLike | None) -> VariableValue:
+    """Converts host integers for a dtype, and raises `ValueError` if they do not fit.
+
+    Must run before `jnp.asarray`: JAX converts to int32 first, where larger integers wrap around.
+    """
     numbers = np.asarray(value)
     if numbers.dtype == object and numbers.size and _are_integers(numbers):
         raise ValueError(
@@ -107,9 +127,9 @@ def _convert_integers(value: Any, name: str, dtype: Any) -> Any:
         )
     if not np.issubdtype(numbers.dtype, np.integer):
         return value
-    if dtype is None:  # of an initial value: that of the value, as JAX takes it
-        made = jnp.int_ if not isinstance(value, np.ndarray | np.generic) else numbers.dtype
-        dtype = jax.dtypes.canonicalize_dtype(made)
+    if dtype is None:  # an initial value without `dtype`: the dtype that JAX would choose
+        default = numbers.dtype if isinstance(value, np.ndarray | np.generic) else jnp.int_
+        dtype = jax.dtypes.canonicalize_dtype(default)
     if jnp.issubdtype(dtype, jnp.inexact):
         return numbers.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and numbers.size:
@@ -127,8 +147,11 @@ def _are_integers(numbers: np.ndarray) -> bool:
     return all(isinstance(x, int) for x in numbers.flat)
 
 
-def _has_no_precision(value: Any) -> bool:
-    """Whether a host value is a number, or numbers, that no dtype was chosen for."""
+def _has_no_precision(value: object) -> bool:
+    """Whether a host value consists of numbers for which nobody chose a dtype.
+
+    NumPy integers count too: NumPy makes int64 of Python integers by default.
+    """
     if isinstance(value, list | tuple):
         return all(map(_has_no_precision, value))
     if isinstance(value, np.generic | np.ndarray):
@@ -137,5 +160,6 @@ def _has_no_precision(value: Any) -> bool:
 
 
 def computes_here() -> bool:
-    """Whether operations run at once, as they do inside `jax.ensure_compile_time_eval()`."""
+    """Whether JAX operations run at once, also inside `jax.ensure_compile_time_eval()`."""
+    # `traces.is_eager` reports a trace inside `ensure_compile_time_eval`; only an operation tells.
     return not is_traced(jnp.add(0, 0))

@@ -1,1 +1,1 @@
-"""One file per strategy: a mesh, a placement rule, one sentence on top. None imports another."""
+"""The strategies, one file each: a mesh, a placement rule, and a one-sentence description."""

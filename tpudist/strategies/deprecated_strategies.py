@@ -1,32 +1,27 @@
-"""Strategies as `tf.distribute.experimental` has them still: deprecated, with other parameters."""
+"""Strategies of `tf.distribute.experimental`: deprecated, with other parameters."""
 
-from typing import Any
-
+from tpudist.cluster_resolver import ClusterResolver, TPUClusterResolver
+from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.options import warn_of_deprecation
 from tpudist.strategies import multi_worker, tpu
-from tpudist.xla.communication_options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from tpudist.xla.communication_options import CommunicationImplementation, CommunicationOptions
 
 
 class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
-    """As `tpudist.MultiWorkerMirroredStrategy`, but for its parameters; deprecated.
+    """A `tpudist.MultiWorkerMirroredStrategy` with other parameters; deprecated.
 
-    As `tf.distribute.experimental.MultiWorkerMirroredStrategy`.
+    Matches `tf.distribute.experimental.MultiWorkerMirroredStrategy`.
+
+    Args:
+        communication: Same as `implementation` in `CommunicationOptions`.
+        cluster_resolver: Resolver of the workers.
     """
 
     def __init__(
         self,
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
-        cluster_resolver: Any = None,
+        cluster_resolver: ClusterResolver | None = None,
     ):
-        """Connects the workers; see `tpudist.MultiWorkerMirroredStrategy`.
-
-        Args:
-            communication: See `CommunicationOptions.implementation`.
-            cluster_resolver: Who the workers are.
-        """
         warn_of_deprecation(
             "tpudist.experimental.MultiWorkerMirroredStrategy",
             "use tpudist.MultiWorkerMirroredStrategy(communication_options=...)",
@@ -36,17 +31,19 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
 
 class TPUStrategy(tpu.TPUStrategy):
-    """As `tpudist.TPUStrategy`, but for its parameters; deprecated.
+    """A `tpudist.TPUStrategy` on all devices of the run, with other parameters; deprecated.
 
-    As `tf.distribute.experimental.TPUStrategy`.
+    Matches `tf.distribute.experimental.TPUStrategy`.
+
+    Args:
+        tpu_cluster_resolver: Same as in `tpudist.TPUStrategy`.
+        device_assignment: Same as `experimental_device_assignment` in `tpudist.TPUStrategy`.
     """
 
-    def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: Any = None):
-        """On all devices of the run; see `tpudist.TPUStrategy`.
-
-        Args:
-            tpu_cluster_resolver: See there.
-            device_assignment: See `experimental_device_assignment` there.
-        """
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        device_assignment: DeviceAssignment | None = None,
+    ):
         warn_of_deprecation("tpudist.experimental.TPUStrategy", "use tpudist.TPUStrategy")
         super().__init__(tpu_cluster_resolver, device_assignment)

@@ -14,7 +14,23 @@ from tpudist.xla.mesh import make_mesh
 class MirroredStrategy(Strategy):
     """Synchronous data parallelism on the devices of one process.
 
-    As `tf.distribute.MirroredStrategy`; a device that does not exist is an error.
+    Matches `tf.distribute.MirroredStrategy`, but raises an error if a device does not exist.
+
+    Args:
+        devices: Devices of the replicas: JAX devices or names such as `gpu:0`. Default: all devices
+            of this process.
+        cross_device_ops: Algorithm that combines values over the replicas. By default, XLA chooses.
+        axis_name: A second name of the replica axis, in addition to "replica", for functions and
+            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        deterministic: Fixed number of replicas, a power of two, for every number of devices that
+            divides it. Each device runs an equal number of replicas one after another, and sums are
+            added in one order. A run then gives the same bits on every such mesh, but takes longer;
+            see docs/determinism.md. By default each device is one replica, and XLA chooses the
+            order of sums. Not in tf.distribute.
+
+    Raises:
+        ValueError: If a device does not exist, is named twice or belongs to another process, or if
+            `cross_device_ops` has a wrong type or does not support these devices.
     """
 
     takes_input_per_replica = True
@@ -27,33 +43,13 @@ class MirroredStrategy(Strategy):
         axis_name: str | None = None,
         deterministic: int | None = None,
     ):
-        """Creates the strategy on `devices`: JAX devices or names such as `gpu:0`.
-
-        Args:
-            devices: Devices of the replicas. Default: all devices of this process.
-            cross_device_ops: Algorithm that combines values over the replicas. By default, XLA
-                chooses.
-            axis_name: A second name of the replica axis, in addition to "replica", for functions
-                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: Fixed number of replicas, a power of two, for every number of devices
-                that divides it. Each device runs an equal number of replicas one after another, and
-                sums are added in one order. A run then gives the same bits on every such mesh, but
-                takes longer; see docs/determinism.md. By default each device is one replica, and
-                XLA chooses the order of sums. Not in tf.distribute.
-
-        Raises:
-            ValueError: If a device does not exist, is named twice or belongs to another process, or
-                if `cross_device_ops` has a wrong type or does not support these devices.
-        """
         warn_of_separate_models("MirroredStrategy")
         super().__init__(
             make_mesh(
                 as_devices(devices, local=True), axis_name=axis_name, deterministic=deterministic
             )
         )
-        if cross_device_ops is None:
-            return
-        if not isinstance(cross_device_ops, CrossDeviceOps):
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
             raise ValueError(
                 f"MirroredStrategy(cross_device_ops={cross_device_ops!r}): cross_device_ops must "
                 f"not be of type {type(cross_device_ops).__name__}. Pass a tpudist.CrossDeviceOps, "
@@ -63,10 +59,10 @@ class MirroredStrategy(Strategy):
         self.adapt_to_devices()
 
     def adapt_to_devices(self) -> None:
-        """Checks that the CrossDeviceOps are for these devices, and takes their options."""
-        chosen = self.cross_device_ops
-        if chosen is None:
+        """Checks that the CrossDeviceOps support these devices, and applies their options."""
+        ops = self.cross_device_ops
+        if not isinstance(ops, CrossDeviceOps):
             return
-        chosen.check_devices(list(self.mesh.devices.flat))
-        if chosen.packing is not None:
-            self.compiler_options = chosen.packing.compiler_options(self.replica_mesh.platform)
+        ops.check_devices(list(self.mesh.devices.flat))
+        if ops.packing is not None:
+            self.compiler_options = ops.packing.compiler_options(self.replica_mesh.platform)

@@ -15,11 +15,33 @@ from tpudist.xla.mesh import make_mesh
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous data parallelism over the devices of several processes.
 
-    Every worker runs the same program and makes this strategy first, before any array: it connects
-    them, by JAX's own runtime, and returns when all are there. An evaluator, a task of the type
-    `evaluator`, connects to nobody: it has the devices of its own process.
+    Every worker runs the same program, and creates this strategy before any array. The constructor
+    connects the workers by JAX's own runtime, and returns when all have arrived. An evaluator (a
+    task of the type `evaluator`) does not connect: it uses the devices of its own process.
 
-    As `tf.distribute.MultiWorkerMirroredStrategy`.
+    Matches `tf.distribute.MultiWorkerMirroredStrategy`.
+
+    Args:
+        cluster_resolver: Resolver of the workers and of this worker's task. By default it reads the
+            environment variable TF_CONFIG. A run that `jax.distributed` has connected stays as it
+            is. Without either, this is the only worker.
+        communication_options: Options of reductions that have no options of their own. By default,
+            XLA chooses.
+        mutual_tls: Certificates with which the workers authenticate each other. Not in
+            tf.distribute.
+        axis_name: A second name of the replica axis, in addition to "replica", for functions and
+            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        deterministic: Fixed number of replicas, a power of two, for every number of devices that
+            divides it. Each device runs an equal number of replicas one after another, and sums are
+            added in one order. A run then gives the same bits on every such mesh, but takes longer;
+            see docs/determinism.md. By default each device is one replica, and XLA chooses the
+            order of sums. Not in tf.distribute.
+
+    Raises:
+        ValueError: If an argument has a wrong type, or the cluster does not contain this task.
+        RuntimeError: If JAX already started its devices without the other workers, or does not
+            support mutual TLS.
+        FileNotFoundError: If a certificate or key does not exist.
     """
 
     def __init__(
@@ -31,31 +53,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         axis_name: str | None = None,
         deterministic: int | None = None,
     ):
-        """Connects the workers.
-
-        Args:
-            cluster_resolver: Resolver of the workers and of this worker's task. By default it reads
-                the environment variable TF_CONFIG. A run that `jax.distributed` has connected stays
-                as it is. Without either, this is the only worker.
-            communication_options: Options of reductions that have no options of their own. By
-                default, XLA chooses.
-            mutual_tls: Certificates with which the workers authenticate each other. Not in
-                tf.distribute.
-            axis_name: A second name of the replica axis, in addition to "replica", for functions
-                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: Fixed number of replicas, a power of two, for every number of devices
-                that divides it. Each device runs an equal number of replicas one after another, and
-                sums are added in one order. A run then gives the same bits on every such mesh, but
-                takes longer; see docs/determinism.md. By default each device is one replica, and
-                XLA chooses the order of sums. Not in tf.distribute.
-
-        Raises:
-            ValueError: If an argument has a wrong type, or the cluster does not contain this task.
-            RuntimeError: If JAX already started its devices without the other workers, or does not
-                support mutual TLS.
-            FileNotFoundError: If a certificate or key does not exist.
-        """
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        if not isinstance(cluster_resolver, ClusterResolver | None):
             raise ValueError(
                 f"cluster_resolver must be a tpudist.cluster_resolver.ClusterResolver or None, got "
                 f"{type(cluster_resolver).__name__}."
@@ -76,8 +74,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         alone = self._cluster_resolver.is_evaluator
         workers = [] if alone else self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
-            place = self._cluster_resolver.process_index()
-            connection.connect(workers[0], len(workers), place, mutual_tls)
+            # Before the mesh: JAX must not start its devices until the workers are connected.
+            index = self._cluster_resolver.process_index()
+            connection.connect(workers[0], len(workers), index, mutual_tls)
         super().__init__(
             make_mesh(as_devices(None), axis_name=axis_name, deterministic=deterministic)
         )
@@ -85,14 +84,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.adapt_to_devices()
 
     def adapt_to_devices(self) -> None:
-        """Takes what the communication options say for these devices."""
+        """Applies the communication options that have an effect on these devices."""
         platform = self.replica_mesh.platform
         place = "MultiWorkerMirroredStrategy(communication_options"
-        chosen = communication.check_options(self.communication_options, place, platform)
-        if chosen is not None and chosen.packing is not None:
-            self.compiler_options = chosen.packing.compiler_options(platform)
+        options = communication.check_options(self.communication_options, place, platform)
+        if options is not None and options.packing is not None:
+            self.compiler_options = options.packing.compiler_options(platform)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver that named the workers."""
+        """The resolver of the workers."""
         return self._cluster_resolver

@@ -9,22 +9,20 @@ from tpudist.xla.mesh import make_mesh
 
 
 class OneDeviceStrategy(Strategy):
-    """Runs on one device: to test a program that is written for many.
+    """Runs on one device, for example to test a program that is written for many.
 
-    As `tf.distribute.OneDeviceStrategy`; a device that does not exist is an error.
+    Matches `tf.distribute.OneDeviceStrategy`, but raises an error if the device does not exist.
+
+    Args:
+        device: JAX device or a name such as `cpu:0`. Default: the first device.
+        axis_name: A second name of the replica axis, in addition to "replica", for functions and
+            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
     """
 
     variables_have_components = False
     has_one_device = True
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str | None = None):
-        """Creates the strategy on `device`.
-
-        Args:
-            device: JAX device or a name such as `cpu:0`. Default: the first device.
-            axis_name: A second name of the replica axis, in addition to "replica", for functions
-                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-        """
         warn_of_separate_models("OneDeviceStrategy")
         devices = as_devices(None if device is None else [device])[:1]
         super().__init__(make_mesh(devices, axis_name=axis_name))

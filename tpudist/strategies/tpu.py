@@ -1,4 +1,4 @@
-"""TPUStrategy: replicas of one or more chips, on all chips of a slice or of several."""
+"""TPUStrategy: replicas of one or more chips, on all chips of one or several slices."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from tpudist import context
+from tpudist.array_types import PyTree, Shape
 from tpudist.cluster_resolver import TFConfigClusterResolver, TPUClusterResolver
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.cluster_resolver.tpu_topology import group_by_task
@@ -22,24 +24,67 @@ from tpudist.xla.hardware import chips
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
 
 _log = logging.getLogger("tpudist")
-# Parameters below this many elements are mirrored: gathering them costs more than keeping them.
+# Parameters with fewer elements are mirrored: gathering them at each use costs more than the memory
+# of a copy on each device.
 MIN_SPLIT_SIZE = 1024
 
 
 class TPUStrategy(Strategy):
     """Synchronous training on TPU, with replicas of one or more chips.
 
-    `replica_axes={"fsdp": 8, "tensor": 4}` makes replicas of 32 chips. Inside a replica XLA splits
-    the work as variables are split: as annotated (by logical axis names and the rules), else their
-    largest dim over `fsdp`, or as a `variable_partitioner` says. Where there is no TPU, it runs on
-    the GPUs or CPU devices that there are, and says so.
+    `replica_axes={"fsdp": 8, "tensor": 4}` makes replicas of 32 chips. Inside a replica, XLA splits
+    the work as the variables are split: as annotated (by logical axis names and the rules), or else
+    their largest dim over `fsdp`, or as a `variable_partitioner` decides. Without a TPU, the
+    strategy runs on the GPUs or CPU devices, and logs a warning.
 
-    A device assignment makes replicas of several cores too, as in TensorFlow: variables are
-    mirrored on all of them, and values are split where the replica function says so, by
-    `experimental_split_to_logical_devices`. Their axes are called `logical_0`, `logical_1`, ...
+    A device assignment also makes replicas of several cores, as in TensorFlow. Variables are
+    mirrored on all of them, and `experimental_split_to_logical_devices` splits values in the
+    replica function. Their axes are called `logical_0`, `logical_1`, ...
 
-    As `tf.distribute.TPUStrategy`, whose variables are always mirrored.
+    If TF_CONFIG names several workers, as under `tpudist launch`, this process first connects to
+    the others, unless it is connected already. It does not connect if you pass `devices` or
+    `TPUClusterResolver("local")`, or in a cluster with parameter servers.
+
+    Matches `tf.distribute.TPUStrategy`, whose variables are always mirrored.
+
+    Args:
+        tpu_cluster_resolver: Value of `strategy.cluster_resolver`. JAX finds its slice itself.
+        experimental_device_assignment: Assignment of cores to replicas, on the topology of these
+            devices: `Topology.of(jax.devices())`.
+        experimental_spmd_xla_partitioning: For `tf.distribute`. XLA partitions the work of a
+            replica over its devices in either case; with True,
+            `experimental_assign_to_logical_device` is an error instead of a warning.
+        replica_axes: Sizes of the axes inside a replica, by name.
+        logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None), applied before
+            the default rules. ("residual", "tensor") also splits the activations between a
+            transformer's blocks: this saves memory, and they are gathered where they are used.
+        variable_partitioner: Partitioner for variables without annotations, from
+            `tpudist.experimental.partitioners`. It splits over `fsdp` if replicas have that axis,
+            or else over all their axes together. With n devices on these axes, it splits the
+            largest dim that divides by n and that the partitioner wants in at least n pieces; other
+            variables stay whole. If it wants more than one piece but fewer than n, or nothing
+            divides, this is logged once for each shape. By default, the largest dim of arrays with
+            at least 1024 elements is split over `fsdp`.
+        compiler_options: Compiler options for all programs of this strategy; an empty dict for
+            none. Default: those of `tpudist.xla.compiler.compiler_options` for these chips.
+        devices: JAX devices or names such as `tpu:0`. Default: all devices of the run.
+        axis_name: A second name of the replica axis, in addition to "replica", for functions and
+            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        deterministic: Fixed number of replicas, a power of two, for every number of devices that
+            divides it. Each device runs an equal number of replicas one after another, and sums are
+            added in one order. A run then gives the same bits on every such mesh, but takes longer;
+            see docs/determinism.md. By default each device is one replica, and XLA chooses the
+            order of sums. Not in tf.distribute.
+
+    Raises:
+        ValueError: If the devices do not split into such replicas, a rule names an axis that the
+            mesh does not have, both `replica_axes` and an assignment are given, or the assignment
+            is for other devices.
+        RuntimeError: If JAX already started its devices without the other workers.
     """
+
+    # The argument of the TPUStrategy of `compat.v1`, which has no effect; see `extended`.
+    steps_per_run: int = 1
 
     def __init__(
         self,
@@ -48,55 +93,13 @@ class TPUStrategy(Strategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         replica_axes: Mapping[str, int] | None = None,
-        logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
+        logical_axis_rules: Sequence[logical_axes.Rule] | None = None,
         variable_partitioner: Partitioner | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         devices: Sequence[jax.Device | str] | None = None,
         axis_name: str | None = None,
         deterministic: int | None = None,
     ):
-        """Creates the strategy on all devices of the run, or on `devices`.
-
-        If TF_CONFIG names several workers, as under `tpudist launch`, this process first joins the
-        others, unless it has joined already. It does not join with `devices`, with
-        `TPUClusterResolver("local")`, or in a cluster with parameter servers.
-
-        Args:
-            tpu_cluster_resolver: Value of `strategy.cluster_resolver`. JAX finds its slice itself.
-            experimental_device_assignment: Assignment of cores to replicas, on the topology of
-                these devices: `Topology.of(jax.devices())`.
-            experimental_spmd_xla_partitioning: For `tf.distribute`. XLA partitions the work of a
-                replica over its devices in either case; with True,
-                `experimental_assign_to_logical_device` is an error instead of a warning.
-            replica_axes: Sizes of the axes inside a replica, by name.
-            logical_axis_rules: Pairs (logical axis, mesh axis or tuple of them or None), applied
-                before the default rules. ("residual", "tensor") also splits the activations between
-                a transformer's blocks: this saves memory, and they are gathered where they are
-                used.
-            variable_partitioner: Partitioner for variables without annotations, from
-                `tpudist.experimental.partitioners`. It splits over `fsdp` if replicas have that
-                axis, or else over all their axes together. With n devices on these axes, it splits
-                the largest dim that divides by n and that the partitioner wants in at least n
-                pieces; other variables stay whole. If it wants more than one piece but fewer than
-                n, or nothing divides, this is logged once for each shape. By default, the largest
-                dim of arrays with at least 1024 elements is split over `fsdp`.
-            compiler_options: Compiler options for all programs of this strategy; an empty dict for
-                none. Default: those of `tpudist.xla.compiler.compiler_options` for these chips.
-            devices: JAX devices or names such as `tpu:0`.
-            axis_name: A second name of the replica axis, in addition to "replica", for functions
-                and models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-            deterministic: Fixed number of replicas, a power of two, for every number of devices
-                that divides it. Each device runs an equal number of replicas one after another, and
-                sums are added in one order. A run then gives the same bits on every such mesh, but
-                takes longer; see docs/determinism.md. By default each device is one replica, and
-                XLA chooses the order of sums. Not in tf.distribute.
-
-        Raises:
-            ValueError: If the devices do not split into such replicas, a rule names an axis that
-                the mesh does not have, both `replica_axes` and an assignment are given, or the
-                assignment is for other devices.
-            RuntimeError: If JAX already started its devices without the other workers.
-        """
         if not isinstance(tpu_cluster_resolver, TPUClusterResolver | None):
             raise ValueError(
                 f"tpu_cluster_resolver must be a tpudist.cluster_resolver.TPUClusterResolver or "
@@ -105,16 +108,16 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
         self.device_assignment = experimental_device_assignment
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
+        self._partitioner = _check_partitioner(variable_partitioner)
         if devices is None and not self._cluster_resolver.is_local:
-            _join_workers()
-        if experimental_device_assignment is None:
+            _connect_workers()  # before the mesh: afterwards, JAX has started its devices
+        assignment = experimental_device_assignment
+        if assignment is None:
             mesh = make_mesh(
                 as_devices(devices), replica_axes, axis_name=axis_name, deterministic=deterministic
             )
         elif replica_axes is None:
-            mesh = _mesh_of_assignment(
-                experimental_device_assignment, as_devices(devices), axis_name, deterministic
-            )
+            mesh = _mesh_of_assignment(assignment, as_devices(devices), axis_name, deterministic)
         else:
             raise ValueError(
                 f"TPUStrategy(replica_axes={dict(replica_axes)}, "
@@ -129,29 +132,24 @@ class TPUStrategy(Strategy):
             )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
         if variable_partitioner is None:
-            _warn_of_typing_errors(replica_axes or {}, logical_axis_rules or ())
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise ValueError(
-                f"TPUStrategy(variable_partitioner={variable_partitioner!r}): it must be a "
-                "partitioner, such as "
-                "tpudist.experimental.partitioners.MinSizePartitioner(max_shards=8), or None."
-            )
-        if mesh.devices_per_replica == 1:
+            _warn_of_misspelled_axes(replica_axes or {}, logical_axis_rules or ())
+        elif mesh.devices_per_replica == 1:
             warn_if_given(
                 "TPUStrategy(variable_partitioner",
                 variable_partitioner,
                 "a replica is one device; for more devices, use replica_axes",
             )
-        self._partitioner = variable_partitioner
         self._own_compiler_options = compiler_options
         self.adapt_to_devices()
-        self._told: set[tuple] = set()
+        # The shapes and dtypes for which `partition` has logged that a variable stays whole.
+        self._logged: set[tuple] = set()
 
     def adapt_to_devices(self) -> None:
-        """Takes the compiler options of its chips, unless it was given others."""
+        """Sets the compiler options of the chips, unless the constructor received options."""
         options = self._own_compiler_options
         if options is None:
             devices = list(self.mesh.devices.flat)
+            # JAX gives only devices of multi-slice TPUs a slice index.
             num_slices = len({getattr(d, "slice_index", 0) for d in devices})
             options = chip_options.options_for_chip(chips.chip_of_device(devices[0]), num_slices)
         self.compiler_options = dict(options)
@@ -161,59 +159,62 @@ class TPUStrategy(Strategy):
         """The resolver of the slice."""
         return self._cluster_resolver
 
-    def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
-        """Splits the largest dim over `fsdp`, or as the partitioner says; see `__init__`."""
+    def partition(self, shape: Shape, dtype: DTypeLike) -> PartitionSpec:
+        """Splits the largest dim over `fsdp`, or as the `variable_partitioner` decides."""
         sizes = self.mesh.shape
         axes = {axis: sizes[axis] for axis in ("fsdp",) if axis in sizes}
         if self._partitioner is None:
             return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
         axes = axes or {axis: sizes[axis] for axis in self.replica_mesh.inner_axes}
         spec, why_whole = split_by_partitioner(shape, dtype, self._partitioner, axes)
-        if why_whole and (shape, dtype) not in self._told:
-            self._told.add((shape, dtype))
+        if why_whole and (shape, dtype) not in self._logged:
+            self._logged.add((shape, dtype))
             name = jax.numpy.dtype(dtype).name
             _log.warning("A variable %s%s stays whole: %s.", name, list(shape), why_whole)
         return spec
 
     def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
+        self, tensor: PyTree, partition_dimensions: Sequence[int]
     ) -> Any:
-        """`tensor`, cut over the devices of a replica; what is computed from it is split too.
+        """Cuts `tensor` over the devices of a replica; XLA then also splits work that uses it.
 
-        In a replica function it is the replica's own value that is cut. Elsewhere the result is on
-        the mesh, cut alike in every replica; a PerReplica stays one.
+        In a replica function, `tensor` is the replica's own value. Elsewhere the result is on the
+        mesh, and cut in the same way in every replica. The result for a PerReplica is a PerReplica.
 
         Args:
-            tensor: An array.
-            partition_dimensions: Into how many parts each of its dims is cut; their product is the
-                number of devices of a replica.
+            tensor: Array to cut.
+            partition_dimensions: Number of parts of each dim. Their product must be the number of
+                devices of a replica.
 
         Raises:
-            ValueError: Not one count per dim, a dim that does not divide, another product, or, with
-                `replica_axes`, counts that are no products of whole axes.
+            ValueError: If there is not one count per dim, a dim does not divide by its count, the
+                product is different, or, with `replica_axes`, a count is not a product of whole
+                axes.
 
-        As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+        Matches `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
         """
         mesh = context.resolve_twin(self).replica_mesh
         return logical_devices.split(mesh, tensor, partition_dimensions)
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, held whole by every device of a replica.
+    def experimental_replicate_to_logical_devices(self, tensor: PyTree) -> Any:
+        """Returns `tensor` as a whole copy on every device of a replica.
 
-        As `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+        Matches `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
         """
         return logical_devices.replicate(context.resolve_twin(self).replica_mesh, tensor)
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor` itself: XLA splits work over all devices of a replica, never to one of them.
+    def experimental_assign_to_logical_device(
+        self, tensor: PyTree, logical_device_id: int
+    ) -> PyTree:
+        """Returns `tensor` unchanged: XLA always splits work over all devices of a replica.
 
-        If a replica has several, there is a warning.
+        If a replica has several devices, this warns.
 
         Raises:
-            ValueError: There is no such device in a replica, or the strategy was made with
+            ValueError: If a replica has no device of this number, or the strategy was created with
                 `experimental_spmd_xla_partitioning=True`.
 
-        As `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+        Matches `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
         """
         if self._is_spmd:
             raise ValueError(
@@ -238,7 +239,7 @@ def _mesh_of_assignment(
     axis_name: str | None,
     deterministic: int | None,
 ) -> ReplicaMesh:
-    """The mesh of an assignment's replicas, in its order."""
+    """Returns the mesh of an assignment's replicas, in its order."""
     if not isinstance(assignment, DeviceAssignment):
         raise ValueError(
             "experimental_device_assignment must be a tpudist.experimental.DeviceAssignment or "
@@ -246,20 +247,20 @@ def _mesh_of_assignment(
             "DeviceAssignment.build(topology, ...)."
         )
     tasks, topology = group_by_task(devices), assignment.topology
-    here = {len(task) for task in tasks}
-    if len(tasks) != topology.num_tasks or here != {topology.num_tpus_per_task}:
+    task_sizes = {len(task) for task in tasks}
+    if len(tasks) != topology.num_tasks or task_sizes != {topology.num_tpus_per_task}:
         raise ValueError(
             f"The device assignment is for {topology.num_tasks} task(s) of "
             f"{topology.num_tpus_per_task} device(s), but this run has {len(tasks)} process(es) "
-            f"with {' or '.join(map(str, sorted(here)))} device(s). Build it on the topology of "
-            "these devices, tpudist.experimental.Topology.of(devices)."
+            f"with {' or '.join(map(str, sorted(task_sizes)))} device(s). Build it on the topology "
+            "of these devices, tpudist.experimental.Topology.of(devices)."
         )
     assigned = [
-        tasks[topology.task_ordinal_at_coordinates(at)][
-            topology.tpu_device_ordinal_at_coordinates(at)
+        tasks[topology.task_ordinal_at_coordinates(core)][
+            topology.tpu_device_ordinal_at_coordinates(core)
         ]
         for replica in assignment.core_assignment
-        for at in replica
+        for core in replica
     ]
     axes = logical_devices.prime_axes(assignment.num_cores_per_replica)
     return make_mesh(
@@ -267,8 +268,8 @@ def _mesh_of_assignment(
     )
 
 
-def _join_workers() -> None:
-    """Joins the workers that TF_CONFIG names: each would train a model of its own otherwise."""
+def _connect_workers() -> None:
+    """Connects the workers of TF_CONFIG; otherwise each would train a model of its own."""
     resolver = TFConfigClusterResolver()
     workers = resolver.processes()
     if len(workers) < 2 or jax.distributed.is_initialized() or "ps" in resolver.cluster_spec().jobs:
@@ -277,8 +278,18 @@ def _join_workers() -> None:
         connection.connect(workers[0], len(workers), resolver.process_index())
 
 
-def _warn_of_typing_errors(axes: Iterable[str], rules: Sequence[tuple[str, Any]]) -> None:
-    """Warns of an axis of which nothing but an annotation that names it takes note."""
+def _check_partitioner(partitioner: Partitioner | None) -> Partitioner | None:
+    if partitioner is not None and not callable(partitioner):
+        raise ValueError(
+            f"TPUStrategy(variable_partitioner={partitioner!r}): it must be a "
+            "partitioner, such as "
+            "tpudist.experimental.partitioners.MinSizePartitioner(max_shards=8), or None."
+        )
+    return partitioner
+
+
+def _warn_of_misspelled_axes(axes: Iterable[str], rules: Sequence[logical_axes.Rule]) -> None:
+    """Warns of an axis that no rule uses and whose name is similar to a default axis."""
     for axis in axes:
         near = logical_axes.nearest_axis(axis)
         if near and not any(axis == target or axis in (target or ()) for _, target in rules):

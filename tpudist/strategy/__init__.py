@@ -1,1 +1,1 @@
-"""What all strategies share: a mesh and a rule of placement."""
+"""The class `Strategy`, which all strategies share: a mesh and a placement rule."""

@@ -1,6 +1,6 @@
-"""`tpudist.get_strategy`: that of `context`, with the class that it returns for type checkers.
+"""`tpudist.get_strategy` with the type `Strategy` for type checkers.
 
-`context` is a lower layer than `Strategy`, so there the result is a `StrategyBase`.
+`context`, which implements it, is a lower layer, where the result has the type `StrategyBase`.
 """
 
 from typing import TYPE_CHECKING
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from tpudist.strategy.strategy import Strategy
 
     def get_strategy() -> Strategy:
-        """The current strategy, or the default one outside of every scope.
+        """Returns the current strategy, or the default strategy outside of every scope.
 
-        As `tf.distribute.get_strategy`.
+        Matches `tf.distribute.get_strategy`.
         """
         ...
 else:

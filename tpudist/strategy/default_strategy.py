@@ -1,7 +1,7 @@
-"""The strategy that is in force where no other one is."""
+"""The default strategy, which is the current one outside of every scope."""
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +15,7 @@ from tpudist.xla import mesh as meshes
 
 
 class DefaultStrategy(Strategy):
-    """What is in force outside of every scope: one replica on the first device."""
+    """One replica on the first of JAX's local devices, outside of every scope."""
 
     keeps_datasets = True
     has_one_device = True
@@ -23,24 +23,24 @@ class DefaultStrategy(Strategy):
     variables_have_components = False
 
     def __init__(self):
-        """On JAX's default device."""
         super().__init__(meshes.make_mesh(jax.local_devices()[:1]))
 
-    def _enter_scope(self) -> contextlib.AbstractContextManager[Strategy]:
+    @contextlib.contextmanager
+    def _enter_scope(self) -> Iterator[Strategy]:
         if context.has_strategy():
             raise RuntimeError(
                 "Must not nest tpudist.Strategy scopes: the scope of the default strategy was "
                 f"entered inside that of {context.get_strategy()!r}. Leave that scope first."
             )
-        return contextlib.nullcontext(self)
+        yield self
 
-    def _sharding_of(self, value: Any, *, variable: Any) -> jax.sharding.Sharding:
-        """All on the one device: annotations name axes, and here no scope says what they mean."""
+    def _sharding_of(self, value: object, *, variable: object) -> jax.sharding.Sharding:
+        # Annotations name axes, and no scope defines their meaning here.
         return NamedSharding(self.mesh, PartitionSpec())
 
 
 def make_default_mode() -> context.Mode:
-    """What is in force outside of every scope: its context, and one replica of it."""
+    """Returns the mode outside of every scope: the default strategy in replica context."""
     strategy = DefaultStrategy()
     return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
 

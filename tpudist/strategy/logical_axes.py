@@ -1,20 +1,22 @@
-"""What the logical axis names of a model's annotations mean on a mesh, as Flax's rules.
+"""Rules that map the logical axis names of a model to mesh axes, in the format of Flax.
 
-A model names the dims of its parameters and activations ("embed", "mlp", "batch"); the rules say
-over which mesh axes a name is split. The names are those of Flax's examples and MaxText. On a mesh
-without the axis a name means nothing, so that the same annotated model runs under every strategy.
+A model names the dims of its parameters and activations ("embed", "mlp", "batch"); the rules
+map each name to the mesh axes that split the dim. The names come from Flax's examples and MaxText.
+A name has no effect on a mesh without its axis. So the same annotated model runs under every
+strategy.
 """
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from tpudist.xla.mesh import BATCH_AXES, ReplicaMesh
 
-Rule = tuple[str, Any]
+Target = str | tuple[str, ...] | None  # the mesh axes that split a dim
+Rule = tuple[str, Target]
 _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("batch", BATCH_AXES),
-    # Of tokens that are with their experts: the axis "expert" then splits those.
+    # The dim of tokens after they were sent to their experts: there, the axis "expert" splits the
+    # dim of experts, so it cannot split the tokens as well.
     ("expert_batch", tuple(axis for axis in BATCH_AXES if axis != "expert")),
     ("embed", ("fsdp",)),
     ("conv_out", ("fsdp",)),
@@ -24,8 +26,8 @@ _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vocab", ("tensor",)),
     ("expert", ("expert",)),
     ("sequence", ("sequence",)),
-    # Of activations between blocks. Split over "tensor", they take less memory, and are gathered
-    # where they are used.
+    # The activations between blocks are whole by default. A rule ("residual", "tensor") splits
+    # them: that saves memory, but each use must gather them.
     ("residual", ()),
     ("layers", ("stage",)),
     ("kv", ()),
@@ -40,10 +42,10 @@ MESH_AXES = tuple(sorted({axis for _, axes in _DEFAULT for axis in axes}))
 
 
 def refuse_other_axes(axes: Iterable[str]) -> None:
-    """Refuses axes over which no rule splits anything, for models that have no others.
+    """Raises an error for an axis that no default rule uses, for models without other rules.
 
     Raises:
-        ValueError: One is none of `MESH_AXES`.
+        ValueError: If an axis is not in `MESH_AXES`.
     """
     for axis in axes:
         if axis not in MESH_AXES:
@@ -57,16 +59,16 @@ def refuse_other_axes(axes: Iterable[str]) -> None:
 
 
 def nearest_axis(axis: str) -> str:
-    """The axis of the default rules that a name may be a typing error of; empty if none."""
+    """Returns the default axis with a similar name, for a misspelled axis; empty if none."""
     found = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.7)
     return found[0] if found and axis not in MESH_AXES else ""
 
 
 def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
-    """The rules on `mesh`: one's own, then the default ones, then each mesh axis for itself.
+    """Returns the rules on `mesh`: `own`, then the defaults, then one for each other axis.
 
     Raises:
-        ValueError: One of one's own names an axis that replicas do not have.
+        ValueError: If a rule in `own` names an axis that replicas do not have.
     """
     axes = set(mesh.inner_axes)
     for name, target in own:
@@ -87,10 +89,10 @@ def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
     return (*own, *default, *themselves)
 
 
-def _names(target: Any) -> tuple[str, ...]:
+def _names(target: Target) -> tuple[str, ...]:
     return () if target is None else (target,) if isinstance(target, str) else tuple(target)
 
 
-def _restrict_to_mesh(target: tuple[str, ...], axes: set[str]) -> Any:
+def _restrict_to_mesh(target: tuple[str, ...], axes: set[str]) -> Target:
     found = tuple(axis for axis in target if axis in axes)
     return None if not found else found[0] if len(found) == 1 else found

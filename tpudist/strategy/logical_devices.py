@@ -1,8 +1,8 @@
 """Splits values over the devices of one replica, its *logical devices*, by counts per dim.
 
-`tf.distribute` says into how many parts each dim of a value is cut; XLA is told over which mesh
-axes. The devices of a replica are numbered row by row along the axes inside a replica, and the
-parts of a value row by row along its dims, as TensorFlow numbers both.
+`tf.distribute` specifies the number of parts of each dim; XLA needs the mesh axes that split it.
+The devices of a replica are numbered row by row along the axes inside a replica, and the parts of a
+value row by row along its dims, as in TensorFlow.
 """
 
 import collections
@@ -10,12 +10,14 @@ import contextlib
 import contextvars
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
@@ -25,10 +27,17 @@ from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.traces import is_eager
 
 
-def prime_axes(num_devices: int) -> dict[str, int]:
-    """Axes `logical_0`, `logical_1`, ... of prime sizes whose product is `num_devices`.
+@runtime_checkable
+class HasDeviceAssignment(Protocol):
+    """A strategy that may have a device assignment: TPUStrategy, of a higher layer."""
 
-    Any split into counts with that product is then one over whole axes.
+    device_assignment: object
+
+
+def prime_axes(num_devices: int) -> dict[str, int]:
+    """Returns axes `logical_0`, `logical_1`, ... of prime sizes whose product is `num_devices`.
+
+    With prime sizes, every choice of counts with that product is a split over whole axes.
     """
     sizes = []
     factor = 2
@@ -43,17 +52,17 @@ def prime_axes(num_devices: int) -> dict[str, int]:
 def spec_of_split(
     axes: Mapping[str, int], shape: Sequence[int], partition_dimensions: Sequence[int]
 ) -> PartitionSpec:
-    """Over which of `axes` each dim of `shape` is split, to be cut in so many parts.
+    """Returns the mesh axes that cut each dim of `shape` into the requested number of parts.
 
     Args:
         axes: Sizes of the mesh axes inside a replica, by name.
-        shape: Of the value.
-        partition_dimensions: The number of parts along each dim. Their product is the number of
+        shape: Shape of the value.
+        partition_dimensions: Number of parts along each dim. Their product must be the number of
             devices of a replica.
 
     Raises:
-        ValueError: Not one count per dim, a dim that does not divide, another product, or counts
-            that are no products of whole axes.
+        ValueError: If there is not one count per dim, a dim does not divide by its count, the
+            product is different, or a count is not a product of whole axes.
     """
     counts = [_count(x, partition_dimensions) for x in partition_dimensions]
     if len(counts) != len(shape):
@@ -89,17 +98,20 @@ def spec_of_split(
     return PartitionSpec(*(_entry(names) for names in found))
 
 
-def _count(count: Any, all_counts: Any) -> int:
-    if isinstance(count, bool) or not hasattr(count, "__index__") or count.__index__() < 1:
+def _count(count: object, all_counts: Sequence[object]) -> int:
+    number = 0
+    if isinstance(count, SupportsIndex) and not isinstance(count, bool):
+        number = operator.index(count)
+    if number < 1:
         raise ValueError(
             f"partition_dimensions={all_counts!r} holds {count!r}. Each count must be an integer "
             "of at least 1."
         )
-    return count.__index__()
+    return number
 
 
 def _subsets(number: int) -> list[tuple[int, ...]]:
-    """The subsets of the first whole numbers, those with the smallest numbers first."""
+    """Returns the subsets of range(number), the smallest numbers first."""
     sizes = range(number + 1)
     return sorted(
         subset for size in sizes for subset in itertools.combinations(range(number), size)
@@ -107,13 +119,13 @@ def _subsets(number: int) -> list[tuple[int, ...]]:
 
 
 def _assignments(axes: dict[str, int], counts: Sequence[int]) -> Iterator[list[tuple[str, ...]]]:
-    """The ways to give each count the axes of which it is the product; those in order first."""
+    """Yields the ways to write each count as a product of axes; those in mesh order first."""
     if not counts:
         if not axes:
             yield []
         return
-    # Tried one after the other, and back to the next subset where the rest does not fit: a replica
-    # has a few axes at most.
+    # Backtracking: take a subset of axes for the first count, and solve the rest recursively. It
+    # ends because each level has one count less, and is fast because a replica has few axes.
     for subset in _subsets(len(axes)):
         names = tuple(list(axes)[i] for i in subset)
         if math.prod(axes[name] for name in names) == counts[0]:
@@ -122,31 +134,33 @@ def _assignments(axes: dict[str, int], counts: Sequence[int]) -> Iterator[list[t
                 yield [names, *others]
 
 
-def _entry(names: tuple[str, ...]) -> Any:
+def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return None if not names else names[0] if len(names) == 1 else names
 
 
-def split(mesh: ReplicaMesh, value: Any, partition_dimensions: Sequence[int]) -> Any:
-    """`value`, cut over the devices of each replica; see `spec_of_split`."""
+def split(
+    mesh: ReplicaMesh, value: ArrayLike | PerReplica, partition_dimensions: Sequence[int]
+) -> Any:
+    """Returns `value` cut over the devices of each replica; see `spec_of_split`."""
     axes = {axis: mesh.mesh.shape[axis] for axis in mesh.inner_axes}
-    value = _as_value(value)
-    return _constrain(mesh, value, spec_of_split(axes, value.shape, partition_dimensions))
+    array = _as_array(value)
+    return _constrain(mesh, array, spec_of_split(axes, array.shape, partition_dimensions))
 
 
-def replicate(mesh: ReplicaMesh, value: Any) -> Any:
-    """`value`, held whole by every device of a replica."""
-    value = _as_value(value)
-    return _constrain(mesh, value, PartitionSpec(*(None,) * len(value.shape)))
+def replicate(mesh: ReplicaMesh, value: ArrayLike | PerReplica) -> Any:
+    """Returns `value` as a whole copy on every device of a replica."""
+    array = _as_array(value)
+    return _constrain(mesh, array, PartitionSpec(*(None,) * len(array.shape)))
 
 
-def _as_value(value: Any) -> Any:
+def _as_array(value: ArrayLike | PerReplica) -> Any:
     mode = context.current()
     in_replica = mode.frame is not None and mode.replica_context is not None
     stays = isinstance(value, PerReplica) and not in_replica
     return value if stays else jnp.asarray(local_part(value))
 
 
-def _constrain(mesh: ReplicaMesh, value: Any, spec: PartitionSpec) -> Any:
+def _constrain(mesh: ReplicaMesh, value: jax.Array | PerReplica, spec: PartitionSpec) -> Any:
     tracing = context.current().frame is not None
     if isinstance(value, PerReplica) and tracing:
         return LocalPart(_constrain(mesh, local_part(value), spec))
@@ -160,7 +174,7 @@ def _constrain(mesh: ReplicaMesh, value: Any, spec: PartitionSpec) -> Any:
     return jax.lax.with_sharding_constraint(value, spec)
 
 
-def _place(value: Any, sharding: NamedSharding) -> jax.Array:
+def _place(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     if not is_eager():
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding)
@@ -173,10 +187,10 @@ NO_SINGLE_DEVICE = (
 
 
 def check_device(mesh: ReplicaMesh, logical_device_id: int) -> None:
-    """Refuses a logical device that replicas do not have.
+    """Checks the number of a logical device.
 
     Raises:
-        ValueError: It is not below the number of devices of a replica.
+        ValueError: If it is negative, or not below the number of devices of a replica.
     """
     num_devices = mesh.devices_per_replica
     if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < num_devices:
@@ -188,12 +202,12 @@ def check_device(mesh: ReplicaMesh, logical_device_id: int) -> None:
 
 
 def devices_at(mesh: ReplicaMesh, logical_device_id: int) -> tuple[jax.Device, ...]:
-    """The logical device of that number in each replica."""
+    """Returns the logical device of this number in each replica."""
     return tuple(mesh.replica_devices[:, logical_device_id])
 
 
 # The strategy and the number of the innermost `choose` block.
-_chosen: contextvars.ContextVar[tuple[Any, int] | None] = contextvars.ContextVar(
+_chosen: contextvars.ContextVar[tuple[StrategyBase, int] | None] = contextvars.ContextVar(
     "tpudist.logical_device", default=None
 )
 
@@ -201,15 +215,15 @@ _chosen: contextvars.ContextVar[tuple[Any, int] | None] = contextvars.ContextVar
 def choose(
     strategy: StrategyBase, logical_device_id: int
 ) -> contextlib.AbstractContextManager[None]:
-    """In the `with` block, `worker_devices` are those of this number in each replica.
+    """Makes `worker_devices` the devices of this number of each replica, in a `with` block.
 
     Raises:
-        ValueError: Replicas have no such device.
+        ValueError: If replicas have no device of this number.
     """
     check_device(strategy.replica_mesh, logical_device_id)
     if strategy.replica_mesh.devices_per_replica > 1:
-        what = "experimental_logical_device(logical_device_id"
-        warn_if_given(what, logical_device_id, NO_SINGLE_DEVICE)
+        argument = "experimental_logical_device(logical_device_id"
+        warn_if_given(argument, logical_device_id, NO_SINGLE_DEVICE)
     return _use_device(strategy, logical_device_id)
 
 
@@ -223,17 +237,20 @@ def _use_device(strategy: StrategyBase, logical_device_id: int) -> Iterator[None
 
 
 def worker_devices(strategy: StrategyBase) -> tuple[jax.Device, ...]:
-    """The devices that run replica functions; with a device assignment one of each replica."""
+    """Returns the devices that run replica functions.
+
+    With a device assignment, that is one device of each replica.
+    """
     mesh, choice = strategy.replica_mesh, _chosen.get()
     if choice is not None and choice[0] is strategy:
         return devices_at(mesh, choice[1])
-    if getattr(strategy, "device_assignment", None) is not None:
+    if isinstance(strategy, HasDeviceAssignment) and strategy.device_assignment is not None:
         return devices_at(mesh, 0)
     return tuple(mesh.mesh.devices.flat)
 
 
 def num_replicas_per_host(mesh: ReplicaMesh) -> int:
-    """The largest number of replicas that have a device on the same host."""
+    """Returns the largest number of replicas that have a device on the same host."""
     replicas = mesh.replica_devices
     hosts = collections.Counter(
         host for replica in replicas for host in {d.process_index for d in replica}

@@ -1,23 +1,24 @@
-"""Placement rules for strategies: over which mesh axes an array is split, from its shape."""
+"""Placement rules for strategies: functions from a shape to the mesh axes that split each dim."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from tpudist.array_types import Shape
 
 Partitioner = Callable[..., Sequence[int]]
 
 
-def split_largest_dim(
-    shape: tuple[int, ...], axes: Mapping[str, int], min_size: int
-) -> PartitionSpec:
-    """Splits the largest dim that divides over `axes`; nothing if the array is small.
+def split_largest_dim(shape: Shape, axes: Mapping[str, int], min_size: int) -> PartitionSpec:
+    """Splits the largest dim that divides by the devices of `axes`.
 
     Args:
-        shape: Of the array.
+        shape: Shape of the array.
         axes: Mesh axes to split over together, with their sizes.
-        min_size: Elements below which an array is not worth splitting.
+        min_size: Number of elements below which an array stays whole.
     """
     parts = math.prod(axes.values())
     if parts == 1 or math.prod(shape) < min_size:
@@ -29,41 +30,44 @@ def split_largest_dim(
 
 
 def split_by_partitioner(
-    shape: tuple[int, ...], dtype: Any, partitioner: Partitioner, axes: Mapping[str, int]
+    shape: Shape, dtype: DTypeLike, partitioner: Partitioner, axes: Mapping[str, int]
 ) -> tuple[PartitionSpec, str | None]:
-    """Splits a dim over `axes`, if a partitioner wants as many pieces; and why not, if it does not.
+    """Splits a dim over `axes` if a partitioner wants that, and explains if it cannot.
 
-    Mesh axes of n devices in all cut a dim into n equal pieces, neither more nor fewer. The
-    partitioner is asked how many it wants along each dim, the largest first, and that dim is split
-    which divides by n and of which it wants n pieces or more. So where it wants more than n it gets
-    n larger pieces; where it wants from 2 to n - 1, or the dims do not divide, the array stays
-    whole, and a text says so; where it wants one piece, the array stays whole as it should.
+    Mesh axes with n devices together cut a dim into exactly n equal pieces. The partitioner returns
+    the number of pieces that it wants along each dim, the largest dim first. The first dim that
+    divides by n, and of which it wants at least n pieces, is split. So if it wants more than n
+    pieces, it gets n larger ones. If it wants 2 to n - 1, or no dim divides, the array stays whole,
+    and the second result says why. If it wants one piece, the array stays whole as requested.
 
     Args:
-        shape: Of the array.
-        dtype: Of the array.
+        shape: Shape of the array.
+        dtype: Dtype of the array.
         partitioner: One of `tpudist.experimental.partitioners`, or any `partitioner(shape, dtype,
-            axis=dim)` that gives the number of pieces along each dim.
+            axis=dim)` that returns the number of pieces along each dim.
         axes: Mesh axes to split over together, with their sizes.
 
+    Returns:
+        The split, and the reason why the array stays whole against the wish of the partitioner.
+
     Raises:
-        ValueError: The partitioner gives something else than one whole number for each dim.
+        ValueError: If the partitioner does not return one integer for each dim.
     """
     parts = math.prod(axes.values())
-    wanted = {}
+    num_pieces = {}
     for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
         counts = partitioner(shape, dtype, axis=dim)
         _check_counts(counts, shape, partitioner)
-        wanted[dim] = counts[dim]
-    if parts == 1 or max(wanted.values(), default=1) == 1:
+        num_pieces[dim] = counts[dim]
+    if parts == 1 or max(num_pieces.values(), default=1) == 1:
         return PartitionSpec(), None
-    for dim, count in wanted.items():
+    for dim, count in num_pieces.items():
         if count >= parts and shape[dim] % parts == 0:
             return _split(dim, axes), None
-    several = {dim: count for dim, count in wanted.items() if count > 1}
+    several = {dim: count for dim, count in num_pieces.items() if count > 1}
     pieces = ", ".join(f"{count} along dim {dim}" for dim, count in several.items())
     over = ", ".join(f"{name}={size}" for name, size in axes.items())
-    if max(wanted.values()) < parts:
+    if max(num_pieces.values()) < parts:
         why = f"but {over} can only cut it into {parts} pieces or leave it whole"
     else:
         why = (
@@ -77,7 +81,7 @@ def _split(dim: int, axes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*(None,) * dim, names if len(names) > 1 else names[0])
 
 
-def _check_counts(counts: Any, shape: tuple[int, ...], partitioner: Partitioner) -> None:
+def _check_counts(counts: Sequence[int], shape: Shape, partitioner: Partitioner) -> None:
     try:
         right = len(counts) == len(shape) and all(int(n) == n and n >= 1 for n in counts)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The scope of a strategy."""
+"""The result of `Strategy.scope`."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,10 +6,13 @@ from typing import Any
 
 
 class Scope(contextlib.AbstractContextManager):
-    """A scope that can be entered again, in itself and after it was left."""
+    """A context manager that you can enter again, in itself and after you left it.
+
+    Args:
+        enter: Called at each entry; returns a new context manager.
+    """
 
     def __init__(self, enter: Callable[[], contextlib.AbstractContextManager]):
-        """`enter` makes what is entered each time."""
         self._enter = enter
         self._entered: list[contextlib.AbstractContextManager] = []
 

@@ -1,7 +1,7 @@
-"""`experimental_run_steps_on_iterator`: the loop of TensorFlow 1.x, and what it hands its steps.
+"""`experimental_run_steps_on_iterator`: the loop of TensorFlow 1.x, and the context of its steps.
 
-Replica functions are compiled, and their Python code runs when they are traced only. So what one
-of them gives the context is kept by a Variable, which each run of the compiled function assigns.
+The Python code of a replica function runs only while it is traced. So an output that a replica
+function sets is stored in a Variable, which each run of the compiled function assigns.
 """
 
 import weakref
@@ -16,23 +16,23 @@ from tpudist.array_types import PyTree
 from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.state.variable import Variable
+from tpudist.strategy.variable_methods import VariableMethods
 from tpudist.xla import integers
 from tpudist.xla.traces import is_traced
 
 
 class MultiStepContext:
-    """What the steps of a loop hand out: the outputs of the last one, and other Python objects.
+    """Outputs of a loop's steps: reduced values of the last step, and other Python objects.
 
-    As the context that TensorFlow's `experimental_run_steps_on_iterator` gives.
+    Matches the context of TensorFlow's `experimental_run_steps_on_iterator`.
     """
 
     def __init__(self):
-        """Nothing yet."""
         self._outputs: dict[str, PyTree] = {}
-        self._objects: dict[str, Any] = {}
-        # Of replica functions: known since they were traced.
+        self._objects: dict[str, object] = {}
+        # Outputs of replica functions: set once, while the function was traced.
         self._variables: dict[str, PyTree] = {}
-        self._traced_objects: dict[str, Any] = {}
+        self._traced_objects: dict[str, object] = {}
 
     @property
     def run_op(self) -> None:
@@ -41,12 +41,12 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, PyTree]:
-        """What the last step gave, by name: reduced values, or what was not to be reduced."""
+        """Outputs of the last step by name: reduced values, or values set without a reduction."""
         return self._outputs
 
     @property
-    def non_tensor_outputs(self) -> dict[str, Any]:
-        """Python objects by name; those of replica functions in a tuple."""
+    def non_tensor_outputs(self) -> dict[str, object]:
+        """Python objects by name; an object that a replica function set is in a tuple."""
         return self._objects
 
     def set_last_step_output(
@@ -55,13 +55,13 @@ class MultiStepContext:
         """Makes `output` the output `name` of this step.
 
         Args:
-            name: A later step overwrites what an earlier one gave by this name.
+            name: Name of the output. A later step overwrites the value of an earlier one.
             output: Pytree of arrays.
-            reduce_op: How to combine it over replicas; None, in cross-replica context only, leaves
-                it as it is.
+            reduce_op: Operation that combines the output over replicas. None leaves it unchanged,
+                and is possible only in cross-replica context.
 
         Raises:
-            ValueError: No `reduce_op` in a replica function, or another one than there are.
+            ValueError: If there is no `reduce_op` in a replica function, or it is unknown.
         """
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         mode = context.current()
@@ -80,13 +80,13 @@ class MultiStepContext:
             output = mode.replica_context.all_reduce(op, output)
         else:
             output = mode.strategy.reduce(op, output, axis=None)
-        self._variables[name] = jax.tree.map(lambda x: _keep_in_variable(name, x), output)
+        self._variables[name] = jax.tree.map(lambda x: _store_in_variable(name, x), output)
 
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keeps the Python object `output`.
+    def set_non_tensor_output(self, name: str, output: object) -> None:
+        """Stores the Python object `output`.
 
         Raises:
-            TypeError: It holds a traced array.
+            TypeError: If it contains a traced array.
         """
         if context.current().frame is None:
             self._objects[name] = output
@@ -99,8 +99,8 @@ class MultiStepContext:
         self._traced_objects[name] = (output,)
 
     def run(self, step: Callable[[], Any], times: int, initial: PyTree) -> "MultiStepContext":
-        """Runs `step` so many times; a context of its own holds what it has handed out then."""
-        before = [x for kept in self._variables.values() for x in _arrays(kept)]
+        """Runs `step` `times` times; returns the outputs in a context of their own."""
+        before = {id(x): x for tree in self._variables.values() for x in _arrays(tree)}
         self._outputs, self._objects = {}, {}
         if not times and isinstance(initial, Mapping):
             self._outputs = dict(initial)
@@ -108,39 +108,42 @@ class MultiStepContext:
             step()
         result = MultiStepContext()
         result._outputs = self._outputs
-        for name, kept in self._variables.items():
-            # Those of a replica function that was not run this time are of an earlier loop.
-            if not any(x is old for x in _arrays(kept) for old in before):
+        for name, tree in self._variables.items():
+            # Each run of a replica function assigns its Variables, which replaces their arrays. So
+            # an array from before belongs to a function that only an earlier loop has run. `before`
+            # keeps the arrays alive, so that no new array has the id of an old one.
+            if not any(id(x) in before for x in _arrays(tree)):
                 read = Variable.read_value
-                result._outputs[name] = jax.tree.map(read, kept, is_leaf=_is_variable)
+                result._outputs[name] = jax.tree.map(read, tree, is_leaf=_is_variable)
         result._objects = {**(self._traced_objects if times else {}), **self._objects}
         return result
 
 
-class StepsOnIterator:
-    """What `StrategyExtended` was called with in the past, for loops."""
+class StepsOnIterator(VariableMethods):
+    """The loop that `StrategyExtended` has from TensorFlow 1.x."""
 
     def experimental_run_steps_on_iterator(
-        self: Any,
+        self,
         fn: Callable[[MultiStepContext, PyTree], Any],
         iterator: Iterator[PyTree],
         iterations: int = 1,
         initial_loop_values: PyTree = None,
     ) -> MultiStepContext:
-        """Calls `fn(context, inputs)` with so many elements, and gives what it has handed out.
+        """Calls `fn(context, inputs)` with `iterations` elements, and returns its outputs.
 
         Args:
             fn: Called in cross-replica context; it runs replica functions itself.
-            iterator: Of a distributed dataset.
-            iterations: How often.
-            initial_loop_values: What `last_step_outputs` are after no step at all.
+            iterator: Iterator of a distributed dataset.
+            iterations: Number of calls.
+            initial_loop_values: Value of `last_step_outputs` after 0 iterations.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
-            ValueError: `iterations` is no number from 0.
-            OutOfRangeError: The iterator ends before.
+            RuntimeError: If called in a replica function, or in the scope of another strategy.
+            ValueError: If `iterations` is not an integer of at least 0.
+            OutOfRangeError: If the iterator ends too early.
 
-        As TensorFlow's, which makes one operation of all steps: here `Strategy.run_steps` does.
+        Matches TensorFlow's method, which makes one operation of all steps; for that, use
+        `Strategy.run_steps`.
         """
         name = "experimental_run_steps_on_iterator"
         warn_of_deprecation(name, "use run in a loop, or run_steps")
@@ -150,22 +153,24 @@ class StepsOnIterator:
             raise ValueError(
                 f"{name}(iterations={iterations!r}): iterations must be an integer of at least 0."
             )
+        # Iterators of tf.distribute have `get_next`, which ends with OutOfRangeError; a user's own
+        # iterator may have only `__next__`.
         take = getattr(iterator, "get_next", iterator.__next__)
         with strategy.scope():
-            multi_step = _context_of(self, fn)
-            return multi_step.run(lambda: fn(multi_step, take()), iterations, initial_loop_values)
+            steps = self._steps_of(fn)
+            return steps.run(lambda: fn(steps, take()), iterations, initial_loop_values)
+
+    def _steps_of(self, fn: Callable[..., Any]) -> MultiStepContext:
+        # The same context at each call with `fn`: it is an argument of the replica functions that
+        # `fn` runs, so a new one would compile them again.
+        contexts = vars(self).setdefault("_step_contexts", weakref.WeakKeyDictionary())
+        try:
+            return contexts.setdefault(fn, MultiStepContext())
+        except TypeError:  # `fn` cannot be hashed or weakly referenced
+            return MultiStepContext()
 
 
-def _context_of(extended: Any, fn: Callable[..., Any]) -> MultiStepContext:
-    """The same at each call: replica functions are given it, and are compiled for it."""
-    contexts = vars(extended).setdefault("_step_contexts", weakref.WeakKeyDictionary())
-    try:
-        return contexts.setdefault(fn, MultiStepContext())
-    except TypeError:  # it cannot be hashed, or referred to weakly
-        return MultiStepContext()
-
-
-def _keep_in_variable(name: str, value: Any) -> Variable:
+def _store_in_variable(name: str, value: Any) -> Variable:
     integers.check_fit(value, f"The initial value of '{name}'")
     value = jnp.asarray(value)
     shape, dtype = value.shape, value.dtype
@@ -174,9 +179,9 @@ def _keep_in_variable(name: str, value: Any) -> Variable:
     return variable
 
 
-def _arrays(kept: PyTree) -> list[Any]:
-    return [x._value for x in jax.tree.leaves(kept, is_leaf=_is_variable)]
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    return [x._value for x in jax.tree.leaves(tree, is_leaf=_is_variable)]
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, Variable)

@@ -1,14 +1,14 @@
-"""A strategy as a notebook shows it: its replicas, on which devices, and how they are split."""
+"""The table of replicas and their devices that a notebook shows for a strategy."""
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.display.text_tables import TextTable
 
-# Of one screen.
+# About as many rows as fit on one screen.
 _MAX_REPLICAS = 16
 
 
 def write_html(strategy: StrategyBase) -> str:
-    """A table with a row for each replica."""
+    """Returns an HTML table with one row for each replica."""
     mesh = strategy.replica_mesh
     inner = ", ".join(f"{name}={mesh.mesh.shape[name]}" for name in mesh.inner_axes)
     rows = []

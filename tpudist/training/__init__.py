@@ -1,7 +1,7 @@
-"""The loop around a step: progress, metrics, evaluation, checkpoints, and an end that is no loss.
+"""A training loop with progress, metrics, evaluation, checkpoints and exact resume.
 
-`train` runs a step of yours on a strategy; `make_train_step` and `make_evaluation_step` write the
-usual ones.
+`train` runs your step on a strategy; `make_train_step` and `make_evaluation_step` create the usual
+steps.
 """
 
 from tpudist.training.history import History
@@ -13,11 +13,15 @@ from tpudist.training.metrics_writers import (
     WandbWriter,
 )
 from tpudist.training.steps import evaluate, make_evaluation_step, make_train_step
+from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions
 
 __all__ = [
     "History",
     "JsonLinesWriter",
     "MetricsWriter",
+    "ReportOptions",
+    "RunFolder",
+    "StopOptions",
     "TensorBoardWriter",
     "WandbWriter",
     "evaluate",

@@ -1,4 +1,4 @@
-"""Reads and checks what is given to options of command lines; refuses by `ValueError`."""
+"""Parses and checks values of command-line options; errors are `ValueError`s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """`"fsdp=4,tensor=2"` as `{"fsdp": 4, "tensor": 2}`; the empty text as no axes."""
+    """Returns `{"fsdp": 4, "tensor": 2}` for `"fsdp=4,tensor=2"`; no axes for the empty text."""
     axes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -22,14 +22,14 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def check_positive(values: Mapping[str, float]) -> None:
-    """Refuses options, by their names, that are not above 0."""
+    """Checks options, by name, that must be above 0."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"--{name} is {value}. It must be above 0.")
 
 
 def check_not_negative(values: Mapping[str, float]) -> None:
-    """Refuses options, by their names, that are below 0."""
+    """Checks options, by name, that must be 0 or above."""
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"--{name} is {value}. It must be 0 or above.")

@@ -10,25 +10,25 @@ from tpudist.xla.compiler import private_files, processor
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
-# What JAX keeps there.
+# Files that JAX writes there. A directory with any other file belongs to somebody else.
 _NAMES = ("*-cache", "*-atime", ".lockfile", "xla_gpu_*")
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept for this user and this kind of processor.
+    """Returns the directory of compiled programs for this user and this kind of processor.
 
-    Programs for the CPU hold its own instructions, and a home folder may be shared between
-    machines: each kind of processor has a folder of its own.
+    Programs for a CPU contain instructions that other CPUs may lack, and machines may share a home
+    directory, so each kind of processor has its own directory.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "tpudist" / "xla" / processor.name()
 
 
 def enable_compilation_cache(folder: Path | None = None) -> Path | None:
-    """Keeps compiled programs in `folder` (`cache_folder()`); None if that is unsafe or impossible.
+    """Stores compiled programs in `folder` (default: `cache_folder()`), and returns it.
 
-    What is in the folder is run as native code: it is made private to the user, and not used if it
-    is not.
+    JAX runs the files of the directory as native code. So the directory is made private to the
+    user. If that fails, the function logs a warning and returns None.
     """
     try:
         folder = private_files.folder(folder or cache_folder(), ours=_NAMES)

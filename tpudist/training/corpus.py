@@ -1,8 +1,8 @@
-"""Text to train on: files to bytes, split by file into what is trained on and what is held out.
+"""Text to train on, from files: some files are for training, the others are held out.
 
 By default the text is the Python source of the running interpreter's standard library, which every
-machine has. Which side a file is on depends on its name alone, so that the same file is held out on
-every machine and in every run.
+machine has. The name of a file alone decides its side, so every machine and every run hold out the
+same files.
 """
 
 from __future__ import annotations
@@ -17,42 +17,43 @@ from pathlib import Path
 import numpy as np
 
 HELD_OUT_ONE_IN = 20
-"""One file in so many is held out."""
+"""One file in this many is held out."""
 
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Installed packages are not the library. Its tests are more than half of its bytes, and largely
+# tables of numbers.
+_OMITTED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes to judge by, from different files."""
+    """Bytes to train on and bytes to evaluate on, from different files."""
 
     train: np.ndarray
-    """`[bytes]` uint8: the files trained on, one after the other."""
+    """`[bytes]` uint8: the training files, one after the other."""
     held_out: np.ndarray
-    """`[bytes]` uint8: the files held out."""
+    """`[bytes]` uint8: the held-out files."""
     num_train_files: int
-    """How many files `train` is made of."""
+    """Number of training files."""
     num_held_out_files: int
-    """How many files `held_out` is made of."""
+    """Number of held-out files."""
     source: str
-    """Where the text comes from, for people."""
+    """Origin of the text, as a phrase for reports."""
 
 
 def load_corpus(pattern: str | None = None) -> Corpus:
     """Reads the files that match the glob `pattern`, or else the standard library's sources.
 
-    Of the standard library, what is installed beside it (`site-packages`) and its own tests, more
-    than half of its bytes and largely tables, are left out.
+    Installed packages (`site-packages`) and the tests of the standard library are omitted.
 
     Raises:
-        ValueError: No file matches, or too few to hold one out.
+        ValueError: If no file matches, or only one does, so none can be held out.
     """
     if pattern is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [
             path
             for path in root.rglob("*.py")
-            if not _NOT_THE_LIBRARY.intersection(path.relative_to(root).parts)
+            if not _OMITTED_FOLDERS.intersection(path.relative_to(root).parts)
         ]
         return read_corpus(
             files, root, f"the standard library of Python {sysconfig.get_python_version()}"
@@ -67,7 +68,7 @@ def load_corpus(pattern: str | None = None) -> Corpus:
 
 
 def read_corpus(files: Sequence[Path], root: Path, source: str) -> Corpus:
-    """Splits `files` by their paths relative to `root`, and reads them in the order of these."""
+    """Splits `files` by their paths relative to `root`, and reads them in that order."""
     train, held_out = split_files([_relative(path, root) for path in files])
     if not train or not held_out:
         raise ValueError(
@@ -77,15 +78,14 @@ def read_corpus(files: Sequence[Path], root: Path, source: str) -> Corpus:
     by_name = {_relative(path, root): path for path in files}
 
     def read(names: Sequence[str]) -> np.ndarray:
-        # A newline between files: the first line of one is no continuation of the last line of
-        # another.
+        # Without a newline, the first line of a file would continue the last line of another.
         return np.frombuffer(b"\n".join(by_name[name].read_bytes() for name in names), np.uint8)
 
     return Corpus(read(train), read(held_out), len(train), len(held_out), source)
 
 
 def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sorts `names` into (train, held out): one in 20 by its hash, but one at least of two."""
+    """Returns names (train, held out): one in 20 is held out by its hash, at least one of two."""
     names = sorted(set(names))
 
     def rank(name: str) -> int:
@@ -100,13 +100,13 @@ def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarray:
-    """At most `num_windows` windows `[windows, length + 1]`, spread evenly over `text`.
+    """Returns at most `num_windows` windows `[windows, length + 1]`, spread evenly over `text`.
 
-    Windows overlap by one byte (or token) at most, so that none is predicted twice: the first of a
-    window is only read.
+    Windows overlap by at most one byte (or token). The first byte of a window is only read, never
+    predicted, so no byte is predicted twice.
 
     Raises:
-        ValueError: `text` is shorter than one window.
+        ValueError: If `text` is shorter than one window.
     """
     num_available = (len(text) - 1) // length
     if num_available < 1:

@@ -1,4 +1,4 @@
-"""What people see of a run: a progress bar on a terminal, plain lines in a pipe or a file."""
+"""Progress of a run: a bar on a terminal, plain lines in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from tpudist.display.text_tables import Column, TextTable
 
 @runtime_checkable
 class Display(Protocol):
-    """Shows the progress of a run of `num_steps` steps, and what is worth a line."""
+    """Progress display of a run."""
 
-    def say(self, line: str) -> None:
-        """Shows a line that stays."""
+    def print(self, line: str) -> None:
+        """Prints a line that stays."""
         ...
 
-    def phase(self, name: str) -> None:
-        """Says what takes time now, as "compiling"."""
+    def set_phase(self, name: str) -> None:
+        """Shows the current phase of the run, such as "compiling"."""
         ...
 
-    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
-        """Shows that `step` steps are done, with what is left in seconds, if it is known."""
+    def update(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
+        """Shows the number of finished steps, and the remaining seconds if they are known."""
         ...
 
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Shows the `rows` of a table, (name, value)."""
+    def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """Prints rows (name, value)."""
         ...
 
-    def text(self, title: str, prompt: str, text: str) -> None:
-        """Shows a piece of text that the model wrote, after its prompt."""
+    def print_text(self, title: str, prompt: str, text: str) -> None:
+        """Prints text that the model has written, after its prompt."""
         ...
 
     def close(self) -> None:
-        """Ends the progress; lines and tables can still be shown."""
+        """Removes the progress; lines and tables can still be printed."""
         ...
 
 
 def make_display(num_steps: int, *, quiet: bool = False, file: IO[str] | None = None) -> Display:
-    """The display for `file` (standard output): silent if `quiet`, a bar on a terminal."""
+    """Returns the display for `file` (default: standard output): a bar on a terminal, or lines."""
     if quiet:
-        return _Silent()
+        return _NoDisplay()
     out = sys.stdout if file is None else file
     console = Console(file=out, highlight=False)
-    return _Bar(console, num_steps) if console.is_terminal else _Lines(out, num_steps)
+    return _BarDisplay(console, num_steps) if console.is_terminal else _LineDisplay(out, num_steps)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> TextTable:
     return TextTable((Column(is_short=True, style="cyan"), ""), rows, title, has_header=False)
 
 
-def clock(seconds: float) -> str:
-    """`83` as `1:23`, `3700` as `1:01:40`."""
+def format_clock(seconds: float) -> str:
+    """Returns `1:23` for 83 seconds, `1:01:40` for 3700."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class _Bar:
+class _BarDisplay:
     def __init__(self, console: Console, num_steps: int):
         self._console = console
         self._progress = Progress(
@@ -82,20 +82,20 @@ class _Bar:
         )
         self._progress.start()
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self._console.print(line, markup=False)
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         self._progress.update(self._task, description=name)
 
-    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
-        left = "" if left_s is None else f"{clock(left_s)} left"
+    def update(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
+        left = "" if left_s is None else f"{format_clock(left_s)} left"
         self._progress.update(self._task, completed=step, metrics=metrics, speed=speed, left=left)
 
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
+    def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
         self._console.print(_table(title, rows))
 
-    def text(self, title: str, prompt: str, text: str) -> None:
+    def print_text(self, title: str, prompt: str, text: str) -> None:
         self._console.rule(title, align="left")
         self._console.print(prompt, style="bold", end="", markup=False)
         self._console.print(text, markup=False)
@@ -105,8 +105,11 @@ class _Bar:
         self._progress.stop()
 
 
-class _Lines:
-    """A line about every 20th of the run, but none within `QUIET_S` of the last."""
+class _LineDisplay:
+    """Prints a line after every 20th of the run, but at most one every `QUIET_S` seconds.
+
+    The first and the last step always have a line.
+    """
 
     QUIET_S = 5.0
 
@@ -116,48 +119,48 @@ class _Lines:
         self._every = max(1, num_steps // 20)
         self._last_step, self._last_time = 0, 0.0
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         print(line, file=self._file, flush=True)
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         pass
 
-    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
+    def update(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         due = step - self._last_step >= self._every
         rested = time.monotonic() - self._last_time >= self.QUIET_S
-        first = self._last_step == 0  # also of a run that goes on
-        if not (due and rested) and not first and step != self._num_steps:
+        is_first = self._last_step == 0  # the first call, whatever its step: a run may resume
+        if not (due and rested) and not is_first and step != self._num_steps:
             return
         self._last_step, self._last_time = step, time.monotonic()
         parts = [f"step {step}/{self._num_steps}", metrics, speed]
         if left_s is not None:
-            parts.append(f"{clock(left_s)} left")
-        self.say("  ".join(part for part in parts if part))
+            parts.append(f"{format_clock(left_s)} left")
+        self.print("  ".join(part for part in parts if part))
 
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        self.say(f"{title}\n{textwrap.indent(str(_table('', rows)), '  ')}")
+    def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
+        self.print(f"{title}\n{textwrap.indent(str(_table('', rows)), '  ')}")
 
-    def text(self, title: str, prompt: str, text: str) -> None:
-        self.say(f"--- {title} ---\n{prompt}{text}\n---")
+    def print_text(self, title: str, prompt: str, text: str) -> None:
+        self.print(f"--- {title} ---\n{prompt}{text}\n---")
 
     def close(self) -> None:
         pass
 
 
-class _Silent:
-    def say(self, line: str) -> None:
+class _NoDisplay:
+    def print(self, line: str) -> None:
         pass
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         pass
 
-    def step(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
+    def update(self, step: int, metrics: str, speed: str, left_s: float | None) -> None:
         pass
 
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
+    def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
         pass
 
-    def text(self, title: str, prompt: str, text: str) -> None:
+    def print_text(self, title: str, prompt: str, text: str) -> None:
         pass
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ class History:
     """Losses, evaluations and times of a run, over all its starts; `train` returns it.
 
     Evaluations are part of a checkpoint (`get_state`). Metrics and times are not: they would make
-    each checkpoint larger than the one before, and `metrics.jsonl` has them (`continue_from`).
+    each checkpoint larger than the previous one, and `metrics.jsonl` has them (`continue_from`).
     """
 
     ended: Literal["finished", "interrupted", "preempted", "diverged"] = "finished"
-    """Why the run ended: all steps done, a stop request, SIGTERM, or a non-finite `loss`."""
+    """Cause of the end: all steps done, a stop request, SIGTERM, or a non-finite `loss`."""
     num_steps: int = 0
     """Number of finished steps, over all starts."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class History:
     """Seconds of the evaluations since the last start."""
     total_s: float = 0.0
     """Seconds of the complete call of `train`."""
-    state: Any = None
+    state: object = None
     """State after the last step, in the same form as the argument of `train`."""
     restored: str | None = None
     """Path of the checkpoint from which the run resumed; None for a new run."""
@@ -126,6 +126,8 @@ class History:
         Returns:
             The lines to keep; at most one per step.
         """
+        # A line is kept only if the checkpoint contains its step or evaluation. Lines of one step
+        # replace each other, so the last start counts; each resume keeps its own line.
         measured = {step for step, _ in self.held_out}
         kept: dict[Any, Mapping[str, Any]] = {}
         for number, line in enumerate(lines):
@@ -133,11 +135,13 @@ class History:
             if not isinstance(step, int) or step > self.num_steps:
                 continue
             if split == "held_out" and step not in measured:
-                continue  # of an evaluation that no checkpoint knows: it is done again
+                continue  # the checkpoint is older than this evaluation, which runs again
             kept[(number,) if split == "resumed" else (split, step)] = line
         resumed = [line for line in kept.values() if line.get("split") == "resumed"]
         trained = [line for line in kept.values() if line.get("split") == "train"]
         self.resumed_at = [line["step"] for line in resumed]
+        # `losses` must be without gaps, because `first_step` is computed from its length. A file
+        # that lost lines (another disk, an edit by hand) restores the part after the last gap.
         first = self.num_steps + 1
         while ("train", first - 1) in kept:
             first -= 1

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the step under way is finished and results are written first."""
+"""Ctrl-C as a request to stop, so that the current step and the results are completed first."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 EXIT_CODE = 130
-"""What a shell expects of a program that Ctrl-C ended."""
+"""Exit code by which shells recognize a program that Ctrl-C ended."""
 
 
 class StopOnInterrupt:
-    """While entered, the first Ctrl-C sets `requested`; the second interrupts at once, as usual."""
+    """Context in which the first Ctrl-C sets `requested`; the second interrupts immediately.
+
+    Args:
+        on_request: Called without arguments at the first Ctrl-C.
+
+    Attributes:
+        requested: Whether Ctrl-C was pressed.
+    """
 
     def __init__(self, on_request: Callable[[], None] | None = None):
-        """Calls `on_request` once, when Ctrl-C is first pressed."""
         self.requested = False
         self._on_request = on_request
         self._previous = None
 
     def __enter__(self) -> StopOnInterrupt:
-        """Takes over the signal; only in the main thread, where Python allows it."""
+        """Installs the signal handler."""
+        # Python allows that only in the main thread. In others, Ctrl-C keeps its meaning.
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
@@ -32,7 +39,7 @@ class StopOnInterrupt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives the signal back."""
+        """Restores the previous signal handler."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 

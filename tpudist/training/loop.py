@@ -1,17 +1,16 @@
-"""`train`: runs a step, judges now and then, tells people, saves, and stops when it should."""
+"""`train`: runs a step for many batches, evaluates, reports, saves, and stops on request."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsFloat
 
 import jax
 
 from tpudist.goodput import goodput as time_records
-from tpudist.options import shorten
 from tpudist.processes.exit_codes import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import metrics_writers
@@ -24,37 +23,30 @@ from tpudist.training.run_checkpoints import RunCheckpoints
 from tpudist.training.step_schedule import StepSchedule
 from tpudist.training.step_state import StepState
 from tpudist.training.steps import make_should_stop
+from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions, check_interval
 
 if TYPE_CHECKING:
     from tpudist.checkpoint import Checkpoint
     from tpudist.options import RunOptions
 
 CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints in that of a run."""
+"""Directory of the checkpoints in the directory of a run."""
 
 
 def train(
     strategy: Strategy,
-    step: Callable[..., Any],
-    state: Any,
-    data: Any,
+    step: Callable[..., object],
+    state: object,
+    data: object,
     *,
     num_steps: int | None = None,
     num_epochs: int | None = None,
-    evaluate: Callable[..., Mapping[str, Any]] | None = None,
+    evaluate: Callable[..., Mapping[str, SupportsFloat]] | None = None,
     evaluate_every: int | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    max_to_keep: int | None = 3,
-    saved: Checkpoint | None = None,
-    writers: Sequence[MetricsWriter] | None = None,
+    folder: str | os.PathLike[str] | RunFolder | None = None,
     progress: bool | Display = True,
-    items: tuple[str, int] | None = None,
-    format_metrics: Callable[[str, Mapping[str, float]], str] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    on_start: Callable[[History], None] | None = None,
-    exit_when_preempted: bool = True,
-    goodput: bool = False,
+    report: ReportOptions | None = None,
+    stop: StopOptions | None = None,
     options: RunOptions | None = None,
 ) -> History:
     """Runs `step(*state, batch)` on each batch of `data`, and returns the history of the run.
@@ -93,25 +85,11 @@ def train(
         evaluate: Called as `evaluate(*state)`; returns a mapping of names to numbers. The first
             number is displayed first. See `tpudist.training.evaluate`.
         evaluate_every: Steps between two evaluations. The last step is always evaluated.
-        folder: Directory of this run. Use one directory per run: checkpoints of a different state
-            or of different data raise an error.
-        checkpoint_every: Steps between two checkpoints; by default only one at the end.
-        max_to_keep: Number of recent checkpoints to keep; None keeps all.
-        saved: Part of the state to save, if not all of it; only for a state that changes in place.
-            An example is the adapters of a pretrained model whose other weights are loaded again.
-        writers: Writers of the metrics, instead of the files in `folder`. They are not closed.
+        folder: Directory of this run, as a path or as a `RunFolder` with options.
         progress: Whether the first process shows the progress: a bar on a terminal, lines
             elsewhere.
-        items: Unit and number of items in a global batch, such as `("tokens", 4096)`, in which
-            throughput is shown; by default steps.
-        format_metrics: Called as `format_metrics(split, metrics)`, where the split is `train` or
-            `held_out`; returns one line.
-        should_stop: Called before each step. If it returns True in any process, the run ends in all
-            processes.
-        on_start: Called when the state has been restored, before the first step.
-        exit_when_preempted: Whether to exit with code 143 after SIGTERM, as a supervisor expects,
-            when everything is saved. Otherwise `train` returns with `ended == "preempted"`.
-        goodput: Whether to record the use of time in `folder`, for `tpudist doctor folder`.
+        report: Writers, units and format of the metrics.
+        stop: Conditions for an early end.
         options: Options for compiling and calling the step. `RunOptions(donate_argnums=...)` lets a
             pytree state be overwritten in place.
 
@@ -125,115 +103,90 @@ def train(
             if `state` contains an object that cannot be saved; or if `data` is not a dataset.
         ValueError: If a metric differs between replicas; if neither or both of `num_steps` and
             `num_epochs` are given; if `data` has no length for `num_epochs` or ends too early; or
-            if two options contradict each other.
+            if `evaluate_every` is given without `evaluate`.
         CheckpointError: If the checkpoints in `folder` belong to a different state, or all of them
             are damaged.
-        SystemExit: See `exit_when_preempted`.
+        SystemExit: See `StopOptions.exit_when_preempted`.
     """
     begun_s = time.perf_counter()
-    _check_options(folder, checkpoint_every, evaluate, evaluate_every, goodput, saved)
-    passes = Passes(strategy, data)
-    total = count_steps(passes, num_steps, num_epochs)
-    is_first = jax.process_index() == 0
-    history, step_state = History(), StepState(state)
-    if saved is not None and not step_state.is_changed_in_place:
-        raise ValueError(
-            "train(saved=...): the state is plain pytrees, and each step returns new ones, so "
-            "the checkpoint would always contain the initial state. Omit saved to save the "
-            "complete state."
-        )
-    kept_state: Any = step_state.checkpoint if saved is None else saved
-    kept_state.step, kept_state.batches, kept_state.history = 0, passes.batches, history
-    if goodput and folder is not None:
-        time_records.record_goodput(folder)
-    checkpoints = None
-    if folder is not None:
-        checkpoints = RunCheckpoints(
-            kept_state,
-            history,
-            Path(folder) / CHECKPOINTS,
-            every=checkpoint_every or 0,
-            max_to_keep=max_to_keep,
-            cluster_resolver=strategy.cluster_resolver,
-        )
-        history.restored = checkpoints.restored
-    is_given = isinstance(progress, Display)
-    display = progress if is_given else make_display(total, quiet=not (progress and is_first))
-    kept = _make_writers(folder) if writers is None else writers
-    kept = kept if is_first else ()
-    run = StepSchedule(
-        strategy,
-        step,
-        step_state,
-        passes,
-        total,
-        display=display,
-        writers=kept,
-        checkpoints=checkpoints,
-        kept_state=kept_state,
-        history=history,
-        options=options,
-        items=items,
-        format_metrics=format_metrics,
-    )
-    stop = StopOnInterrupt(lambda: display.phase("stopping"))
-    wants = should_stop or (lambda: False)
-    try:
-        for writer in kept:
-            writer.begin(history)
-        run.report_start()
-        if on_start is not None:
-            on_start(history)
-        with stop:
-            asked = make_should_stop(strategy, lambda: stop.requested or wants())
-            run.loop(evaluate, evaluate_every or total, asked)
-    finally:
-        if checkpoints is not None:
-            checkpoints.close()
-        if writers is None:
-            for writer in kept:
-                writer.close()
-        if not is_given:
-            display.close()
-    history.state, kept_state.step = step_state.value, history.num_steps
-    history.total_s = time.perf_counter() - begun_s
-    if not is_given:
-        run.report_end()
-    if history.ended == "preempted" and exit_when_preempted:
-        raise SystemExit(EXIT_PREEMPTED)
-    return history
-
-
-def _make_writers(folder: str | os.PathLike[str] | None) -> list[MetricsWriter]:
-    if folder is None:
-        return []
-    made: list[MetricsWriter] = [JsonLinesWriter(folder)]
-    return [*made, TensorBoardWriter(folder)] if metrics_writers.has_tensorboard() else made
-
-
-def _check_options(
-    folder: Any,
-    checkpoint_every: int | None,
-    evaluate: Any,
-    evaluate_every: int | None,
-    goodput: bool,
-    saved: Checkpoint | None,
-) -> None:
-    for name, value in (("checkpoint_every", checkpoint_every), ("evaluate_every", evaluate_every)):
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not is_count:
-            raise ValueError(
-                f"train({name}={shorten(value)}): {name} must be a whole number of at least 1."
-            )
-    needing = {"checkpoint_every": checkpoint_every, "goodput": goodput, "saved": saved}
-    for name, value in needing.items():
-        if value and folder is None:
-            raise ValueError(
-                f"train({name}={shorten(value)}) needs a folder. Pass folder='runs/first', or "
-                f"omit {name}."
-            )
+    check_interval("train", "evaluate_every", evaluate_every)
     if evaluate_every is not None and evaluate is None:
         raise ValueError(
             f"train(evaluate_every={evaluate_every}) needs a function to call. Pass evaluate, or "
             f"omit evaluate_every."
         )
+    report, stop = report or ReportOptions(), stop or StopOptions()
+    if folder is not None and not isinstance(folder, RunFolder):
+        folder = RunFolder(folder)
+    passes = Passes(strategy, data)
+    total = count_steps(passes, num_steps, num_epochs)
+    history, step_state = History(), StepState(state, None if folder is None else folder.saved)
+    # Checkpoints contain these three attributes in addition to the state.
+    saved = step_state.saved
+    saved.step, saved.batches, saved.history = 0, passes.batches, history
+    checkpoints = None if folder is None else _open_checkpoints(folder, saved, history, strategy)
+    is_first = jax.process_index() == 0
+    has_own_display = not isinstance(progress, Display)
+    own_display = make_display(total, quiet=not (has_own_display and progress and is_first))
+    display = own_display if has_own_display else progress
+    own_writers = _make_writers(folder) if report.writers is None else []
+    writers = (own_writers if report.writers is None else report.writers) if is_first else ()
+    schedule = StepSchedule(
+        strategy,
+        step,
+        step_state,
+        passes,
+        total,
+        history=history,
+        display=display,
+        checkpoints=checkpoints,
+        report=report,
+        writers=writers,
+        options=options,
+    )
+    try:
+        schedule.begin()
+        with StopOnInterrupt(lambda: display.set_phase("stopping")) as interrupt:
+            wants_stop = stop.should_stop or (lambda: False)
+            should_stop = make_should_stop(strategy, lambda: interrupt.requested or wants_stop())
+            schedule.run(evaluate, evaluate_every or total, should_stop)
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
+        for writer in own_writers:
+            writer.close()
+        own_display.close()
+    history.state, saved.step = step_state.value, history.num_steps
+    history.total_s = time.perf_counter() - begun_s
+    if display is own_display:
+        schedule.print_end()
+    if history.ended == "preempted" and stop.exit_when_preempted:
+        raise SystemExit(EXIT_PREEMPTED)
+    return history
+
+
+def _open_checkpoints(
+    folder: RunFolder, saved: Checkpoint, history: History, strategy: Strategy
+) -> RunCheckpoints:
+    """Restores the newest checkpoint of the folder."""
+    if folder.goodput:
+        time_records.record_goodput(folder.path)
+    checkpoints = RunCheckpoints(
+        saved,
+        history,
+        Path(folder.path) / CHECKPOINTS,
+        every=folder.checkpoint_every or 0,
+        max_to_keep=folder.max_to_keep,
+        cluster_resolver=strategy.cluster_resolver,
+    )
+    history.restored = checkpoints.restored
+    return checkpoints
+
+
+def _make_writers(folder: RunFolder | None) -> list[MetricsWriter]:
+    if folder is None:
+        return []
+    writers: list[MetricsWriter] = [JsonLinesWriter(folder.path)]
+    if metrics_writers.has_tensorboard():
+        writers.append(TensorBoardWriter(folder.path))
+    return writers

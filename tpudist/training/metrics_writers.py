@@ -1,4 +1,4 @@
-"""Where a run's numbers go while it runs: lines of JSON, TensorBoard events, Weights & Biases."""
+"""Writers of the metrics of a run: lines of JSON, TensorBoard events, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 from tpudist.training.history import History
 
 
 class MetricsWriter(Protocol):
-    """Takes the numbers of a run; only the first process has any."""
+    """Receives the metrics of a run; only the first process calls its writers."""
 
     def begin(self, history: History) -> None:
-        """Called before the first step, of a run that has done `history.num_steps` steps.
+        """Opens the writer of a run that has finished `history.num_steps` steps.
 
-        What is known of later steps belongs to a start that was cut short: they are done again.
+        Metrics of later steps belong to a start that ended before its next checkpoint: these steps
+        run again.
         """
         ...
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Takes the `values` measured after `step` steps.
+        """Writes metrics.
 
         Args:
-            step: Steps done.
-            split: `train`, `held_out`, or `resumed` where a run goes on.
-            values: By name.
+            step: Number of finished steps.
+            split: `train`, `held_out`, or `resumed` when a run resumes.
+            values: Values by name.
         """
         ...
 
     def sync(self) -> None:
-        """Makes sure that what was written outlives the machine: a checkpoint builds on it."""
+        """Waits until all metrics are on disk: a checkpoint of their steps follows."""
         ...
 
     def close(self) -> None:
-        """Writes what is left; nothing is added afterwards."""
+        """Writes buffered metrics; there are no more calls afterwards."""
         ...
 
 
@@ -46,23 +47,25 @@ class JsonLinesWriter:
     """Writes `metrics.jsonl` into a folder; each line is on disk at once.
 
     A line is `{"step": 10, "split": "train", "time_s": 12.3, "loss": 2.1, ...}`, where `time_s` is
-    the time since the run began, but for pauses between its starts. A run that goes on keeps the
-    lines of the steps that it has done, and tells its `History` of them.
+    the time since the run began, without pauses between its starts. A run that resumes keeps the
+    lines of its finished steps, and its `History` restores losses and times from them.
+
+    Args:
+        folder: Directory of the run; created if it does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Of the folder of a run; it is made if need be."""
         self._path = Path(folder) / "metrics.jsonl"
         self._start = time.perf_counter()
-        self._lines: Any = None
+        self._lines: IO[str] | None = None  # open between `begin` and `close`
 
     def begin(self, history: History) -> None:
-        """Keeps the lines of the steps done, and no others; see `MetricsWriter`."""
+        """Keeps only the lines of finished steps; see `MetricsWriter`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = history.continue_from(read_lines(self._path.parent)) if history.num_steps else []
         earlier_s = max((float(line.get("time_s", 0)) for line in kept), default=0.0)
         self._start = time.perf_counter() - earlier_s
-        # In one move: a process that is killed here leaves the old lines or the new ones.
+        # A process that is killed here leaves either the old lines or the new ones.
         new_path = self._path.with_suffix(".new")
         with new_path.open("w", encoding="utf-8") as new:
             new.write("".join(json.dumps(line) + "\n" for line in kept))
@@ -72,14 +75,16 @@ class JsonLinesWriter:
         self._lines = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Adds a line."""
+        """Appends a line."""
+        assert self._lines is not None, "begin() was not called"
         line: dict[str, Any] = {"step": step, "split": split}
         line["time_s"] = round(time.perf_counter() - self._start, 3)
         self._lines.write(json.dumps(line | dict(values)) + "\n")
         self._lines.flush()
 
     def sync(self) -> None:
-        """Has the disk keep the lines."""
+        """Waits until the lines are on disk."""
+        assert self._lines is not None, "begin() was not called"
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
@@ -89,28 +94,29 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """Writes events into `tensorboard/` of a folder: `train/loss` and its like.
+    """Writes events such as `train/loss` into `tensorboard/` of a folder.
 
-    Needs tensorboardX. A run that goes on hides what TensorBoard knows of later steps; one that
-    starts replaces the events of an earlier one, whose curves would be drawn as one with its own.
+    A run that resumes hides the events of later steps. A new run deletes the events of an earlier
+    run in the same folder, because TensorBoard would join the curves of both.
+
+    Args:
+        folder: Directory of the run.
+
+    Raises:
+        ModuleNotFoundError: If tensorboardX is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Of the folder of a run.
-
-        Raises:
-            ModuleNotFoundError: tensorboardX is not installed.
-        """
         if not has_tensorboard():
             raise ModuleNotFoundError(
                 "TensorBoardWriter requires tensorboardX, which is not installed: pip install "
                 "tensorboardX."
             )
         self._folder = Path(folder) / "tensorboard"
-        self._events: Any = None
+        self._events: Any = None  # a `SummaryWriter`; tensorboardX is optional and untyped
 
     def begin(self, history: History) -> None:
-        """Makes a file of events; see `MetricsWriter`."""
+        """Creates a file of events; see `MetricsWriter`."""
         from tensorboardX import SummaryWriter
 
         purge_step = history.num_steps + 1 if history.num_steps else None
@@ -120,39 +126,49 @@ class TensorBoardWriter:
         self._events = SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Adds a scalar for each value."""
+        """Writes a scalar for each value."""
         for name, value in values.items():
             self._events.add_scalar(f"{split}/{name}", value, step)
 
     def write_text(self, name: str, text: str) -> None:
-        """Adds a text."""
+        """Writes a text."""
         self._events.add_text(name, text)
 
     def sync(self) -> None:
-        """Nothing: events are for looking at, and no checkpoint builds on them."""
+        """Does nothing: a resumed run does not read events."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes buffered events."""
         if self._events is not None:
             self._events.close()
 
 
+@runtime_checkable
+class WandbRun(Protocol):
+    """Method of `wandb.Run` that `WandbWriter` calls."""
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        """Logs values of a step."""
+        ...
+
+
 class WandbWriter:
-    """Logs to a run of Weights & Biases: `train/loss` and its like, by the number of the step.
+    """Logs metrics such as `train/loss` to a run of Weights & Biases.
 
         writer = tpudist.training.WandbWriter(wandb.init(project="digits", resume="allow", id=name))
 
-    W&B takes no numbers of steps before the last one that it has: where a run goes on from a
-    checkpoint, those of the steps that are done again stay what they were.
+    W&B rejects steps before its last step. So if a run resumes from a checkpoint, the
+    metrics of steps that run again keep their first values.
+
+    Args:
+        run: Result of `wandb.init`. The writer does not finish it.
+
+    Raises:
+        TypeError: If `run` is not a run of W&B.
     """
 
-    def __init__(self, run: Any):
-        """Of what `wandb.init` returned; the run is not finished at the end, as it is yours.
-
-        Raises:
-            TypeError: `run` is none.
-        """
-        if not callable(getattr(run, "log", None)):
+    def __init__(self, run: WandbRun):
+        if not isinstance(run, WandbRun):
             raise TypeError(
                 f"WandbWriter(run={type(run).__name__}): this object has no log(). Pass the run "
                 f"that wandb.init(...) returns."
@@ -160,23 +176,23 @@ class WandbWriter:
         self._run = run
 
     def begin(self, history: History) -> None:
-        """Nothing: W&B knows the steps that it has."""
+        """Does nothing: W&B knows its last step."""
 
     def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Logs the values."""
         self._run.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
 
     def sync(self) -> None:
-        """Nothing: W&B sends in the background."""
+        """Does nothing: W&B sends in the background."""
 
     def close(self) -> None:
-        """Nothing: the run is the caller's."""
+        """Does nothing: the caller finishes the run."""
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl` in a folder, without one that a killed process left unfinished.
+    """Returns the lines of `metrics.jsonl` in a folder; no lines if there is no such file.
 
-    None where there is no such file.
+    A line that a killed process left incomplete is omitted.
     """
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
@@ -185,14 +201,14 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for line in text.splitlines():
         try:
-            read = json.loads(line)
+            values = json.loads(line)
         except ValueError:
             continue
-        if isinstance(read, dict):
-            lines.append(read)
+        if isinstance(values, dict):
+            lines.append(values)
     return lines
 
 
 def has_tensorboard() -> bool:
-    """Whether TensorBoard events can be written here."""
+    """Returns whether tensorboardX is installed."""
     return importlib.util.find_spec("tensorboardX") is not None

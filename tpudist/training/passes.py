@@ -1,4 +1,4 @@
-"""The data of a run: gone through as often as its steps need, from an iterator that is saved."""
+"""The batches of a run: passes through its data, from an iterator that checkpoints contain."""
 
 from __future__ import annotations
 
@@ -7,36 +7,40 @@ from typing import Any
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
 from tpudist.input.sources.no_batches import NoBatches
-from tpudist.options import shorten
 from tpudist.strategy.strategy import Strategy
+from tpudist.training.train_options import check_interval
 
 
 class Passes:
     """Batches, one pass through the data after the other.
 
+    Args:
+        strategy: Strategy that runs the steps; it distributes data that are not distributed yet.
+        data: Argument `data` of `train`.
+
     Attributes:
-        batches: The iterator of the pass that is under way.
-        cardinality: Batches of a pass; as in tf.data, -1 without an end, -2 if not known.
+        batches: Iterator of the current pass.
+        cardinality: Batches of a pass; as in tf.data, -1 if it is infinite, -2 if it is unknown.
         counts_epochs: Whether the number of steps was computed from `cardinality`.
+
+    Raises:
+        TypeError: If `data` contains no batches.
+        ValueError: If `data` is not batched, or another strategy distributed it.
     """
 
     counts_epochs = False
 
     def __init__(self, strategy: Strategy, data: Any):
-        """Distributes `data`, unless it is.
-
-        Raises:
-            TypeError: It gives no batches.
-            ValueError: It is not batched, or has been distributed by another strategy.
-        """
         self._dataset: DistributedDataset | None = None
         if isinstance(data, DistributedIterator):
             self.batches = data
-            self.cardinality = -2
+            self.cardinality = -2  # an iterator has no length
             return
         if isinstance(data, DistributedDataset):
             dataset = data
         elif strategy.keeps_datasets:
+            # The default strategy returns a dataset unchanged, but checkpoints need an iterator
+            # that can save its position.
             dataset = DistributedDataset(data, strategy.replica_mesh, strategy=strategy)
         else:
             dataset = strategy.experimental_distribute_dataset(data)
@@ -51,21 +55,23 @@ class Passes:
         self.batches = iter(dataset)
 
     def next_batch(self, step: int, num_steps: int) -> tuple[Any, float]:
-        """The next batch, and how many seconds it was waited for.
+        """Returns the next batch, and the seconds that the caller waited for it.
 
         Args:
-            step: Steps that were begun.
-            num_steps: Those of the run.
+            step: Number of steps that were started.
+            num_steps: Total number of steps of the run, for messages.
 
         Raises:
-            ValueError: There is none, and no way to begin anew; or epochs are counted, and the pass
-                did not have as many batches as the data said.
-            NoBatches: The data has none at all, of which the user was warned.
+            ValueError: If the data ended and cannot be iterated again; or if epochs are counted,
+                and the pass had another number of batches than `len(data)`.
+            NoBatches: If the data has no batches at all; the iterator has warned of that.
         """
         try:
             return self._take()
         except StopIteration:
             pass
+        # The pass has ended. The position in a resumed iterator counts from the start of its pass,
+        # so `num_batches` is the length of the pass also if it began before the restart.
         if self._dataset is None:
             if not self.batches.position.step:
                 raise NoBatches
@@ -74,12 +80,12 @@ class Passes:
                 f"cannot start again. Pass the dataset itself, which can be iterated again, or "
                 f"use num_steps={step}."
             )
-        found = self.batches.position.step
-        if self.counts_epochs and found not in (0, self.cardinality):
+        num_batches = self.batches.position.step
+        if self.counts_epochs and num_batches not in (0, self.cardinality):
             raise ValueError(
                 f"train(num_epochs=...): len(data) is {self.cardinality}, but a pass through it "
-                f"has {found} batches. To count epochs, len(data) must be the number of batches, "
-                f"not of examples. Correct it, or pass num_steps."
+                f"has {num_batches} batches. To count epochs, len(data) must be the number of "
+                f"batches, not of examples. Correct it, or pass num_steps."
             )
         self.batches = iter(self._dataset)
         try:
@@ -100,10 +106,11 @@ class Passes:
 
 
 def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -> int:
-    """How many steps a run has.
+    """Returns the total number of steps of a run.
 
     Raises:
-        ValueError: Neither or both numbers are given, one is below 1, or the data has no length.
+        ValueError: If neither or both numbers are given, one is not a whole number of at least 1,
+            or the data has no length.
     """
     if (num_steps is None) == (num_epochs is None):
         both = "neither num_steps nor num_epochs" if num_steps is None else "both"
@@ -111,10 +118,8 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
             f"train() received {both}. Pass exactly one of them: num_steps=1000, or num_epochs=3."
         )
     name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"train({name}={shorten(number)}): {name} must be a whole number of at least 1."
-        )
+    check_interval("train", name, number)
+    assert number is not None
     if num_epochs is None:
         return number
     if passes.cardinality < 0:
@@ -124,4 +129,4 @@ def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -
             f"Pass num_steps instead, or data with a length."
         )
     passes.counts_epochs = True
-    return number * max(passes.cardinality, 1)  # without batches, the first step finds none
+    return number * max(passes.cardinality, 1)  # without batches, the first step raises NoBatches

@@ -1,4 +1,4 @@
-"""When a run saves its state: now and then, when it ends, and when SIGTERM announces its end."""
+"""Checkpoints of a run: at intervals, at its end, and after SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,19 +9,37 @@ from typing import Any
 
 from tpudist.checkpoint import Checkpoint, CheckpointManager
 from tpudist.checkpoint.entries import find_entries
+from tpudist.cluster_resolver import ClusterResolver
 from tpudist.preemption import PreemptionCheckpointHandler, TerminationConfig
 from tpudist.training.history import History
 
 
 class Preempted(Exception):
-    """The machine is about to be taken away, and there is a checkpoint of the step reached."""
+    """SIGTERM arrived in some process, and the current step is saved."""
 
 
 class RunCheckpoints:
-    """Saves a run's state in a folder, and restores it; the loop says when there is a step to save.
+    """Saves the state of a run in a folder, and restores the newest complete checkpoint at first.
 
-    From when it is made until the end of its block, SIGTERM of any process makes all of them save
-    the same step, and the next batch that they ask for raises `Preempted`.
+    From its creation until `close`, SIGTERM of any process makes all processes save the same step.
+    The next batch that they request then raises `Preempted`.
+
+    Args:
+        state: Everything that the steps change, with the `history` and the iterator of the data.
+        history: Progress of the run.
+        folder: Directory of the checkpoints, each in a directory of its own.
+        every: Steps between two checkpoints; 0 for none before the end.
+        max_to_keep: Number of recent checkpoints to keep; None keeps all.
+        cluster_resolver: Resolver that knows how a preemption is announced.
+
+    Attributes:
+        before_save: Called without arguments before each save.
+        restored: Path of the checkpoint that was restored; None if there was none.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is complete or they contain a different
+            state.
+        TypeError: If `state` contains an object that no checkpoint can save.
     """
 
     def __init__(
@@ -32,22 +50,9 @@ class RunCheckpoints:
         *,
         every: int,
         max_to_keep: int | None = 3,
-        cluster_resolver: Any = None,
+        cluster_resolver: ClusterResolver | None = None,
     ):
-        """Goes on from the newest checkpoint in `folder` that is whole, if there is one.
-
-        Args:
-            state: All that the steps change, with `step` and the `history`.
-            history: How far the run is.
-            folder: Where the checkpoints are, each in a folder of its own.
-            every: Steps between two of them; 0 for none before the end.
-            max_to_keep: How many of the newest to keep; None keeps all.
-            cluster_resolver: Tells where a preemption shows.
-
-        Raises:
-            CheckpointError: There are checkpoints, but none is whole, or they are of another state.
-            TypeError: `state` holds what no checkpoint can; before there is anything to lose.
-        """
+        # Raises TypeError now, and not at the first save, when steps would be lost.
         find_entries(state)
         self.before_save: Callable[[], None] = lambda: None
         self._state: Any = state
@@ -58,16 +63,17 @@ class RunCheckpoints:
             self._manager,
             termination_config=TerminationConfig(exit_fn=_raise_preempted, save_fn=self._save_now),
         )
-        report = self._manager.restored  # by the handler
+        # The handler has restored the newest checkpoint in its constructor.
+        report = self._manager.restored
         self.restored: str | None = None if report is None else report.path
         self._saved_step = history.num_steps if self.restored else None
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be saved."""
+        """Returns whether to save the state after `step` steps."""
         return self._every > 0 and step > 0 and step % self._every == 0 and step != self._saved_step
 
     def save(self) -> None:
-        """Begins to save the step reached; the next steps run meanwhile."""
+        """Starts to save the current step; the next steps run meanwhile."""
         self.before_save()
         history = self._history
         if self._saved_step == history.num_steps or history.ended == "diverged":
@@ -80,23 +86,15 @@ class RunCheckpoints:
         history.blocked_s += time.perf_counter() - begun_s
 
     def wait(self) -> None:
-        """Returns when all is saved."""
+        """Waits until all saves are complete."""
         begun_s = time.perf_counter()
         self._manager.wait()
         self._history.blocked_s += time.perf_counter() - begun_s
 
     def close(self) -> None:
-        """Waits, and gives SIGTERM back."""
+        """Waits for the saves, and restores the signal handler for SIGTERM."""
         self._handler.close()
         self._manager.close()
-
-    def __enter__(self) -> RunCheckpoints:
-        """Closes at the end of the block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes, whether or not there was an error."""
-        self.close()
 
     def _save_now(self) -> None:
         self.save()

@@ -1,9 +1,8 @@
-"""What steps and evaluations return: metrics that can be told, or an error that says what to do."""
+"""Checks the results of steps and evaluations; each error says what to return instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -11,39 +10,27 @@ import numpy as np
 from tpudist.values.per_replica import PerReplica
 
 
-def refuse_result(result: Any) -> NoReturn:
-    """Refuses what a step has returned.
-
-    Raises:
-        TypeError: Always.
-    """
-    raise TypeError(
+def result_error(result: object) -> TypeError:
+    """Returns the error for a step that returned neither metrics nor a state and metrics."""
+    return TypeError(
         f"The step returned {_describe(result)}. It must return a mapping of names to scalars, "
         f'such as {{"loss": loss}}. If its state is plain pytrees, return the new state and '
         f'that mapping: return state, {{"loss": loss}}.'
     )
 
 
-def refuse_state(state: Any, names: Sequence[str]) -> NoReturn:
-    """Refuses the state that a step has returned.
-
-    Raises:
-        TypeError: Always.
-    """
-    wanted = f"a tuple of {len(names)}" if len(names) != 1 else "a tuple of 1"
-    raise TypeError(
+def state_error(state: object, names: Sequence[str]) -> TypeError:
+    """Returns the error for a step that returned a state of another structure."""
+    return TypeError(
         f"The step returned {_describe(state)} as its new state, but received {len(names)} "
-        f"part(s) of state ({', '.join(names)}). Return {wanted}, in the order of the arguments."
+        f"part(s) of state ({', '.join(names)}). Return a tuple of {len(names)}, in the order of "
+        f"the arguments."
     )
 
 
-def refuse_metrics_alone(names: Sequence[str]) -> NoReturn:
-    """Refuses a step whose state stays what it was.
-
-    Raises:
-        TypeError: Always.
-    """
-    raise TypeError(
+def no_state_error(names: Sequence[str]) -> TypeError:
+    """Returns the error for a step that returned only metrics, so its state would never change."""
+    return TypeError(
         f"The step returned metrics but no state. Its state ({', '.join(names)}) is plain pytrees "
         f"of arrays, which a step cannot change in place, so it would learn nothing. Return the "
         f'new state too: return state, {{"loss": loss}}. Or use NNX objects or Variables as the '
@@ -51,12 +38,12 @@ def refuse_metrics_alone(names: Sequence[str]) -> NoReturn:
     )
 
 
-def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Sees that metrics can be told.
+def check_metrics(metrics: Mapping[str, object]) -> None:
+    """Checks that metrics are scalars.
 
     Raises:
-        TypeError: A metric is no scalar.
-        ValueError: A metric differs between replicas.
+        TypeError: If a metric is not a scalar.
+        ValueError: If a metric differs between replicas.
     """
     for name, value in metrics.items():
         if isinstance(value, PerReplica):
@@ -73,12 +60,12 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def read_evaluation(measured: Any) -> dict[str, float]:
-    """What an evaluation has measured, as numbers.
+def read_evaluation(measured: object) -> dict[str, float]:
+    """Returns the result of an evaluation as numbers.
 
     Raises:
-        TypeError: It is no mapping of names to scalars.
-        ValueError: A number differs between replicas.
+        TypeError: If the result is not a mapping of names to scalars.
+        ValueError: If a number differs between replicas.
     """
     if not isinstance(measured, Mapping):
         raise TypeError(
@@ -89,8 +76,8 @@ def read_evaluation(measured: Any) -> dict[str, float]:
     return {name: float(value) for name, value in measured.items()}
 
 
-def _describe(value: Any) -> str:
-    """As "a float32[8]" or "a tuple"."""
+def _describe(value: object) -> str:
+    """Returns "a float32[8]" or "a tuple"."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"a {value.dtype}[{','.join(map(str, value.shape))}]"
     return "None" if value is None else f"a {type(value).__name__}"

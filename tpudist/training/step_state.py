@@ -1,98 +1,115 @@
-"""The state of a run: what the step is given and gives back, and its names in checkpoints."""
+"""The state of a run: the arguments and results of the step, and their names in checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tpudist.array_types import PyTree
+from tpudist.checkpoint import Checkpoint
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.training import step_results
 
-_OF_THE_RUN = ("step", "batches", "history")
+_RUN_ATTRIBUTES = ("step", "batches", "history")  # `train` sets them; the step does not get them
 _NAMES = ("model", "optimizer")
 _OBJECT_TYPES = (nnx.Pytree, nnx.Variable)
 
 
 class StepState:
-    """What the step is given before the batch.
+    """Arguments of the step before the batch.
+
+    Args:
+        state: Argument `state` of `train`.
+        saved: Part of the state that checkpoints contain; None for all of it.
 
     Attributes:
-        checkpoint: It, by the names that it has in checkpoints.
-        is_changed_in_place: Whether there is anything that a step can change without returning it.
+        saved: Content of the checkpoints.
+        is_changed_in_place: Whether a step can change anything without returning it.
+
+    Raises:
+        ValueError: If there is a `saved`, but steps return a new state.
     """
 
-    def __init__(self, state: Any):
-        """Of what `train` was given as `state`."""
-        self._given = state
+    def __init__(self, state: object, saved: Checkpoint | None = None):
+        self._state = state
         if isinstance(state, Container):
             objects = state.checkpoint_objects()
-            self._names = [k for k, x in objects.items() if k not in _OF_THE_RUN and x is not None]
-            self.checkpoint: Any = state
+            names = [k for k, x in objects.items() if k not in _RUN_ATTRIBUTES and x is not None]
+            # `Any`, because the names of the attributes are not known here.
+            self._objects: Any = state
         else:
             parts = state if type(state) is tuple else (state,)
-            self._names = [*_NAMES, *(f"state_{i}" for i in range(2, len(parts)))][: len(parts)]
+            names = [*_NAMES, *(f"state_{i}" for i in range(2, len(parts)))][: len(parts)]
             if type(state) is not tuple and not isinstance(state, _OBJECT_TYPES):
-                self._names = ["state"]
-            self.checkpoint = TrainState(**dict(zip(self._names, parts, strict=True)))
-        self.is_changed_in_place = not self.parts or any(map(_holds_objects, self.parts))
+                names = ["state"]
+            self._objects = TrainState(**dict(zip(names, parts, strict=True)))
+        self._names = names
+        self.saved: Any = self._objects if saved is None else saved
+        self.is_changed_in_place = not self.parts or any(map(_can_change, self.parts))
         if not self.is_changed_in_place:
+            if saved is not None:
+                raise ValueError(
+                    "RunFolder(saved=...): the state is plain pytrees, and each step returns new "
+                    "ones, so the checkpoint would always contain the initial state. Omit saved to "
+                    "save the complete state."
+                )
             for name, part in zip(self._names, self.parts, strict=True):
-                # Steps give back arrays in the place of numbers, and so do checkpoints.
-                setattr(self.checkpoint, name, jax.tree.map(_to_array, part))
+                # Steps and checkpoints return arrays in the place of Python numbers. Without this
+                # conversion the second step would compile again, for other types.
+                setattr(self._objects, name, jax.tree.map(_to_array, part))
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """The arguments of the step before the batch, as they are now."""
-        return tuple(getattr(self.checkpoint, name) for name in self._names)
+    def parts(self) -> tuple[object, ...]:
+        """The current arguments of the step before the batch."""
+        return tuple(getattr(self._objects, name) for name in self._names)
 
     @property
-    def value(self) -> Any:
-        """The state as it is now, in the form in which it was given."""
-        if isinstance(self._given, Container):
-            return self._given
-        return self.parts if type(self._given) is tuple else self.parts[0]
+    def value(self) -> object:
+        """The current state, in the form of the argument `state` of `train`."""
+        if isinstance(self._state, Container):
+            return self._state
+        return self.parts if type(self._state) is tuple else self.parts[0]
 
-    def take(self, result: Any) -> Mapping[str, Any]:
-        """Takes up the state that a step has returned, if it has; gives its metrics.
+    def update(self, result: object) -> Mapping[str, SupportsFloat]:
+        """Replaces the state if a step has returned a new one; returns the metrics of the step.
 
         Raises:
-            TypeError: It has returned neither metrics nor a state and metrics, or no state where
-                that does not change in place.
+            TypeError: If the step returned neither metrics nor a state and metrics, or only metrics
+                although the state cannot change in place.
         """
         if isinstance(result, Mapping):
             if not self.is_changed_in_place:
-                step_results.refuse_metrics_alone(self._names)
+                raise step_results.no_state_error(self._names)
             return result
         if not (type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping)):
-            step_results.refuse_result(result)
+            raise step_results.result_error(result)
         state, metrics = result
-        is_one = len(self._names) == 1 and type(self._given) is not tuple
-        parts = (state,) if is_one else state
+        is_single = len(self._names) == 1 and type(self._state) is not tuple
+        parts = (state,) if is_single else state
         if type(parts) is not tuple or len(parts) != len(self._names):
-            step_results.refuse_state(state, self._names)
+            raise step_results.state_error(state, self._names)
         for name, part in zip(self._names, parts, strict=True):
-            setattr(self.checkpoint, name, part)
+            setattr(self._objects, name, part)
         return metrics
 
 
-def _to_array(leaf: Any) -> Any:
+def _to_array(leaf: object) -> object:
     return jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf
 
 
-def _holds_objects(part: Any) -> bool:
-    """Whether a step can change something in a part of the state."""
+def _can_change(part: PyTree) -> bool:
+    """Returns whether a step can change a part of the state in place."""
     leaves = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, _OBJECT_TYPES))
     return any(isinstance(x, _OBJECT_TYPES) or not _is_constant(x) for x in leaves)
 
 
-def _is_constant(leaf: Any) -> bool:
-    """Whether a leaf of a plain pytree stays what it is: an array, a number, or a function."""
-    return isinstance(
-        leaf, jax.Array | np.ndarray | np.generic | complex | float | int
-    ) or callable(leaf)
+def _is_constant(leaf: object) -> bool:
+    # A function is constant, too: a Flax `TrainState` contains `apply_fn`.
+    constants = jax.Array | np.ndarray | np.generic | complex | float | int
+    return isinstance(leaf, constants) or callable(leaf)

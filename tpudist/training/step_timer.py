@@ -1,4 +1,4 @@
-"""How long steps take, and how long those that are left."""
+"""Times of steps, and an estimate for the remaining ones."""
 
 from __future__ import annotations
 
@@ -8,29 +8,40 @@ from collections import deque
 
 from tpudist.training.history import History
 
+NUM_RECENT = 20
+"""Number of steps whose mean predicts the next ones; a change of speed shows within as many."""
+
 
 class StepTimer:
-    """Times steps by when they end, and the first after a pause from its start.
+    """Times a step from the end of the previous one, or from its start after a pause.
 
-    The very first is not timed: it waits for compilation. All steps between two pauses are done
-    by the second, so that their times add up to what they took together.
+    Steps overlap, so their speed is the rate of their ends: between two pauses the times
+    of the steps add up to the time that they took together. The first step of a run is not timed,
+    because it waits for compilation.
+
+    Args:
+        history: History that gets the seconds of each step.
+        num_steps: Total number of steps of the run.
     """
 
     def __init__(self, history: History, num_steps: int):
-        """Of a run of so many steps."""
         self._history = history
         self._num_steps = num_steps
+        # End of the previous step, or start of this one after a pause; None during a pause.
         self._last: float | None = None
         self._is_compiled = False
-        self._recent_s: deque[float] = deque(maxlen=20)
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
 
     def begin_step(self) -> None:
-        """A step is about to be started."""
+        """Marks the start of a step."""
         if self._last is None and self._is_compiled:
             self._last = time.perf_counter()
 
     def end_step(self) -> tuple[float | None, float | None]:
-        """Seconds since the step before, None of the first; and the mean of recent ones."""
+        """Marks the end of the oldest step; returns its seconds and the mean of recent steps.
+
+        A number that is still unknown is None.
+        """
         now = time.perf_counter()
         seconds = None if self._last is None else now - self._last
         self._last, self._is_compiled = now, True
@@ -40,12 +51,12 @@ class StepTimer:
         return seconds, statistics.fmean(self._recent_s) if self._recent_s else None
 
     def pause(self) -> None:
-        """All steps are done, and something else comes before the next one."""
+        """Marks that no step runs, and that other work precedes the next one."""
         self._last = None
 
     @property
     def left_s(self) -> float | None:
-        """About how many seconds the steps that are left take, if it is known."""
+        """Estimated seconds of the remaining steps; None before a step was timed."""
         if not self._recent_s:
             return None
         return statistics.fmean(self._recent_s) * (self._num_steps - self._history.num_steps)

@@ -1,4 +1,4 @@
-"""What a strategy runs, written for one replica: a step of training and one of judging."""
+"""The usual training step and evaluation step, as functions of one replica."""
 
 from __future__ import annotations
 
@@ -75,13 +75,16 @@ def make_evaluation_step(
 def _check_rows(
     measure: Callable[..., PyTree], model: Any, batch: PyTree, measured: PyTree
 ) -> None:
-    """Refuses what is measured if its dim 0 is not the examples, whatever its size."""
+    # A vector over 8 classes and a batch of 8 examples have the same shape. So `measure` is traced
+    # again with twice the examples: only a dim that counts examples doubles. Tracing costs no
+    # device time, and runs once per compiled program.
     rows = jax.tree.leaves(batch)[0].shape[0]
     twice = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype),
         batch,
     )
-    is_object = isinstance(model, nnx.Pytree | nnx.Variable)  # which the second trace may change
+    # The second trace may change Variables, which would then contain its tracers.
+    is_object = isinstance(model, nnx.Pytree | nnx.Variable)
     copy = (lambda: nnx.clone(model)) if is_object else (lambda: model)
     larger = jax.eval_shape(lambda batch: measure(copy(), batch), twice)
     found = jax.tree_util.tree_flatten_with_path(measured)[0]
@@ -99,18 +102,21 @@ def _check_rows(
 
 
 def evaluate(
-    strategy: Strategy, evaluation_step: Callable[..., Any], model: Any, batches: Iterable[PyTree]
+    strategy: Strategy,
+    evaluation_step: Callable[..., object],
+    model: object,
+    batches: Iterable[PyTree],
 ) -> PyTree:
-    """Means over all examples of `batches`, as numpy: a partial last batch counts by its examples.
+    """Returns means over all examples of `batches`: a partial batch counts by its examples.
 
     Args:
-        strategy: What runs the step.
-        evaluation_step: Of `make_evaluation_step`.
-        model: What is judged.
-        batches: Of `strategy.experimental_distribute_dataset`.
+        strategy: Strategy that runs the step.
+        evaluation_step: Result of `make_evaluation_step`.
+        model: Model to evaluate, the first argument of the step.
+        batches: Result of `strategy.experimental_distribute_dataset`.
 
     Returns:
-        Pytree of means; an empty dict if there are no batches.
+        Pytree of means as NumPy float64; an empty dict if there are no batches.
     """
     totals: PyTree = None
     num_examples = 0
@@ -127,11 +133,14 @@ def evaluate(
 def make_should_stop(
     strategy: Strategy, wanted: Callable[[], bool], every: int = 10
 ) -> Callable[[], bool]:
-    """A `should_stop` that answers alike in all processes: yes once any of them wants to.
+    """Returns a `should_stop` with the same result in all processes: True if any wants to stop.
 
-    A process that stopped by itself would leave the others waiting for it in the next step. In
-    several processes they ask each other every `every` calls; in one there is nothing to ask.
+    Args:
+        strategy: Strategy that runs the steps.
+        wanted: Called without arguments; returns whether this process wants to stop.
+        every: Calls between two exchanges of the processes.
     """
+    # A process that stopped alone would leave the others waiting for it in the next step.
     if jax.process_count() == 1:
         return wanted
 

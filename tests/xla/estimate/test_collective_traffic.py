@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from tpudist.xla import mesh, topology
-from tpudist.xla.estimate import collective_traffic
+from tpudist.xla.estimate import collective_traffic, timeline
 from tpudist.xla.hardware import chips, links
 from tpudist.xla.hlo import hlo_module
 
@@ -225,7 +225,11 @@ source_target_pairs={{0,1},{1,0}}, metadata={op_name="shift"}
 
 
 def _uses(text, devices, chip=V5E, **axes):
-    return collective_traffic.uses(hlo_module.parse(text), _mesh(devices, **axes), chip)
+    return _uses_on(text, _mesh(devices, **axes), chip)
+
+
+def _uses_on(text, mesh, chip):
+    return collective_traffic.uses(timeline.play(hlo_module.parse(text), mesh, chip))
 
 
 def test_every_transfer_has_its_network_axes_and_bytes():
@@ -361,7 +365,7 @@ def test_the_counts_of_loops_multiply():
         step, mesh=replicas.mesh, in_specs=P("replica"), out_specs=P("replica"), check_vma=False
     )
     compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 5), jnp.float32)).compile()
-    (use,) = collective_traffic.uses(hlo_module.parse(compiled.as_text()), replicas.mesh, None)
+    (use,) = _uses_on(compiled.as_text(), replicas.mesh, None)
     assert (use.kind, use.num_bytes, use.count) == ("all-reduce", 320, 7)
     assert use.axes == ("replica",)
     assert use.sent_bytes == 7 * 2 * 320 * 3 / 4
@@ -392,7 +396,7 @@ def test_a_tpu_program_sends_what_its_shardings_ask_for():
     lowered = jax.jit(jax.grad(loss)).lower(weights, batch)
     options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000}
     text = lowered.compile(compiler_options=options).as_text()
-    found = collective_traffic.uses(hlo_module.parse(text), axes, V5E)
+    found = _uses_on(text, axes, V5E)
 
     gathers = [use for use in found if use.kind == "all-gather"]
     assert sum(use.count * use.num_bytes for use in gathers) == 2 * layers * 2 * width * width

@@ -6,7 +6,7 @@ from jax.sharding import SingleDeviceSharding
 
 import hlo_programs
 from tpudist.xla import topology
-from tpudist.xla.estimate import hbm_traffic, instruction_time, step_time
+from tpudist.xla.estimate import hbm_traffic, instruction_time, step_time, timeline
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 
@@ -109,6 +109,10 @@ def _one(_):
     return _OneDevice()
 
 
+def _estimate(module, mesh, chip):
+    return step_time.estimate(module, chip, timeline.play(module, mesh, chip))
+
+
 @pytest.mark.parametrize("generation", sorted(chips.CHIPS))
 def test_the_published_microbenchmarks_come_out_as_published(generation):
     """Not each of several, which differ by up to a quarter, but their mean."""
@@ -162,7 +166,7 @@ def test_a_step_is_the_sum_of_its_parts():
         "%gone = bf16[1024,1024]{1,0:S(5)} copy-done(%off)",
         _matmul_line(10**6),
     )
-    estimate = step_time.price(module, _one("v5e"), V5E)
+    estimate = _estimate(module, _one("v5e"), V5E)
     rates = instruction_time.Rates.of(V5E)
     host_s = 2 * 1024**2 / V5E.host_bytes_per_s
     compute_s = 10**6 / rates.matmul_cycles_per_s + 5000 / rates.other_cycles_per_s
@@ -195,7 +199,7 @@ backend_config={"estimated_cycles":"CYCLES"}
         computations=branch.replace("BRANCH", "cheap").replace("CYCLES", "10")
         + branch.replace("BRANCH", "dear").replace("CYCLES", "9000000"),
     )
-    estimate = step_time.price(module, _one("v5e"), V5E)
+    estimate = _estimate(module, _one("v5e"), V5E)
     assert [op.name for op in estimate.top] == ["n.dear"]
     assert estimate.step_s == pytest.approx(9e6 / instruction_time.Rates.of(V5E).other_cycles_per_s)
     assert [run.instruction.name for run in module.executions()][-1] == "n.dear"
@@ -215,7 +219,7 @@ def test_the_cycles_of_the_microbenchmarks_are_those_of_this_compiler():
     copy = _compiled("v6e:1x1", lambda a: a * 2, (4096, 4096))
     assert {matmul.cycles for matmul in instruction_time.MATMULS["v6e"]} == {_cycles(product)}
     assert instruction_time.COPY_CYCLES["v6e"] == _cycles(copy)
-    estimate = step_time.price(product, _one("v6e"), V6E)
+    estimate = _estimate(product, _one("v6e"), V6E)
     assert estimate.flops == 2 * 8192**3
     assert 0.79 * V6E.bf16_flops_per_s < estimate.flops / estimate.step_s
     assert estimate.flops / estimate.step_s < 0.91 * V6E.bf16_flops_per_s
@@ -237,7 +241,7 @@ def test_a_scanned_step_has_the_operations_of_all_its_layers_on_a_tpu():
 
     module = _compiled("v5e:1x1", step, (layers, width, width), (rows, width))
     assert module.unknown_trip_counts == ()
-    estimate = step_time.price(module, _one("v5e"), V5E)
+    estimate = _estimate(module, _one("v5e"), V5E)
     assert estimate.flops == layers * 4 * 2 * rows * width * width
     assert estimate.step_s >= estimate.flops / V5E.bf16_flops_per_s
     assert all(op.seconds > 0 for op in estimate.top)
@@ -255,7 +259,7 @@ def test_a_narrow_head_fills_half_of_a_wide_unit():
 
 def test_a_kernel_of_unknown_cost_is_reported():
     (module, kernel), mesh = hlo_programs.kernel("mine", Q), _one("v5e")
-    estimate = step_time.price(module, mesh, V5E)
+    estimate = _estimate(module, mesh, V5E)
     assert estimate.unknown_kernels == (kernel.name,)
     assert estimate.kernels_s == pytest.approx(
         2**24 / instruction_time.Rates.of(V5E).hbm_bytes_per_s

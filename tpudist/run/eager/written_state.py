@@ -190,7 +190,7 @@ def _combine(
     if rule is _NONE:
         return PerReplica(replica_evaluation.stack_values(parts))
     if rule is None:
-        remedy = outputs.remedy_of(binding.kinds[i].__name__)
+        remedy = outputs.remedy_of(binding.types[i].__name__)
         refused.append((binding.name(i), _describe_difference(parts), remedy))
         return parts[0]
     if rule is VariableAggregation.ONLY_FIRST_REPLICA:

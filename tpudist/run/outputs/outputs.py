@@ -75,7 +75,7 @@ def place_outputs(
                 k += 1
                 continue
             if rule is None:
-                remedy = remedy_of(binding.kinds[i].__name__)
+                remedy = remedy_of(binding.types[i].__name__)
                 refused.append((binding.name(i), proof.describe_cause(k), remedy))
             elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
                 aggregated.setdefault(None, []).append(k)

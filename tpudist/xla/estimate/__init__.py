@@ -1,1 +1,1 @@
-"""What a compiled program takes: time, memory and traffic."""
+"""Estimates the time, memory and traffic of a compiled program."""

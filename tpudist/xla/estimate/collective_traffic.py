@@ -1,30 +1,26 @@
-"""Reads what a compiled program sends: along which mesh axes, over which network, and how long."""
+"""Lists the transfers of a compiled program with their mesh axes, network and time."""
 
 import dataclasses
 
-from jax.sharding import Mesh
-
 from tpudist.xla.estimate import timeline
-from tpudist.xla.hardware.chips import Chip
-from tpudist.xla.hlo.hlo_module import Module
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveUse:
-    """One collective of a compiled program, with how often a step runs it and what that takes.
+    """One collective of a compiled program, with its cost per step.
 
     Attributes:
-        kind: The HLO opcode; "copy-to-host" or "copy-from-host" for the host's memory.
-        num_bytes: Size of the whole operand or result on one device, per occurrence.
-        count: How often a step runs it, trip counts of loops included.
-        axes: The mesh axes along which it moves data, in the order of the mesh.
+        kind: HLO opcode; "copy-to-host" or "copy-from-host" for the host's memory.
+        num_bytes: Size of the complete operand or result on one device, per run.
+        count: Runs per step, including the trip counts of loops.
+        axes: Mesh axes along which it moves data, in the order of the mesh.
         network: "ici" inside a slice, "dcn" between slices, "host" to the host's memory.
         is_async: Whether other work can be scheduled while it runs.
-        source: The user's line "file:line", or None if nobody asked for it.
-        op_name: The path of the JAX operation.
-        sent_bytes: What one device sends over that network per step.
-        seconds: What it takes per step, in all; 0 where the chip is not known.
-        exposed_s: The part of it that no computation hides.
+        source: The user's line "file:line"; None if the compiler added it.
+        op_name: Path of the JAX operation.
+        sent_bytes: Bytes that one device sends over that network per step.
+        seconds: Seconds per step; 0 if the chip is unknown.
+        exposed_s: Seconds per step that no computation hides.
     """
 
     kind: str
@@ -40,22 +36,12 @@ class CollectiveUse:
     exposed_s: float
 
 
-def uses(module: Module, mesh: Mesh, chip: Chip | None) -> list[CollectiveUse]:
-    """What a step of a compiled program sends, in the order in which it runs.
+def uses(played: timeline.Timeline) -> list[CollectiveUse]:
+    """Returns the transfers of a step from its timeline, in the order in which they run.
 
-    Each instruction is given once, with its count; of a conditional, the branch that takes longest.
+    Each instruction appears once, with its count. A conditional counts as its slowest branch.
     Copies between HBM and VMEM are left out.
-
-    Args:
-        module: The compiled program.
-        mesh: The mesh that it was compiled for.
-        chip: What its devices are; None (as for CPU) if nothing is to be priced.
     """
-    return uses_of_timeline(timeline.play(module, mesh, chip))
-
-
-def uses_of_timeline(played: timeline.Timeline) -> list[CollectiveUse]:
-    """What a step sends that was played through already."""
     return [
         CollectiveUse(
             kind=transfer.kind,

@@ -1,9 +1,9 @@
-"""Counts the floating-point operations of instructions: those of matrix multiplications.
+"""Counts the floating-point operations of matrix multiplications.
 
-A TPU runs every matrix multiplication as a convolution, often one that looks as if most of it were
-padding; only positions inside the array count, so that both forms of a multiplication of [m, k] by
-[k, n] are 2 m k n operations. Element-wise operations are left out: they are not what a peak in
-FLOP/s is about. XLA's own count (`cost_analysis()`) counts the body of a loop once.
+A TPU runs every matrix multiplication as a convolution, often with a window that is mostly padding.
+Only positions inside the array count, so both forms of a multiplication of [m, k] by [k, n] have
+2 m k n operations. Elementwise operations are left out, because a chip's peak in FLOP/s does not
+count them. XLA's own count (`cost_analysis()`) is not used: it counts the body of a loop once.
 """
 
 import functools
@@ -12,6 +12,7 @@ import re
 
 import numpy as np
 
+from tpudist.array_types import Shape
 from tpudist.xla.estimate import kernels
 from tpudist.xla.hlo import shapes
 from tpudist.xla.hlo.hlo_module import Module
@@ -23,16 +24,16 @@ _CONTRACTING = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 
 
 def step_flops(module: Module) -> float:
-    """Operations of one step on one device, loops multiplied by how often they run."""
+    """Returns the operations of one step on one device, including the trip counts of loops."""
     return sum(
         run.count * instruction_flops(module, run.instruction) for run in module.executions()
     )
 
 
 def instruction_flops(module: Module, instruction: Instruction) -> float:
-    """Operations of one run of an instruction, what a fusion holds included.
+    """Returns the operations of one run of an instruction, including the contents of a fusion.
 
-    Loops, calls and conditionals have none of their own: those of their bodies are counted there.
+    Returns 0 for loops, calls and conditionals, whose bodies are counted separately.
     """
     if instruction.opcode == "fusion":
         callee = module.computations[instruction.callee("calls") or ""]
@@ -48,7 +49,7 @@ def instruction_flops(module: Module, instruction: Instruction) -> float:
 
 
 def is_8_bit(module: Module, instruction: Instruction) -> bool:
-    """Whether all its matrix multiplications are of 8-bit numbers, whose peak is another."""
+    """Whether all matrix multiplications have 8-bit operands, for which chips have another peak."""
     widths = set(_operand_bits(module, instruction))
     return bool(widths) and max(widths) <= 8
 
@@ -63,65 +64,63 @@ def _operand_bits(module: Module, instruction: Instruction) -> list[int]:
     return [shapes.num_bits(operand.arrays[0].dtype) for operand in operands]
 
 
-def _dot(
-    attributes: str, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]
-) -> float:
+def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
     contracting = _CONTRACTING.search(attributes)
     dims = [int(dim) for dim in contracting[1].split(",") if dim] if contracting else []
     return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims)
 
 
-def _convolution(
-    attributes: str, lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...]
-) -> float:
-    """As `HloCostAnalysis::HandleConvolution` of XLA counts it."""
+def _convolution(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
+    # Counts like XLA's `HloCostAnalysis::HandleConvolution`. The labels "b01f_01io->b01f" name the
+    # dims of left side, kernel and result; digits are spatial dims, the same in all three.
     labels = _LABELS.search(attributes)
     assert labels, attributes
-    found = _WINDOW.search(attributes)
-    window = dict(field.split("=", 1) for field in found[1].split()) if found else {}
+    match = _WINDOW.search(attributes)
+    window = dict(field.split("=", 1) for field in match[1].split()) if match else {}
     spatial = [label for label in labels[3] if label.isdigit()]
     valid = 1
     for label in spatial:
-        place = int(label)
+        dim = int(label)
         valid *= _valid_positions(
             lhs[labels[1].index(label)],
             rhs[labels[2].index(label)],
             out[labels[3].index(label)],
-            stride=_window_value(window, "stride", place),
-            padding=_padding(window, place),
-            lhs_dilate=_window_value(window, "lhs_dilate", place),
-            rhs_dilate=_window_value(window, "rhs_dilate", place),
+            stride=_window_value(window, "stride", dim),
+            padding=_padding(window, dim),
+            lhs_dilate=_window_value(window, "lhs_dilate", dim),
+            rhs_dilate=_window_value(window, "rhs_dilate", dim),
         )
     groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
     batch = lhs[labels[1].index("b")] / (int(groups[1]) if groups else 1)
-    # The kernel's input features are those of one feature group.
+    # The kernel has the input features of one feature group only, so groups need no division here.
     return 2.0 * batch * rhs[labels[2].index("i")] * rhs[labels[2].index("o")] * valid
 
 
-def _window_value(window: dict[str, str], field: str, place: int) -> int:
-    return int(window[field].split("x")[place]) if field in window else 1
+def _window_value(window: dict[str, str], field: str, dim: int) -> int:
+    return int(window[field].split("x")[dim]) if field in window else 1
 
 
-def _padding(window: dict[str, str], place: int) -> int:
-    return int(window["pad"].split("x")[place].split("_")[0]) if "pad" in window else 0
+def _padding(window: dict[str, str], dim: int) -> int:
+    return int(window["pad"].split("x")[dim].split("_")[0]) if "pad" in window else 0  # low_high
 
 
 @functools.lru_cache(maxsize=1024)
 def _valid_positions(
     lhs: int, kernel: int, out: int, *, stride: int, padding: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """How many pairs of an output and a kernel position meet an element, not padding or a hole."""
+    """Counts the pairs of an output and a kernel position that hit an element of the array."""
     if padding == 0 and lhs_dilate == 1 and (out - 1) * stride + (kernel - 1) * rhs_dilate < lhs:
         return out * kernel
-    # Both walk over the array in steps of their own, so either may be the loop: the shorter one is.
-    many, few = (out, stride), (kernel, rhs_dilate)
+    # Output position i and kernel position j read position i * stride + j * rhs_dilate - padding.
+    # The formula is symmetric, so the longer of the two is an array and the shorter one the loop.
+    longer, shorter = (out, stride), (kernel, rhs_dilate)
     if kernel > out:
-        many, few = few, many
-    steps = np.arange(many[0]) * many[1] - padding
+        longer, shorter = shorter, longer
+    starts = np.arange(longer[0]) * longer[1] - padding
     total = 0
-    for offset in range(0, few[0] * few[1], few[1]):
-        places = steps + offset
-        # Between the elements of a dilated array are holes.
-        inside = (places >= 0) & (places <= (lhs - 1) * lhs_dilate) & (places % lhs_dilate == 0)
-        total += int(inside.sum())
+    for offset in range(0, shorter[0] * shorter[1], shorter[1]):
+        positions = starts + offset
+        # A dilated array has holes between its elements.
+        is_inside = (positions >= 0) & (positions <= (lhs - 1) * lhs_dilate)
+        total += int((is_inside & (positions % lhs_dilate == 0)).sum())
     return total

@@ -1,8 +1,8 @@
 """Counts the bytes that instructions move to and from a device's main memory (HBM).
 
-An instruction reads its operands and writes its results, as they lie in memory, padding included.
-What lies in VMEM (memory space 1) is free, and so is what is only named: tuples, bitcasts, results
-that are an operand updated in place. Of an array that is sliced, only the slice is read.
+An instruction reads its operands and writes its results, including padding. Arrays in VMEM (memory
+space 1) cost nothing. The same holds for tuples, bitcasts and other names of the same memory, such
+as a result that is an operand updated in place. If an array is sliced, only the slice is read.
 """
 
 import functools
@@ -11,7 +11,7 @@ from tpudist.xla.hlo import shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Computation, Instruction
 
-# They move nothing: they name values, or what they run is counted by itself.
+# Opcodes that move nothing: they name values, or their computations and transfers count elsewhere.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " opt-barrier partition-id replica-id async-start async-update async-done add-dependency"
@@ -26,7 +26,7 @@ _ALLOCATES = '="AllocateBuffer"'
 
 
 def num_bytes(module: Module, instruction: Instruction) -> float:
-    """Bytes to and from HBM of one run of an instruction."""
+    """Returns the bytes to and from HBM of one run of an instruction."""
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith("-done") or _ALLOCATES in instruction.attributes:
         return 0.0
@@ -34,7 +34,8 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         return _fusion_bytes(module, instruction)
     operands = module.operands_of(instruction)
     if opcode in ("slice-start", "dynamic-slice-start", "copy-start"):
-        # The results are (target, source, ...) of a copy, (source, ..., target, ...) of a slice.
+        # The results of a copy are (target, source, ...), of a slice (source, ..., target, ...).
+        # Both read and write as many bytes as the target has.
         target = instruction.arrays[0 if opcode == "copy-start" else -2]
         ends = operands[0].arrays[0], target
         return sum(target.padded_bytes for end in ends if _is_in_hbm(end))
@@ -42,7 +43,7 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         update, target = operands[1].arrays[0], operands[0].arrays[0]
         return sum(update.padded_bytes for end in (update, target) if _is_in_hbm(end))
     if opcode.endswith("-start"):
-        return 0.0  # of a collective
+        return 0.0  # a collective, which the network's own engine reads and writes
     if opcode in _SLICES:
         result = instruction.arrays[0]
         return sum(
@@ -79,7 +80,7 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
 
 
 def _count_read_bytes(module: Module, computation: Computation, value: Instruction) -> float:
-    """What is read of a value that comes from HBM: all of it, or only slices."""
+    """Returns the bytes that a fusion reads of a value in HBM: all of it, or only slices."""
     full, total = sum(array.padded_bytes for array in value.arrays), 0.0
     for user in _users(computation).get(value.name, ()):
         opcode, first = user.opcode, user.operands[0] == value.name
@@ -92,23 +93,23 @@ def _count_read_bytes(module: Module, computation: Computation, value: Instructi
             numbers = [n for n, name in enumerate(user.operands) if name == value.name]
             total += sum(_count_read_bytes(module, inner, inner.parameters[n]) for n in numbers)
         elif (opcode in _UPDATES and first) or opcode in (*_COLLECTIVES, "tuple"):
-            continue  # updated in place, sent by the network's own engine, or only passed on
+            continue  # updated in place, sent by the network's own engine, or only a name
         elif opcode == "custom-call" and "AsyncCollective" in user.attributes:
             continue
         else:
-            return full  # read whole by one user, it is at hand for the others
+            return full  # one user reads all of it, and the other users share that read
     return min(full, total)
 
 
 def _count_written_bytes(
     module: Module, computation: Computation, value: Instruction, array: shapes.Array
 ) -> float:
-    """What is written of a result that goes to HBM: all of it, or only the slice updated."""
+    """Returns the bytes that a fusion writes of a result in HBM: all of it, or only a slice."""
     while value.opcode in _SAME_BYTES:
         value = computation.instructions[value.operands[0]]
     if value.opcode == "dynamic-update-slice":
         return computation.instructions[value.operands[1]].arrays[0].padded_bytes
-    if value.opcode == "scatter":  # reads what it adds to
+    if value.opcode == "scatter":  # reads the old numbers, adds, and writes
         return 2 * computation.instructions[value.operands[-1]].arrays[0].padded_bytes
     if value.opcode == "fusion":
         inner = module.computations[value.callee("calls") or ""]

@@ -1,27 +1,28 @@
-"""Prices single instructions on a chip: how long one run takes, once its operands are there.
+"""Estimates how long one run of an instruction takes on a chip, once its operands are ready.
 
-The rules, fixed before any training run was compared and the same for all chips and programs:
+The rules were fixed before any comparison with a training run. They are the same for all chips and
+programs:
 
-1. XLA writes `estimated_cycles` into most instructions. They compare instructions well, but at the
-   chip's clock they are not times: matrix multiplications come out up to a fifth slower or faster
-   than was measured, a copy of 32 MiB at half of the bandwidth that was measured. So cycles are
-   converted at the rate at which published microbenchmarks come out as published: one rate for
-   instructions that multiply matrices, one for all others. Where there are several, the mean
-   decides; chips that nobody measured get the mean of the others.
-2. Nothing is faster than what was measured: an instruction takes at least its FLOPs at the best
-   share of the peak that was published for the chip, and at least its bytes to and from HBM at the
-   measured share of the bandwidth.
-3. A custom kernel, of which XLA knows no cycles, takes its FLOPs at that share of the peak, or less
-   where its matrices are narrower than the matrix unit: a head of 128 fills half of one that is
-   256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before).
-4. What only names values (tuples, bitcasts) takes no time.
+1. XLA writes `estimated_cycles` into most instructions. They rank instructions well, but at the
+   chip's clock they are not times: matrix multiplications differ by up to a fifth from
+   measurements, and a copy of 32 MiB gets half of the measured bandwidth. So cycles are converted
+   at the rate that reproduces published microbenchmarks: one rate for instructions that multiply
+   matrices, one for all others. Several measurements are averaged. A chip without measurements
+   gets the mean of the others.
+2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
+   share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
+   bandwidth.
+3. A custom kernel, for which XLA has no cycles, takes its FLOPs at that share of the peak. The
+   share is smaller if its matrices are narrower than the matrix unit: a head of 128 fills half of
+   a unit that is 256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before).
+4. Names of values (tuples, bitcasts) take no time.
 
-Rates are per JAX device: a chip of v2, v3 or tpu7x is two, which share it evenly.
+Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share it evenly.
 """
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tpudist.xla.estimate import flops, hbm_traffic, kernels
 from tpudist.xla.hardware.chips import CHIPS, Chip
@@ -35,10 +36,10 @@ class Matmul:
 
     Attributes:
         m: Rows of the result.
-        k: Size of the dim summed over.
+        k: Size of the summed dim.
         n: Columns of the result.
-        seconds: What was measured.
-        cycles: What XLA (libtpu 0.0.42.1) estimates for it, alone in a program.
+        seconds: Measured seconds.
+        cycles: XLA's estimate (libtpu 0.0.42.1) in a program without other operations.
     """
 
     m: int
@@ -49,23 +50,24 @@ class Matmul:
 
     @property
     def flops_per_s(self) -> float:
-        """The operations per second that were measured."""
+        """Measured operations per second."""
         return 2 * self.m * self.k * self.n / self.seconds
 
     @property
     def cycles_per_s(self) -> float:
-        """The rate at which XLA's estimate comes out as measured."""
+        """The rate at which XLA's estimate equals the measurement."""
         return self.cycles / self.seconds
 
 
-# v2: jax-ml/scaling-book, profiling.md, up-projection of its example, on one of two devices a chip.
+# v2: jax-ml/scaling-book, profiling.md, up-projection of its example, on one of a chip's 2 devices.
 # v5e: yashjayswal24.github.io/portfolio/blog/2026/tpu-profiling, and
 #   AI-Hypercomputer/jetstream-pytorch, pull request 168 ("Matmul replicated").
 # v6e: AI-Hypercomputer/tpu-recipes, microbenchmarks/README.md (827 TFLOP/s), and
 #   yangwhale/gpu-tpu-pedia, tpu/v7_perf, results_trace_test.csv: the time on the device.
-# tpu7x: likewise, results_v7_trace.csv, the square ones; and the square ones of 4096 and more in
-#   AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/Ironwood_Microbenchmarks_readme.md. Both
-#   are of one of two devices a chip; they differ by up to a quarter.
+# tpu7x: square matrices in the same repository, results_v7_trace.csv, and square matrices of at
+#   least 4096 in AI-Hypercomputer/accelerator-microbenchmarks,
+#   Ironwood/Ironwood_Microbenchmarks_readme.md. Both used one of a chip's two devices; they differ
+#   by up to a quarter.
 MATMULS: Mapping[str, tuple[Matmul, ...]] = {
     "v2": (Matmul(8192, 8192, 16384, 96e-3, 68_237_782),),
     "v5e": (
@@ -85,8 +87,8 @@ MATMULS: Mapping[str, tuple[Matmul, ...]] = {
         Matmul(32768, 32768, 32768, 2 * 32768**3 / 956.38e12, 152_679_096),
     ),
 }
-# What XLA estimates for `2 * a` of bf16[4096, 4096], 32 MiB to read and 32 MiB to write: its cycles
-# for the copy that was measured on v6e (`Chip.hbm_efficiency`).
+# XLA's cycles for `2 * a` of bf16[4096, 4096], which reads 32 MiB and writes 32 MiB like the copy
+# that was measured on v6e (`Chip.hbm_efficiency`).
 COPY_CYCLES: Mapping[str, int] = {
     "v2": 303_136,
     "v3": 301_184,
@@ -102,13 +104,13 @@ _WIDE_UNITS = ("v6e", "tpu7x")
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What one run of an instruction takes.
+    """The cost of one run of an instruction.
 
     Attributes:
-        seconds: The time it takes.
+        seconds: Estimated time.
         kind: "matmul", "kernel" or "elementwise".
-        flops: Its operations in matrix multiplications.
-        hbm_bytes: Its bytes to and from HBM.
+        flops: Operations in matrix multiplications.
+        hbm_bytes: Bytes to and from HBM.
     """
 
     seconds: float
@@ -119,14 +121,14 @@ class Price:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one device does per second.
+    """Rates of one device.
 
     Attributes:
-        flops_per_s: Of a large matrix multiplication.
-        flops_8_bit_per_s: Likewise, of 8-bit numbers.
-        hbm_bytes_per_s: Of a large copy, both ways together.
+        flops_per_s: Operations of a large matrix multiplication.
+        flops_8_bit_per_s: Operations of a large matrix multiplication of 8-bit numbers.
+        hbm_bytes_per_s: Bytes of a large copy, read and written together.
         matmul_cycles_per_s: XLA's cycles of instructions that multiply matrices.
-        other_cycles_per_s: XLA's cycles of all others.
+        other_cycles_per_s: XLA's cycles of all other instructions.
         unit_width: Width of the matrix unit.
     """
 
@@ -139,7 +141,9 @@ class Rates:
 
     @classmethod
     def of(cls, chip: Chip) -> "Rates":
-        """The rates of one device of `chip`."""
+        """Returns the rates of one device of `chip`."""
+        # `matmul_share` is a calibration by the user. It scales the peak and, by the same factor,
+        # the rate of the cycles.
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
         published = _best_share(chip)
         share = chip.matmul_share or published
@@ -154,7 +158,7 @@ class Rates:
         )
 
     def price(self, module: Module, instruction: Instruction) -> Price:
-        """What one run of `instruction` takes; loops and calls take nothing, their bodies do."""
+        """Returns the cost of one run; zero for loops and calls, whose bodies count instead."""
         num_flops = flops.instruction_flops(module, instruction)
         num_bytes = hbm_traffic.num_bytes(module, instruction)
         hbm_s = num_bytes / self.hbm_bytes_per_s
@@ -174,24 +178,26 @@ class Rates:
 
 
 def _speed(chip: Chip) -> float:
-    """How much faster matrix multiplications were measured than XLA's cycles at the clock."""
+    """Returns measured speed over the speed by XLA's cycles at the chip's clock."""
 
-    def measure(chip: Chip) -> float:
-        found = MATMULS[chip.generation]
-        return statistics.mean(matmul.cycles_per_s for matmul in found) / chip.cycles_per_s
+    def cycle_rate(chip: Chip) -> float:
+        rates = (matmul.cycles_per_s for matmul in MATMULS[chip.generation])
+        return statistics.mean(rates) / chip.cycles_per_s
 
-    if chip.generation in MATMULS:
-        return measure(chip)
-    return statistics.mean(measure(CHIPS[generation]) for generation in MATMULS)
+    return _measure(chip, cycle_rate)
 
 
 def _best_share(chip: Chip) -> float:
-    """The best share of the peak that was measured."""
+    """Returns the largest measured share of the peak."""
 
-    def measure(chip: Chip) -> float:
+    def best_share(chip: Chip) -> float:
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
         return max(matmul.flops_per_s for matmul in MATMULS[chip.generation]) / peak
 
+    return _measure(chip, best_share)
+
+
+def _measure(chip: Chip, figure: Callable[[Chip], float]) -> float:
     if chip.generation in MATMULS:
-        return measure(chip)
-    return statistics.mean(measure(CHIPS[generation]) for generation in MATMULS)
+        return figure(chip)
+    return statistics.mean(figure(CHIPS[generation]) for generation in MATMULS)

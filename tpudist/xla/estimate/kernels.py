@@ -1,8 +1,8 @@
-"""Counts the operations of custom kernels (Pallas), of which XLA knows neither FLOPs nor cycles.
+"""Counts the operations of custom kernels (Pallas), for which XLA has no FLOPs and no cycles.
 
-In a compiled program a Pallas kernel is a custom call "tpu_custom_call" whose body only the TPU
-understands. What it computes follows from its name and its operands for JAX's attention kernels;
-any other kernel tells it by itself, if its author gave `pl.pallas_call` a `cost_estimate`.
+In a compiled program a Pallas kernel is a custom call "tpu_custom_call" with an opaque body. For
+JAX's attention kernels, the operations follow from the name and the operands. Other kernels count
+only if their author passed a `cost_estimate` to `pl.pallas_call`.
 """
 
 import math
@@ -11,8 +11,9 @@ import re
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
-# Products of [queries, head] and [keys, head], per kernel: Q K^T and P V forward; Q K^T and dP for
-# each of the two backward kernels, and dV and dK in one, dQ in the other or in the same one.
+# Matrix multiplications per kernel, each of 2 x queries x keys x head operations. Forward: Q K^T
+# and P V. Backward: each kernel computes Q K^T and dP; then one computes dV and dK, another dQ. The
+# fused kernel computes all three.
 _MATMULS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
 _ATTENTION = re.compile(r"\b(?P<family>splash|flash)_(?:mha|mqa)_(?:bwd_)?(?P<part>fwd|dkv|dq)")
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
@@ -24,7 +25,10 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def flops(module: Module, instruction: Instruction) -> float | None:
-    """Operations of one run of a custom kernel; None if it is none, or nobody says how many."""
+    """Returns the operations of one run of a custom kernel.
+
+    Returns None if the number is unknown, or the instruction is not a custom kernel.
+    """
     if not is_kernel(instruction):
         return None
     if match := _attention(instruction):
@@ -34,7 +38,7 @@ def flops(module: Module, instruction: Instruction) -> float | None:
 
 
 def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
-    """The narrowest dim of its matrix multiplications, where it is known: the width of a head."""
+    """Returns the narrowest dim of a kernel's matrix multiplications (the head), if it is known."""
     if not is_kernel(instruction) or not _attention(instruction):
         return None
     queries = _large_operands(module, instruction)
@@ -46,7 +50,7 @@ def _attention(instruction: Instruction) -> re.Match | None:
 
 
 def _large_operands(module: Module, instruction: Instruction) -> list[tuple[int, ...]]:
-    """Shapes of queries, keys and values, [..., heads, length, head]."""
+    """Returns the shapes of queries, keys and values, [..., heads, length, head]."""
     operands = (operand.arrays[0] for operand in module.operands_of(instruction))
     floats = [a for a in operands if a.dtype in ("bf16", "f32", "f16") and len(a.dims) >= 2]
     return [array.dims for array in floats[:3]]
@@ -68,22 +72,18 @@ def _attention_flops(
 
 
 def _returns_queries(instruction: Instruction, queries: tuple[int, ...]) -> bool:
-    """Whether a backward kernel for keys and values also gives the gradient of the queries.
-
-    That comes with one more dim, the blocks of keys: [..., blocks, length, head].
-    """
-    found = (array.dims for array in instruction.arrays if len(array.dims) > len(queries))
-    return any(dims[-2:] == queries[-2:] for dims in found)
+    # A backward kernel for keys and values that also returns the gradient of the queries returns it
+    # with one more dim, the blocks of keys: [..., blocks, length, head].
+    results = (array.dims for array in instruction.arrays if len(array.dims) > len(queries))
+    return any(dims[-2:] == queries[-2:] for dims in results)
 
 
 def _share_of_blocks(module: Module, instruction: Instruction, part: str, keys: int) -> float:
-    """The share of all blocks of queries and keys that a splash kernel visits.
-
-    A masked kernel is given tables of its blocks [heads, rows, columns]; their contents are not in
-    the text. We take the mask to be causal: row i of n visits the columns up to the diagonal, or of
-    those the last, if a narrow table says that the mask is a window. An unmasked kernel has no
-    tables.
-    """
+    """Estimates the share of all blocks of queries and keys that a splash kernel visits."""
+    # A masked kernel has tables of its blocks [heads, rows, columns] as operands, whose contents
+    # are not in the text; an unmasked kernel has none. We assume that the mask is causal: row i of
+    # n visits the columns up to the diagonal. The columns of a table are the most that a row
+    # visits, so a narrow table means a window: then a row visits only the last of these columns.
     operands = (operand.arrays[0] for operand in module.operands_of(instruction))
     tables = [a.dims for a in operands if a.dtype in ("s8", "s16", "s32") and len(a.dims) == 3]
     if not tables:

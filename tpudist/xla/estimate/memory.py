@@ -1,19 +1,20 @@
-"""What a compiled program holds in a device's memory at its peak, by category, and what is largest.
+"""Reports the memory of a compiled program at its peak, by category, and its largest values.
 
-The compiler decides where each value lives and says how much that is in all
-(`memory_analysis()`); what each byte is for we know from the program's inputs. All bytes are per
-device (`jax.Device`; a chip of v2, v3 or tpu7x is two) and include padding.
+The compiler decides where each value is placed, and reports totals (`memory_analysis()`). The
+categories come from the program's inputs. All bytes are per device (`jax.Device`; a chip of v2, v3
+or tpu7x is two) and include padding.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 
+from tpudist.array_types import Shape
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo import liveness, shapes
 from tpudist.xla.hlo.buffers import Buffer
@@ -22,7 +23,7 @@ from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.mesh import REPLICA_AXIS
 
 PARAMETERS = "parameters"
-# Categories of the inputs, by the role of an input; those of what the program makes follow.
+# Categories of the inputs, by the role of an input. Temporaries and outputs have their own.
 _INPUTS = {
     PARAMETERS: PARAMETERS,
     "optimizer state": "optimizer state",
@@ -36,22 +37,22 @@ _NUM_LARGEST = 20
 
 @dataclasses.dataclass(frozen=True)
 class InputLeaf:
-    """One argument of a program, in the flat order of its inputs.
+    """One argument of a program.
 
     Attributes:
-        name: What the user calls it, such as "model.blocks.qkv.kernel".
+        name: The user's name, such as "model.blocks.qkv.kernel".
         role: "parameters", "optimizer state", "batch" or "other".
-        shape: Its global shape.
-        dtype: Its dtype.
-        sharding: Its `jax.sharding.Sharding`.
-        donated: Whether the caller gives up its memory.
+        shape: Global shape.
+        dtype: Dtype of the array.
+        sharding: Placement on the mesh.
+        donated: Whether an output may reuse the memory.
     """
 
     name: str
     role: str
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
+    shape: Shape
+    dtype: DTypeLike
+    sharding: Sharding
     donated: bool
 
 
@@ -60,25 +61,23 @@ class MemoryReport:
     """The memory of one device at the program's peak.
 
     Attributes:
-        capacity_bytes: What a device has for a program; None where the chip is not known.
-        peak_bytes: The most that is held at once in the device's memory: arguments, outputs and, by
-            the compiler's own live ranges, temporaries. Where it gives no ranges, its own peak,
-            which is that of the fullest memory, or all that can be held at once if that is less.
-        categories: What the peak is made of, bytes by category; they add up to `peak_bytes`.
-            Donated arguments are counted where they are arguments, and the outputs that reuse their
-            memory nowhere.
-        host_bytes: What the program holds in the host's memory (offloaded).
-        largest: The largest temporaries that are held at the peak, largest first; empty if the
-            compiler did not say.
-        replicated_share: Bytes of parameters that every device of a replica holds whole, as a share
-            (0 to 1) of the bytes of all parameters; 0 for replicas of one device.
-        replicated: The names of these parameters, largest first.
+        capacity_bytes: Memory that a program can use; None if the chip is unknown.
+        peak_bytes: Largest amount in use at one time: arguments, outputs and, according to the
+            compiler's live ranges, temporaries. Without live ranges, the smaller of the compiler's
+            own peak, which belongs to its fullest memory, and the sum of all parts.
+        categories: Bytes of the peak by category; they add up to `peak_bytes`. Donated memory
+            counts as arguments and not as outputs.
+        host_bytes: Memory of the host that the program uses (offloaded values).
+        largest: Largest temporaries at the peak, largest first; empty if the compiler reports none.
+        replicated_share: Bytes of the parameters that are fully replicated within a replica, as a
+            share (0 to 1) of the bytes of all parameters; 0 for replicas of one device.
+        replicated: Names of these parameters, largest first.
         not_donated: Names of the donated arguments whose memory no output reuses.
-        donated_bytes: Memory of arguments that outputs reuse; a part of the arguments' categories.
-        padding_bytes: What tiling adds, by category; a part of the categories' bytes.
-        program_bytes: The program's own code, which is held beside the peak.
-        allocated_bytes: What the compiler reserves in the device's memory, which is what has to
-            fit: all that is held at the peak, and gaps between values that live at different times.
+        donated_bytes: Memory of arguments that outputs reuse; included in the arguments.
+        padding_bytes: Bytes that tiling adds, by category; included in the categories.
+        program_bytes: The program's own code, which the peak does not include.
+        allocated_bytes: Memory that the compiler reserves, which must fit into the device: the
+            values at the peak, and gaps between values of different lifetimes.
     """
 
     capacity_bytes: int | None
@@ -96,7 +95,7 @@ class MemoryReport:
 
     @property
     def free_bytes(self) -> int | None:
-        """What the program and its code leave of the capacity; None where that is not known."""
+        """Capacity minus the program and its code; None if the capacity is unknown."""
         if self.capacity_bytes is None:
             return None
         return self.capacity_bytes - self.allocated_bytes - self.program_bytes
@@ -109,31 +108,25 @@ def report(
     chip: Chip | None,
     mesh: Mesh,
 ) -> MemoryReport:
-    """Says what `program` holds at its peak.
+    """Reports the memory of `program` at its peak.
 
     Args:
-        program: What the compiler made.
-        module: Its text, parsed.
-        inputs: The program's arguments, in their order; none if nobody knows what they are.
-        chip: What it was compiled for, if that is a TPU.
-        mesh: The mesh it was compiled for.
+        program: The compiled program.
+        module: Parsed text of `program`.
+        inputs: Arguments of the program, in order; empty if they are unknown.
+        chip: Chip that the program was compiled for; None if that is not a TPU.
+        mesh: Mesh that the program was compiled for.
     """
     stats = program.memory
-    fixed = stats.argument_bytes + stats.output_bytes - stats.alias_bytes
-    if chip is None:  # XLA:CPU leaves the temporaries out of its peak
-        peak = fixed + stats.temp_bytes
-    elif program.buffers:
-        peak = fixed + liveness.peak(liveness.temporaries(program.buffers))[0]
-    else:  # the compiler's peak is of the fullest memory, which may be the host's
-        peak = max(fixed, min(stats.peak_bytes, fixed + stats.temp_bytes))
+    peak = _peak_bytes(program, chip)
     names = [leaf.name for leaf in inputs]
     largest = liveness.largest(program.buffers, module, names)
     categories, padding = _arguments(module, inputs)
-    # Arguments that nobody described, such as the state of a random generator that JAX adds.
+    # Arguments that are not in `inputs`, such as the state of a random generator that JAX adds.
     rest = stats.argument_bytes - sum(categories.values())
     categories["other arguments"] = categories.get("other arguments", 0) + rest
     categories[OUTPUTS] = stats.output_bytes - stats.alias_bytes
-    # All arguments and outputs are held all the time, so what remains of the peak is temporary.
+    # Arguments and outputs are in memory all the time, so the rest of the peak is temporary.
     categories[TEMPORARIES] = peak - sum(categories.values())
     padding[TEMPORARIES] = sum(x.padding_bytes for x in largest)
     share, replicated = _find_replicated(inputs, mesh)
@@ -157,10 +150,21 @@ def report(
     )
 
 
+def _peak_bytes(program: CompiledProgram, chip: Chip | None) -> int:
+    stats = program.memory
+    fixed = stats.argument_bytes + stats.output_bytes - stats.alias_bytes
+    if chip is None:  # XLA:CPU leaves the temporaries out of its peak
+        return fixed + stats.temp_bytes
+    if program.buffers:
+        return fixed + liveness.peak(liveness.temporaries(program.buffers))[0]
+    # The compiler's peak belongs to its fullest memory, which may be the host's: so bound it.
+    return max(fixed, min(stats.peak_bytes, fixed + stats.temp_bytes))
+
+
 def _arguments(
     module: Module, inputs: Sequence[InputLeaf]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the arguments in the device's memory, and of their padding, by category."""
+    """Returns the bytes of the arguments in device memory, and their padding, by category."""
     parameters = module.entry.parameters
     assert len(inputs) in (0, len(parameters)), (len(inputs), len(parameters))
     sizes: dict[str, int] = {}
@@ -177,15 +181,15 @@ def _arguments(
 
 
 def _find_replicated(inputs: Sequence[InputLeaf], mesh: Mesh) -> tuple[float, tuple[str, ...]]:
-    """Which parameters all devices of a replica hold whole, and their share of the bytes."""
-    inner = math.prod(size for name, size in mesh.shape.items() if name != REPLICA_AXIS)
+    """Returns `MemoryReport.replicated_share` and `MemoryReport.replicated`."""
+    devices_per_replica = math.prod(n for name, n in mesh.shape.items() if name != REPLICA_AXIS)
     parameters = [leaf for leaf in inputs if leaf.role == PARAMETERS]
     total = sum(map(_global_bytes, parameters))
-    if inner == 1 or not total:
+    if devices_per_replica == 1 or not total:
         return 0.0, ()
-    whole = [leaf for leaf in parameters if leaf.sharding.is_fully_replicated]
-    whole.sort(key=_global_bytes, reverse=True)
-    return sum(map(_global_bytes, whole)) / total, tuple(leaf.name for leaf in whole)
+    replicated = [leaf for leaf in parameters if leaf.sharding.is_fully_replicated]
+    replicated.sort(key=_global_bytes, reverse=True)
+    return sum(map(_global_bytes, replicated)) / total, tuple(leaf.name for leaf in replicated)
 
 
 def _global_bytes(leaf: InputLeaf) -> int:
@@ -193,7 +197,8 @@ def _global_bytes(leaf: InputLeaf) -> int:
 
 
 def _find_aliased(text: str) -> set[int]:
-    """The numbers of the arguments whose memory an output reuses."""
+    """Returns the numbers of the arguments whose memory an output reuses."""
+    # The header has "input_output_alias={ {0}: (2, {}, may-alias), ... }": output to argument.
     header = text.partition("\n")[0]
     aliases = header.partition("input_output_alias={")[2].partition(" }")[0]
     return {int(number) for number in re.findall(r"\{[\d, ]*\}: \((\d+),", aliases)}

@@ -1,4 +1,4 @@
-"""Explains the TPU compiler's refusal of a program that does not fit into a device's memory."""
+"""Explains why the TPU compiler rejected a program that does not fit into a device's memory."""
 
 import dataclasses
 import re
@@ -10,7 +10,8 @@ from tpudist.xla.hlo.buffers import Buffer
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?\b"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# What libtpu writes, newest first: (needed, available). openxla.org/xla/errors/error_1000
+# Messages of libtpu versions, newest first. Each has the bytes needed and the bytes available; see
+# openxla.org/xla/errors/error_1000.
 _FORMS = (
     re.compile(rf"total memory required for HLO temporaries \({_SIZE}\).*?HBM \({_SIZE}\)", re.S),
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
@@ -23,18 +24,16 @@ _NUM_LARGEST = 10
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a program does not fit, in bytes per device.
+    """The memory of a program that does not fit, in bytes per device.
 
     Attributes:
-        needed_bytes: What the program needs, arguments included; 0 if the compiler does not say.
-            Without its buffers it is what the message says, rounded to hundredths of its unit.
-        available_bytes: What a device has for a program, as the message says.
-        over_bytes: By how much it is too large.
-        largest: The largest allocations that the compiler names, largest first; empty if it names
-            none.
-        text: The compiler's own message.
-        argument_bytes: How much of what it needs are arguments and outputs; 0 if the compiler does
-            not say.
+        needed_bytes: Memory that the program needs, including arguments; 0 if unknown. Without the
+            compiler's buffers it comes from the message, rounded to hundredths of its unit.
+        available_bytes: Memory that a program can use, from the message.
+        over_bytes: Bytes that do not fit.
+        largest: Largest allocations, largest first; empty if the compiler lists none.
+        text: The compiler's message.
+        argument_bytes: Part of `needed_bytes` for arguments and outputs; 0 if unknown.
     """
 
     needed_bytes: int
@@ -45,35 +44,38 @@ class Refusal:
     argument_bytes: int = 0
 
     def __str__(self) -> str:
-        """What happened and what is biggest, for people."""
         if not self.needed_bytes:
             return f"The compiler rejected the program: {self.text.strip()}"
         share = self.over_bytes / self.available_bytes
-        said = [
+        sentences = [
             f"The program needs {format_bytes(self.needed_bytes)} of each device, which has "
             f"{format_bytes(self.available_bytes)}: {format_bytes(self.over_bytes)} ({share:.1%}) "
             f"too much."
         ]
         if self.argument_bytes:
-            said.append(f"{format_bytes(self.argument_bytes)} of it are arguments and outputs.")
+            sentences.append(
+                f"{format_bytes(self.argument_bytes)} of it are arguments and outputs."
+            )
         if self.largest:
             first = self.largest[0]
-            what = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
-            said.append(f"The largest has {format_bytes(first.num_bytes)}: {what or first.name}.")
-        return " ".join(said)
+            origin = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
+            size = format_bytes(first.num_bytes)
+            sentences.append(f"The largest has {size}: {origin or first.name}.")
+        return " ".join(sentences)
 
 
 def explain(text: str, names: Sequence[str] = ()) -> Refusal:
-    """Reads why the compiler refused a program.
+    """Parses the compiler's message about a program that does not fit.
 
     Args:
-        text: The compiler's message, and what else it wrote; see `HbmExceeded.text`.
-        names: What the user calls the program's arguments, in their order.
+        text: The message, followed by the program and its buffers if the compiler wrote them; see
+            `HbmExceeded.text`.
+        names: The user's names of the program's arguments, in order.
     """
-    whole, _, buffers = text.partition("\nBufferAssignment:")
-    text, _, module = whole.partition("\nHloModule ")
+    before_buffers, _, buffers = text.partition("\nBufferAssignment:")
+    text, _, module = before_buffers.partition("\nHloModule ")
     needed, available, over = _figures(text)
-    if exact := liveness.total_bytes(buffers):  # the message rounds
+    if exact := liveness.total_bytes(buffers):  # exact, while the message is rounded
         needed, over = exact, exact - available
     parsed = hlo_module.parse(f"HloModule {module}") if "\nENTRY " in module else None
     arguments = liveness.arguments(buffers, parsed, names)
@@ -101,22 +103,20 @@ def _figures(text: str) -> tuple[int, int, int]:
 
 
 def _parse_list(text: str) -> list[Buffer]:
-    """The numbered list "Largest program allocations in hbm" that some messages end with."""
-    _, found, rest = text.partition("Largest program allocations in hbm")
-    if not found:
-        return []
+    """Parses the numbered list "Largest program allocations in hbm" of older messages."""
+    _, _, rest = text.partition("Largest program allocations in hbm")
     return [_allocation(match["size"], match["rest"]) for match in _LISTED.finditer(rest)]
 
 
-def _allocation(said: str, rest: str) -> Buffer:
+def _allocation(size: str, fields: str) -> Buffer:
     def field(name: str) -> str:
-        match = re.search(rf"^ *{name}: (.*)$", rest, re.M)
+        match = re.search(rf"^ *{name}: (.*)$", fields, re.M)
         return match[1].strip() if match else ""
 
     operator = field("Operator")
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', operator)
     line = re.search(r'source_file="([^"]*)" source_line=(\d+)', operator)
-    num_bytes = _bytes(said)
+    num_bytes = _bytes(size)
     label = field("XLA label").removeprefix("%").partition(" = ")[0]
     return Buffer(
         name=label,
@@ -128,6 +128,6 @@ def _allocation(said: str, rest: str) -> Buffer:
     )
 
 
-def _bytes(said: str) -> int:
-    match = re.match(_SIZE, said)
+def _bytes(size: str) -> int:
+    match = re.match(_SIZE, size)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0

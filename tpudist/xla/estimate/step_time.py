@@ -1,9 +1,9 @@
-"""Prices a compiled program: how long a step takes on a chip, and what takes so long.
+"""Estimates how long a step of a compiled program takes on a chip, and which parts take longest.
 
-The rules for single instructions stand in `instruction_time`, those for transfers in `links`, and
-how they overlap in `timeline`. They were fixed before they were compared with any training run,
-from the compiler's own figures, the chips' documents and published microbenchmarks. A step never
-takes less than all its bytes take to and from HBM.
+`instruction_time` has the rules for single instructions, `links` for transfers, and `timeline` for
+their overlap. The rules were fixed before any comparison with a training run, from the compiler's
+own figures, the chips' documents and published microbenchmarks. A step takes at least the time to
+move all its bytes to and from HBM.
 
 XLA's `cost_analysis()` is not used: it counts the bodies of loops once, and its `optimal_seconds`
 can be negative.
@@ -12,29 +12,27 @@ can be negative.
 import dataclasses
 from collections.abc import Callable
 
-from jax.sharding import Mesh
-
 from tpudist.xla.estimate import hbm_traffic, instruction_time, kernels, timeline
 from tpudist.xla.estimate.timeline import Event
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo.hlo_module import Module
 
-_NUM_TOP = 20
+_NUM_TOP = 20  # instructions in `TimeEstimate.top`
 
 
 @dataclasses.dataclass(frozen=True)
 class OpTime:
-    """What one instruction takes per step.
+    """The time of one instruction per step.
 
     Attributes:
-        name: Its name in the program.
-        op_name: The path of the JAX operation.
-        source: The user's line "file:line", or None if nobody asked for it.
-        seconds: What it takes per step, trip counts of loops included; of a transfer, the exposed
-            part.
-        share: That as a share of the step.
+        name: Name in the program.
+        op_name: Path of the JAX operation.
+        source: The user's line "file:line"; None if the compiler added the instruction.
+        seconds: Seconds per step, including trip counts of loops; for a transfer, only exposed
+            time.
+        share: Share of the step, 0 to 1.
         kind: "matmul", "kernel", "elementwise", "ici", "dcn", "host", or "hbm" for a copy between
-            HBM and VMEM that others wait for.
+            HBM and VMEM for which other instructions wait.
     """
 
     name: str
@@ -47,30 +45,29 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class TimeEstimate:
-    """What a step takes on one device, in seconds.
+    """Estimated seconds of a step on one device.
 
-    The step is what is computed, `compute_s` and `kernels_s`, and what is waited for, the exposed
-    parts; or `memory_bound_s` if that is more.
+    The step is the sum of the computation, `compute_s` and `kernels_s`, and of the exposed waits;
+    or `memory_bound_s` if that is larger.
 
     Attributes:
-        step_s: The whole step.
-        compute_s: Instructions that XLA prices.
-        kernels_s: Custom kernels, of which XLA knows no cost.
-        memory_bound_s: The least that moving all bytes to and from HBM takes.
-        ici_s: Collectives inside a slice, hidden ones included.
-        dcn_s: Collectives between slices, hidden ones included.
-        host_s: Transfers to and from the host's memory, hidden ones included.
-        exposed_ici_s: The part of `ici_s` that no computation hides.
-        exposed_dcn_s: The part of `dcn_s` that no computation hides.
-        exposed_host_s: The part of `host_s` that no computation hides.
-        exposed_hbm_s: What is waited for copies between HBM and VMEM.
-        flops: Operations of matrix multiplications and kernels, loops multiplied.
-        hbm_bytes: Bytes to and from HBM, those from and to the host included, loops multiplied.
-        top: The instructions that take longest, longest first.
-        unknown_trip_counts: Loops that count once, since the program does not say how often they
-            run.
-        unknown_kernels: Custom kernels that count only by their bytes, since nobody says how many
-            operations they run.
+        step_s: Complete step.
+        compute_s: Instructions for which XLA has an estimate.
+        kernels_s: Custom kernels, for which XLA has none.
+        memory_bound_s: Lower bound: the time to move all bytes to and from HBM.
+        ici_s: Collectives inside a slice, including hidden ones.
+        dcn_s: Collectives between slices, including hidden ones.
+        host_s: Transfers to and from the host's memory, including hidden ones.
+        exposed_ici_s: Part of `ici_s` that no computation hides.
+        exposed_dcn_s: Part of `dcn_s` that no computation hides.
+        exposed_host_s: Part of `host_s` that no computation hides.
+        exposed_hbm_s: Waits for copies between HBM and VMEM.
+        flops: Operations of matrix multiplications and kernels, including trip counts.
+        hbm_bytes: Bytes to and from HBM, including transfers with the host, and trip counts.
+        top: Instructions that take longest, longest first.
+        unknown_trip_counts: Loops that count once because their trip count is unknown.
+        unknown_kernels: Custom kernels that count only by their bytes because the number of their
+            operations is unknown.
     """
 
     step_s: float
@@ -91,16 +88,11 @@ class TimeEstimate:
     unknown_kernels: tuple[str, ...] = ()
 
 
-def price(module: Module, mesh: Mesh, chip: Chip) -> TimeEstimate:
-    """What one step of a compiled program takes on the devices of `mesh`, which are `chip`s."""
-    return estimate_from_timeline(module, chip, timeline.play(module, mesh, chip))
-
-
-def estimate_from_timeline(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstimate:
-    """What a step takes that was played through already."""
+def estimate(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstimate:
+    """Estimates the step of a compiled program from its timeline."""
     events = played.events
     hbm_bytes = _total(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
-    # What is copied beside the computation; of a copy from or to the host, one end.
+    # Asynchronous copies have no price. A copy from or to the host has only one end in HBM.
     hbm_bytes += _total(
         tuple(e for e in events if e.is_async and _network(e) in ("hbm", "host")),
         lambda e: hbm_traffic.num_bytes(module, e.instruction),
@@ -155,18 +147,19 @@ def _network(event: Event) -> str | None:
 
 
 def _top(events: tuple[Event, ...], step_s: float) -> tuple[OpTime, ...]:
-    found = []
+    parts = []
     for event in events:
         if event.price:
-            found.append((event.count * event.price.seconds, event, event.price.kind))
+            parts.append((event.count * event.price.seconds, event, event.price.kind))
         if event.transfer:
-            found.append((event.count * event.exposed_s, event, event.transfer.network))
-    longest = sorted((part for part in found if part[0]), key=lambda part: -part[0])[:_NUM_TOP]
+            parts.append((event.count * event.exposed_s, event, event.transfer.network))
+    longest = sorted((part for part in parts if part[0]), key=lambda part: -part[0])[:_NUM_TOP]
     return tuple(_op_time(event, seconds, step_s, kind) for seconds, event, kind in longest)
 
 
 def _op_time(event: Event, seconds: float, step_s: float, kind: str) -> OpTime:
-    # What starts an asynchronous collective is nobody's: the collective in it is.
-    sent = event.transfer if event.transfer and event.transfer.network == kind else None
-    by = sent or event.instruction
-    return OpTime(event.instruction.name, by.op_name, by.source, seconds, seconds / step_s, kind)
+    # The instruction that starts an asynchronous collective has no source line; the transfer has.
+    transfer = event.transfer if event.transfer and event.transfer.network == kind else None
+    origin = transfer or event.instruction
+    share = seconds / step_s
+    return OpTime(event.instruction.name, origin.op_name, origin.source, seconds, share, kind)

@@ -1,13 +1,14 @@
-"""Plays a compiled program through: what runs when, and how long it waits for transfers.
+"""Simulates one step of a compiled program: when each instruction runs, and how long it waits.
 
-A device computes one instruction after the other, in the order of the schedule. A transfer that an
-instruction starts goes on beside the next ones, until an instruction waits for it; what is left of
-it then is exposed. Transfers that use the same links wait for each other. A loop is played once,
-and counts as often as it runs; what an iteration starts and does not wait for is waited for at its
-end, though the next one could hide it.
+A device runs one instruction after the other, in the order of the schedule. A transfer continues
+during the instructions after its start, until an instruction waits for it; the rest of the transfer
+is then exposed. Transfers that use the same links wait for each other. The body of a loop is
+simulated once and counted by its trip count. A transfer that an iteration starts and does not wait
+for ends with the iteration, although the next iteration could hide it.
 """
 
 import dataclasses
+from collections.abc import Hashable
 
 from jax.sharding import Mesh
 
@@ -21,16 +22,16 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 
 @dataclasses.dataclass
 class Event:
-    """An instruction that takes time, or a transfer that it starts.
+    """An instruction that takes time, or that starts a transfer.
 
     Attributes:
         instruction: The instruction.
-        count: How often a step runs it.
-        price: What computing it takes each time; None if nothing.
-        transfer: What it sends each time; None if nothing.
-        is_async: Whether the transfer goes on beside other instructions.
-        exposed_s: How long others wait for the transfer, each time, be it that they need its result
-            or its links.
+        count: Runs per step.
+        price: Cost of the computation per run; None if it costs nothing.
+        transfer: Transfer that each run starts; None if none.
+        is_async: Whether other instructions run during the transfer.
+        exposed_s: Seconds per run during which others wait for the result or for the links of the
+            transfer.
     """
 
     instruction: Instruction
@@ -43,19 +44,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A step, played through.
-
-    Attributes:
-        seconds: How long it takes.
-        events: What takes time in it, in order.
-    """
+    """A simulated step: its time, and the events that take time, in order."""
 
     seconds: float
     events: tuple[Event, ...]
 
 
 def play(module: Module, mesh: Mesh, chip: Chip | None) -> Timeline:
-    """Plays one step of `module` on the devices of `mesh`; without a chip, nothing takes time."""
+    """Simulates one step of `module` on the devices of `mesh`; without a chip, all times are 0."""
     player = _Player(module, transfers.Finder(module, mesh, chip), chip)
     seconds = player.play(module.entry, 1.0)
     return Timeline(seconds, tuple(player.events))
@@ -69,13 +65,13 @@ class _Player:
         self.events: list[Event] = []
 
     def play(self, computation: Computation, count: float) -> float:
-        """Plays a computation that runs `count` times a step; returns what it takes each time."""
+        """Simulates a computation that runs `count` times per step; returns seconds per run."""
         run = _Run()
         for instruction in computation.instructions.values():
             self._step(run, instruction, count)
-        for key in list(run.under_way):  # what nothing in this computation waits for
+        for key in list(run.in_flight):  # transfers that nothing in this computation waits for
             run.wait(key)
-        return run.now
+        return run.time
 
     def _step(self, run: "_Run", instruction: Instruction, count: float) -> None:
         role = self._finder.role(instruction)
@@ -84,7 +80,7 @@ class _Player:
             return
         event = Event(instruction, count)
         if role is None or role.phase == "whole":
-            run.now += self._compute(event)
+            run.time += self._compute(event)
         if role is not None and role.transfer is not None:
             event.transfer = role.transfer
             event.is_async = role.phase == "start"
@@ -94,7 +90,7 @@ class _Player:
         if event.price is not None or event.transfer is not None:
             self.events.append(event)
         if role is None:
-            run.now += self._inner(instruction, count)
+            run.time += self._play_callees(instruction, count)
 
     def _compute(self, event: Event) -> float:
         if self._rates is None:
@@ -104,8 +100,8 @@ class _Player:
             event.price = price
         return price.seconds
 
-    def _inner(self, instruction: Instruction, count: float) -> float:
-        """Plays what an instruction calls; returns what that takes in all."""
+    def _play_callees(self, instruction: Instruction, count: float) -> float:
+        """Simulates the computations that an instruction calls; returns their seconds."""
         opcode = instruction.opcode
         if opcode == "while":
             trips = self._module.trip_counts[instruction.name]
@@ -117,58 +113,59 @@ class _Player:
             return sum(self.play(callee, count) for callee in callees)
         if opcode != "conditional":
             return 0.0
-        return self._dearest_branch(instruction, count)
+        return self._play_slowest_branch(instruction, count)
 
-    def _dearest_branch(self, conditional: Instruction, count: float) -> float:
-        before, best = self.events, (-1.0, [])
+    def _play_slowest_branch(self, conditional: Instruction, count: float) -> float:
+        # Each branch adds its events to a list of its own; only the list of the slowest one stays.
+        before, slowest = self.events, (-1.0, [])
         for _, name in conditional.called:
             self.events = []
             if branch := self._module.computations.get(name):
                 seconds = self.play(branch, count)
-                if seconds > best[0]:
-                    best = seconds, self.events
-        self.events = before + best[1]
-        return max(best[0], 0.0)
+                if seconds > slowest[0]:
+                    slowest = seconds, self.events
+        self.events = before + slowest[1]
+        return max(slowest[0], 0.0)
 
 
 class _Run:
-    """One run of one computation: the time, and the transfers under way."""
+    """One run of one computation: the current time, and the transfers in flight."""
 
     def __init__(self):
-        self.now = 0.0
-        self.under_way: dict[object, tuple[float, Event]] = {}
+        self.time = 0.0
+        self.in_flight: dict[Hashable, tuple[float, Event]] = {}  # end and event
+        # Begin, end and event of each transfer, by begin. Transfers that have ended are dropped.
         self._begun: list[tuple[float, float, Event]] = []
-        self._free_at: dict[object, float] = {}
+        self._free_at: dict[Hashable, float] = {}  # when each link is free again
 
-    def begin(self, key: object, event: Event) -> None:
-        """Begins a transfer, as soon as all it needs is free."""
+    def begin(self, key: Hashable, event: Event) -> None:
+        """Begins a transfer as soon as all its links are free."""
         assert event.transfer is not None
-        needs = event.transfer.busy_s
-        begin = max([self.now, *(self._free_at.get(link, 0.0) for link in needs)])
-        for link, seconds in needs.items():
+        busy_s = event.transfer.busy_s
+        begin = max([self.time, *(self._free_at.get(link, 0.0) for link in busy_s)])
+        for link, seconds in busy_s.items():
             self._free_at[link] = begin + seconds
         end = begin + event.transfer.seconds
-        self.under_way[key] = (end, event)
-        self._begun = [*(b for b in self._begun if b[1] > self.now), (begin, end, event)]
+        self.in_flight[key] = (end, event)
+        self._begun = [*(b for b in self._begun if b[1] > self.time), (begin, end, event)]
 
-    def wait(self, key: object) -> None:
-        """Waits for the end of a transfer, if it is under way.
-
-        The time before it began was spent on those that kept its links.
-        """
-        if key not in self.under_way:
+    def wait(self, key: Hashable) -> None:
+        """Advances the time to the end of a transfer, and attributes the wait to transfers."""
+        if key not in self.in_flight:
             return
-        end, event = self.under_way.pop(key)
-        now, self.now = self.now, max(self.now, end)
-        # The wait, from `now` to `end`, is shared out backwards: this transfer had its links from
-        # its begin on; before, those had them that began before it and use one of them too.
-        for begin, its_end, other in reversed(self._begun):
-            if other is event or (its_end <= end and _compete(other, event)):
-                waited = max(0.0, min(its_end, end) - max(begin, now))
-                other.exposed_s += waited
-                end = min(end, max(begin, now))
+        end, event = self.in_flight.pop(key)
+        start_of_wait, self.time = self.time, max(self.time, end)
+        # Divide the wait backward from `end`. This transfer used its links since its begin. Before
+        # that it waited for earlier transfers on one of its links, the latest one first. `end`
+        # moves down with each part, so no time counts twice and the parts add up to the wait.
+        for begin, other_end, other in reversed(self._begun):
+            if other is event or (other_end <= end and _share_links(other, event)):
+                part_begin = max(begin, start_of_wait)
+                other.exposed_s += max(0.0, min(other_end, end) - part_begin)
+                end = min(end, part_begin)
 
 
-def _compete(one: Event, other: Event) -> bool:
-    needs = [event.transfer.busy_s.keys() for event in (one, other) if event.transfer]
-    return len(needs) == 2 and bool(needs[0] & needs[1])
+def _share_links(first: Event, second: Event) -> bool:
+    assert first.transfer is not None
+    assert second.transfer is not None
+    return not first.transfer.busy_s.keys().isdisjoint(second.transfer.busy_s)

@@ -1,13 +1,12 @@
-"""Finds the transfers of a compiled program: which instruction begins one, and which one waits.
+"""Finds the transfers of a compiled program: the instructions that start one or wait for one.
 
 Transfers are collectives inside a slice (ICI) or across slices (DCN), copies between a device and
-its host's memory, and copies between HBM and VMEM that run beside the computation.
+its host's memory, and asynchronous copies between HBM and VMEM.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,18 +23,19 @@ _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One transfer, as often as its instruction runs.
+    """One run of a transfer.
 
     Attributes:
-        kind: The HLO opcode, "copy-to-host", "copy-from-host", or "prefetch" for HBM and VMEM.
-        num_bytes: Size of the whole operand or result on one device.
-        sent_bytes: What one device sends over the network.
+        kind: HLO opcode, "copy-to-host", "copy-from-host", or "prefetch" for HBM and VMEM.
+        num_bytes: Size of the complete operand or result on one device.
+        sent_bytes: Bytes that one device sends over the network.
         network: "ici", "dcn", "host" or "hbm".
-        axes: The mesh axes it runs along.
-        seconds: How long one takes if nothing else is under way.
-        busy_s: How long it keeps busy each of the things that transfers compete for.
-        op_name: The path of the JAX operation that asked for it, or that made what is sent.
-        source: The user's line "file:line", or None if nobody asked for it.
+        axes: Mesh axes along which it moves data.
+        seconds: Seconds that it takes without other transfers.
+        busy_s: Seconds for which it occupies each shared resource: a link of the slice, the
+            network between slices, or a direction of a copy.
+        op_name: Path of the JAX operation that communicates, or that computed the value.
+        source: The user's line "file:line"; None if the compiler added it.
     """
 
     kind: str
@@ -44,19 +44,19 @@ class Transfer:
     network: str
     axes: tuple[str, ...]
     seconds: float
-    busy_s: Mapping[Any, float]
+    busy_s: Mapping[Hashable, float]
     op_name: str
     source: str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What an instruction has to do with a transfer.
+    """The role of an instruction in a transfer.
 
     Attributes:
-        phase: "start", "done", or "whole" if it begins the transfer and waits for it.
-        key: What its start and its done have in common.
-        transfer: The transfer, but for a done.
+        phase: "start", "done", or "whole" if it starts the transfer and waits for it.
+        key: Identifies the transfer; the start and the done have the same key.
+        transfer: The transfer; None for a done.
     """
 
     phase: str
@@ -65,13 +65,19 @@ class Role:
 
 
 class Finder:
-    """Finds transfers in a program, and says how long they take on the devices of a mesh."""
+    """Finds transfers in a program, and estimates their time on the devices of a mesh.
+
+    Args:
+        module: The compiled program.
+        mesh: Mesh that the program was compiled for.
+        chip: Chip of the devices; None to set all times to 0.
+    """
 
     def __init__(self, module: Module, mesh: Mesh, chip: Chip | None):
-        """Prepares to read `module`, compiled for `mesh`; without a chip, nothing takes time."""
         self._module = module
         self._mesh = mesh
         self._chip = chip
+        # Only JAX's TPU devices have coordinates, and only in several slices a slice index.
         on_torus = chip is not None and hasattr(mesh.devices.flat[0], "coords")
         self._torus = links.Torus(mesh, chip) if on_torus and chip else None
         self._hbm_bytes_per_s = instruction_time.Rates.of(chip).hbm_bytes_per_s if chip else 0.0
@@ -80,15 +86,16 @@ class Finder:
         self._slices = np.array(slices).reshape(mesh.devices.shape)
 
     def role(self, instruction: Instruction) -> Role | None:
-        """What `instruction` has to do with a transfer; None if nothing."""
+        """Returns the role of `instruction` in a transfer, or None."""
         role = self._role(instruction)
         transfer = role.transfer if role else None
         if role is None or transfer is None or transfer.source or transfer.network == "hbm":
             return role
+        # The compiler added this collective, so name the operation whose value it sends.
         origin = self._module.origin(instruction)
         op_name = transfer.op_name or origin.op_name
-        asked = dataclasses.replace(transfer, op_name=op_name, source=origin.source)
-        return dataclasses.replace(role, transfer=asked)
+        transfer = dataclasses.replace(transfer, op_name=op_name, source=origin.source)
+        return dataclasses.replace(role, transfer=transfer)
 
     def _role(self, instruction: Instruction) -> Role | None:
         opcode = instruction.opcode
@@ -100,11 +107,11 @@ class Finder:
             return Role("done", instruction.operands[0])
         if opcode.removesuffix("-start") in _COPIES:
             return self._role_of_copy(instruction)
-        found = self._collective(instruction)
-        if found is None:
+        collective = self._collective(instruction)
+        if collective is None:
             return None
         phase = "start" if opcode.endswith("-start") else "whole"
-        return Role(phase, instruction.name, self._transfer_in_groups(found))
+        return Role(phase, instruction.name, self._transfer_in_groups(collective))
 
     def _collective(self, instruction: Instruction) -> collective_ops.Collective | None:
         if instruction.opcode.removesuffix("-start") not in collective_ops.KINDS:
@@ -117,24 +124,23 @@ class Finder:
         )
 
     def _role_of_caller(self, instruction: Instruction) -> Role | None:
-        """Of a fusion, or of a computation that runs beside the others, with a collective in it.
-
-        The latter is how a TPU leaves a collective to its SparseCores.
-        """
+        """Returns the role of a fusion or an asynchronous call that contains a collective."""
         name = instruction.callee("calls") or instruction.callee("to_apply") or ""
         callee = self._module.computations.get(name)
         inside = self._collective_inside(callee) if callee else None
         if callee is None or inside is None:
             return None
-        inner, found = inside
-        if instruction.opcode != "fusion":
-            return Role("start", instruction.name, self._transfer_in_groups(found))
+        inner, collective = inside
+        if instruction.opcode != "fusion":  # a TPU calls its SparseCores like this
+            return Role("start", instruction.name, self._transfer_in_groups(collective))
+        # An asynchronous fusion has a start, a done and pieces in between, which compute while the
+        # collective runs and have no role. Each contains the same collective.
         key = collective_ops.fusion_piece(inner.line)
         if key is None:
-            return Role("whole", instruction.name, self._transfer_in_groups(found))
+            return Role("whole", instruction.name, self._transfer_in_groups(collective))
         targets = {i.attribute("custom_call_target") for i in callee.instructions.values()}
         if "AsyncCollectiveStart" in targets:
-            return Role("start", key, self._transfer_in_groups(found))
+            return Role("start", key, self._transfer_in_groups(collective))
         return Role("done", key) if "AsyncCollectiveDone" in targets else None
 
     def _collective_inside(
@@ -143,24 +149,26 @@ class Finder:
         for inner in computation.instructions.values():
             if inner.opcode == "fusion":
                 callee = self._module.computations.get(inner.callee("calls") or "")
-                found = self._collective_inside(callee) if callee else None
-                if found:
-                    return found
-            elif found := self._collective(inner):
-                return inner, found
+                inside = self._collective_inside(callee) if callee else None
+                if inside:
+                    return inside
+            elif collective := self._collective(inner):
+                return inner, collective
         return None
 
     def _role_between_slices(self, instruction: Instruction) -> Role | None:
-        """Of a send to other slices, or of the wait for what they sent."""
+        """Returns the role of a send to other slices, or of the wait for the data of another."""
+        # A collective between slices is a send and a recv. They have the same rendezvous, and the
+        # wait for the recv is the end of the transfer.
         if instruction.opcode == "recv-done":
             (recv,) = self._module.operands_of(instruction)
             return Role("done", recv.attribute("_xla_host_transfer_rendezvous") or recv.name)
-        found = self._collective(instruction)
-        if found is None:
+        collective = self._collective(instruction)
+        if collective is None:
             return None
         key = instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name
-        if not found.kind.startswith("dcn-"):
-            return Role("start", key, self._transfer_in_groups(found))
+        if not collective.kind.startswith("dcn-"):
+            return Role("start", key, self._transfer_in_groups(collective))
         across = [
             axis
             for axis in range(self._slices.ndim)
@@ -168,34 +176,36 @@ class Finder:
         ]
         axes = tuple(str(self._mesh.axis_names[axis]) for axis in across)
         num_slices = len(np.unique(self._slices))
-        kind = found.kind.removeprefix("dcn-")
-        # What is handed to the network is the operand: of an all-gather, a part of the whole.
-        whole = found.num_bytes * (num_slices if kind == "all-gather" else 1)
-        sent = links.bytes_received(kind, whole, num_slices)
-        return Role("start", key, self._transfer_over_dcn(found, sent, axes))
+        kind = collective.kind.removeprefix("dcn-")
+        # The send has the operand, which for an all-gather is one part of the result.
+        complete = collective.num_bytes * (num_slices if kind == "all-gather" else 1)
+        sent = links.bytes_received(kind, complete, num_slices)
+        return Role("start", key, self._transfer_over_dcn(collective, sent, axes))
 
-    def _transfer_in_groups(self, found: collective_ops.Collective) -> Transfer:
-        groups = found.groups or ()
+    def _transfer_in_groups(self, collective: collective_ops.Collective) -> Transfer:
+        groups = collective.groups or ()
         axes = axes_of(self._mesh, groups)
         size = max((len(group) for group in groups), default=1)
-        sent = links.bytes_received(found.kind, found.num_bytes, size)
+        sent = links.bytes_received(collective.kind, collective.num_bytes, size)
         if self._torus is None:
-            return _collective_transfer(found, sent, "ici", axes, 0.0, {})
+            return _collective_transfer(collective, sent, "ici", axes, 0.0, {})
         if self._torus.crosses_slices(groups):
-            return self._transfer_over_dcn(found, sent, axes)
-        route = self._torus.route(found.kind, found.num_bytes, groups)
-        return _collective_transfer(found, sent, "ici", axes, route.seconds, route.busy_s)
+            return self._transfer_over_dcn(collective, sent, axes)
+        route = self._torus.route(collective.kind, collective.num_bytes, groups)
+        return _collective_transfer(collective, sent, "ici", axes, route.seconds, route.busy_s)
 
     def _transfer_over_dcn(
-        self, found: collective_ops.Collective, sent: float, axes: tuple[str, ...]
+        self, collective: collective_ops.Collective, sent: float, axes: tuple[str, ...]
     ) -> Transfer:
         seconds = 0.0
         if self._chip:
             seconds = sent * self._chip.devices_per_chip / self._chip.dcn_bytes_per_s
-        return _collective_transfer(found, sent, "dcn", axes, seconds, {"dcn": seconds})
+        return _collective_transfer(collective, sent, "dcn", axes, seconds, {"dcn": seconds})
 
     def _role_of_copy(self, instruction: Instruction) -> Role | None:
-        """Of a copy to or from the host's memory, or between HBM and VMEM beside the others."""
+        """Returns the role of a copy to or from the host, or an asynchronous one on the device."""
+        # The results of the start of a slice are (source, ..., target, ...), of a copy (target,
+        # source, ...). An update writes its second operand into its first.
         is_start = instruction.opcode.endswith("-start")
         operands = self._module.operands_of(instruction)
         if not instruction.arrays or not operands[0].arrays:
@@ -233,32 +243,32 @@ class Finder:
 
 
 def _collective_transfer(
-    found: collective_ops.Collective,
+    collective: collective_ops.Collective,
     sent_bytes: float,
     network: str,
     axes: tuple[str, ...],
     seconds: float,
-    busy_s: Mapping[Any, float],
+    busy_s: Mapping[Hashable, float],
 ) -> Transfer:
     return Transfer(
-        found.kind.removeprefix("dcn-"),
-        found.num_bytes,
+        collective.kind.removeprefix("dcn-"),
+        collective.num_bytes,
         sent_bytes,
         network,
         axes,
         seconds,
         busy_s,
-        found.op_name,
-        found.source,
+        collective.op_name,
+        collective.source,
     )
 
 
 def axes_of(mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
-    """The axes of `mesh` along which devices of one group differ, in the order of the mesh.
+    """Returns the axes of `mesh` along which devices of one group differ, in mesh order.
 
     Args:
-        mesh: The mesh that the program was compiled for.
-        groups: Positions in the flat mesh of devices that take part together; for a permute, pairs.
+        mesh: Mesh that the program was compiled for.
+        groups: Groups of devices, as positions in the flat mesh; pairs for a permute.
     """
     return _axes_of(mesh.devices.shape, tuple(map(str, mesh.axis_names)), groups)
 
@@ -269,7 +279,7 @@ def _axes_of(
 ) -> tuple[str, ...]:
     differs = np.zeros(len(shape), dtype=bool)
     for size in {len(group) for group in groups}:
-        same = np.array([group for group in groups if len(group) == size])
-        places = np.stack(np.unravel_index(same, shape))  # [axis, group, device]
-        differs |= (places != places[:, :, :1]).any(axis=(1, 2))
-    return tuple(name for name, runs in zip(names, differs, strict=True) if runs)
+        equal_groups = np.array([group for group in groups if len(group) == size])
+        coords = np.stack(np.unravel_index(equal_groups, shape))  # [axis, group, device]
+        differs |= (coords != coords[:, :, :1]).any(axis=(1, 2))
+    return tuple(name for name, differ in zip(names, differs, strict=True) if differ)

@@ -1,1 +1,1 @@
-"""Chips, slices of them and the links between."""
+"""Facts about TPU chips, slices and the links between them."""

@@ -1,13 +1,15 @@
-"""What each generation of TPU chips can do, from published sources: what the planner prices with.
+"""Published figures of each generation of TPU chips, from which the planner estimates times.
 
 All rates are per chip (a chip of v2, v3 or tpu7x is two JAX devices), per second, in bytes or
-operations; G is 10^9 for rates and Gi is 2^30 for memory, as in the documents. Where a document
-does not say, the rule beside the figure does, and it is the same for all chips.
+operations. G is 10^9 for rates and Gi is 2^30 for memory, as in the documents. If no document has a
+figure, the rule next to it applies, which is the same for all chips.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 _GI = 1024**3
 _DOCS = "docs.cloud.google.com/tpu/docs"
@@ -15,10 +17,11 @@ _BOOK = "jax-ml/scaling-book, tpus.md"
 _PAPER = "Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020"
 _RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
 
-# "50 GB/s, of which 45 are usable" (scaling-book, of v4): the same share for every generation.
+# For v4, 45 of 50 GB/s are usable (scaling-book). The share is the same for every generation.
 _USABLE_ICI = 0.9
-# The share of the peak that a copy of 32 MB reaches (v6e: 1360 of 1638 GB/s), the only measurement,
-# for every generation. Source: tpu-recipes, microbenchmarks. Matmuls: `instruction_time.MATMULS`.
+# Share of the peak that a copy of 32 MB reaches. The only measurement (v6e: 1360 of 1638 GB/s) is
+# used for every generation. Source: tpu-recipes, microbenchmarks. Matrix multiplications are in
+# `instruction_time.MATMULS`.
 _HBM = 1360 / 1638
 _HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
 
@@ -28,30 +31,30 @@ class Chip:
     """One generation of TPU chips.
 
     Attributes:
-        generation: "v5e", as in the names of slices.
-        device_kind: What `jax.Device.device_kind` says.
-        devices_per_chip: How many JAX devices a chip is.
+        generation: Name as in the names of slices, such as "v5e".
+        device_kind: Value of `jax.Device.device_kind`.
+        devices_per_chip: Number of JAX devices per chip.
         bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
-        int8_ops_per_s: Peak in int8; None where no document gives one.
-        cycles_per_s: The clock in which XLA counts `estimated_cycles`.
-        hbm_bytes: Memory, as documented.
-        compiler_hbm_bytes: Memory that libtpu lets one program use: what its refusal calls
-            "available HBM", for all devices of a chip together.
+        int8_ops_per_s: Peak in int8; None if no document has it.
+        cycles_per_s: Clock of XLA's `estimated_cycles`.
+        hbm_bytes: Documented memory.
+        compiler_hbm_bytes: Memory that libtpu allows one program, which its error calls "available
+            HBM"; for all devices of a chip together.
         hbm_bytes_per_s: Peak bandwidth of the memory.
-        ici_links: Links to neighboring chips.
-        ici_bytes_per_s: Of one link, one way, usable.
-        torus_dims: Dimensions of the slice's grid.
+        ici_links: Number of links to neighboring chips.
+        ici_bytes_per_s: Usable bandwidth of one link in one direction.
+        torus_dims: Number of dimensions of the slice's grid.
         largest: Shape of the largest slice, in chips.
-        wraps_from: From this length on, an axis of the grid wraps around (`ring_axes` says which).
-        chips_per_host: The most chips that a host of such slices has.
-        dcn_bytes_per_s: To other slices, over the data-center network: a chip's share of what its
-            host can send.
-        host_bytes_per_s: Between a chip and its host's memory, one way.
+        wraps_from: Smallest length of an axis that is a ring (3D: a multiple; see `ring_axes`).
+        chips_per_host: Largest number of chips per host.
+        dcn_bytes_per_s: Bandwidth to other slices over the data-center network: a chip's share of
+            its host's bandwidth.
+        host_bytes_per_s: Bandwidth between a chip and its host's memory, in one direction.
         hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
-        cores_in_name: What the number of a name such as "v5p-128" counts per chip.
-        sources: Where the figures come from, by attribute.
-        matmul_share: Measured share of the peak of a large matrix multiplication; None for the
-            share of published measurements.
+        cores_in_name: Amount that one chip adds to the number in a name such as "v5p-128".
+        sources: Sources of the figures, by attribute.
+        matmul_share: Measured share of the peak of a large matrix multiplication; None to use
+            published measurements.
     """
 
     generation: str
@@ -77,13 +80,11 @@ class Chip:
     matmul_share: float | None = None
 
     def ring_axes(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Which axes of a slice of this shape (in chips) are rings; the others are lines.
-
-        A grid of three dimensions is a torus only if it is made of whole cubes of 4 x 4 x 4; one of
-        two dimensions has a ring along each axis that is as long as the pod's.
-        Source: docs.cloud.google.com/tpu/docs/v5p and v4, scaling-book; as `wrap` in
-        AI-Hypercomputer/maxtext, accelerator_to_spec_map.py.
-        """
+        """Returns whether each axis of a slice of this shape (in chips) is a ring, not a line."""
+        # A grid of three dimensions is a torus only if it consists of complete cubes of 4 x 4 x 4.
+        # A grid of two dimensions has a ring along each axis that is as long as the pod's.
+        # Sources: docs.cloud.google.com/tpu/docs/v5p and v4, scaling-book; the same as `wrap` in
+        # AI-Hypercomputer/maxtext, accelerator_to_spec_map.py.
         if self.torus_dims == 3:
             return (all(size % self.wraps_from == 0 for size in shape),) * len(shape)
         return tuple(size >= self.wraps_from for size in shape)
@@ -91,21 +92,21 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class AnnouncedChip:
-    """A chip whose figures are published and which no libtpu compiles for yet.
+    """A chip with published figures for which no libtpu compiles yet.
 
-    Its row is kept ready: when libtpu has learned it (a test tells), what is not published today,
-    links, clock, hosts and what the compiler leaves of the memory, makes it a `Chip`.
+    A test fails when libtpu supports the chip. Then make it a `Chip` with the figures that are not
+    published today: links, clock, hosts, and the memory that the compiler leaves.
 
     Attributes:
-        generation: As libtpu and Cloud are expected to call it, such as "tpu8t".
-        device_kind: What `jax.Device.device_kind` says.
-        devices_per_chip: How many JAX devices a chip is.
+        generation: Expected name in libtpu and Cloud, such as "tpu8t".
+        device_kind: Value of `jax.Device.device_kind`.
+        devices_per_chip: Number of JAX devices per chip.
         bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
-        fp8_flops_per_s: Likewise in 8-bit floats.
+        fp8_flops_per_s: Peak of matrix multiplication in 8-bit floats.
         hbm_bytes: Memory.
-        hbm_bytes_per_s: Its peak bandwidth.
-        num_chips: Of the largest slice, if published.
-        sources: Where the figures come from, by attribute.
+        hbm_bytes_per_s: Peak bandwidth of the memory.
+        num_chips: Number of chips of the largest slice; None if it is not published.
+        sources: Sources of the figures, by attribute.
     """
 
     generation: str
@@ -119,10 +120,9 @@ class AnnouncedChip:
     sources: Mapping[str, str]
 
 
-def chip_of_device(device: Any) -> Chip | None:
-    """The chip that a JAX device is on; None if it is not a TPU, or one that is not known."""
-    kind = getattr(device, "device_kind", None)
-    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+def chip_of_device(device: jax.Device) -> Chip | None:
+    """Returns the chip of a JAX device; None if it is not a TPU or an unknown one."""
+    return next((c for c in CHIPS.values() if c.device_kind == device.device_kind), None)
 
 
 def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
@@ -142,7 +142,8 @@ def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
     )
 
 
-# The clock follows from the peak: 2 x 128 x 128 FLOPs per cycle and MXU; since v6e, 4 x 256 x 256.
+# The clock is the peak divided by the FLOPs per cycle: 2 x 128 x 128 per MXU; since v6e,
+# 4 x 256 x 256.
 CHIPS: Mapping[str, Chip] = {
     chip.generation: chip
     for chip in (
@@ -360,7 +361,8 @@ _ANNOUNCED_SOURCES = {
     "hbm_bytes_per_s": _JAX_0_12,
 }
 
-# libtpu 0.0.50.1 says "Invalid TPU external name" of both; tests/xla/test_topology.py asks it.
+# For both, libtpu 0.0.50.1 fails with "Invalid TPU external name"; tests/xla/test_topology.py
+# checks that.
 ANNOUNCED: Mapping[str, AnnouncedChip] = {
     chip.generation: chip
     for chip in (

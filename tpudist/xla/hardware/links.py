@@ -1,73 +1,80 @@
-"""Which links of a slice carry a collective, and how long it takes them.
+"""Estimates which links of a slice a collective uses, and for how long.
 
-The chips of a slice are a grid whose rows and columns may be closed to rings. The rules, after the
-scaling book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
+The chips of a slice are a grid whose rows and columns may be rings. The rules follow the scaling
+book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
 
-1. An all-gather or reduce-scatter of B bytes in all among n devices brings B (n - 1) / n bytes to
-   each device. It arrives over all axes of the grid that the group spans, in both directions of
-   each axis that is a ring of the group; at the end of a line only one link leads to the group.
-2. An all-reduce is a reduce-scatter and an all-gather, at 0.64 of their bandwidth: the mean of what
-   was measured of 606 MB on a v6e-256 (236 GB/s of 360: AI-Hypercomputer/tpu-recipes,
-   microbenchmarks/trillium/collectives) and of 268 MB on a v5e-8 (57 GB/s of 90:
+1. An all-gather or reduce-scatter of B bytes in total among n devices sends B (n - 1) / n bytes to
+   each device. They arrive over all axes of the grid that the group spans, in both directions of
+   each axis that is a ring of the group. At the end of a line only one link leads to the group.
+2. An all-reduce is a reduce-scatter and an all-gather, at 0.64 of their bandwidth. This is the mean
+   of two measurements: 606 MB on a v6e-256 (236 GB/s of 360: AI-Hypercomputer/tpu-recipes,
+   microbenchmarks/trillium/collectives) and 268 MB on a v5e-8 (57 GB/s of 90:
    AI-Hypercomputer/jetstream-pytorch, pull request 168).
-3. An all-to-all of B bytes per device crosses the middle of the longest axis: on a ring of n, n B/4
-   bytes through two links either way.
-4. A permute takes the shortest way, axis by axis, and its most loaded link decides.
-5. Groups that lie interleaved on an axis share its links, and so do the two devices of a chip where
-   they belong to different groups. Within a chip, the devices talk at six times the speed of a link
-   (docs.cloud.google.com/tpu/docs/tpu7x).
-6. A hop takes 1 us (tpus, question 5), and a transfer the longer of its hops and its bytes. Half
-   of a ring is the farthest way on it; on a line it is the whole line.
+3. An all-to-all of B bytes per device is limited by the middle of the longest axis: on a ring of n,
+   n B/4 bytes cross two links in each direction.
+4. A permute takes the shortest path, axis by axis, and its most loaded link determines the time.
+5. Groups that are interleaved on an axis share its links. The two devices of a chip also share
+   links if they are in different groups. Within a chip, the devices communicate at six times the
+   speed of a link (docs.cloud.google.com/tpu/docs/tpu7x).
+6. A hop takes 1 us (tpus, question 5). A transfer takes the time of its hops or of its bytes,
+   whichever is longer. The longest path is half of a ring, or a complete line.
 
-Against other published measurements: an all-gather over the 4 chips of a tpu7x:2x2x1, 268 MB in
-all, took 2.25 ms and is priced 2.24 (accelerator-microbenchmarks, Ironwood/guides/collectives); a
-reduce-scatter of 134 MB between two chips of a v2, 1.13 and 1.20 (scaling book, profiling); a
-permute of 64 MiB to the neighbor on v5p, 0.78 and 0.75 (marin-community/marin, issue 6736).
+Comparison with other published measurements (measured, estimated): an all-gather over the 4 chips
+of a tpu7x:2x2x1, 268 MB in total, 2.25 and 2.24 ms (accelerator-microbenchmarks,
+Ironwood/guides/collectives); a reduce-scatter of 134 MB between two chips of a v2, 1.13 and 1.20 ms
+(scaling book, profiling); a permute of 64 MiB to the neighbor on v5p, 0.78 and 0.75 ms
+(marin-community/marin, issue 6736).
 """
 
 import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
 from tpudist.xla.hardware.chips import Chip
 
-HOP_S = 1e-6
-ALL_REDUCE_SHARE = 0.64
-_WITHIN_CHIP = 6.0
-# A direction of an axis of the grid, or the inside of a chip: what two transfers may compete for.
+HOP_S = 1e-6  # rule 6
+ALL_REDUCE_SHARE = 0.64  # rule 2
+_WITHIN_CHIP = 6.0  # rule 5
+# Axis of the grid and direction (1 or -1), or `_INSIDE` a chip. Transfers with a common link
+# compete for it.
 Link = tuple[int, int]
 _INSIDE: Link = (-1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one collective uses the links of a slice.
+    """The use of the links of a slice by one collective.
 
     Attributes:
-        seconds: How long it takes on links that nothing else uses.
-        busy_s: How long it keeps each link busy, by axis of the grid and direction (1 or -1).
+        seconds: Seconds without other transfers.
+        busy_s: Seconds for which each `Link` is busy.
     """
 
     seconds: float
-    busy_s: Mapping[Link, float]
+    busy_s: Mapping[Hashable, float]
 
 
 class Torus:
-    """The chips of a mesh's devices, as a grid for each slice."""
+    """The chips of a mesh's devices, as one grid per slice.
+
+    Args:
+        mesh: Mesh of TPU devices.
+        chip: Chip of the devices.
+    """
 
     def __init__(self, mesh: Mesh, chip: Chip):
-        """Reads the coordinates of the devices of `mesh`, chips of the kind `chip`."""
         self._chip = chip
         devices = list(mesh.devices.flat)
         coords = [tuple(device.coords) for device in devices]
         self._coords = np.array(coords).reshape(len(devices), -1)
+        # JAX's TPU devices have a slice index only if there are several slices.
         self._slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
-        # The mesh may leave out chips of the slice: the slice is as large as its farthest chip.
+        # The mesh may leave out chips of the slice, so the largest coordinates give the shape.
         self._shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
         wrapped = chip.ring_axes(self._shape[: chip.torus_dims])
         self._wrapped = (*wrapped, *(False,) * (len(self._shape) - len(wrapped)))
@@ -77,20 +84,20 @@ class Torus:
         return any(len({int(self._slices[i]) for i in group}) > 1 for group in groups)
 
     def route(self, kind: str, num_bytes: float, groups: tuple[tuple[int, ...], ...]) -> Route:
-        """How a collective of a slice uses its links.
+        """Returns the links and the time of a collective inside a slice.
 
         Args:
-            kind: The HLO opcode.
-            num_bytes: Size of the whole operand or result on one device, the larger of the two.
-            groups: The positions in the mesh of the devices that take part together.
+            kind: HLO opcode.
+            num_bytes: Size of the complete operand or result on one device, whichever is larger.
+            groups: Groups of devices, as positions in the flat mesh.
         """
         if kind in ("collective-permute", "send"):
             return self._permute(num_bytes, groups)
         size = max((len(group) for group in groups), default=1)
         if size < 2:
             return Route(0.0, {})
-        spans, per_chip = self._spans(groups)
-        if not spans:
+        spans, per_chip = _spans(self, groups)
+        if not spans:  # both devices of one chip
             rate = _WITHIN_CHIP * self._chip.ici_bytes_per_s
             seconds = bytes_received(kind, num_bytes, size) / rate
             return Route(seconds, {_INSIDE: seconds})
@@ -108,13 +115,10 @@ class Torus:
         seconds = max(seconds, hops * HOP_S)
         return Route(seconds, {(span.axis, sign): seconds for span in spans for sign in (1, -1)})
 
-    def _spans(self, groups: tuple[tuple[int, ...], ...]) -> tuple[list["_Span"], int]:
-        return _spans(self, groups)
-
     def _permute(self, num_bytes: float, pairs: tuple[tuple[int, ...], ...]) -> Route:
         loads, hops, inside = _permute_loads(self, pairs)
         rate = self._chip.ici_bytes_per_s
-        busy = {link: num_bytes * load / rate for link, load in loads}
+        busy: dict[Hashable, float] = {link: num_bytes * load / rate for link, load in loads}
         if inside:
             busy[_INSIDE] = num_bytes / (_WITHIN_CHIP * rate)
         if not busy:
@@ -123,9 +127,9 @@ class Torus:
 
 
 def bytes_received(kind: str, num_bytes: float, group_size: int) -> float:
-    """What each device of a group receives, and sends, over the network, if no byte twice.
+    """Returns the bytes that each device of a group receives and sends over the network.
 
-    An all-reduce counts twice: the parts to be summed, then the sums.
+    An all-reduce counts twice: first the parts of the sum, then the sums.
     """
     if kind in ("collective-permute", "collective-broadcast", "send"):
         return num_bytes
@@ -135,13 +139,13 @@ def bytes_received(kind: str, num_bytes: float, group_size: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """How far a group reaches along one axis of the grid.
+    """The extent of a group along one axis of the grid.
 
     Attributes:
-        axis: The axis of the grid.
-        size: How many chips of the group stand in a row.
-        stride: How far apart they are, and thus how many groups share the row's links.
-        directions: 2 if the row is closed to a ring, 1 if it is a line.
+        axis: Axis of the grid.
+        size: Number of chips of the group in a row.
+        stride: Distance between these chips, and so the number of groups that share the links.
+        directions: 2 if the row is a ring, 1 if it is a line.
     """
 
     axis: int
@@ -157,17 +161,17 @@ class _Span:
 
 @functools.lru_cache(maxsize=4096)
 def _spans(torus: Torus, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Span], int]:
-    """The axes that the first group spans (all are alike), and its devices per chip."""
+    """Returns the axes that the first group spans (all are alike), and its devices per chip."""
     coords = torus._coords[list(groups[0])]
     num_chips = len(np.unique(coords, axis=0))
     spans = []
     for axis, length in enumerate(torus._shape):
-        places = np.unique(coords[:, axis])
-        if len(places) < 2:
+        positions = np.unique(coords[:, axis])
+        if len(positions) < 2:
             continue
-        stride = int(np.diff(places).min())
-        ring = torus._wrapped[axis] and len(places) * stride == length
-        spans.append(_Span(axis, len(places), stride, 2 if ring else 1))
+        stride = int(np.diff(positions).min())
+        ring = torus._wrapped[axis] and len(positions) * stride == length
+        spans.append(_Span(axis, len(positions), stride, 2 if ring else 1))
     return spans, len(groups[0]) // num_chips
 
 
@@ -175,22 +179,28 @@ def _spans(torus: Torus, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Spa
 def _permute_loads(
     torus: Torus, pairs: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[tuple[Link, int], ...], int, bool]:
-    """Per direction the transfers on its most loaded link; the most hops; any within a chip."""
+    """Follows the paths of a permute.
+
+    Returns:
+        For each link, the number of transfers on its most loaded wire; the number of hops of the
+        longest path; whether a pair is within a chip.
+    """
+    # A wire of a link is identified by the chip that it leaves.
     loads: dict[Link, dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
     coords, slices = torus._coords.tolist(), torus._slices.tolist()
-    most_hops, inside = 0, False
+    max_hops, inside = 0, False
     for source, target in pairs:
-        place, hops = list(coords[source]), 0
+        position, hops = list(coords[source]), 0
         for axis, length in enumerate(torus._shape):
-            distance = coords[target][axis] - place[axis]
-            # The shorter way round. A link is known by the chip that it leaves, and its direction.
+            distance = coords[target][axis] - position[axis]
+            # On a ring, go the shorter way around.
             if torus._wrapped[axis] and abs(distance) * 2 > length:
                 distance -= int(math.copysign(length, distance))
             sign = 1 if distance > 0 else -1
             for _ in range(abs(distance)):
-                loads[axis, sign][(slices[source], *place)] += 1
-                place[axis] = (place[axis] + sign) % length
+                loads[axis, sign][(slices[source], *position)] += 1
+                position[axis] = (position[axis] + sign) % length
             hops += abs(distance)
-        most_hops = max(most_hops, hops)
+        max_hops = max(max_hops, hops)
         inside |= source != target and hops == 0
-    return tuple((link, max(at.values())) for link, at in loads.items()), most_hops, inside
+    return tuple((link, max(x.values())) for link, x in loads.items()), max_hops, inside

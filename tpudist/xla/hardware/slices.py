@@ -1,16 +1,15 @@
-"""The names of TPU slices: "v5e-256", "v5p-128", "2xv5e-256", "v5e:16x16", "2xv5e:4x4".
+"""Parses the names of TPU slices: "v5e-256", "v5p-128", "2xv5e-256", "v5e:16x16", "2xv5e:4x4".
 
-A name is a generation and, after a hyphen, a number as Google Cloud uses it, or, after a colon, the
-shape in chips. In front may stand how many such slices the data-center network connects.
+A name is a generation with a hyphen and Google Cloud's number, or with a colon and the shape in
+chips. It may begin with the number of slices that the data-center network connects.
 
-What the number counts. TensorCores, two per chip, for v2 to v5p (4x4x4 is 128 of them:
-docs.cloud.google.com/tpu/docs/v5p) and tpu7x (GKE calls 2x2x2 "tpu7x-16", as do the repositories
-AI-Hypercomputer/xpk and maxtext). Chips for v5e and v6e, which have one core.
-
-Which shape a number means. Cloud's default is the one "most similar to a cube"
-(docs.cloud.google.com/tpu/docs/types-topologies): up to 32 chips 2x2x1, 2x2x2, 2x2x4, 2x4x4, then
-whole cubes of 4x4x4, put together to the smallest surface; in two dimensions, powers of two with
-sides equal or 1:2. After a colon, any shape can be given.
+- The number counts TensorCores, two per chip, for v2 to v5p (4x4x4 is 128 of them:
+  docs.cloud.google.com/tpu/docs/v5p) and tpu7x (GKE calls 2x2x2 "tpu7x-16", as do the repositories
+  AI-Hypercomputer/xpk and maxtext). It counts chips for v5e and v6e, which have one core.
+- A number means Cloud's default shape, "most similar to a cube"
+  (docs.cloud.google.com/tpu/docs/types-topologies). In three dimensions, that is 2x2x1, 2x2x2,
+  2x2x4 or 2x4x4 up to 32 chips, then 4x4x4 cubes combined to the smallest surface. In two
+  dimensions, it is a power of two with sides that are equal or 1:2. A colon allows any shape.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ import re
 from tpudist.xla import versions
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, Chip
 
-# Cloud says "v5litepod", libtpu also "v5" for v5p; the others are what people say.
+# Cloud writes "v5litepod", libtpu also "v5" for v5p; people use the other names.
 _ALIASES = {"v5litepod": "v5e", "v5": "v5p", "v7x": "tpu7x", "trillium": "v6e", "ironwood": "tpu7x"}
 _ANNOUNCED_ALIASES = {alias: f"tpu{alias[-2:]}" for alias in ("8t", "v8t", "8i", "v8i")}
 _EXAMPLES = '"v5e-8", "v5p-128", "2xv5e-256" or, with the shape in chips, "v5e:2x4"'
@@ -35,10 +34,10 @@ class Slice:
     """One or several equal TPU slices.
 
     Attributes:
-        name: As it was asked for.
-        generation: A key of `chips.CHIPS`.
-        shape: Of one slice, in chips.
-        num_slices: Slices, connected by the data-center network.
+        name: Name that was parsed.
+        generation: Key of `chips.CHIPS`.
+        shape: Shape of one slice, in chips.
+        num_slices: Number of slices, which the data-center network connects.
     """
 
     name: str
@@ -48,35 +47,35 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The facts about its chips."""
+        """Facts about the chips."""
         return CHIPS[self.generation]
 
     @property
     def num_chips(self) -> int:
-        """Chips of all slices."""
+        """Number of chips of all slices."""
         return self.num_slices * math.prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices."""
+        """Number of JAX devices of all slices."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
     def raw(self) -> str:
-        """The name of one slice for libtpu: "v5e:16x16"."""
+        """Name of one slice for libtpu: "v5e:16x16"."""
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which axes of the shape are rings."""
+        """Whether each axis of the shape is a ring."""
         return self.chip.ring_axes(self.shape)
 
 
 def parse(name: str) -> Slice:
-    """The slice of this name.
+    """Parses the name of a slice.
 
     Raises:
-        ValueError: Not a name, or a slice that does not exist; near names are listed.
+        ValueError: If `name` is not the name of an existing slice; lists similar names.
     """
     match = re.fullmatch(
         r"(?:(?P<slices>\d+)x)?(?P<generation>[a-zA-Z]\w*?)"
@@ -103,7 +102,7 @@ def parse(name: str) -> Slice:
 
 
 def _check_not_announced(name: str) -> None:
-    """Says of a slice of a chip that is announced why nothing can be compiled for it."""
+    """Raises `ValueError` for a slice of an announced chip, for which libtpu cannot compile yet."""
     word = re.split(r"[-:]", str(name).strip().lower())[0]
     word = re.sub(r"^\d+x", "", word)
     chip = ANNOUNCED.get(_ANNOUNCED_ALIASES.get(word, word))
@@ -141,12 +140,12 @@ def _shape_of(number: int, generation: str, name: str) -> tuple[int, ...]:
 
 
 def default_shape(num_chips: int, torus_dims: int) -> tuple[int, ...] | None:
-    """The shape that Google Cloud gives so many chips by default; None if it has none."""
+    """Returns Google Cloud's default shape for a number of chips; None if there is none."""
     if num_chips < 1:
         return None
     if torus_dims == 2:
         power = num_chips.bit_length() - 1
-        if num_chips != 1 << power or num_chips == 2:
+        if num_chips != 1 << power or num_chips == 2:  # Cloud offers no slice of 2 chips
             return None
         return (1 << power // 2, 1 << (power + 1) // 2)
     if num_chips in _SMALL_3D:
@@ -182,19 +181,20 @@ def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
 
 
 def _numbers(chip: Chip) -> list[int]:
-    """The numbers after the hyphen that are known, up to the largest slice."""
-    most = math.prod(chip.largest)
+    """Returns the valid numbers after a hyphen, up to the largest slice."""
+    largest = math.prod(chip.largest)
     step = _CUBE**3 if chip.torus_dims == 3 else 1
-    counts = [*_SMALL_3D, *range(step, most + 1, step)] if step > 1 else range(1, most + 1)
+    counts = [*_SMALL_3D, *range(step, largest + 1, step)] if step > 1 else range(1, largest + 1)
     return [chip.cores_in_name * n for n in counts if default_shape(n, chip.torus_dims)]
 
 
 def _suggest_names(name: str) -> str:
-    """A sentence with the names that look like this one, or nothing."""
+    """Returns a sentence with names that look like this one, or an empty text."""
+    # Up to 40 numbers per generation: more make the search slow and are hardly mistyped.
     known = [f"{generation}-{n}" for generation, chip in CHIPS.items() for n in _numbers(chip)[:40]]
     known += [f"{chip.generation}:{_format_shape(chip.largest)}" for chip in CHIPS.values()]
-    found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(found)}? " if found else ""
+    similar = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(similar)}? " if similar else ""
 
 
 def _list_names() -> str:

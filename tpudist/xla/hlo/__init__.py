@@ -1,1 +1,1 @@
-"""Reads the program that XLA compiled."""
+"""Reads the text of programs that XLA compiled."""

@@ -1,19 +1,20 @@
-"""Reads the program XLA compiled: which collectives it runs, and how many bytes each one moves.
+"""Reads the collectives of a compiled program, and the bytes that each one moves.
 
-What a step communicates is decided by the compiler, so we read it rather than model it. Tests use
-this to pin down the communication of a strategy; the planner uses it to price one. Nothing here
-needs a device.
+The compiler decides what a step communicates, so we read its program instead of modeling it. Tests
+use this to check the communication of a strategy, the planner to estimate its cost. No device is
+needed.
 
 Shapes and bytes are per device. Source: the text of `jax.stages.Compiled.as_text()`.
 """
 
 import dataclasses
 import re
-from typing import Any
+
+import jax
 
 from tpudist.xla.hlo import replica_groups, shapes, source_lines
 
-# The opcodes of transfers between devices, those that are started and awaited without "-start".
+# Opcodes of transfers between devices, without the suffix "-start" of an asynchronous one.
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -36,22 +37,21 @@ _METADATA_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One transfer between devices, as it stands in a compiled program.
+    """One transfer between devices in a compiled program.
 
-    Equality is that of what is moved (`kind`, `num_bytes`), so that programs can be compared as
-    lists; who moves it and who asked for it ride along.
+    Only `kind` and `num_bytes` are compared, so that tests can compare programs as lists.
 
     Attributes:
-        kind: The HLO opcode, such as "all-reduce"; "dcn-all-reduce" and the like for what XLA hands
-            to the network between slices, and "send" for any other transfer to a peer.
-        num_bytes: Size of the whole operand or the whole result on one device, the larger of the
-            two: what an all-gather makes, what a reduce-scatter is given. Padding is not counted.
-        groups: Which devices take part together, as positions in the flat mesh the program was
-            compiled for (not `Device.id`); (source, target) pairs for a permute; None where the
-            text does not say.
-        op_name: The path of the JAX operation, such as "jit(step)/while/body/psum". It is empty
-            for what the compiler added by itself.
-        stack: The user's source lines "file:line", innermost first.
+        kind: HLO opcode, such as "all-reduce"; "dcn-all-reduce" and similar for transfers over the
+            network between slices, and "send" for any other transfer to a peer.
+        num_bytes: Size of the complete operand or result on one device, whichever is larger: the
+            result of an all-gather, the operand of a reduce-scatter. Without padding.
+        groups: Groups of devices that communicate, as positions in the flat mesh that the program
+            was compiled for (not `Device.id`); (source, target) pairs for a permute; None if the
+            text does not have them.
+        op_name: Path of the JAX operation, such as "jit(step)/while/body/psum"; empty if the
+            compiler added the transfer.
+        stack: Source lines "file:line", innermost first.
     """
 
     kind: str
@@ -62,23 +62,20 @@ class Collective:
 
     @property
     def source(self) -> str | None:
-        """The innermost line "file:line" that is not this library's, or None if nobody asked."""
+        """The user's innermost line "file:line"; None if the compiler added the transfer."""
         return source_lines.users_line(self.stack)
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text.
+    """Returns the collectives of a compiled program, in the order of its text.
 
-    Each is given once for each time it stands in the program. What a loop (`scan`, `while_loop`)
-    runs many times stands there once and is not multiplied (`op_name` then holds "while/body");
-    what only one branch of a `cond` runs is given for each branch.
+    A collective in a loop (`scan`, `while_loop`) counts once; its `op_name` contains "while/body".
+    The collectives of all branches of a `cond` count. A `-start` and its `-done`, or the pieces of
+    an asynchronous fusion of a TPU, are one collective. An all-reduce that the TPU compiler fused
+    with the slicing of its result is a reduce-scatter.
 
     Args:
-        text: The HLO text of the program, `compiled.as_text()`.
-
-    Pairs of `-start` and `-done`, and the pieces of a TPU's asynchronous fusion, are one
-    collective. An all-reduce that the TPU compiler fused with the slicing of its result is what
-    it then runs as: a reduce-scatter.
+        text: HLO text of the program, `compiled.as_text()`.
     """
     found = []
     fused = set()
@@ -101,13 +98,13 @@ def collectives(text: str) -> list[Collective]:
 def read(
     line: str, computation: str, num_devices: int, sources: source_lines.Sources
 ) -> Collective | None:
-    """The collective that one line of a program is, or None.
+    """Returns the collective in one line of a program, or None.
 
     Args:
-        line: The line, as it stands in the text.
-        computation: Name of the computation it stands in.
+        line: Line of text of an instruction.
+        computation: Name of the computation that contains the line.
         num_devices: Number of devices that the program was compiled for.
-        sources: The program's tables of source lines.
+        sources: Tables of source lines of the program.
     """
     match = _INSTRUCTION.match(line)
     if match is None:
@@ -121,10 +118,10 @@ def read(
     elif match["start"] and kind != "all-reduce":
         shape = shapes.tuple_parts(shape)[1]  # (operand, result, context...)
     num_bytes = shapes.num_bytes(shape)
-    if kind == "reduce-scatter":
+    if kind == "reduce-scatter":  # the shape of the result is one part of the operand
         num_bytes *= len(groups[0]) if groups else num_devices
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"
+        kind = "reduce-scatter"  # fused with the slicing, so this is the shape of the operand
     op_name = _METADATA_NAME.search(line)
     return Collective(
         kind, num_bytes, groups, op_name[1] if op_name else "", sources.lines_of(line)
@@ -132,11 +129,9 @@ def read(
 
 
 def fusion_piece(line: str) -> tuple[str | None, ...] | None:
-    """What tells one asynchronous fusion of a TPU from another; None for any other collective.
-
-    The start, each overlapped step and the end are printed as whole instructions. The channel
-    alone is no key: the parts of a multi-slice all-reduce share theirs.
-    """
+    """Returns a key for the asynchronous fusion of a TPU; None for any other collective."""
+    # The start, each overlapped step and the end are printed as complete instructions with the same
+    # key. The channel is not enough, because all parts of a multi-slice all-reduce share one.
     if '"async_collective_fusion_config"' not in line:
         return None
     match = _INSTRUCTION.match(line)
@@ -146,16 +141,16 @@ def fusion_piece(line: str) -> tuple[str | None, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFigures:
-    """What one run of a compiled program takes of each device, as XLA counts it.
+    """XLA's cost and memory of one run of a compiled program, per device.
 
     Attributes:
         flops: Floating-point operations. The body of a loop is counted once.
-        bytes_accessed: Bytes read and written by all operations, likewise.
-        argument_bytes: Size of the arguments, including those that are donated.
-        output_bytes: Size of the outputs, including those that reuse an argument's memory.
+        bytes_accessed: Bytes that all operations read and write. A loop's body is counted once.
+        argument_bytes: Size of the arguments, including donated ones.
+        output_bytes: Size of the outputs, including outputs that reuse an argument's memory.
         alias_bytes: Size of the outputs that reuse an argument's memory (donation).
         temp_bytes: Size of the temporary buffers.
-        peak_bytes: The most that is held at once, arguments and outputs included.
+        peak_bytes: Largest amount in use at one time, including arguments and outputs.
     """
 
     flops: float
@@ -167,10 +162,11 @@ class ProgramFigures:
     peak_bytes: int
 
 
-def program_figures(compiled: Any) -> ProgramFigures:
-    """The cost and the memory of `compiled`, a `jax.stages.Compiled`."""
+def program_figures(compiled: jax.stages.Compiled) -> ProgramFigures:
+    """Returns XLA's cost and memory of a compiled program."""
     cost = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
+    assert memory is not None  # CPU, GPU and TPU have the analysis; another plugin may lack it
     return ProgramFigures(
         flops=cost.get("flops", 0.0),  # absent from a program that computes nothing
         bytes_accessed=cost.get("bytes accessed", 0.0),
@@ -183,7 +179,7 @@ def program_figures(compiled: Any) -> ProgramFigures:
 
 
 def _transfer_kind(line: str) -> str | None:
-    """The kind of a `send`: through the data-center network, to a peer, or (None) to the host."""
+    """Returns the kind of a `send`: over the data-center network, or to a peer; None for a host."""
     if transfer := _attribute(line, "_xla_megascale_transfer_type"):
         return "dcn-" + transfer.lower().replace("_", "-")
     return None if _attribute(line, "is_host_transfer") == "true" else "send"

@@ -1,4 +1,4 @@
-"""What the compiler says of a program it made: its text, its memory, its cost and its buffers."""
+"""Collects the compiler's reports about a program: its text, memory, cost and buffers."""
 
 import dataclasses
 import pathlib
@@ -10,16 +10,16 @@ class MemoryStats:
     """The memory that a program needs, in bytes per device.
 
     Attributes:
-        argument_bytes: Of its arguments.
-        output_bytes: Of its results.
-        alias_bytes: Of those results that take the place of a donated argument.
-        temp_bytes: Of everything in between.
-        generated_code_bytes: Of the program itself.
-        peak_bytes: The most that is in use at a time, as the compiler counts it.
-        host_argument_bytes: Arguments that stay in the host's memory.
-        host_output_bytes: Results that do.
-        host_temp_bytes: Temporaries that do.
-        host_alias_bytes: Of the host's results, those that take the place of a donated argument.
+        argument_bytes: Size of the arguments in device memory.
+        output_bytes: Size of the results in device memory.
+        alias_bytes: Size of the results that reuse the memory of donated arguments.
+        temp_bytes: Size of the temporaries in device memory.
+        generated_code_bytes: Size of the program itself.
+        peak_bytes: Largest amount in use at one time, as the compiler counts it.
+        host_argument_bytes: Size of the arguments in host memory.
+        host_output_bytes: Size of the results in host memory.
+        host_temp_bytes: Size of the temporaries in host memory.
+        host_alias_bytes: Size of the results in host memory that reuse donated arguments.
     """
 
     argument_bytes: int
@@ -36,21 +36,15 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of a program.
+    """The compiler's reports about one program.
 
     Attributes:
-        text: Its HLO, as `jax.stages.Compiled.as_text()` prints it.
-        memory: What it needs on each device.
+        text: HLO text, as from `jax.stages.Compiled.as_text()`.
+        memory: Memory per device.
         flops: XLA's count per device; a loop's body is counted once.
-        seconds: How long the compiler took.
-        buffers: XLA's buffer assignment and, after it, its live ranges; "" if it gave none. Lines
-            "allocation 11: size 16896, preallocated-temp:" (or "parameter 1, shape |...| at
-            ShapeIndex {}, maybe-live-out", "output shape is |...|", "thread-local", "color 1" for
-            another memory than HBM), each followed by its values:
-            " value: <49 all-gather.17 @1> (size=1048576,offset=0): bf16[1024,512]{1,0:T(8,128)}",
-            named as the instructions of `text`. Then "HloLiveRange (max 15):" with the schedule,
-            "name{index}:first-last" for each buffer, and "Live ranges at 9 (peak):" with what is
-            alive at the peak, on a TPU in all memories together.
+        seconds: Seconds that the compiler took.
+        buffers: XLA's buffer assignment followed by its live ranges, which `liveness` parses; "" if
+            XLA wrote none.
     """
 
     text: str
@@ -61,12 +55,12 @@ class CompiledProgram:
 
 
 def from_executable(executable: Any, seconds: float, folder: str) -> CompiledProgram:
-    """What there is to say of a compiled program.
+    """Collects the reports about a compiled program.
 
     Args:
-        executable: A `jax.stages.Compiled`'s or a client's executable.
-        seconds: How long the compiler took.
-        folder: What was given to it as `xla_dump_to`.
+        executable: The executable of a `jax.stages.Compiled` or of a client.
+        seconds: Seconds that the compiler took.
+        folder: Folder that the compiler got as `xla_dump_to`.
     """
     stats = executable.get_compiled_memory_stats()
     cost = executable.cost_analysis()
@@ -92,10 +86,10 @@ def from_executable(executable: Any, seconds: float, folder: str) -> CompiledPro
 
 
 def read_refused(folder: str) -> tuple[str, str]:
-    """The text and the buffers of a program for which the compiler found no room; "" if none.
+    """Returns the text and the buffers of a program that did not fit into memory; "" if none.
 
     Args:
-        folder: What was given to it as `xla_dump_to`.
+        folder: Folder that the compiler got as `xla_dump_to`.
     """
     return _read_files(folder, "oom_intermediate_module.txt"), _buffers(folder)
 
@@ -105,9 +99,9 @@ def _buffers(folder: str) -> str:
 
 
 def _read_files(folder: str, *endings: str) -> str:
-    found = []
+    texts = []
     for ending in endings:
-        # Of several modules (a CPU program can have helpers), the program is the largest.
+        # One file per module. A CPU program can have helpers; the program is the largest module.
         files = sorted(pathlib.Path(folder).glob(f"*{ending}"), key=lambda f: f.stat().st_size)
-        found += [file.read_text(errors="replace") for file in files[-1:]]
-    return "\n".join(found)
+        texts += [file.read_text(errors="replace") for file in files[-1:]]
+    return "\n".join(texts)

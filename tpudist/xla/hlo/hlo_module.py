@@ -1,8 +1,8 @@
-"""Reads the whole of a program that XLA compiled: what it runs, in which order, and how often.
+"""Parses the text of a compiled program: its instructions, their order and their run counts.
 
-The text of a compiled program is its schedule: the instructions of a computation run in the order
-in which they stand. Loops stand there once; how often they run is read from their conditions. What
-is inside a fusion is no instruction of its own, it is how the fusion computes.
+The text is a schedule: the instructions of a computation run in the order in which they appear. A
+loop appears once, and `trip_counts` reads its run count from its condition. The contents of a
+fusion are not instructions of the schedule; they define what the fusion computes.
 
 Shapes are per device. Source: `jax.stages.Compiled.as_text()`; syntax: xla/hlo/parser.
 """
@@ -21,19 +21,15 @@ _BRACKETS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 _CLOSED = re.compile(r"\}(?:$|, execution_thread| //)")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _NAME = re.compile(r"([\w.-]+)\s*(?:,|$)")
-_FARTHEST_ORIGIN = 16
-# Opcodes whose called computation the device runs in the schedule, rather than per element.
+# Instructions that `origin` follows in one direction. Chains of added copies are shorter.
+_MAX_DISTANCE_TO_ORIGIN = 16
+# Opcodes whose called computation the device runs once, in the schedule, rather than per element.
 _CALLS = ("call", "call-start", "async-start", "while", "conditional")
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """An instruction that a step runs, and how often.
-
-    Attributes:
-        instruction: The instruction.
-        count: How often a step runs it.
-    """
+    """An instruction of a step and the number of times that one step runs it."""
 
     instruction: Instruction
     count: float
@@ -44,13 +40,13 @@ class Module:
     """A compiled program.
 
     Attributes:
-        name: Its name, such as "jit_step".
-        computations: Its computations by name.
-        entry: The computation that a step runs.
-        num_devices: Number of devices it was compiled for.
-        sources: Its tables of source lines.
-        scan_lengths: How often loops run, by the `op_name` of the loop, for those whose trip count
-            cannot be read from the text.
+        name: Name of the program, such as "jit_step".
+        computations: All computations by name.
+        entry: Computation that a step runs.
+        num_devices: Number of devices that the program was compiled for.
+        sources: Tables of source lines.
+        scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
+            be read from the text.
     """
 
     name: str
@@ -62,16 +58,16 @@ class Module:
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int | None]:
-        """How often each `while` runs its body, by its name; None where it cannot be read."""
-        found = trip_counts.count_trips(self.computations)
+        """Number of times that each `while` runs its body, by name; None if it is unknown."""
+        counts = trip_counts.count_trips(self.computations)
         for name, loop in self._loops.items():
-            if found[name] is None:
-                found[name] = self.scan_lengths.get(loop.op_name)
-        return found
+            if counts[name] is None:
+                counts[name] = self.scan_lengths.get(loop.op_name)
+        return counts
 
     @functools.cached_property
     def unknown_trip_counts(self) -> tuple[str, ...]:
-        """The loops, as "op_name" or their name, that count once since nobody knows how often."""
+        """The loops with an unknown trip count, which count once: their `op_name`, or name."""
         unknown = (name for name, count in self.trip_counts.items() if count is None)
         return tuple(self._loops[name].op_name or name for name in unknown)
 
@@ -85,38 +81,38 @@ class Module:
         }
 
     def operands_of(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results `instruction` takes."""
+        """Returns the instructions whose results `instruction` reads."""
         siblings = self.computations[instruction.computation].instructions
         return [siblings[name] for name in instruction.operands if name in siblings]
 
     def origin(self, instruction: Instruction) -> Instruction:
-        """The instruction that says which source lines `instruction` comes from.
+        """Returns the nearest instruction with source lines; `instruction` itself if none has any.
 
-        What the compiler added says nothing, but works on the result of something that does; or,
-        as the gather of a parameter since libtpu 0.0.50, is there for something that does. It is
-        `instruction` itself where nothing does.
+        The compiler gives no source lines to the instructions that it adds.
         """
+        # An added instruction usually works on the result of an instruction with lines. Since
+        # libtpu 0.0.50, the gather of a parameter does not: only its user has lines. A parameter
+        # itself has many users, so its first user says nothing about it.
         forward = () if instruction.opcode == "parameter" else (self._first_user,)
-        for nearby in (self._source_operand, *forward):
+        for follow in (self._source_operand, *forward):
             nearest: Instruction | None = instruction
-            for _ in range(_FARTHEST_ORIGIN):
-                if found := next((i for i in self._inside(nearest) if i.stack), None):
-                    return found
-                nearest = nearby(nearest)
+            for _ in range(_MAX_DISTANCE_TO_ORIGIN):
+                if origin := next((i for i in self._inside(nearest) if i.stack), None):
+                    return origin
+                nearest = follow(nearest)
                 if nearest is None:
                     break
         return instruction
 
     def _first_user(self, instruction: Instruction) -> Instruction | None:
-        """The first instruction that works on the result of one."""
         siblings = self.computations[instruction.computation].instructions.values()
         return next((user for user in siblings if instruction.name in user.operands), None)
 
     def _source_operand(self, instruction: Instruction) -> Instruction | None:
-        """What an instruction works on: its first operand, in most cases.
-
-        It is what an update puts in, and the part of a tuple that is named.
-        """
+        """Returns the operand whose data an instruction passes on; usually its first operand."""
+        # The second operand of an update is the new data. For an element of a tuple, it is the
+        # operand of the tuple at that index; a tuple that is the state of a loop is built at the
+        # end of the loop's body.
         operands = self.operands_of(instruction)
         if instruction.opcode.removesuffix("-start") == "dynamic-update-slice":
             operands = operands[1:]
@@ -128,7 +124,7 @@ class Module:
         if operand.opcode == "while":
             maker = self.computations[operand.callee("body") or ""].root
         elif operand.opcode == "parameter" and operand.computation in self._bodies:
-            maker = self.computations[operand.computation].root  # of the iteration before
+            maker = self.computations[operand.computation].root  # of the previous iteration
         if maker.opcode != "tuple":
             return operand
         return self.operands_of(maker)[int(index)]
@@ -138,21 +134,21 @@ class Module:
         return {loop.callee("body") or "" for loop in self._loops.values()}
 
     def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instruction itself and, if it is a fusion, what it holds, the last one first."""
+        """Yields the instruction and, if it is a fusion, its contents in reverse order."""
         yield instruction
         callee = self.computations.get(instruction.callee("calls") or "")
         if instruction.opcode == "fusion" and callee:
             yield from reversed(callee.instructions.values())
 
     def executions(self, cost: Callable[[Instruction], float] | None = None) -> Iterator[Execution]:
-        """Every scheduled instruction of a step, with how often it runs.
+        """Yields every scheduled instruction of a step with its run count.
 
-        What is inside fusions is left out, and so is the body of what runs per element (the sum of
-        a reduction). Of a conditional, the most expensive branch is taken.
+        Leaves out the contents of fusions, and computations that run per element (the addition of
+        a reduction). A conditional counts as its most expensive branch.
 
         Args:
-            cost: What one run of an instruction costs, to choose branches by; XLA's estimated
-                cycles unless given.
+            cost: Called with an instruction; returns the cost of one run, by which branches are
+                compared. By default XLA's estimated cycles.
         """
         cost = cost or (lambda instruction: instruction.cycles or 0)
         return self._executions(self.entry, 1.0, cost)
@@ -172,7 +168,7 @@ class Module:
     def callees_in_schedule(
         self, instruction: Instruction, cost: Callable[[Instruction], float]
     ) -> list[Computation]:
-        """The computations that the device runs, instruction by instruction, for `instruction`."""
+        """Returns the computations whose instructions the device runs for `instruction`."""
         if instruction.opcode not in _CALLS:
             return []
         callees = [
@@ -188,23 +184,25 @@ class Module:
 
 
 def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module:
-    """Reads the text of a compiled program, in time linear in its length.
+    """Parses the text of a compiled program, in time linear in its length.
 
     Args:
-        text: The HLO text of the program, `compiled.as_text()`.
-        scan_lengths: How often loops run, by the `op_name` of the loop, for those whose trip count
-            cannot be read from the text; `jax.make_jaxpr` knows the lengths of scans.
+        text: HLO text of the program, `compiled.as_text()`.
+        scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
+            be read from the text; `jax.make_jaxpr` knows the lengths of scans.
 
     Raises:
-        ValueError: The text holds no computation to start from.
+        ValueError: If the text has no ENTRY computation.
     """
+    # A computation begins with an unindented line that ends in "{", and ends with "}". Its
+    # instructions are indented, one per line. Other unindented lines are the header.
     sources = source_lines.Sources(text)
     computations: dict[str, Computation] = {}
     entry = current = None
-    for line in _whole_lines(text):
+    for line in _join_lines(text):
         if line.startswith("  "):
-            if current is not None and (found := _instruction(line, current.name, sources)):
-                current.instructions[found.name] = found
+            if current is not None and (parsed := _instruction(line, current.name, sources)):
+                current.instructions[parsed.name] = parsed
         elif line.startswith("}"):
             current = None
         elif line.endswith("{") and (header := _COMPUTATION.match(line)):
@@ -228,22 +226,21 @@ def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module
     )
 
 
-def _whole_lines(text: str) -> Iterator[str]:
-    """The lines of the text, those joined over which one instruction is written.
-
-    The metadata of a kernel is written over several lines, of which none but the first is indented.
-    """
-    whole: list[str] = []
+def _join_lines(text: str) -> Iterator[str]:
+    """Yields the lines of the text, with each instruction on one line."""
+    # The metadata of a kernel contains line breaks. Only the first line of such an instruction is
+    # indented, so an unindented line continues it, unless the line closes the computation.
+    instruction: list[str] = []
     for line in text.splitlines():
-        if whole and not line.startswith("  ") and not _CLOSED.match(line):
-            whole.append(line)
+        if instruction and not line.startswith("  ") and not _CLOSED.match(line):
+            instruction.append(line)
             continue
-        if whole:
-            yield "".join(whole)
-        whole = [line] if line.startswith("  ") else []
-        if not whole:
+        if instruction:
+            yield "".join(instruction)
+        instruction = [line] if line.startswith("  ") else []
+        if not instruction:
             yield line
-    yield "".join(whole)
+    yield "".join(instruction)
 
 
 def _instruction(line: str, computation: str, sources: source_lines.Sources) -> Instruction | None:
@@ -251,7 +248,7 @@ def _instruction(line: str, computation: str, sources: source_lines.Sources) -> 
     if not equals:
         return None
     begin = len(left) + 3
-    # The shape may hold spaces and parentheses, but never " word(": that is the opcode.
+    # The shape may contain spaces and parentheses, but never " word(", so that is the opcode.
     opcode = _OPCODE.search(line, begin - 1)
     if opcode is None:
         return None
@@ -281,7 +278,8 @@ def _operands(opcode: str, arguments: str) -> tuple[str, ...]:
 
 
 def _find_closing(line: str, begin: int) -> int:
-    """Where the parenthesis that was opened before `begin` is closed."""
+    """Returns the position where the parenthesis that was opened before `begin` is closed."""
+    # Nearly always the next ")". Only tuple shapes and strings among the operands need a count.
     close = line.find(")", begin)
     if line.find("(", begin, close) < 0 and line.find('"', begin, close) < 0:
         return close if close >= 0 else len(line)

@@ -1,6 +1,7 @@
-"""The instructions of a program that XLA compiled, and the computations that they make up.
+"""Records for the instructions and computations of a compiled program.
 
-`hlo_module` reads them from the text of the program.
+`hlo_module` reads them from the text of the program. Attributes are parsed on access, because
+programs are long and most questions concern few of their instructions.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN_CYCLES = 2**63 - 1  # of what the TPU7x compiler leaves to SparseCores
+# The TPU7x compiler writes this number for operations that run on SparseCores.
+_UNKNOWN_CYCLES = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,16 +25,17 @@ class Instruction:
     """One instruction of a program.
 
     Attributes:
-        name: Its name, unique in the program.
-        opcode: Such as "fusion", "all-gather-start" or "while".
-        shape: The shape of its result, as text; see `shapes.arrays`.
-        operands: Names of the instructions of its computation whose results it takes.
-        computation: Name of the computation it stands in.
-        is_root: Whether its result is that of the computation.
-        arguments: The text between its parentheses: the operands, or a parameter's number, or a
+        name: Name, unique in the program.
+        opcode: Operation, such as "fusion", "all-gather-start" or "while".
+        shape: Shape of the result, as text; see `shapes.arrays`.
+        operands: Names of the instructions of the same computation whose results it reads.
+        computation: Name of the computation that contains it.
+        is_root: Whether its result is the result of the computation.
+        arguments: Text between the parentheses: the operands, a parameter's number, or a
             constant's value.
-        attributes: The text after its parentheses.
-        line: Its whole line of text.
+        attributes: Text after the parentheses.
+        line: Complete line of text.
+        sources: Tables of source lines of the program.
     """
 
     name: str
@@ -48,29 +51,29 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """The computations it calls: ("body", name), ("calls", name), ..."""
+        """The called computations: ("body", name), ("calls", name), ..."""
         attributes = self.attributes.partition(", metadata={")[0]
         if "=" not in attributes:
             return ()
         return tuple(
             (role, name)
-            for role, one, several in _CALLED.findall(attributes)
-            for name in ([one] if one else re.findall(r"%?([\w.-]+)", several))
+            for role, single, several in _CALLED.findall(attributes)
+            for name in ([single] if single else re.findall(r"%?([\w.-]+)", several))
         )
 
     def callee(self, role: str) -> str | None:
-        """The name of the computation it calls as `role`, or None."""
+        """Returns the name of the computation that is called as `role`, or None."""
         return next((name for called_as, name in self.called if called_as == role), None)
 
     @property
     def op_name(self) -> str:
-        """The path of the JAX operation it comes from; empty for what the compiler added."""
+        """Path of the JAX operation; empty if the compiler added the instruction."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
     @property
     def stack(self) -> tuple[str, ...]:
-        """The source lines "file:line" it comes from, innermost first."""
+        """The source lines "file:line" of the JAX operation, innermost first."""
         return self.sources.lines_of(self.attributes)
 
     @property
@@ -80,17 +83,17 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[shapes.Array, ...]:
-        """The arrays of its result."""
+        """The arrays of the result."""
         return shapes.arrays(self.shape)
 
     @property
     def cycles(self) -> int | None:
-        """The clock cycles that XLA expects one run of it to take; None where XLA says nothing."""
+        """XLA's estimate of the clock cycles of one run; None if XLA has none."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match and int(match[1]) != _UNKNOWN_CYCLES else None
 
     def attribute(self, name: str) -> str | None:
-        """The value of a plain attribute, such as "1" of `index=1`; None where there is none."""
+        """Returns the value of a plain attribute, such as "1" for `index=1`; None without it."""
         match = re.search(rf'\b{name}="?([\w.-]+)', self.attributes)
         return match[1] if match else None
 
@@ -100,8 +103,8 @@ class Computation:
     """A function of a program: instructions in the order in which they run.
 
     Attributes:
-        name: Its name.
-        instructions: Its instructions by name, in order.
+        name: Name of the computation.
+        instructions: Instructions by name, in order.
     """
 
     name: str
@@ -109,12 +112,12 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction whose result is the computation's."""
+        """The instruction whose result is the result of the computation."""
         instructions = list(self.instructions.values())
         return next((i for i in reversed(instructions) if i.is_root), instructions[-1])
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by number."""
-        found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(parameter.arguments): parameter for parameter in found}
+        """The parameters by number."""
+        instructions = self.instructions.values()
+        return {int(i.arguments): i for i in instructions if i.opcode == "parameter"}

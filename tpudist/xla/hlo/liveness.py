@@ -1,8 +1,8 @@
-"""What a compiled program holds at its peak, read from XLA's own buffer assignment.
+"""Finds the values in memory at a program's peak, from XLA's buffer assignment.
 
-With `xla_dump_to` the compiler writes which value lives where in memory (`buffer-assignment.txt`)
-and from when to when (`live-range.txt`). Both together say which values fill the memory when it is
-fullest. The sizes are the compiler's own, padding included.
+With `xla_dump_to` the compiler writes the place of each value in memory (`buffer-assignment.txt`)
+and its first and last position in the schedule (`live-range.txt`). The sizes are the compiler's
+own, including padding.
 """
 
 import collections
@@ -15,6 +15,15 @@ from tpudist.xla.hlo.buffers import Buffer
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
+# The buffer assignment has a line per allocation, followed by the values in it, which are named
+# like the instructions of the program:
+#   allocation 11: size 16896, preallocated-temp:
+#    value: <49 all-gather.17 @1> (size=1048576,offset=0): bf16[1024,512]{1,0:T(8,128)}
+# Instead of "preallocated-temp" there may be "parameter 1, shape |...| at ShapeIndex {},
+# maybe-live-out", "output shape is |...|", "thread-local", and "color 1" for a memory other than
+# HBM. The live ranges are "HloLiveRange (max 15):" with the schedule, then a line
+# "name{index}:first-last" per value, then "Live ranges at 9 (peak):", which on a TPU lists the
+# values of all memories together, so the peak is computed here.
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(.*)$")
 _ARGUMENT = re.compile(r"\bparameter (\d+)|\bmaybe-live-out")
 _COLOR = re.compile(r"\bcolor (\d+)")
@@ -23,27 +32,27 @@ _VALUE = re.compile(
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
 )
 _RANGE = re.compile(r"^\s+(?P<name>[^ {]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
-# They hand on what another instruction made.
-_HANDED_ON = frozenset(
+# Opcodes whose result is the value of another instruction.
+_FORWARDING = frozenset(
     "parameter get-tuple-element tuple while conditional call bitcast copy copy-start copy-done "
     "async-start async-update async-done custom-call broadcast".split()
 )
-# So many in a row are looked through.
-_MOST_ADDED = 8
+# Number of instructions without an `op_name` that `_skip_casts` follows in a row.
+_MAX_ADDED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of the program in its temporary memory.
+    """A value in the temporary memory of a program.
 
     Attributes:
-        name: The instruction that makes it.
-        index: Which element of the instruction's tuple it is, such as "3" or "0,1"; "" for all.
-        shape: Its HLO shape.
-        num_bytes: Its size in memory, with padding.
-        offset: Where in the temporary memory it begins.
-        start: The first position in the schedule at which it is held.
-        end: The last such position.
+        name: Instruction that computes the value.
+        index: Element of the instruction's tuple, such as "3" or "0,1"; "" for the complete result.
+        shape: HLO shape.
+        num_bytes: Size in memory, with padding.
+        offset: First byte in the temporary memory.
+        start: First position in the schedule at which the value is in memory.
+        end: Last such position.
     """
 
     name: str
@@ -56,11 +65,11 @@ class Value:
 
 
 def temporaries(buffers: str, color: int = shapes.HBM) -> list[Value]:
-    """The values in the temporary memory of one memory space.
+    """Returns the values in the temporary memory of one memory space.
 
     Args:
-        buffers: What XLA wrote: its buffer assignment and its live ranges, one after the other.
-        color: The memory space.
+        buffers: XLA's buffer assignment followed by its live ranges.
+        color: Number of the memory space.
     """
     ranges = {}
     placed = []
@@ -82,7 +91,7 @@ def temporaries(buffers: str, color: int = shapes.HBM) -> list[Value]:
 
 
 def total_bytes(buffers: str) -> int:
-    """What the program needs of the device's main memory in all; 0 without buffers."""
+    """Returns the bytes that a program needs in the device's main memory; 0 without buffers."""
     return sum(
         int(allocation[1])
         for allocation in map(_ALLOCATION.match, buffers.splitlines())
@@ -91,36 +100,39 @@ def total_bytes(buffers: str) -> int:
 
 
 def peak(values: Iterable[Value]) -> tuple[int, int]:
-    """The most bytes that the values take at one time, and that time.
+    """Returns the largest number of bytes in use at one time, and that position in the schedule.
 
-    Values that share their memory, as a loop's state and what the loop makes of it, count once.
+    Values that share memory, such as the state of a loop before and after it, count once.
     """
-    most, time, total = 0, 0, 0
-    held: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-    # An instruction still reads what ends with it while it writes what begins with it: memory is
-    # given back one position after the end, and there before any is taken (-1 sorts before 1).
+    largest_total, peak_time, total = 0, 0, 0
+    # For each offset, how many live values have each size.
+    live: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    # A sweep over the schedule. An instruction reads its operands while it writes its result, so a
+    # value is freed one position after its end. At equal positions frees come before allocations,
+    # because -1 sorts before 1.
     starts = [(x.start, 1, x) for x in values]
     ends = [(x.end + 1, -1, x) for _, _, x in starts]
-    for when, change, value in sorted(starts + ends, key=lambda x: x[:2]):
-        # Of the values at one place, which share it, the largest counts; it may end before others.
-        sizes = held[value.offset]
+    for time, change, value in sorted(starts + ends, key=lambda x: x[:2]):
+        # Values at one offset share their memory, so only the largest live one counts. It may end
+        # before the others, hence the counter and not a maximum.
+        sizes = live[value.offset]
         before = max(sizes, default=0)
         sizes[value.num_bytes] += change
         if not sizes[value.num_bytes]:
             del sizes[value.num_bytes]
         total += max(sizes, default=0) - before
-        if total > most:
-            most, time = total, when
-    return most, time
+        if total > largest_total:
+            largest_total, peak_time = total, time
+    return largest_total, peak_time
 
 
 def largest(buffers: str, module: Module | None = None, names: Sequence[str] = ()) -> list[Buffer]:
-    """The temporaries in the device's main memory at the peak, largest first.
+    """Returns the temporaries in the device's main memory at the peak, largest first.
 
     Args:
         buffers: See `temporaries`.
-        module: The program, which knows what each value is for.
-        names: What the user calls its arguments, in their order.
+        module: The program, for the operation and source line of each value.
+        names: The user's names of the arguments, in order.
     """
     values = temporaries(buffers)
     _, time = peak(values)
@@ -128,35 +140,37 @@ def largest(buffers: str, module: Module | None = None, names: Sequence[str] = (
     at_offset: dict[int, list[Value]] = collections.defaultdict(list)
     for value in values:
         at_offset[value.offset].append(value)
-    found = []
+    largest_values = []
     for sharing in at_offset.values():
-        held = [x for x in sharing if x.start <= time <= x.end]
-        if held:
-            value = max(held, key=lambda x: x.num_bytes)
-            if not value.shape.startswith("("):  # a table of the elements' addresses
-                found.append(described.buffer(value, sharing))
-    return sorted(found, key=lambda x: -x.num_bytes)
+        live = [x for x in sharing if x.start <= time <= x.end]
+        if live:
+            value = max(live, key=lambda x: x.num_bytes)
+            # The memory of a tuple is a table of addresses; its elements are values of their own.
+            if not value.shape.startswith("("):
+                largest_values.append(described.buffer(value, sharing))
+    return sorted(largest_values, key=lambda x: -x.num_bytes)
 
 
 def arguments(
     buffers: str, module: Module | None = None, names: Sequence[str] = ()
 ) -> list[Buffer]:
-    """The program's arguments, and its outputs that do not reuse their memory, largest first.
+    """Returns the arguments, and the outputs that do not reuse their memory, largest first.
 
     Args:
         buffers: See `temporaries`.
-        module: The program, which knows what each value is for.
-        names: What the user calls the arguments, in their order.
+        module: The program, for the operation and source line of each value.
+        names: The user's names of the arguments, in order.
     """
     described = _Descriptions(module, names)
     found = []
+    # Size and name of the current allocation, until the value that fills it is found.
     size, name = None, ""
     for line in buffers.splitlines():
         if allocation := _ALLOCATION.match(line):
-            wanted = _ARGUMENT.search(allocation[2])
-            is_here = wanted and _color(allocation[2]) == shapes.HBM
-            size = int(allocation[1]) if is_here else None
-            number = int(wanted[1]) if wanted and wanted[1] else len(names)
+            argument = _ARGUMENT.search(allocation[2])
+            is_in_hbm = argument and _color(allocation[2]) == shapes.HBM
+            size = int(allocation[1]) if is_in_hbm else None
+            number = int(argument[1]) if argument and argument[1] else len(names)
             name = names[number] if number < len(names) else ""
         elif size is not None and (match := _VALUE.match(line)):
             if int(match["size"]) == size and int(match["offset"]) == 0:
@@ -168,7 +182,7 @@ def arguments(
 
 
 class _Descriptions:
-    """Says what values are for, from the program that holds them."""
+    """Describes values by the instructions of their program."""
 
     def __init__(self, module: Module | None, names: Sequence[str]):
         self._names = names
@@ -180,16 +194,18 @@ class _Descriptions:
         }
 
     def buffer(self, value: Value, sharing: Sequence[Value] = ()) -> Buffer:
-        """Describes a value by the instruction that computed it, also if it was handed on since.
+        """Describes a value by the instruction that computed it.
 
         Args:
             value: The value.
-            sharing: The values that begin at the same place in memory, at any time.
+            sharing: Values that have the same offset in memory, at any time.
         """
+        # The value of a loop or a tuple element was computed by another instruction in the same
+        # memory. Of those with the same size, the most similar and nearest one is a good guess.
         maker = value
         if not self._computes(value):
-            made = [x for x in sharing if x.num_bytes == value.num_bytes and self._computes(x)]
-            maker = min(made, key=lambda x: _difference(x, value), default=value)
+            makers = [x for x in sharing if x.num_bytes == value.num_bytes and self._computes(x)]
+            maker = min(makers, key=lambda x: _difference(x, value), default=value)
         instruction = self._skip_casts(maker.name)
         return Buffer(
             name=maker.name,
@@ -202,12 +218,12 @@ class _Descriptions:
 
     def _computes(self, value: Value) -> bool:
         instruction = self._instructions.get(value.name)
-        return instruction is not None and instruction.opcode not in _HANDED_ON
+        return instruction is not None and instruction.opcode not in _FORWARDING
 
     def _skip_casts(self, name: str) -> Instruction | None:
-        """What the compiler added, such as a cast, stands for the operand that it casts."""
+        """Returns the operand of a cast that the compiler added, or the instruction itself."""
         instruction = self._instructions.get(name)
-        for _ in range(_MOST_ADDED):
+        for _ in range(_MAX_ADDED):
             if instruction is None or instruction.op_name or not instruction.operands:
                 break
             instruction = self._instructions.get(instruction.operands[0])
@@ -222,10 +238,9 @@ class _Descriptions:
 
 
 def _difference(maker: Value, value: Value) -> tuple[bool, int]:
-    """How little reason there is to think that `maker` is what `value` was before."""
     return maker.shape != value.shape, abs(maker.start - value.start)
 
 
 def _color(allocation: str) -> int:
-    found = _COLOR.search(allocation)
-    return int(found[1]) if found else shapes.HBM
+    color = _COLOR.search(allocation)
+    return int(color[1]) if color else shapes.HBM

@@ -1,4 +1,4 @@
-"""Reads which devices take part in a collective, in the three syntaxes that HLO has for it."""
+"""Parses the groups of devices of a collective, in HLO's three syntaxes."""
 
 import itertools
 import math
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def num_devices(text: str) -> int:
-    """The number of devices that the program `text` was compiled for."""
+    """Returns the number of devices that the program `text` was compiled for."""
     header = text.partition("\n")[0]
     counts = (re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions"))
     return math.prod(int(count[1]) for count in counts if count)
 
 
 def groups_of(line: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Decodes `replica_groups` in its three syntaxes, or `source_target_pairs`."""
+    """Returns the groups in `replica_groups`, or the pairs in `source_target_pairs`, of a line."""
     match = re.search(r"\b(?:replica_groups|source_target_pairs)=", line)
     if match is None:
         return None
@@ -23,7 +23,7 @@ def groups_of(line: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None
     if value.startswith("{{"):  # {{0,2},{1,3}}
         groups = re.findall(r"[\d,]+(?=\})", value[: value.index("}}") + 1])
         return tuple(tuple(map(int, group.split(","))) for group in groups)
-    if value.startswith("{}"):  # everybody
+    if value.startswith("{}"):  # one group of all devices
         return (tuple(range(num_devices)),)
     if value.startswith("mesh"):
         ids = _mesh_groups(value)
@@ -34,9 +34,9 @@ def groups_of(line: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None
 
 
 def _mesh_groups(value: str) -> np.ndarray:
-    """Decodes `mesh['a'=4,'b'=2] {'b'}`, perhaps with `, device_ids=(...)` and parts of axes.
+    """Parses `mesh['a'=4,'b'=2] {'b'}`, which may have `, device_ids=(...)` and parts of axes.
 
-    In a part `'a':(2)4` of an axis, 2 is the product of the sizes before it and 4 its own size.
+    In a part `'a':(2)4` of an axis, 2 is the product of the sizes before it and 4 is its size.
     Syntax: openxla/xla, xla/hlo/ir/mesh_and_axis.cc.
     """
     match = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", value)
@@ -46,7 +46,9 @@ def _mesh_groups(value: str) -> np.ndarray:
         (axis, int(before or 1), int(before or 1) * int(size or sizes[axis]))
         for axis, before, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", match[3])
     ]
-    # Cut every axis where a grouped part begins or ends: groups are then made of whole dims.
+    # Split every axis into dims where a grouped part begins or ends, so that each part is a product
+    # of complete dims. Axis a=8 with the part 'a':(2)2 becomes the dims 2, 2, 2, and the part is
+    # the second. The groups are then a transpose of the array of device ids.
     dims, inside = [], {part: [] for part in grouped}
     for axis, size in sizes.items():
         cuts = sorted({1, size} | {cut for name, *ends in grouped if name == axis for cut in ends})
@@ -62,14 +64,14 @@ def _mesh_groups(value: str) -> np.ndarray:
 
 
 def _device_ids(value: str | None, num_devices: int) -> np.ndarray:
-    """Decodes the `device_ids` of a mesh: absent, `0,2,1,3` or `[4,16]T(1,0)`."""
+    """Parses the `device_ids` of a mesh: absent, `0,2,1,3` or `[4,16]T(1,0)`."""
     if value is None:
         return np.arange(num_devices)
     return _iota(value) if value.startswith("[") else np.array(_ints(value))
 
 
 def _iota(value: str) -> np.ndarray:
-    """Decodes `[4,2]T(1,0)`: 0, 1, 2, ... in that shape, its dims then put in that order."""
+    """Parses `[4,2]T(1,0)`: 0, 1, 2, ... in this shape, then transposed to this order of dims."""
     match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", value)
     assert match, value
     shape = _ints(match[1])

@@ -1,9 +1,10 @@
-"""Reads from a compiled program how often its loops run.
+"""Reads the trip counts of the loops of a compiled program.
 
-A loop `while(state)` runs its body as long as its condition holds. In what JAX makes of `scan` and
-`fori_loop`, and in the loops that XLA adds by itself, the condition compares an element of the
-state with a limit, and the body adds a constant to that element. Where XLA says how often (on CPU,
-as `known_trip_count`), its word is taken; where the limit is only known at run time, nobody knows.
+A loop `while(state)` runs its body as long as its condition is true. For JAX's `scan` and
+`fori_loop`, and for loops that XLA adds, the condition compares an element of the state with a
+limit, and the body adds a constant to that element. So start, limit and constant determine the
+count. XLA:CPU writes the count into the program (`known_trip_count`), and then it is used. A count
+is unknown if the limit is computed at run time.
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 Computations = Mapping[str, Computation]  # of a program, by name
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Opcodes that do not change the value of a scalar.
 _SAME_VALUE = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-done", "copy-start")
+# The direction of a comparison after its two sides are exchanged.
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """`offset`, plus element `element` of the computation's state unless that is None."""
+    """A scalar: `offset`, plus element `element` of the computation's state if that is not None."""
 
     element: int | None
     offset: int
 
 
 def count_trips(computations: Computations) -> dict[str, int | None]:
-    """How often each `while` of a program runs its body, by its name; None where nobody knows."""
-    found: dict[str, int | None] = {}
+    """Returns the trip count of each `while` of a program by its name; None if it is unknown."""
     callers = _callers(computations)
-    for computation in computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "while":
-                found[instruction.name] = _trip_count(computations, callers, instruction)
-    return found
+    return {
+        instruction.name: _trip_count(computations, callers, instruction)
+        for computation in computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "while"
+    }
 
 
 def _callers(computations: Computations) -> dict[str, list[Instruction]]:
-    """By name of a computation, the loops and calls that run it."""
+    """Returns the loops and calls that run each computation, by its name."""
     callers: dict[str, list[Instruction]] = {}
     for computation in computations.values():
         for instruction in computation.instructions.values():
@@ -63,9 +66,9 @@ def _trip_count(
     if body is None or compared is None:
         return None
     left, direction, right = compared
-    # The counter may stand on either side. The other one is the limit: a constant, or an element of
-    # the state that the body hands on as it is.
-    for value, limit, way in ((left, right, direction), (right, left, _MIRRORED[direction])):
+    # The counter may be on either side of the comparison. The other side is the limit: a constant,
+    # or an element of the state that the body returns unchanged.
+    for value, limit, order in ((left, right, direction), (right, left, _MIRRORED[direction])):
         if value.element is None:
             continue
         stop = limit.offset
@@ -79,31 +82,34 @@ def _trip_count(
         step = _step(computations, body, value.element)
         start = _initial(computations, callers, loop, value.element)
         if step is not None and start is not None:
-            return _count(start + value.offset, stop, step, way)
+            # The condition may compare the counter after an addition (`i + 1 < n`), so the offset
+            # of the compared value shifts the start.
+            return _count(start + value.offset, stop, step, order)
     return None
 
 
 def _count(start: int, stop: int, step: int, direction: str) -> int | None:
-    """How often `for (i = start; i <direction> stop; i += step)` runs; None if for ever."""
+    """Counts the runs of `for (i = start; i <direction> stop; i += step)`; None if infinite."""
     if direction in ("LE", "GE"):
         stop += 1 if direction == "LE" else -1
-    if direction == "NE":
+    if direction == "NE":  # ends only if the counter hits `stop` exactly
         runs, rest = divmod(stop - start, step) if step else (0, 1)
         return runs if rest == 0 and runs >= 0 else None
-    if direction == "EQ":
+    if direction == "EQ":  # XLA and JAX write no such loop
         return None
     up = direction in ("LT", "LE")
     if (start >= stop) if up else (start <= stop):
         return 0
     if (step <= 0) if up else (step >= 0):
         return None
-    return -(-(stop - start) // step)  # rounded up, also downwards: both have the same sign
+    return -(-(stop - start) // step)  # rounded up; difference and step have the same sign
 
 
 def _comparison(
     computations: Computations, condition: Computation
 ) -> tuple[_Value, str, _Value] | None:
-    """What a loop's condition compares, and how, seen through a fusion."""
+    """Returns the comparison in a loop's condition: left side, direction, right side."""
+    # The compare may be inside a fusion, whose parameters are the operands in the scope around it.
     root, scope = condition.root, _Scope(computations, condition)
     while root.opcode in ("copy", "bitcast", "fusion"):
         if root.opcode == "fusion":
@@ -118,7 +124,7 @@ def _comparison(
 
 
 def _step(computations: Computations, body: Computation, element: int) -> int | None:
-    """What one run of `body` adds to an element of its state."""
+    """Returns the constant that one run of `body` adds to an element of its state, or None."""
     after = _Scope(computations, body).element(body.root, element)
     return after.offset if after is not None and after.element == element else None
 
@@ -133,26 +139,28 @@ def _initial(
     loop: Instruction,
     element: int,
 ) -> int | None:
-    """The value of an element of the state when `loop` starts."""
+    """Returns the value of an element of the state when `loop` starts, or None."""
     computation = computations[loop.computation]
     (state,) = loop.operands
-    found = _Scope(computations, computation).element(computation.instructions[state], element)
-    if found is None or found.element is None:
-        return None if found is None else found.offset
-    # It comes from outside: from the state of the loop around, if that keeps it as it was.
-    outside = callers.get(computation.name, [])
-    if len(outside) != 1 or outside[0].opcode != "while":
+    value = _Scope(computations, computation).element(computation.instructions[state], element)
+    if value is None or value.element is None:
+        return None if value is None else value.offset
+    # The loop is in the body of an outer loop, and the value comes from the outer state. It is
+    # known only if the outer body does not change that element and nothing else calls the body.
+    # The recursion ends, because computations do not call themselves.
+    outer = callers.get(computation.name, [])
+    if len(outer) != 1 or outer[0].opcode != "while":
         return None
-    if not _is_kept(computations, computation, found.element):
+    if not _is_kept(computations, computation, value.element):
         return None
-    before = _initial(computations, callers, outside[0], found.element)
-    return None if before is None else before + found.offset
+    initial = _initial(computations, callers, outer[0], value.element)
+    return None if initial is None else initial + value.offset
 
 
 class _Scope:
-    """Works out scalars of one computation, in terms of the state that is its only parameter.
+    """Evaluates scalars of one computation in terms of the state, which is its only parameter.
 
-    Inside a fusion, the parameters stand for the operands of the fusion in the scope around it.
+    In a fusion, a parameter is the operand of the fusion in the scope `around` it.
     """
 
     def __init__(
@@ -169,7 +177,7 @@ class _Scope:
         self.instructions = computation.instructions
 
     def value(self, name: str) -> _Value | None:
-        """The value of a scalar instruction, or None."""
+        """Returns the value of a scalar instruction, or None if it is not state plus constant."""
         instruction = self.instructions.get(name)
         if instruction is None:
             return None
@@ -191,7 +199,7 @@ class _Scope:
         return None
 
     def element(self, instruction: Instruction, index: int) -> _Value | None:
-        """The value of one element of the result of an instruction that returns a tuple."""
+        """Returns the value of one element of a tuple, or None; see `value`."""
         opcode = instruction.opcode
         if opcode == "parameter":
             if self._around is None or self._caller is None:
@@ -219,7 +227,7 @@ class _Scope:
         left, right = (self.value(name) for name in instruction.operands)
         if left is None or right is None:
             return None
-        # Two elements, or a constant minus one, are no element plus a constant.
+        # A sum of two elements, or a constant minus an element, has no such form.
         if left.element is not None and right.element is not None:
             return None
         if right.element is not None and sign < 0:
