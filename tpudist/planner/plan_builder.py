@@ -238,11 +238,11 @@ def _read_figures(
     module = hlo_module.parse(answer.program.text)
     inputs = input_roles.select_used(answer.program.text, lowered.inputs, lowered.num_donated)
     events = timeline.play(module, mesh, chip)
-    time = None if chip is None else step_time.estimate_from_timeline(module, chip, events)
+    time = None if chip is None else step_time.estimate(module, chip, events)
     return _Figures(
         memory.report(answer.program, module, inputs, chip, mesh),
         time,
-        tuple(collective_traffic.uses_of_timeline(events)),
+        tuple(collective_traffic.uses(events)),
         tuple(_notes_on_unknowns(module, time)),
     )
 

@@ -23,6 +23,7 @@ from tpudist.ps.server_optimizer import check_transformation
 from tpudist.ps.servers import Home, Servers
 from tpudist.state import aggregation, colocation, scatter_updates
 from tpudist.state.variable import Variable
+from tpudist.state.variable_value import VariableValue
 from tpudist.values.array_like import ReadsAsArray
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.values.per_replica import PerReplica, local_part
@@ -45,7 +46,7 @@ class ServerVariable(Variable):
     home: Home
     whole: ServerVariable | None = None  # the sharded variable, if this is one of its parts
 
-    def start_with(self, value: jax.Array) -> None:
+    def initialize(self, value: jax.Array) -> None:
         """Creates the variable on the next server, or on the server of `colocate_with`."""
         if current_place() is not None:
             raise RuntimeError(
@@ -72,7 +73,7 @@ class ServerVariable(Variable):
 
     @property
     def _value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # `Variable.__init__` asks for the value before `start_with` has set `home`.
+        # `Variable.__init__` asks for the value before `initialize` has set `home`.
         return self._read() if "home" in vars(self) else None
 
     @_value.setter
@@ -100,7 +101,7 @@ class ServerVariable(Variable):
         self._check_usable_here(mode, "read")
         return self._read()
 
-    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+    def sparse_read(self, indices: VariableValue, name: str | None = None) -> jax.Array:
         """Returns the rows of the value at `indices`, and fetches only those.
 
         A replica function reads the complete value, because the indices are unknown before it runs.
@@ -141,7 +142,7 @@ class ServerVariable(Variable):
     def _assign_value(self, value: Any, read_value: bool) -> Any:
         return self._assign_as("assign", value, read_value)
 
-    def _assign_change(self, delta: Any, sign: int, what: str, read_value: bool) -> Any:
+    def _assign_change(self, delta: Any, sign: int, method: str, read_value: bool) -> Any:
         return self._assign_as("add" if sign > 0 else "sub", delta, read_value)
 
     def _assign_as(self, op: str, value: Any, read_value: bool) -> jax.Array | LaterRead | None:
@@ -169,15 +170,15 @@ class ServerVariable(Variable):
         step_changes.note(self, op, arrays)
         return LaterRead(self, frame.read_guest, count) if read_value else None
 
-    def _scatter(self, what: str, sparse_delta: Any) -> Any:
-        self._check_scatter(what, sparse_delta)
+    def _scatter(self, operation: str, sparse_delta: Any) -> Any:
+        self._check_scatter(operation, sparse_delta)
         mode = context.current()
         values, indices = sparse_delta.values, sparse_delta.indices
         if mode.frame is None and any(isinstance(x, PerReplica) for x in (values, indices)):
             raise ValueError(
-                f"scatter_{what} of variable '{self.name}' received slices that differ between "
-                f"replicas, in cross-replica context. Reduce them first with strategy.reduce(op, "
-                f"slices, axis=None), or call it in the replica function."
+                f"scatter_{operation} of variable '{self.name}' received slices that differ "
+                f"between replicas, in cross-replica context. Reduce them first with "
+                f"strategy.reduce(op, slices, axis=None), or call it in the replica function."
             )
         values, indices = local_part(values), local_part(indices)
         values, indices = scatter_updates.check_slices(
@@ -185,11 +186,11 @@ class ServerVariable(Variable):
         )
         if mode.frame is None:
             self._check_usable_here(mode, "assigned")
-            return self._change(RowChange(self.home.number, what, indices, values))
+            return self._change(RowChange(self.home.number, operation, indices, values))
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
-        change = RowChange(self.home.number, what, indices, values)
-        return self._change_in_step(change, f"scatter_{what}", (indices, values), True)
+        change = RowChange(self.home.number, operation, indices, values)
+        return self._change_in_step(change, f"scatter_{operation}", (indices, values), True)
 
     def apply_noted(self, op: str, arrays: Sequence[jax.Array]) -> None:
         """Applies, after a step, an update that its trace recorded."""
@@ -259,10 +260,10 @@ class ServerVariable(Variable):
 
     # Overrides of Variable.
 
-    def _check_usable_here(self, mode: context.Mode, what: str) -> None:
+    def _check_usable_here(self, mode: context.Mode, action: str) -> None:
         if not traces.is_eager():
             raise RuntimeError(
-                f"Variable '{self.name}' was {what} in a function that jax.jit (or another "
+                f"Variable '{self.name}' was {action} in a function that jax.jit (or another "
                 f"transformation) traces, outside of strategy.run: its value would become a "
                 f"constant of the program. Pass variable.read_value() as an argument, or use "
                 f"strategy.run."

@@ -19,6 +19,7 @@ from tpudist.ps.changes import Assignment, RowChange
 from tpudist.ps.server_variable import LaterRead, ServerVariable, current_state
 from tpudist.state import colocation, scatter_updates
 from tpudist.state.variable import Variable
+from tpudist.state.variable_value import VariableValue
 from tpudist.values.indexed_slices import IndexedSlices
 from tpudist.xla import traces
 
@@ -87,7 +88,7 @@ class ShardedVariable(ServerVariable):
         with traces.run_eagerly():
             return jnp.concatenate(parts)
 
-    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+    def sparse_read(self, indices: VariableValue, name: str | None = None) -> jax.Array:
         """Returns the rows of the value at `indices`: `[*indices.shape, ...]`; see
         `ServerVariable`.
         """
@@ -172,7 +173,7 @@ class ShardedVariable(ServerVariable):
 class UnplacedVariable(ServerVariable):
     """A new variable of a strategy with servers, before its number of parts is known."""
 
-    def start_with(self, value: jax.Array) -> None:
+    def initialize(self, value: jax.Array) -> None:
         """Changes its class to the final one, and creates it on servers."""
         if current_place() is not None:
             raise RuntimeError(
@@ -188,7 +189,7 @@ class UnplacedVariable(ServerVariable):
         itself: Any = self
         if count == 1:
             itself.__class__ = ServerVariable
-            itself.start_with(value)
+            itself.initialize(value)
         else:
             itself.__class__ = ShardedVariable
             itself.start_in_parts(value, count)
