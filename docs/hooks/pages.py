@@ -18,6 +18,11 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    # One page for each package that explains its idea, such as packages/lowering.md.
+    **{
+        file.relative_to(ROOT).as_posix(): f"packages/{file.parent.name}.md"
+        for file in sorted((ROOT / "tpudist").rglob("README.md"))
+    },
 }
 IN_REPOSITORY = {site: path for path, site in PAGES.items()}
 # Files that are not pages: a link to such a file leads to the page that shows its text.

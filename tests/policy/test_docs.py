@@ -17,12 +17,17 @@ from tpudist.context import ContextKind
 from tpudist.context.strategy_base import VariableHome
 
 
+def path_of(page: str) -> str:
+    """The file of a page of docs, or of a README of a package."""
+    return f"{page}.md" if page.startswith("tpudist/") else f"docs/{page}.md"
+
+
 def blocks_of(page: str, section: str | None = None) -> list[doc_outputs.Block]:
     """The Python blocks of a page.
 
     Of a page whose sections stand by themselves, those of one section, after the ones before all.
     """
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / path_of(page)).read_text()
     if section is not None:
         first, *sections = re.split(r"^## ", text, flags=re.M)
         [found] = [x for x in sections if x.startswith(section + "\n")]
@@ -36,7 +41,7 @@ def check(page: str, folder: Path, section: str | None = None) -> None:
     printed = doc_outputs.run_blocks([x.code for x in blocks], folder)
     for block, output in zip(blocks, printed, strict=True):
         difference = doc_outputs.find_difference(block.output or "", output)
-        remedy = f"python scripts/doc_outputs.py docs/{page}.md stores the new output"
+        remedy = f"python scripts/doc_outputs.py {path_of(page)} stores the new output"
         assert difference is None, f"{block.code}\n{difference}\n{remedy}"
 
 
@@ -48,6 +53,9 @@ PAGES = sorted(
     for folder in ("", "reference/")
     for x in (ROOT / "docs" / folder).glob("*.md")
     if (page := folder + x.stem) not in OTHERS and doc_outputs.find_blocks(x.read_text())
+)
+PAGES += sorted(
+    x.relative_to(ROOT).with_suffix("").as_posix() for x in (ROOT / "tpudist").rglob("README.md")
 )
 MARKS = {"planning": [pytest.mark.libtpu]}
 
