@@ -1,4 +1,4 @@
-"""The models that `scripts/train.py` trains: ordinary Flax NNX, which knows no strategy."""
+"""Reference models in plain Flax NNX, without any code for distribution, and pretrained weights."""
 
 from tpudist.models import lora
 from tpudist.models.convnet import ConvNet, ConvNetConfig

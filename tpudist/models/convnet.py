@@ -14,7 +14,7 @@ from tpudist.models.parts.logical import axes
 
 @dataclass(frozen=True)
 class ConvNetConfig:
-    """The size of a convnet."""
+    """Size of a `ConvNet`."""
 
     channels: int = 32
     """Channels of the first convolution; the second has twice as many."""
@@ -23,10 +23,14 @@ class ConvNetConfig:
 
 
 class ConvNet(nnx.Module):
-    """Images `[batch, height, width, 1]` to logits `[batch, num_classes]`."""
+    """Network from images `[batch, height, width, 1]` to logits `[batch, num_classes]`.
+
+    Args:
+        config: Size of the network.
+        rngs: Random keys; parameters come from `rngs.params`.
+    """
 
     def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs.params`."""
         self.config = config
         channels = config.channels
         self.conv1 = nnx.Conv(1, channels, (3, 3), use_bias=False, rngs=rngs)
@@ -40,16 +44,17 @@ class ConvNet(nnx.Module):
     def __call__(
         self, images: jax.Array, *, training: bool, example_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Logits; in training, BatchNorm uses this batch's statistics and remembers them.
+        """Returns logits `[batch, num_classes]`.
 
         Args:
             images: `[batch, height, width, 1]`.
-            training: Whether to normalise by the batch (and update the running statistics) or by
-                what was remembered.
-            example_mask: `[batch]`, False on padding, which then does not count in the statistics.
-                At least one example of a training batch must be real.
+            training: Whether BatchNorm normalizes by the statistics of this batch and updates the
+                running statistics. Otherwise it normalizes by the running statistics.
+            example_mask: `[batch]`, False for padding, which the statistics then ignore. At least
+                one example of a training batch must be real.
         """
         mask = None if example_mask is None else example_mask[:, None, None, None]
+        # [batch, height, width, channels], halved once by the pool
         x = jax.nn.relu(self.norm1(self.conv1(images), use_running_average=not training, mask=mask))
         x = nnx.max_pool(x, (2, 2), strides=(2, 2))
         x = jax.nn.relu(self.norm2(self.conv2(x), use_running_average=not training, mask=mask))
@@ -57,5 +62,5 @@ class ConvNet(nnx.Module):
 
 
 def label_nats(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross-entropy in nats of each example, `[batch]`."""
+    """Returns the cross-entropy of each example in nats, `[batch]`."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA): a model is trained by few parameters, which are added to it.
+"""Low-rank adapters (LoRA): few parameters that are added to a model, and trained instead of it.
 
-Beside a frozen matrix `W` stand two thin ones, `A` and `B`, and the transformer computes with
-`W + alpha / rank * A @ B` without making it. `B` begins as zeros: at first the model computes what
-it did. `merge` makes the sum, and takes the adapters away.
+Next to a frozen matrix `W` there are two thin matrices, `A` and `B`. The transformer computes with
+`W + alpha / rank * A @ B`, without computing that sum. `B` is initially zero, so that the results
+of the model do not change at first. `merge` computes the sum and removes the adapters.
 
-To train nothing else, differentiate by these parameters and give them alone to the optimizer:
+To train only adapters, differentiate by their parameters and pass only these to the optimizer:
 
     lora.add(model, rank=8)
     optimizer = tpudist.Optimizer(tx, model, wrt=lora.LoRAParam)
@@ -17,8 +17,7 @@ Source: Hu et al. 2021, arXiv 2106.09685; the first values as in the package `pe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,10 @@ from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
 
 LoRAParam = nnx.LoRAParam
-"""The type of the parameters of adapters: a filter of NNX's, for `nnx.DiffState` and optimizers."""
+"""Type of the parameters of adapters: an NNX filter, for `nnx.DiffState` and optimizers."""
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a block that may have adapters, by the names that checkpoints give them."""
+"""Matrices of a block that can have adapters, by their names in checkpoints."""
 
 
 def add(
@@ -44,53 +43,54 @@ def add(
     targets: Iterable[str] = TARGETS,
     rngs: nnx.Rngs | None = None,
 ) -> Transformer:
-    """Adds adapters to a transformer, and gives it back.
+    """Adds adapters to a transformer in place, and returns it.
 
     Args:
-        model: The transformer, which is changed: its blocks get `LoRAParam`s, in float32, placed by
-            the strategy in whose scope this is called.
+        model: Transformer. Its blocks get float32 `LoRAParam`s, which the strategy of the current
+            scope places.
         rank: Width of the thin matrices.
-        alpha: What they add is multiplied by `alpha / rank`.
-        targets: Which matrices of the blocks get adapters, of `TARGETS`.
-        rngs: What the first values are drawn from, by `rngs.params()`; by default seed 0.
+        alpha: Numerator of the factor `alpha / rank` of the adapters.
+        targets: Matrices that get adapters, from `TARGETS`.
+        rngs: Random keys; initial values come from `rngs.params()`. The default has seed 0.
 
     Raises:
-        ValueError: The model has adapters already, or no such matrices; or `rank` is none.
+        ValueError: If the model already has adapters or lacks a target, or `rank` is below 1.
     """
     targets = tuple(targets)
     _check(model, rank, targets)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
 
     def make() -> dict[str, nnx.Param]:
-        found: dict[str, nnx.Param] = {}
+        adapters: dict[str, nnx.Param] = {}
+        # A key per possible target, so that the values do not depend on the other targets.
         for name, key_of_target in zip(TARGETS, jax.random.split(key, len(TARGETS)), strict=True):
             if name in targets:
-                found |= _make_pair(model.config, name, rank, key_of_target)
-        return found
+                adapters |= _make_pair(model.config, name, rank, key_of_target)
+        return adapters
 
-    made = get_strategy().create(make) if has_strategy() else make()
-    for name, variable in made.items():
+    adapters = get_strategy().create(make) if has_strategy() else make()
+    for name, variable in adapters.items():
         setattr(model.blocks, name, variable)
     model.blocks.adapter_scale = alpha / rank
     return model
 
 
 def merge(model: Transformer) -> Transformer:
-    """Adds what the adapters stand for to the weights, takes them away, and gives the model back.
+    """Adds the adapters to the weights in place, removes them, and returns the model.
 
-    The sums are made in float32, a layer at a time, and rounded to the dtype of the weights.
+    The sums are computed in float32, one layer at a time, and rounded to the dtype of the weights.
 
     Raises:
-        ValueError: The model has no adapters.
+        ValueError: If the model has no adapters.
     """
     blocks = model.blocks
-    found = [name for name in TARGETS if hasattr(blocks, f"{name}_lora_a")]
-    if not found:
+    targets = [name for name in TARGETS if hasattr(blocks, f"{name}_lora_a")]
+    if not targets:
         raise ValueError(
             "lora.merge received a model without adapters. Call lora.add(model) first, and merge a "
             "model only once."
         )
-    for name in found:
+    for name in targets:
         variable, part = _weight_of(model.config, name)
         weight = getattr(blocks, variable)
         pair = [getattr(blocks, f"{name}_lora_{letter}") for letter in "ab"]
@@ -105,14 +105,19 @@ def merge(model: Transformer) -> Transformer:
 
 
 @functools.lru_cache
-def _merge_program(part: tuple[int | None, ...], ndim: int, scale: float, sharding: Any) -> Any:
-    """`merge_all(weight, a, b)` for variables `[layers, ...]`, of which a target is `part`."""
+def _merge_program(
+    part: tuple[int | None, ...], ndim: int, scale: float, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns `merge_all(weight, a, b)` for variables `[layers, ...]` with a target at `part`.
+
+    Cached, so that targets of the same shape share one compiled program.
+    """
     where = tuple(slice(None) if i is None else i for i in part)
 
     def merge_layer(_: None, layer: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         weight, a, b = layer
-        more = jnp.tensordot(a, b, axes=1, precision="highest") * scale
-        new = weight[where].astype(jnp.float32) + more
+        change = jnp.tensordot(a, b, axes=1, precision="highest") * scale
+        new = weight[where].astype(jnp.float32) + change
         return None, weight.at[where].set(new.astype(weight.dtype))
 
     def merge_all(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -125,6 +130,7 @@ def _make_pair(
     config: TransformerConfig, name: str, rank: int, key: jax.Array
 ) -> dict[str, nnx.Param]:
     into, out = _dims_of(config, name)
+    # A is [layers, *into, rank], B is [layers, rank, *out].
     layers = {"layers": config.num_layers}
     fan_in = 1
     for size in into.values():
@@ -140,7 +146,7 @@ def _make_pair(
 
 
 def _dims_of(config: TransformerConfig, name: str) -> tuple[dict[str, int], dict[str, int]]:
-    """The dims that a matrix takes and those that it gives, by their logical names."""
+    """Returns the input and the output dims of a matrix, by their logical names."""
     embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
     heads = {"heads": config.num_heads, "head_dim": config.head_dim}
     kv_heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
@@ -158,7 +164,7 @@ def _dims_of(config: TransformerConfig, name: str) -> tuple[dict[str, int], dict
 
 
 def _weight_of(config: TransformerConfig, name: str) -> tuple[str, tuple[int | None, ...]]:
-    """The variable of the blocks that holds a matrix, and which part of a layer it is."""
+    """Returns the variable that contains a matrix, and its indices in a layer of the variable."""
     if name in ("q_proj", "k_proj", "v_proj"):
         if config.kv_heads == config.num_heads:
             return "attention_in", (None, "qkv".index(name[0]))

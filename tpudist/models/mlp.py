@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the smallest model with something to split, for tests and examples."""
+"""A multilayer perceptron: the smallest model with dims to split, for tests and examples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from tpudist.models.parts.logical import axes
 
 
 class MLP(nnx.Module):
-    """Features `[batch, dims[0]]` to outputs `[batch, dims[-1]]`, with a GELU between layers.
+    """Network from features `[batch, dims[0]]` to outputs `[batch, dims[-1]]`, with GELUs between.
 
-    Weights are alternately `[embed, mlp]` and `[mlp, embed]`, so that every other product needs no
-    communication when a rule splits `mlp`.
+    Weights are alternately `[embed, mlp]` and `[mlp, embed]`. So if a rule splits `mlp`, every
+    other product needs no communication.
+
+    Args:
+        dims: Widths of the input, the hidden layers and the output.
+        rngs: Random keys; parameters come from `rngs.params`.
+
+    Raises:
+        ValueError: If there are fewer than two dims.
     """
 
     def __init__(self, dims: Sequence[int], *, rngs: nnx.Rngs):
-        """Makes one linear layer between each two `dims`."""
         if len(dims) < 2:
             raise ValueError(
                 f"An MLP needs at least the dims of its input and output; got dims={tuple(dims)}."
@@ -36,7 +42,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layers in turn."""
+        """Returns outputs `[batch, dims[-1]]`."""
         for layer in self.layers[:-1]:
             x = jax.nn.gelu(layer(x))
         return self.layers[-1](x)

@@ -1,8 +1,8 @@
-"""The loss of a transformer: nats of each token given those before it, without waste of memory.
+"""The loss of a transformer, in nats per token, with little memory.
 
-Logits are by far the largest activation of a small model with a large vocabulary: `[batch, length,
-vocabulary]`. They are kept for the backward pass once, in the dtype of the matrix products, and
-read in float32; with `TransformerConfig.loss_chunk`, only some positions' at a time exist at all.
+Logits `[batch, length, vocabulary]` are by far the largest activation of a small model with a large
+vocabulary. The backward pass keeps them once, in the dtype of the matrix products, and reads them
+in float32. With `TransformerConfig.loss_chunk`, only the logits of some positions exist at a time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from tpudist.models.transformer import Transformer, unembed
 
 
 def next_token_nats(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Nats of each token given those before it: `[batch, length + 1]` to `[batch, length]`."""
+    """Returns the nats `[batch, length]` of each token of `[batch, length + 1]` after the first."""
     return _nats_and_imbalance(model, tokens)[0]
 
 
 def next_token_loss(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """What to train by: the nats, and with experts also how unevenly a row's tokens are spread.
+    """Returns the training loss `[batch, length]`: `next_token_nats`, plus the expert imbalance.
 
-    `[batch, length + 1]` to `[batch, length]`, as `next_token_nats`, to which it is equal without
-    experts.
+    Without experts it equals `next_token_nats`.
     """
     nats, imbalance = _nats_and_imbalance(model, tokens)
     if imbalance is None:
         return nats
-    # 1 is the least there is.
+    # The imbalance is at least 1, so perfectly even experts add nothing.
     return nats + model.config.expert_balance * (imbalance[:, None] - 1)
 
 
@@ -52,9 +51,10 @@ def _nats_and_imbalance(
 def _nats_by_chunks(
     weight: jax.Array, hidden: jax.Array, targets: jax.Array, chunk: int, cap: float | None
 ) -> jax.Array:
-    """The same, `chunk` positions at a time; the backward pass computes their logits again.
+    """Returns nats `[batch, length]`, from the logits of `chunk` positions at a time.
 
-    Where an axis splits the sequence, each of its devices has an equal part of every chunk.
+    The backward pass computes the logits again. If a mesh axis splits the sequence, each of its
+    devices has an equal part of every chunk.
     """
     batch, length = targets.shape
     parts = _num_parts("sequence", length)
@@ -71,7 +71,7 @@ def _nats_by_chunks(
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
 
     weight, hidden = _gradient_barrier(weight, hidden)
-    # Whole but for the vocabulary, so that it is gathered once and not for each chunk.
+    # Split only over the vocabulary, so that XLA gathers it once and not for each chunk.
     weight = constrain(weight.astype(hidden.dtype), None, "vocab")
     nats = _nats_of_chunks(weight, cut(hidden), cut(targets), cap)
     nats = nats.reshape(length // chunk, batch, parts, chunk // parts)
@@ -82,7 +82,7 @@ def _nats_by_chunks(
 def _nats_of_chunks(
     weight: jax.Array, hidden: jax.Array, targets: jax.Array, cap: float | None
 ) -> jax.Array:
-    """Nats `[chunks, batch, chunk]` of targets under `hidden @ weight`, a chunk at a time."""
+    """Returns nats `[chunks, batch, chunk]`; `hidden` is `[chunks, batch, chunk, embed]`."""
 
     def body(_, piece):
         hidden, targets = piece
@@ -98,11 +98,9 @@ def _nats_of_chunks_forward(
 
 
 def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
-    """Each device sums the weight's gradient over its own tokens of all chunks, in float32.
-
-    The sums of the devices stay apart, `[rows, parts, embed, vocabulary]`, until the last chunk is
-    done: added up earlier, they would be so for each chunk.
-    """
+    # Each device sums the gradient of the weight over its own tokens of all chunks, in float32. The
+    # sums of the devices stay separate, `[rows, parts, embed, vocabulary]`, until the last chunk.
+    # Without these two dims XLA would reduce them over the devices once per chunk.
     weight, hidden, targets = saved
     _, batch, chunk, embed = hidden.shape
     rows, parts = _num_parts("batch", batch), _num_parts("sequence", chunk)
@@ -115,9 +113,9 @@ def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
         hidden, targets, cotangent = piece
         with jax.named_scope("rematted_computation"):
             logits = unembed(hidden, weight, cap)
-            _, read = _nats_forward(logits, targets)
-        d_logits, _ = _nats_backward(read, cotangent)
-        if cap is not None:  # of the tanh
+            _, residuals = _nats_forward(logits, targets)
+        d_logits, _ = _nats_backward(residuals, cotangent)
+        if cap is not None:  # the derivative of cap * tanh(x / cap)
             d_logits = d_logits * (1 - jnp.square(logits / cap))
         d_hidden = jnp.einsum("blv,ev->ble", d_logits, weight)
         new = jnp.einsum(
@@ -133,7 +131,7 @@ def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
 
     total = split(jnp.zeros((rows, parts, *weight.shape), jnp.float32))
     total, d_hidden = jax.lax.scan(body, total, (hidden, targets, cotangent))
-    # In the weight's dtype, as other weights' gradients are (`jnp.sum` would send float32).
+    # Reduced in the dtype of the weight, as other gradients are; `jnp.sum` would send float32.
     d_weight = jax.lax.reduce(total.astype(weight.dtype), weight.dtype.type(0), jax.lax.add, (0, 1))
     return d_weight, d_hidden, None
 
@@ -143,9 +141,10 @@ _nats_of_chunks.defvjp(_nats_of_chunks_forward, _nats_of_chunks_backward)
 
 @jax.custom_vjp
 def _gradient_barrier(weight: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are; the blocks' backward pass begins when both have their gradients.
+    """Returns both arguments; orders the backward pass after it.
 
-    XLA reduces the weight's gradient when it likes, and until then holds all of it on every device.
+    XLA may delay the reduction of the weight's gradient, and until then every device keeps all of
+    it. With the barrier, the backward pass of the blocks starts after that reduction.
     """
     return weight, hidden
 
@@ -161,22 +160,22 @@ _gradient_barrier.defvjp(
 
 
 def _num_parts(name: str, size: int) -> int:
-    """In how many parts a dim called `name` of this size is split."""
+    """Returns the number of parts into which the mesh splits a dim with this logical name."""
     inner = inner_axes()
     return math.prod(inner[axis] for axis in split_over(name, size))
 
 
 @jax.custom_vjp
 def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropy in float32 of each target `[...]` under `logits`, `[..., vocabulary]`."""
+    """Returns the cross-entropy in float32 of targets `[...]` under logits `[..., vocabulary]`."""
     return _nats_forward(logits, targets)[0]
 
 
 def _nats_forward(logits: jax.Array, targets: jax.Array):
     logits32 = logits.astype(jnp.float32)
     log_weight = jax.nn.logsumexp(logits32, axis=-1)
-    # One-hot targets, which XLA fuses: picking a logit by index aborts the partitioner (jaxlib
-    # 0.10.2) where a mesh axis splits the vocabulary.
+    # A one-hot mask, which XLA fuses: it never exists in memory. Indexing the logits aborts the
+    # partitioner (jaxlib 0.10.2) if a mesh axis splits the vocabulary.
     chosen = jnp.sum(jnp.where(_is_target(logits, targets), logits32, 0), axis=-1)
     return log_weight - chosen, (logits, targets, log_weight)
 

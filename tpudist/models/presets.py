@@ -1,6 +1,6 @@
-"""The reference transformer in sizes that are widely known, and how long its sequences are.
+"""The reference transformer in well-known sizes, for plans and benchmarks.
 
-Only shapes are taken over, not weights: these are for planning and measuring.
+A preset has only the shapes of a published model, not its weights.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tpudist.models.transformer_config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model and how it is usually trained.
+    """Size of a model, and of its usual training batches.
 
     Attributes:
-        config: The model.
+        config: Configuration of the model.
         length: Tokens of a sequence.
         batch_per_chip: Sequences per chip.
-        source: Where the sizes come from.
+        source: Origin of the sizes.
     """
 
     config: TransformerConfig
@@ -56,9 +56,7 @@ _MAXTEXT_16B = TransformerConfig(
 )
 
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        TransformerConfig(dtype="bfloat16"), 128, 16, "what scripts/train.py trains by default"
-    ),
+    "tiny": Preset(TransformerConfig(dtype="bfloat16"), 128, 16, "the default of scripts/train.py"),
     "llama-3.1-8b": Preset(
         _LLAMA_8B, 8192, 3, "huggingface.co/meta-llama/Llama-3.1-8B, config.json"
     ),
@@ -90,5 +88,5 @@ PRESETS: dict[str, Preset] = {
 
 
 def make_transformer(config: TransformerConfig, seed: int = 0) -> Transformer:
-    """The model, with parameters drawn from `seed`."""
+    """Returns the model with random parameters."""
     return Transformer(config, rngs=nnx.Rngs(seed))

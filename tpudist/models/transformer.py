@@ -6,9 +6,9 @@ not grow with depth. Parameters are float32; matrix products and activations use
 `TransformerConfig.dtype`; norms, softmax and loss are computed in float32.
 
 Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `kv_heads`, `head_dim`,
-`mlp`, `vocab`, `expert`); activations are constrained by `batch`, `sequence`, `heads`, `mlp`,
-`vocab` and `residual`, the width of what blocks hand on. Which of them are split, if any, is the
-strategy's affair.
+`mlp`, `vocab`, `expert`). Activations are constrained by `batch`, `sequence`, `heads`, `mlp`,
+`vocab` and `residual`, the width of the residual stream. The strategy decides which names are
+split. Tests of the model are in `tests/models/test_transformer.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ __all__ = ["Blocks", "Transformer", "TransformerConfig"]
 
 
 class Transformer(nnx.Module):
-    """Tokens `[batch, length]` to logits `[batch, length, vocabulary]` of what follows each."""
+    """Decoder from tokens `[batch, length]` to logits `[batch, length, vocabulary]`.
+
+    Args:
+        config: Sizes and options.
+        rngs: Random keys; parameters come from `rngs.params`.
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs.params`."""
         self.config = config
         vocab, embed = config.vocabulary, config.embed_dim
         self.embedding = _weight(rngs, 1.0, vocab=vocab, embed=embed)
@@ -43,16 +47,16 @@ class Transformer(nnx.Module):
             self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits in float32; `tokens` are integers in `[0, vocabulary)`, as many as you like."""
+        """Returns float32 logits for integers in `[0, vocabulary)`, in sequences of any length."""
         hidden, cap = self.hidden(tokens)[0], self.config.output_cap
         return unembed(hidden, self.output_weight(), cap).astype(jnp.float32)
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
-        """What the last block leaves of each token, normalised: `[batch, length, embed]`.
+        """Returns the normalized output of the last block, `[batch, length, embed]`.
 
-        Also gives how tokens were spread over experts, if there are any.
+        The second result is the spread of the tokens over the experts, if there are any.
         """
-        # XLA aborts on a lookup where one mesh axis splits both the table's rows and the batch.
+        # XLA aborts on a lookup if one mesh axis splits both the rows of the table and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
         x = lookup(table, tokens)
         if (scale := self.config.embedding_scale) is not None:
@@ -61,33 +65,43 @@ class Transformer(nnx.Module):
         return _rms_norm(x, self.final_norm[...], self.config), routing
 
     def output_weight(self) -> jax.Array:
-        """What turns `hidden` into logits, `[embed, vocabulary]`, in float32."""
+        """Returns the float32 matrix `[embed, vocabulary]` from `hidden` to logits."""
         if not self.config.tied:
             return self.unembedding[...]
         scale = self.config.output_scale
-        if scale is None:  # the embedding's rows have a length of sqrt(embed)
+        if scale is None:  # rows of the embedding have a length of about sqrt(embed)
             scale = self.config.embed_dim**-0.5
         return self.embedding[...].T if scale == 1 else self.embedding[...].T * scale
 
 
 def unembed(hidden: jax.Array, weight: jax.Array, cap: float | None = None) -> jax.Array:
-    """Logits `[batch, length, vocabulary]`, in the dtype of `hidden`, `[batch, length, embed]`.
+    """Returns logits `[batch, length, vocabulary]`, in the dtype of `hidden`.
 
-    With `cap` they are kept between minus and plus that.
+    Args:
+        hidden: `[batch, length, embed]`.
+        weight: `[embed, vocabulary]`.
+        cap: Bound of the absolute logits, by a tanh; None for no bound.
     """
     logits = constrain(_project(hidden, weight), "batch", _sequence(hidden), "vocab")
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Blocks(nnx.Module):
-    """All blocks of a transformer, every parameter stacked `[layers, ...]`."""
+    """All blocks of a transformer, with every parameter stacked `[layers, ...]`.
+
+    Args:
+        config: Sizes and options.
+        rngs: Random keys; parameters come from `rngs.params`.
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters: the deeper the model, the less each block adds at first."""
         self.config = config
         layers, embed, mlp = config.num_layers, config.embed_dim, config.mlp_dim
         query = {"heads": config.num_heads, "head_dim": config.head_dim}
         key = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+        # Matrices keep the variance of their inputs. Outputs of a block are scaled down by the
+        # number of additions to the residual stream, two per layer, so that depth does not make it
+        # grow.
         into, back = embed**-0.5, (2 * layers) ** -0.5
         self.attention_norm = _scale(config, layers=layers, embed=embed)
         if config.kv_heads == config.num_heads:
@@ -111,10 +125,12 @@ class Blocks(nnx.Module):
             self.attention_out_norm = _scale(config, layers=layers, embed=embed)
             self.mlp_out_norm = _scale(config, layers=layers, embed=embed)
         self.mlp_norm = _scale(config, layers=layers, embed=embed)
-        # Branches outside: TPUs waste much of a tile on a last dim but one of 2.
+        # The branches (gate, up) come first: as the second-last dim, of size 2, they would waste
+        # most of each tile of a TPU.
         branches, outer = {"branches": 2 if config.gated else 1}, {"layers": layers}
         if config.num_experts:
-            # Its dim of experts is small, and every device scores all of them for its own tokens.
+            # `router`, not `expert`: the dim is small, and every device scores all experts for its
+            # own tokens, so no rule must split it.
             self.router = _weight(rngs, into, **outer, embed=embed, router=config.num_experts)
             outer["expert"] = config.num_experts
             self.mlp_in = _weight(rngs, into, **outer, embed=embed, **branches, mlp=mlp)
@@ -124,12 +140,13 @@ class Blocks(nnx.Module):
         self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
-        """Applies every block in turn to the residual stream `[batch, length, embed]`.
+        """Applies all blocks to the residual stream `[batch, length, embed]`.
 
-        Also gives how tokens were spread over experts, the mean of all layers, if there are any.
+        The second result is the spread of the tokens over the experts, as a mean over the layers.
         """
         config, scale = self.config, self.adapter_scale or 0.0
 
+        # `weights` belong to one layer: the scan removes the dim `layers`.
         def block(state, weights, rotations):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
@@ -141,8 +158,8 @@ class Blocks(nnx.Module):
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
             out = _rms_norm(x, weights["mlp_norm"], config)
             if config.num_experts:
-                out, found = experts.mlp(out, weights, config)
-                routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, found)
+                out, added = experts.mlp(out, weights, config)
+                routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, added)
             else:
                 out = _mlp(out, weights, config, scale)
             if config.norm_outputs:
@@ -150,8 +167,8 @@ class Blocks(nnx.Module):
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
-        nothing = jnp.zeros(x.shape[:1], jnp.float32)
-        state = (x, experts.Routing(nothing, nothing) if config.num_experts else None)
+        zeros = jnp.zeros(x.shape[:1], jnp.float32)
+        state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
         weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
         if config.layers_with_window is not None:
             weights["has_window"] = jnp.asarray(config.layers_with_window)
@@ -165,7 +182,7 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 
 
 def _sequence(x: jax.Array) -> str | None:
-    """The name of the length of `x`, if any axis splits it; otherwise XLA is to keep it whole."""
+    """Returns the logical name of the length of `x` if an axis splits it; None keeps it whole."""
     return "sequence" if split_over("sequence", x.shape[1]) else None
 
 
@@ -174,13 +191,12 @@ def _is_param(value: object) -> bool:
 
 
 def _weight(rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
-    """A normal parameter whose dims are named and sized by `dims`, in order."""
+    """Returns a normal parameter; `dims` has the logical names and sizes of its dims, in order."""
     value = jax.random.normal(rngs.params(), tuple(dims.values()), jnp.float32) * std
     return nnx.Param(value, **axes(*dims))
 
 
 def _scale(config: TransformerConfig, **dims: int) -> nnx.Param:
-    """Parameters of a norm that leaves lengths as they are."""
     if config.norm_offset:
         return _zeros(**dims)
     return nnx.Param(jnp.ones(tuple(dims.values()), jnp.float32), **axes(*dims))
@@ -202,20 +218,24 @@ def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.
 def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = False) -> jax.Array:
     """Contracts the last `num_dims` dims of `x` with the first of `weight`, in the dtype of `x`.
 
-    `x` is `[batch, length, ...]`; `heads` says that it is projected to heads, or from them.
+    Args:
+        x: `[batch, length, *features]`.
+        weight: `[*features, *outputs]`.
+        num_dims: Number of features.
+        heads: Whether features or outputs are heads.
     """
     leading, features = x.shape[:-num_dims], x.shape[-num_dims:]
     if not _sequence(x) and not (heads and attention.platform() == "tpu"):
-        # With batch and length as one dim, a weight's gradient contracts one dim: twice as fast on
-        # XLA:CPU. Where both are split, XLA would gather the sequence for it. On TPU heads are to
-        # come between batch and length, without a copy.
+        # With batch and length as one dim, the gradient of a weight contracts one dim, which is
+        # twice as fast on XLA:CPU. If the sequence is split, XLA would gather it for that. On TPUs
+        # the kernel of attention wants heads between batch and length, which needs no copy so.
         x = x.reshape(-1, *features)
     out = jnp.tensordot(x, weight.astype(x.dtype), axes=num_dims)
     return out.reshape(*leading, *weight.shape[num_dims:])
 
 
 def _rotations(length: int, config: TransformerConfig) -> tuple[rotary.Rotation, ...]:
-    """That of positions in layers without a window, then that in layers with one if it differs."""
+    """Returns the rotation for layers without a window, and for layers with one if it differs."""
     width, local = config.head_dim, config.local_rotary_base
     usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling)
     if local is None:
@@ -226,10 +246,30 @@ def _rotations(length: int, config: TransformerConfig) -> tuple[rotary.Rotation,
 def _rotation_of_layer(
     rotations: tuple[rotary.Rotation, ...], has_window: jax.Array | None
 ) -> rotary.Rotation:
-    if len(rotations) == 1 or has_window is None:  # all layers have a window, or none
+    if len(rotations) == 1 or has_window is None:  # either all layers have a window, or none
         return rotations[-1]
     usual, local = rotations
     return jax.tree.map(lambda a, b: jnp.where(has_window, b, a), usual, local)
+
+
+def _query_key_value(
+    x: jax.Array, weights: dict[str, jax.Array], config: TransformerConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries `[batch, length, heads, head_dim]`, and keys and values with `kv_heads`."""
+    sequence = _sequence(x)
+
+    def project(name: str, bias: str, *dims: str | None) -> jax.Array:
+        out = _project(x, weights[name], heads=True)
+        out = constrain(out, "batch", sequence, *dims, None)
+        return out + weights[bias].astype(x.dtype) if config.biased else out
+
+    if "attention_in" in weights:  # as many keys as queries: one product for all three
+        together = project("attention_in", "attention_bias", None, "heads")
+        query, key, value = jnp.moveaxis(together, 2, 0)
+        return query, key, value
+    query = project("query_in", "query_bias", "heads")
+    key, value = jnp.moveaxis(project("key_value_in", "key_value_bias", None, "kv_heads"), 2, 0)
+    return query, key, value
 
 
 def _attention(
@@ -239,30 +279,7 @@ def _attention(
     config: TransformerConfig,
     adapter_scale: float,
 ) -> jax.Array:
-    sequence = _sequence(x)
-    if "attention_in" in weights:
-        query_key_value = constrain(
-            _project(x, weights["attention_in"], heads=True), "batch", sequence, None, "heads", None
-        )
-        if config.biased:
-            query_key_value += weights["attention_bias"].astype(x.dtype)
-        query, key, value = jnp.moveaxis(query_key_value, 2, 0)
-    else:
-        query = constrain(
-            _project(x, weights["query_in"], heads=True), "batch", sequence, "heads", None
-        )
-        key_value = constrain(
-            _project(x, weights["key_value_in"], heads=True),
-            "batch",
-            sequence,
-            None,
-            "kv_heads",
-            None,
-        )
-        if config.biased:
-            query += weights["query_bias"].astype(x.dtype)
-            key_value += weights["key_value_bias"].astype(x.dtype)
-        key, value = jnp.moveaxis(key_value, 2, 0)
+    query, key, value = _query_key_value(x, weights, config)
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
     query = adapt(query, x, name="q_proj")
     key, value = adapt(key, x, name="k_proj"), adapt(value, x, name="v_proj")
@@ -274,7 +291,7 @@ def _attention(
     query = checkpoint_name(rotary.rotate(query, rotation), "query")
     key = checkpoint_name(rotary.rotate(key, rotation), "key")
     value = checkpoint_name(value, "value")
-    gathered = attention.attend(
+    gathered = attention.attend(  # [batch, length, heads, head_dim]
         query,
         key,
         value,
@@ -295,13 +312,15 @@ def _mlp(
     adapter_scale: float,
 ) -> jax.Array:
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale)
+    # mlp_in is [branches, embed, mlp]; each branch is [batch, length, mlp]
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
     names = ("gate_proj", "up_proj")[-len(branches) :]
     branches = [adapt(y, x, name=name) for y, name in zip(branches, names, strict=True)]
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
-    adapted = "down_proj_lora_a" in weights
-    if attention.platform() == "tpu" and not _sequence(x) and not adapted:
+    # The product with a backward pass in place cuts the sequence into pieces, and has no adapter.
+    has_adapter = "down_proj_lora_a" in weights
+    if attention.platform() == "tpu" and not _sequence(x) and not has_adapter:
         return activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)
     hidden = activate(*branches, gelu=config.gelu)
     return adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
@@ -317,7 +336,7 @@ def _adapt(
     num_dims: int = 1,
     heads: bool = False,
 ) -> jax.Array:
-    """`out`, of `x` and the matrix called `name`, with what its adapter adds, if it has one."""
+    """Returns `out`, the product of `x` and the matrix `name`, plus that with its adapter."""
     if f"{name}_lora_a" not in weights:
         return out
     low = _project(x, weights[f"{name}_lora_a"], num_dims, heads)

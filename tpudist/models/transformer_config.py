@@ -1,4 +1,4 @@
-"""The size of a transformer, and how it computes."""
+"""Sizes and options of the transformer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tpudist.models.parts.rotary_stretch import RotaryScaling
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes, and choices that change how something is computed, but not what."""
+    """Sizes and options of a transformer."""
 
     vocabulary: int = 256
-    """Number of distinct tokens: bytes, unless told otherwise."""
+    """Number of distinct tokens; by default bytes."""
     num_layers: int = 4
-    """Number of blocks, scanned over."""
+    """Number of blocks."""
     embed_dim: int = 128
     """Width of the residual stream."""
     num_heads: int = 4
-    """Attention heads, as many as queries."""
+    """Number of attention heads, which is the number of queries."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, each shared by equally many queries; None for one per query."""
+    """Number of heads of keys and values, which queries share equally; None for one per query."""
     head_width: int | None = None
     """Width of one attention head; None for an equal and even share of `embed_dim`."""
     mlp_dim: int = 384
     """Hidden width of the MLPs."""
     gated: bool = True
-    """Gate the MLPs (SwiGLU, three matrices) rather than not (GELU, two)."""
+    """Whether MLPs are gated: SwiGLU with three matrices; otherwise GELU with two."""
     tied: bool = False
-    """Predict with the transpose of the embedding instead of a separate matrix."""
+    """Whether logits use the transpose of the embedding instead of a separate matrix."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of matrix products and activations. Parameters are float32."""
     attention: Literal["auto", "dot_product", "splash", "ring"] = "auto"
@@ -38,35 +38,35 @@ class TransformerConfig:
     splash_block: int | None = None
     """Rows and columns of the tiles of Splash attention; None chooses by the length."""
     splash_backward_block: int | None = None
-    """Keys that its backward pass takes at a time, in tiles; None chooses by the length."""
+    """Number of keys per tile of its backward pass; None chooses by the length."""
     remat: str = "none"
     """Tensors to recompute, move to the host or keep for gradients: see `models.parts.remat`."""
     loss_chunk: int | None = None
-    """Positions whose logits `next_token_nats` holds at a time; None for all of them."""
+    """Number of positions whose logits `next_token_nats` keeps at a time; None for all."""
     rotary_base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength of the rotary positions."""
     rotary_scaling: RotaryScaling | None = None
     """Stretching of the rotary positions (`tpudist.models.parts.rotary_stretch`)."""
     local_rotary_base: float | None = None
-    """The base in layers with a window, which are not stretched; None for the same as in others."""
+    """Base in layers with a window, which are not stretched; None for the base of other layers."""
     gelu: bool = False
-    """Gate with GELU (GeGLU) rather than with SiLU."""
+    """Whether gated MLPs use GELU (GeGLU) instead of SiLU (SwiGLU)."""
     norm_epsilon: float = 1e-6
     """Number that RMS norms add to the mean square."""
     norm_offset: bool = False
-    """Let RMS norms multiply by 1 more than their parameters."""
+    """Whether RMS norms multiply by 1 plus their parameters, instead of by the parameters."""
     norm_outputs: bool = False
-    """Also norm the outputs of attention and MLP before they are added to the residual stream."""
+    """Whether to normalize outputs of attention and MLP before the residual stream adds them."""
     norm_heads: bool = False
-    """Norm each head's queries and keys, before their rotation."""
+    """Whether to normalize the queries and keys of each head, before their rotation."""
     biased: bool = False
-    """Add a bias to queries, keys and values."""
+    """Whether queries, keys and values have a bias."""
     query_scale: float | None = None
     """Factor of the queries; None for `head_dim ** -0.5`."""
     attention_cap: float | None = None
-    """Keep attention's scores between minus and plus this, by a tanh; None for no bound."""
+    """Bound of the absolute scores of attention, by a tanh; None for no bound."""
     attention_window: int | None = None
-    """Number of positions a token attends to, itself and those before it; None for all of them."""
+    """Number of positions that a token attends to, including itself; None for all before it."""
     layers_with_window: tuple[bool, ...] | None = None
     """Whether each layer has the window; None for all layers."""
     embedding_scale: float | None = None
@@ -74,11 +74,11 @@ class TransformerConfig:
     output_scale: float | None = None
     """Factor of a tied model's logits; None for `embed_dim ** -0.5`."""
     output_cap: float | None = None
-    """Keep logits between minus and plus this, by a tanh; None for no bound."""
+    """Bound of the absolute logits, by a tanh; None for no bound."""
     num_experts: int = 0
     """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2
-    """Number of experts that each token is sent to."""
+    """Number of experts per token."""
     expert_capacity: float = 1.25
     """Maximum number of tokens of an expert, as a multiple of its equal share."""
     expert_balance: float = 0.01
@@ -86,10 +86,10 @@ class TransformerConfig:
     pipeline_stages: int = 1
     """Stages that the layers are split into (`tpudist.models.parts.pipeline`); 1 for none."""
     pipeline_microbatches: int | None = None
-    """Parts that a batch passes the stages in, a multiple of them; None for one per stage."""
+    """Number of parts of a batch, a multiple of the stages; None for one per stage."""
 
     def __post_init__(self):
-        """Refuses sizes that make no model."""
+        """Raises ValueError for sizes that do not form a model."""
         counts = ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim")
         counts += (
             "num_kv_heads",

@@ -167,7 +167,7 @@ def test_tensors_of_another_model_are_refused(tmp_path):
     ):
         load_pretrained(folder)
     change_tensors(folder, model__norm__weight=np.zeros(24, np.int8))
-    with pytest.raises(ValueError, match="is of dtype I8, but tpudist loads only F32, BF16, F16"):
+    with pytest.raises(ValueError, match="has dtype I8, but tpudist loads only F32, BF16, F16"):
         load_pretrained(folder)
 
 

@@ -1,1 +1,1 @@
-"""What a transformer is made of."""
+"""The parts of the transformer, such as attention, experts, positions and rematerialization."""

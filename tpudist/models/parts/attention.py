@@ -1,12 +1,10 @@
-"""Causal attention, computed in the way that suits the devices: one switch.
+"""Causal attention, by the method that suits the devices; all methods have the same results.
 
-`auto` takes Splash attention (a kernel for TPUs that never holds the scores of a sequence) on TPUs,
-ring attention where a mesh axis splits the sequence, `jax.nn.dot_product_attention` elsewhere. Any
-of them can be forced, and all give the same results.
+`auto` chooses ring attention if a mesh axis splits the sequence, Splash attention (a kernel that
+never keeps the scores of a sequence) on TPUs, and `jax.nn.dot_product_attention` elsewhere.
 
-Kernels cannot be partitioned by XLA, so they run in a `jax.shard_map` of their own over the axes
-inside a replica: batch and heads are split as the strategy's logical-axis rules say, and each
-device computes its share.
+XLA cannot partition kernels. So they run in a `jax.shard_map` over the axes inside a replica: the
+logical-axis rules of the strategy split batch and heads, and each device computes its share.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +25,23 @@ from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
 from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla import splash_attention
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], Any]
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _NAME = "attention"  # for remat policies
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How much of each position another one gathers: what is beside the softmax of products."""
+    """Options of the scores before the softmax."""
 
     scale: float | None = None
     """Factor of the products of queries and keys; None for `width ** -0.5`."""
     cap: float | None = None
-    """Scores are kept between minus and plus this, by a tanh; None for no bound."""
+    """Bound of the absolute scores, by a tanh; None for no bound."""
     window: int | None = None
-    """Number of positions a token attends to, the last one itself; None for all before it."""
+    """Number of positions that a token attends to, including itself; None for all before it."""
 
     def without_window(self) -> Scores:
-        """The same for a layer that has none."""
+        """Returns the options for a layer without a window."""
         return dataclasses.replace(self, window=None)
 
 
@@ -59,21 +56,21 @@ def attend(
     scores: Scores = Scores(),
     has_window: jax.Array | None = None,
 ) -> jax.Array:
-    """What each position gathers from itself and those before it, `[batch, length, heads, width]`.
+    """Returns causal attention `[batch, length, heads, width]`.
 
     Args:
         query: `[batch, length, heads, width]`.
         key: `[batch, length, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
-        value: As `key`.
-        method: "auto", or the way to force.
+        value: Same shape as `key`.
+        method: "auto", "dot_product", "splash" or "ring".
         splash_block: Rows and columns of the tiles of Splash attention.
-        splash_backward_block: Keys that its backward pass takes at a time.
-        scores: What products of queries and keys become before the softmax.
-        has_window: A truth value, perhaps of a layer in a scan: whether the window of `scores` is
-            in force; None if it is.
+        splash_backward_block: Number of keys per tile of its backward pass.
+        scores: Options of the scores.
+        has_window: Boolean `[]`, perhaps traced by a scan over layers: whether the window of
+            `scores` applies. None means that it applies.
 
     Raises:
-        ValueError: An unknown method, or one that has no such scores.
+        ValueError: If the method is unknown or does not support these scores.
     """
     length = query.shape[1]
     if method == "auto":
@@ -81,7 +78,8 @@ def attend(
     if method == "dot_product":
         out = _dot_product(query, key, value, scores, has_window)
         return checkpoint_name(out, _NAME)
-    # These name what their backward passes need. Named here, the result would be saved beside it.
+    # The other methods name the tensors that their backward passes need, for `remat`. A name for
+    # the result here would save it a second time.
     if method == "ring":
         _check_ring(scores)
         return _ring(query, key, value)
@@ -90,25 +88,25 @@ def attend(
         windowed = functools.partial(run, scores=scores)
         if has_window is None:
             return windowed(query, key, value)
-        # Masks are a part of the kernel: there is one for each kind of layer.
+        # The mask is a part of the kernel, so each kind of layer needs its own.
         whole = functools.partial(run, scores=scores.without_window())
         return jax.lax.cond(has_window, windowed, whole, query, key, value)
     raise ValueError(f"attention={method!r}: it must be 'auto', 'dot_product', 'splash' or 'ring'.")
 
 
 def choose_method(length: int) -> str:
-    """What "auto" means here, for sequences of `length`."""
+    """Returns the method of "auto" for this mesh and sequences of `length`."""
     if split_over("sequence", length):
         return "ring"
     if platform() != "tpu":
         return "dot_product"
-    # Without a mesh nobody knows over which devices XLA will split the program.
-    alone = jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1
-    return "dot_product" if alone else "splash"
+    # Without a mesh, XLA may split the program over any devices, which breaks a kernel.
+    is_unknown = jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1
+    return "dot_product" if is_unknown else "splash"
 
 
 def platform() -> str:
-    """The platform of the devices of the mesh in force, present or not; JAX's own without one."""
+    """Returns the platform of the current mesh, even if its devices are only described."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
@@ -120,7 +118,7 @@ def _dot_product(
     scores: Scores,
     has_window: jax.Array | None,
 ) -> jax.Array:
-    """Attention by matrix products: by JAX's own function, unless there is a cap."""
+    """Returns attention by matrix products; JAX has a function for that, but without a cap."""
     if scores.cap is None and has_window is None:
         local = None if scores.window is None else (scores.window - 1, 0)
         return jax.nn.dot_product_attention(
@@ -166,10 +164,10 @@ def _splash(
 
 def _check_ring(scores: Scores) -> None:
     if scores != Scores():
-        given = [name for name, value in vars(scores).items() if value is not None]
+        unsupported = [name for name, value in vars(scores).items() if value is not None]
         raise ValueError(
             "Ring attention, for a sequence that a mesh axis splits, supports only plain scores; "
-            f"the scores of this model use {', '.join(given)}. Split the batch or the heads "
+            f"the scores of this model use {', '.join(unsupported)}. Split the batch or the heads "
             "instead: replica_axes without 'sequence'."
         )
 
@@ -197,9 +195,9 @@ def _run_on_each_device(
     *,
     sequence: tuple[str, ...],
 ) -> jax.Array:
-    """Runs `kernel` on each device's share of the batch, the heads, and perhaps the sequence."""
+    """Runs `kernel` on the share of each device: of batch, heads, and with a ring the sequence."""
     run = functools.partial(_run_on_each_share, kernel, sequence)
-    return rowwise(run)(query, key, value)  # no position attends to one of another row
+    return rowwise(run)(query, key, value)  # rows are independent of each other
 
 
 def _run_on_each_share(
@@ -215,11 +213,12 @@ def _run_on_each_share(
     heads = split_over("heads", query.shape[2])
     ways = math.prod(inner[axis] for axis in heads)
     if key.shape[2] % ways:
-        # Each device gets the keys of its queries, even if another device has the same ones.
+        # The keys do not split over as many devices as the queries. They are repeated until each
+        # device has the keys of its own queries, although some devices then have the same keys.
         share = ways // key.shape[2] if ways % key.shape[2] == 0 else query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
-    # A kernel wants all axes to be manual, those of one device too. In the spec they cost nothing;
-    # left out, their gradients would be summed over them.
+    # All axes must be manual for a kernel, also axes of size 1. In the spec these cost nothing; if
+    # they were missing there, `shard_map` would sum gradients over them.
     single = tuple(axis for axis in automatic_axes() if axis not in inner)
     spec = PartitionSpec(
         (*split_over("batch", query.shape[0]), *single) or None, sequence or None, heads or None

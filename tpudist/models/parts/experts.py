@@ -1,15 +1,15 @@
-"""A mixture of experts in place of a transformer's MLP: each token is computed by a few of many.
+"""A mixture of experts instead of the MLP of a transformer: few of many experts compute each token.
 
-A router scores the experts for each token; the best `experts_per_token` of them compute it, and
+A router scores the experts for each token. The best `experts_per_token` of them compute it, and
 their outputs are added with weights that sum to 1. Each expert has room for `expert_capacity` times
-its equal share of a row's tokens; a choice that finds its expert full is dropped (the token keeps
-what the residual stream and its other experts give it) and counted.
+its equal share of the tokens of a row. A choice whose expert is full is dropped and counted; the
+token keeps the residual stream and the outputs of its other experts.
 
-Rows are routed one by one, and tokens find room in order of position. So nothing depends on how
-rows are spread over devices, and no token on what follows it.
+Rows are routed one by one, and tokens get slots in order of position. So results do not depend on
+how rows are spread over devices, and no token depends on later tokens.
 
-Logical names: the weights' `expert` dim goes to the mesh axis `expert`, which splits the batch as
-well. Tokens go to their experts and come back by an all-to-all over that axis.
+Logical names: the `expert` dim of the weights is split over the mesh axis `expert`, which splits
+the batch as well. An all-to-all over that axis moves tokens to their experts and back.
 
 Sources: GShard (arXiv 2006.16668) for capacity, Mixtral (2401.04088) for the weights, DeepSeek-V3
 (2412.19437, section 2.1.2) for a balance loss of each row.
@@ -29,47 +29,47 @@ from tpudist.models.parts.logical import constrain
 
 
 class ExpertSettings(Protocol):
-    """The fields of `TransformerConfig` that this module reads; it documents them."""
+    """Fields of `TransformerConfig` that this module reads; see there."""
 
     @property
     def num_experts(self) -> int:
-        """0 for a plain MLP."""
+        """Number of experts; 0 for a plain MLP."""
         ...
 
     @property
     def experts_per_token(self) -> int:
-        """Number of experts that compute each token."""
+        """Number of experts per token."""
         ...
 
     @property
     def expert_capacity(self) -> float:
-        """Room of each expert, as a multiple of its equal share of a row's tokens."""
+        """Slots of an expert, as a multiple of its equal share of the tokens of a row."""
         ...
 
 
 class Routing(NamedTuple):
-    """How evenly the tokens of each row were spread over the experts; float32."""
+    """Spread of the tokens of each row over the experts; float32."""
 
     imbalance: jax.Array
-    """`[batch]`: 1 where all experts are equally likely, up to `num_experts`; differentiable."""
+    """`[batch]`: 1 if all experts are equally likely, up to `num_experts`; differentiable."""
     dropped: jax.Array
-    """`[batch]`: the share of choices that found their expert full."""
+    """`[batch]`: share of the choices whose expert was full."""
 
 
 class Assignment(NamedTuple):
-    """Which choice of a token is computed where. A slot is an expert's room for one token."""
+    """Choices of tokens and slots of experts; a slot has room for one token."""
 
     slot_of_choice: jax.Array
-    """`[batch, length * experts_per_token]`: its slot; the number of slots if it is dropped."""
+    """`[batch, length * experts_per_token]`: slot of a choice; the number of slots if dropped."""
     choice_of_slot: jax.Array
-    """`[batch, num_experts * capacity]`: its choice; the number of choices if it is empty."""
+    """`[batch, num_experts * capacity]`: choice in each slot; the number of choices if empty."""
 
 
 def check(config: ExpertSettings) -> None:
-    """Refuses a choice of experts that cannot be made.
+    """Checks the settings of the experts.
 
     Raises:
-        ValueError: There are fewer experts than a token is to have, or no room in any.
+        ValueError: If there are fewer experts than `experts_per_token`, or experts have no slots.
     """
     if config.num_experts < 0:
         raise ValueError(
@@ -91,16 +91,16 @@ def check(config: ExpertSettings) -> None:
 
 
 def capacity(length: int, config: ExpertSettings) -> int:
-    """Number of slots that each expert has for a row of `length` tokens."""
+    """Returns the number of slots of each expert for a row of `length` tokens."""
     share = length * config.experts_per_token / config.num_experts
-    # A token chooses an expert once at most.
+    # A token chooses an expert at most once, so more slots than tokens would stay empty.
     return min(length, math.ceil(config.expert_capacity * share))
 
 
 def mlp(
     x: jax.Array, weights: dict[str, jax.Array], config: ExpertSettings
 ) -> tuple[jax.Array, Routing]:
-    """The output of the experts `[batch, length, embed]`, and how the tokens were spread.
+    """Returns the output of the experts `[batch, length, embed]`, and the spread of the tokens.
 
     Args:
         x: `[batch, length, embed]`.
@@ -108,77 +108,80 @@ def mlp(
             `[expert, mlp, embed]`.
         config: Number of experts, choices per token, and capacity.
 
-    Cost: an all-to-all of the slots' tokens to the experts and one back, over the axis `expert`.
+    Cost: two all-to-alls over the axis `expert`, of the tokens in slots and of their outputs.
     """
     batch, length, embed = x.shape
-    each, slots = config.experts_per_token, capacity(length, config)
+    num_choices, slots = config.experts_per_token, capacity(length, config)
     x = constrain(x, "batch", None, None)
     probabilities = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"].astype(jnp.float32))
-    shares, chosen = choose(probabilities, each)
-    to, back = assign(chosen.reshape(batch, -1), config.num_experts, slots)
+    shares, chosen = choose(probabilities, num_choices)
+    slot_of_choice, choice_of_slot = assign(chosen.reshape(batch, -1), config.num_experts, slots)
 
-    token_of_slot = back // each  # the number of tokens if it is empty
-    sent = _move(x, token_of_slot, to.reshape(batch, length, each))
+    # The choices of a token are neighbors. An empty slot gets the number of tokens: no token.
+    token_of_slot = choice_of_slot // num_choices
+    sent = _move(x, token_of_slot, slot_of_choice.reshape(batch, length, num_choices))
     sent = sent.reshape(batch, config.num_experts, slots, embed)
+    # These two pairs of constraints make XLA emit the all-to-alls: the same array, first split over
+    # its rows, then over its experts.
     sent = constrain(sent, "batch", None, None, None)
     out = _apply(constrain(sent, "expert_batch", "expert", "sequence", None), weights)
     out = constrain(out, "expert_batch", "expert", "sequence", None)
     out = constrain(out, "batch", None, None, None)
-    received = _move(out.reshape(batch, -1, embed), to, back[..., None])
-    received = received.reshape(batch, length, each, embed)
+    received = _move(out.reshape(batch, -1, embed), slot_of_choice, choice_of_slot[..., None])
+    received = received.reshape(batch, length, num_choices, embed)
     y = jnp.einsum("blke,blk->ble", received, shares.astype(x.dtype))
 
-    dropped = jnp.mean(to == config.num_experts * slots, axis=-1, dtype=jnp.float32)
+    dropped = jnp.mean(slot_of_choice == config.num_experts * slots, axis=-1, dtype=jnp.float32)
     routing = Routing(imbalance(probabilities, chosen), dropped)
     return constrain(y, "batch", None, None), routing
 
 
-def choose(probabilities: jax.Array, each: int) -> tuple[jax.Array, jax.Array]:
-    """The `each` likeliest experts `[..., each]` of a token, and their shares, which sum to 1.
+def choose(probabilities: jax.Array, num_choices: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the shares, which sum to 1, and the numbers of the likeliest experts of each token.
 
     Args:
         probabilities: `[..., expert]`, positive.
-        each: How many experts a token is sent to.
+        num_choices: Number of experts per token.
 
     Returns:
-        Shares and experts, the likeliest first; the first of equals.
+        Shares and experts `[..., choice]`, the likeliest first, and the first of equal ones.
     """
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), each)[1]
-    # Not by index, whose gradient would be a scatter.
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_choices)[1]
+    # A product with one-hot rows, because the gradient of indexing would be a scatter.
     taken = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=probabilities.dtype)
     likeliest = jnp.sum(taken * probabilities[..., None, :], axis=-1)
     return likeliest / likeliest.sum(axis=-1, keepdims=True), chosen
 
 
 def assign(chosen: jax.Array, num_experts: int, slots: int) -> Assignment:
-    """Gives choices a slot of their expert, in order, until it is full.
+    """Assigns slots of the experts to choices, in order, until an expert is full.
 
     Args:
-        chosen: `[batch, choice]`, the expert of each.
+        chosen: `[batch, choice]`, the expert of each choice.
         num_experts: Number of experts.
         slots: Number of slots of each expert.
     """
     num_choices = chosen.shape[-1]
     taken = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
-    # Who comes first is served first: a choice's rank is how many before it chose the same expert.
-    # So what is dropped does not depend on later tokens.
+    # The rank of a choice is the number of earlier choices of the same expert, and its slot. So
+    # later tokens cannot cause a drop.
     before = jnp.cumsum(taken, axis=1) - taken
     rank = jnp.sum(before * taken, axis=-1)
     slot_of_choice = jnp.where(rank < slots, chosen * slots + rank, num_experts * slots)
 
-    # The inverse by sorting, since a TPU scatters slowly. The sort is stable: the choices of an
-    # expert stand together, in order, and the nth of them has its nth slot.
+    # The inverse is computed by sorting, because scatters are slow on TPUs. The sort is stable: the
+    # choices of an expert are together, in order, and the nth of them has the nth slot.
     in_order = jnp.argsort(chosen, axis=-1, stable=True)
     count = taken.sum(axis=1)
     first = jnp.cumsum(count, axis=-1) - count
     nth = jnp.arange(slots)
-    where = jnp.where(nth < count[..., None], first[..., None] + nth, num_choices)
-    choice_of_slot = _take(in_order, where.reshape(len(chosen), -1), num_choices)
+    place = jnp.where(nth < count[..., None], first[..., None] + nth, num_choices)
+    choice_of_slot = _take(in_order, place.reshape(len(chosen), -1), num_choices)
     return Assignment(slot_of_choice, choice_of_slot)
 
 
 def imbalance(probabilities: jax.Array, chosen: jax.Array) -> jax.Array:
-    """`[batch]`: the experts' shares of choices times their mean probabilities, 1 if all are equal.
+    """Returns `[batch]`: shares of choices times mean probabilities, which is 1 if all are equal.
 
     Args:
         probabilities: `[batch, length, expert]`.
@@ -190,7 +193,7 @@ def imbalance(probabilities: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """Each expert's MLP on its own slots: `[batch, expert, slot, embed]` to the same."""
+    """Applies the MLP of each expert to its slots `[batch, expert, slot, embed]`."""
     into, back = weights["mlp_in"].astype(x.dtype), weights["mlp_out"].astype(x.dtype)
     hidden = jnp.einsum("xsce,sefm->xscfm", x, into)
     hidden = constrain(hidden, "expert_batch", "expert", "sequence", None, "mlp")
@@ -201,13 +204,13 @@ def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def _move(values: jax.Array, source: jax.Array, uses: jax.Array) -> jax.Array:
-    """`values[b, source[b, i]]`, or 0 where there is none: `[batch, i, embed]`.
+    """Returns `values[b, source[b, i]]` as `[batch, i, embed]`, or 0 without a source.
 
     Args:
         values: `[batch, j, embed]`.
-        source: `[batch, i]`; `j` for none.
-        uses: `[batch, j, use]`, where each value went: the inverse of `source`; `i` for nowhere.
-            With it the gradient is a gather as well, where JAX would scatter.
+        source: `[batch, i]`; the size of `j` for no source.
+        uses: Inverse of `source`, `[batch, j, use]`; the size of `i` for an unused value. It makes
+            the gradient a gather too, where JAX would scatter.
     """
     return _take(values, source, 0)
 
@@ -224,5 +227,5 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def _take(values: jax.Array, index: jax.Array, fill: int) -> jax.Array:
-    """`values[b, index[b, i]]`, and `fill` where the index is out of range."""
+    """Returns `values[b, index[b, i]]`, or `fill` if the index is out of range."""
     return jax.vmap(lambda row, i: row.at[i].get(mode="fill", fill_value=fill))(values, index)

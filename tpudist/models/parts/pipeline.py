@@ -1,20 +1,20 @@
 """Pipeline parallelism: the layers are split into stages, and microbatches flow through them.
 
-Each place along the mesh axis `stage` holds an equal part of the layers. A batch enters in
-`pipeline_microbatches` parts; at each tick every stage computes one of them and hands it on. All
-stages compute at every tick, so of `microbatches + stages - 1` ticks a stage wastes `stages - 1`:
-the bubble, a share of `(stages - 1) / (microbatches + stages - 1)`.
+Each position along the mesh axis `stage` has an equal part of the layers. A batch enters in
+`pipeline_microbatches` parts. At each tick every stage computes one microbatch and passes it on.
+All stages compute at every tick, so of `microbatches + stages - 1` ticks a stage wastes
+`stages - 1`: the bubble, a share of `(stages - 1) / (microbatches + stages - 1)`.
 
-What is not pipelined (embedding, logits, loss) has the batch split over `stage`, as over `data`.
-Hence the parts that wait are spread over the stages as well: at each tick, waiting parts move one
-stage towards the first, and finished ones follow in their places. Two activations of one microbatch
-move per tick, each to a neighbour, and nothing else crosses stages. More microbatches shrink the
-bubble, but every tick gathers the stage's weights anew where another axis (`fsdp`) splits them.
+Outside of the pipeline (embedding, logits, loss) the batch is split over `stage`, as over `data`.
+Therefore the stages share the waiting microbatches as well: at each tick, waiting ones move one
+stage towards the first, and finished ones take their places. Two activations of one microbatch move
+per tick, each to a neighbor, and nothing else crosses stages. More microbatches shrink the bubble,
+but if another axis (`fsdp`) splits the weights, every tick gathers those of the stage again.
 
 On a mesh without the axis the same layers are a plain scan, with the same results.
 
-Sources: GPipe (arXiv 1811.06965) for the schedule; MaxText (layers/pipeline.py) for letting the
-parts that wait circulate.
+Sources: GPipe (arXiv 1811.06965) for the schedule; MaxText (layers/pipeline.py) for the circulation
+of waiting microbatches.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ AXIS = "stage"
 
 
 class PipelineSettings(Protocol):
-    """The fields of `TransformerConfig` that this module reads; it documents them."""
+    """Fields of `TransformerConfig` that this module reads; see there."""
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the whole model."""
+        """Number of layers of the model."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class PipelineSettings(Protocol):
 
     @property
     def pipeline_microbatches(self) -> int | None:
-        """Number of microbatches; None or 0 for as many as there are stages."""
+        """Number of microbatches; None or 0 for one per stage."""
         ...
 
 
@@ -59,21 +59,22 @@ def apply(
     shared: PyTree,
     config: PipelineSettings,
 ) -> PyTree:
-    """`x` after all layers, a scan over them: computed in stages if the mesh has any.
+    """Returns `x` after all layers, computed in stages if the mesh has any.
 
     Args:
-        block: `block(x, weights, shared)` is `x` after a layer; no row depends on another one. It
-            must not close over arrays, which would belong to another mesh than what it computes.
+        block: Called as `block(x, weights, shared)` with the weights of one layer; returns the new
+            `x`. Rows must be independent. It must not close over arrays, because these would belong
+            to another mesh than its computation.
         x: Pytree of arrays `[batch, ...]`.
         weights: Pytree of arrays `[layers, ...]`.
-        shared: Pytree of arrays that all layers use, and that nothing is differentiated by.
+        shared: Pytree of arrays that all layers use, without gradients.
         config: Number of stages and of microbatches.
 
     Raises:
-        ValueError: The mesh has another number of stages.
+        ValueError: If the mesh has another number of stages.
 
-    A batch that does not split equally into microbatches, such as the last one of an epoch, is
-    filled up with rows of zeros.
+    A batch that does not split equally into microbatches, such as a partial batch, is padded with
+    rows of zeros.
     """
     num_stages = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
     if num_stages == 1:
@@ -109,10 +110,10 @@ def _flow_in_stages(
 
 
 def check(config: PipelineSettings) -> None:
-    """Refuses stages that the layers, or the microbatches, do not fill equally.
+    """Checks that stages have equal numbers of layers and of microbatches.
 
     Raises:
-        ValueError: They do not.
+        ValueError: If they do not.
     """
     stages, layers = config.pipeline_stages, config.num_layers
     if layers % stages:
@@ -132,7 +133,7 @@ def check(config: PipelineSettings) -> None:
 
 
 def bubble(config: PipelineSettings) -> float:
-    """The share of a pipeline's time in which a stage has nothing of use to compute."""
+    """Returns the share of the time in which a stage computes nothing useful."""
     wasted = config.pipeline_stages - 1
     return wasted / ((config.pipeline_microbatches or config.pipeline_stages) + wasted)
 
@@ -144,13 +145,13 @@ def _scan(block: Callable[..., PyTree], x: PyTree, weights: PyTree, shared: PyTr
 def _flow(
     stage: Callable[[PyTree], PyTree], place: jax.Array, x: PyTree, num_microbatches: int
 ) -> PyTree:
-    """Passes all microbatches through all stages; runs in every place along the axis.
+    """Passes all microbatches through all stages; runs at every position along the axis.
 
     Args:
-        stage: This place's layers.
-        place: Which of the stages this is.
-        x: This place's rows, `[batch / stages, ...]`.
-        num_microbatches: Of the whole batch.
+        stage: Layers of this position.
+        place: Number of this stage, `[]`.
+        x: Rows of this position, `[batch / stages, ...]`.
+        num_microbatches: Number of microbatches of the whole batch.
     """
     num_stages = jax.lax.axis_size(AXIS)
     num_waiting = num_microbatches // num_stages
@@ -159,24 +160,26 @@ def _flow(
 
     def tick(carry: tuple[PyTree, PyTree], t: jax.Array) -> tuple[tuple[PyTree, PyTree], None]:
         waiting, arrived = carry
-        # Each stage keeps its waiting parts in a ring of its own, and all are at the same place of
-        # it. What the first stage takes at a place, the next one's part there replaces.
+        # Each stage keeps its waiting microbatches in a ring buffer, and all stages are at the same
+        # index of it. When the first stage takes the one at that index, the one of the next stage
+        # at the same index replaces it, and so on.
         turn = t % num_waiting
         front = jax.tree.map(lambda w: w[turn], waiting)
         out = stage(_where(place == 0, front, arrived))
-        # The last stage puts what is finished where nothing waits any more. What the stages make of
-        # nothing, in the first ticks and the last, is overwritten or never read.
+        # The last stage stores finished microbatches at indices without waiting ones. In the first
+        # and last ticks, stages compute on other values than microbatches; these results are
+        # overwritten or never read.
         front = _where(place == num_stages - 1, out, _shift(front, to_previous))
         waiting = jax.tree.map(lambda w, new: w.at[turn].set(new), waiting, front)
         return (waiting, _shift(out, to_next)), None
 
-    # Neighbouring rows go to different microbatches, so that each has rows of every device that
-    # splits the batch.
+    # Neighboring rows go to different microbatches, so each microbatch has rows of every device
+    # that the batch is split over. [waiting, rows of a microbatch, ...]
     waiting = jax.tree.map(lambda a: a.reshape(-1, num_waiting, *a.shape[1:]).swapaxes(0, 1), x)
     arrived = jax.tree.map(lambda w: jnp.zeros_like(w[0]), waiting)
     ticks = jnp.arange(num_microbatches + num_stages - 1)
     (finished, _), _ = jax.lax.scan(tick, (waiting, arrived), ticks)
-    # A microbatch ends in the stage where it waited, `stages - 1` turns later.
+    # A microbatch ends at the stage where it waited, `stages - 1` indices later in the ring.
     return jax.tree.map(
         lambda f: jnp.roll(f, 1 - num_stages, axis=0).swapaxes(0, 1).reshape(-1, *f.shape[2:]),
         finished,
@@ -195,7 +198,7 @@ def _check_mesh(num_stages: int, config: PipelineSettings) -> None:
     if num_stages != config.pipeline_stages:
         raise ValueError(
             f"The model has pipeline_stages={config.pipeline_stages}, but the mesh has "
-            f"{num_stages} positions along the axis {AXIS!r}, each of which computes one stage. "
+            f"{num_stages} positions along the axis {AXIS!r}, and each computes one stage. "
             f"Use pipeline_stages={num_stages}, or replica_axes with "
             f"{AXIS}={config.pipeline_stages}."
         )

@@ -1,12 +1,12 @@
-"""What a backward pass keeps of a block's forward pass, recomputes, or moves to the host.
+"""Rematerialization: the tensors of a block that the backward pass keeps, recomputes or offloads.
 
-A transformer's block gives names to its tensors (`NAMES`); a policy says what becomes of each.
-`POLICIES` lists those with a name of their own. Any other is written out, as in
-"save:query,key+offload:mlp_in"; what it does not mention is recomputed.
+A block of the transformer names its tensors (`NAMES`), and a policy decides about each. `POLICIES`
+lists the named policies. Other policies are lists such as "save:query,key+offload:mlp_in"; tensors
+that a list does not mention are recomputed.
 
-Kept bytes per token and layer are the widths of the named tensors; recomputing costs the products
-that made them. Host memory costs the way there and back, of which XLA overlaps a part with
-other work: a plan says how much is waited for.
+Saved bytes per token and layer are the widths of the named tensors. Recomputing costs the products
+that made them. Offloading costs the transfers to the host and back; XLA overlaps a part of them
+with other work, and a plan reports the rest.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ NAMES = (
     "mlp_in",
     "mlp_out",
 )
-"""The tensors of a block, in order. `attention` is what the heads gather, before its projection."""
+"""Tensors of a block, in order. `attention` is the output of the heads, before its projection."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What becomes of a block's tensors between its forward and its backward pass."""
+    """Tensors of a block that are saved or offloaded between its forward and its backward pass."""
 
     saved: tuple[str, ...] = ()
-    """Names of tensors that stay in the device's memory."""
+    """Names of tensors that stay in the memory of the device."""
     offloaded: tuple[str, ...] = ()
-    """Names of tensors that are moved to the host's memory and back."""
+    """Names of tensors that move to the memory of the host and back."""
     everything: bool = False
-    """Keep whatever the backward pass can use: no recomputation at all."""
+    """Whether to save all tensors that the backward pass uses, so nothing is recomputed."""
     dots: bool = False
-    """Keep the results of all matrix products, named or not."""
+    """Whether to save the results of all matrix products, with or without a name."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -62,11 +62,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def parse(text: str) -> Policy:
-    """The policy called `text`, or written out in it.
+    """Returns a policy by its name or its list of tensors.
 
     Raises:
-        ValueError: Neither a known policy nor one written out, or it mentions a tensor twice or one
-            that blocks do not have.
+        ValueError: If `text` is neither, or lists an unknown tensor, or lists a tensor twice.
     """
     if text in POLICIES:
         return POLICIES[text]
@@ -96,15 +95,15 @@ def parse(text: str) -> Policy:
 
 
 def apply(block: Callable[..., Any], text: str, *, platform: str) -> Callable[..., Any]:
-    """`block`, remembering what the policy called `text` says.
+    """Returns `block` with the rematerialization of a policy.
 
     Args:
-        block: Applied by a scan, which keeps XLA from undoing the recomputation.
-        text: See `parse`.
-        platform: Of the devices it will run on.
+        block: Function that a scan applies.
+        text: Policy; see `parse`.
+        platform: Platform of the devices that will run it.
 
     Raises:
-        ValueError: The policy offloads, and `platform` has no host memory to offload to.
+        ValueError: If the policy offloads, and JAX does not support that on `platform`.
     """
     policy = parse(text)
     if policy.everything:
@@ -114,11 +113,11 @@ def apply(block: Callable[..., Any], text: str, *, platform: str) -> Callable[..
             f"remat={text!r} moves {', '.join(policy.offloaded)} to host memory, which JAX does "
             f"not support on platform {platform!r}. Save them instead, or recompute them."
         )
+    # The scan already keeps XLA from merging the second computation with the first.
     return jax.checkpoint(block, policy=_rule(policy), prevent_cse=False)
 
 
-def _rule(policy: Policy) -> Any:
-    """The policy as JAX takes it."""
+def _rule(policy: Policy) -> Callable[..., Any] | None:
     if policy.dots:
         return jax.checkpoint_policies.checkpoint_dots
     if policy.offloaded:

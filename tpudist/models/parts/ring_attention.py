@@ -1,10 +1,10 @@
 """Causal attention over a sequence that is split over devices: keys and values go around a ring.
 
-Each device keeps the queries of its part. In n - 1 turns it sees the keys and values of every other
-part, and folds each into a running softmax (Liu et al. 2023, arXiv 2310.01889). The backward pass
-goes around again, and the gradients of keys and values travel after them. All communication is
-permutes of neighbours, each under way while something else is folded. Scores exist for `_TILE` keys
-at a time, in float32, so that memory is in proportion to a device's part of the sequence.
+Each device keeps the queries of its part of the sequence. In n - 1 turns it receives the keys and
+values of every other part, and folds them into a running softmax (Liu et al. 2023, arXiv
+2310.01889). In the backward pass they go around again, and the gradients of keys and values follow
+them. All communication is permutes between neighbors, which overlap with computation. Scores exist
+for `_TILE` keys at a time, in float32, so memory is proportional to a device's part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-_TILE = 512  # keys whose scores are held at a time
-_MASKED = -1e30  # finite: a row that is masked out whole must not become NaN
+_TILE = 512  # keys whose scores exist at a time
+_MASKED = -1e30  # score of a masked key; finite, because exp(-inf - -inf) would be NaN
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -27,23 +27,21 @@ def causal_attention(
     axis: str | None,
     name: str | None = None,
 ) -> jax.Array:
-    """What each position gathers from itself and those before it, `[batch, part, heads, width]`.
-
-    To be called where `axis` is manual.
+    """Returns causal attention `[batch, part, heads, width]`. The mesh axis `axis` must be manual.
 
     Args:
-        query: This device's part of the sequence, `[batch, part, heads, width]`.
+        query: Part of the sequence on this device, `[batch, part, heads, width]`.
         key: `[batch, part, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
-        value: As `key`.
-        axis: The mesh axis that splits the sequence, in order; None if nothing does.
-        name: What remat policies call what the backward pass needs: the result, and the sums of
-            the softmax.
+        value: Same shape as `key`.
+        axis: Mesh axis that splits the sequence, in order; None if the sequence is not split.
+        name: Name, for `remat` policies, of the tensors that the backward pass needs: the result
+            and the sums of the softmax.
     """
     return _forward(query, key, value, axis, name)[0]
 
 
 def _forward(query, key, value, axis, name):
-    """The result, and what the backward pass needs."""
+    # The running softmax: sum of weighted values, largest score, and sum of weights, per query.
     grouped = _group(query, key.shape[2])
     shape = grouped.shape
     state = (
@@ -58,11 +56,11 @@ def _forward(query, key, value, axis, name):
             key, value, positions = tiled
             scores = _scores(grouped, key, here * grouped.shape[3], positions)
             total, most, weight = state
-            # Sums so far are in units of exp(most), the largest score seen, so that none overflows.
-            # A larger one changes the unit: what was added up shrinks.
-            now = jnp.maximum(most, scores.max(axis=-1))
-            shrink = jnp.exp(most - now)
-            share = jnp.exp(scores - now[..., None])
+            # Sums are in units of exp(most), where `most` is the largest score so far, so they
+            # cannot overflow. A larger score changes the unit, and the earlier sums shrink.
+            new_most = jnp.maximum(most, scores.max(axis=-1))
+            shrink = jnp.exp(most - new_most)
+            share = jnp.exp(scores - new_most[..., None])
             new = jnp.einsum(
                 "bkgqs,bskd->bkgqd",
                 share.astype(value.dtype),
@@ -70,17 +68,19 @@ def _forward(query, key, value, axis, name):
                 preferred_element_type=jnp.float32,
             )
             total = total * shrink[..., None] + new
-            return (total, now, weight * shrink + share.sum(axis=-1)), None
+            return (total, new_most, weight * shrink + share.sum(axis=-1)), None
 
         return jax.lax.scan(tile, state, _tiles(key, value, source))[0]
 
     def fold_if_earlier(state, key, value, step):
-        source = here - step  # what came from later positions is masked out whole
+        # Device i has the keys of device i - step now. A negative number wraps around to a later
+        # part of the sequence, which these queries must not see.
+        source = here - step
         return jax.lax.cond(source >= 0, fold, lambda state, *_: state, state, key, value, source)
 
     def turn(carry, step):
         state, key, value = carry
-        upcoming = _pass_on((key, value), axis)  # while these are folded
+        upcoming = _pass_on((key, value), axis)  # runs while these are folded
         return (fold_if_earlier(state, key, value, step), *upcoming), None
 
     last = _size(axis) - 1
@@ -99,13 +99,12 @@ def _backward(axis, _name, saved, cotangent):
     grouped, upstream = _group(query, kv_heads), _group(cotangent, kv_heads)
     scale = query.shape[-1] ** -0.5
     # The gradient of a softmax is share * (d_share - sum of share * d_share). The sum is over all
-    # keys, most of them elsewhere; but it is the product of the result and its gradient, at hand.
+    # keys, most of them on other devices. But it equals the product of the result and its gradient.
     along = _group(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
     here = _index(axis)
 
     def fold(d_query, key, value, source):
-        """With what these queries add to the gradients of keys and values."""
-
+        # Returns d_query, and what these queries add to the gradients of these keys and values.
         def tile(d_query, tiled):
             (key, value, positions) = tiled
             scores = _scores(grouped, key, here * grouped.shape[3], positions)
@@ -124,9 +123,9 @@ def _backward(axis, _name, saved, cotangent):
 
     def turn(carry, step, is_last=False):
         d_query, key, value, *gradients = carry
-        # All that travels does so while these are folded.
+        # These transfers run while the current keys are folded.
         upcoming = (key, value) if is_last else _pass_on((key, value), axis)
-        # The device before had these keys a turn ago: what it passes on are their gradients so far.
+        # The previous device had these keys one turn ago, and sends their gradients so far.
         arrived = _pass_on(gradients, axis)
         source = here - step
         d_query, *new = jax.lax.cond(source >= 0, fold, skip, d_query, key, value, source)
@@ -138,7 +137,8 @@ def _backward(axis, _name, saved, cotangent):
         carry = (d_query, *_pass_on((key, value), axis), *gradients)
         carry, _ = jax.lax.scan(turn, carry, jnp.arange(1, size - 1))
         (d_query, _, _, *gradients), _ = turn(carry, size - 1, is_last=True)
-    # After n - 1 turns the keys at hand are those of the next device: one more, and they are home.
+    # After n - 1 turns a device has the keys of the next device. One more transfer returns the
+    # gradients to the owners of the keys.
     d_key, d_value = _pass_on(gradients, axis)
     return (
         _ungroup(d_query).astype(query.dtype),
@@ -151,16 +151,16 @@ causal_attention.defvjp(_forward, _backward)
 
 
 def _scores(query, key, first, positions):
-    """Scores `[batch, kv_heads, group, part, tile]`; those of later or padded keys masked out."""
+    """Returns scores `[batch, kv_heads, group, part, tile]`; later and padded keys are masked."""
     scores = _einsum("bkgqd,bskd->bkgqs", query, key) * query.shape[-1] ** -0.5
     rows = first + jnp.arange(query.shape[3])
     return jnp.where(positions[None, :] <= rows[:, None], scores, _MASKED)
 
 
 def _tiles(key, value, source):
-    """Keys and values in tiles, `[tiles, batch, tile, ...]`, and their positions in the sequence.
+    """Returns keys and values `[tiles, batch, tile, ...]`, and positions `[tiles, tile]`.
 
-    Positions of padding are after all others.
+    Padding has positions after all others, so that the causal mask removes it.
     """
     length = key.shape[1]
     tile = min(_TILE, length)
@@ -177,20 +177,20 @@ def _tiles(key, value, source):
 
 
 def _untile(x, length):
-    """`[tiles, batch, tile, ...]` to `[batch, length, ...]`."""
+    """Returns `[batch, length, ...]` for `[tiles, batch, tile, ...]`."""
     tiles, batch, tile = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(batch, tiles * tile, *x.shape[3:])[:, :length]
 
 
 def _group(x, kv_heads):
-    """`[batch, part, heads, ...]` to `[batch, kv_heads, group, part, ...]`."""
+    """Returns `[batch, kv_heads, group, part, ...]` for `[batch, part, heads, ...]`."""
     batch, part, heads = x.shape[:3]
     x = x.reshape(batch, part, kv_heads, heads // kv_heads, *x.shape[3:])
     return jnp.moveaxis(x, 1, 3)
 
 
 def _ungroup(x):
-    """The inverse of `_group`."""
+    """Returns the inverse of `_group`."""
     batch, kv_heads, group, part = x.shape[:4]
     return jnp.moveaxis(x, 3, 1).reshape(batch, part, kv_heads * group, *x.shape[4:])
 
@@ -208,7 +208,7 @@ def _size(axis):
 
 
 def _pass_on(values, axis):
-    """Each value from the device before, around the ring."""
+    """Sends each value to the next device of the ring."""
     if axis is None:
         return values
     size = jax.lax.axis_size(axis)

@@ -1,11 +1,11 @@
-"""Rotary positions for sequences longer than those of a model's first training.
+"""Rotary positions for longer sequences than in the first training of a model.
 
-Each kind slows the turning of pairs of dims down, so that a longer sequence sees angles that the
-model has seen. What the kinds and their numbers are called in a `config.json` is in
-`tpudist/models/pretrained/rotary_config.py`.
+Each kind rotates pairs of dims more slowly, so that a longer sequence has angles that the model
+knows. `tpudist/models/pretrained/rotary_config.py` has the names of the kinds and numbers in a
+`config.json`.
 
 Sources: linear: arXiv 2306.15595; dynamic: "NTK-aware" scaling of the base, as in the package
-`transformers`; llama3: Llama 3.1's own; yarn: arXiv 2309.00071.
+`transformers`; llama3: Llama 3.1; yarn: arXiv 2309.00071.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How rotary positions are stretched."""
+    """Stretching of rotary positions."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"]
-    """linear: all alike; dynamic: by a base that grows with a sequence's length; llama3 and yarn:
-    slow pairs by the factor, fast ones not, those between by a part of it."""
+    """linear: all pairs by the factor; dynamic: by a base that grows with the length of a sequence;
+    llama3 and yarn: slow pairs by the factor, fast pairs not, pairs between by a part of it."""
     factor: float
     """Factor by which sequences become longer."""
     original_length: int = 0
-    """Tokens of a sequence in the first training; of no use to linear."""
+    """Tokens of a sequence in the first training; linear ignores it."""
     low: float = 1.0
-    """Turns in the original length below which a pair is slowed by all of the factor (llama3, yarn:
-    `low_freq_factor`, `beta_slow`)."""
+    """Number of turns in the original length below which a pair is slowed by the complete factor
+    (llama3, yarn: `low_freq_factor`, `beta_slow`)."""
     high: float = 4.0
-    """Turns above which it is not slowed (llama3, yarn: `high_freq_factor`, `beta_fast`)."""
+    """Number of turns above which a pair is not slowed (`high_freq_factor`, `beta_fast`)."""
     magnitude: float = 1.0
     """Factor of cosines and sines (yarn)."""
     truncate: bool = True
-    """Whether the bounds between slow and fast pairs are whole numbers of pairs (yarn)."""
+    """Whether to round the bounds between slow and fast pairs to whole pairs (yarn)."""
 
     def __post_init__(self):
-        """Refuses numbers that scale nothing."""
+        """Raises ValueError for numbers that do not describe a stretching."""
         if not self.factor > 0:
             raise ValueError(
                 f"Rotary positions must be stretched by a factor above 0; got {self.factor}."
@@ -61,13 +61,13 @@ class RotaryScaling:
 def scale_frequencies(
     scaling: RotaryScaling, frequencies: jax.Array, base: float, length: int
 ) -> jax.Array:
-    """How far each pair turns from one position to the next, float32 `[width / 2]`.
+    """Returns the angle of each pair from one position to the next, float32 `[width / 2]`.
 
     Args:
-        scaling: How.
-        frequencies: The same, as they are without.
+        scaling: Stretching.
+        frequencies: Angles without stretching, `[width / 2]`.
         base: Ratio of the longest to the shortest wavelength.
-        length: Positions of this sequence; only dynamic scaling depends on it.
+        length: Number of positions of this sequence; only dynamic scaling depends on it.
     """
     half, factor = frequencies.shape[0], scaling.factor
     if scaling.kind == "linear":
@@ -85,16 +85,16 @@ def scale_frequencies(
 
 
 def _ramp_of_yarn(scaling: RotaryScaling, base: float, half: int) -> jax.Array:
-    """0 for pairs that turn fast, 1 for slow ones, by their number."""
+    """Returns 0 for fast pairs, 1 for slow ones, and a ramp between, `[width / 2]`."""
 
-    def number_of(turns: float) -> float:
-        """The pair, as a fraction, that turns this often in the original length."""
+    def pair_with(turns: float) -> float:  # as a fraction
         return half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(base)
 
-    first, last = number_of(scaling.high), number_of(scaling.low)
+    first, last = pair_with(scaling.high), pair_with(scaling.low)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * half - 1)  # the bound is in dims there, not in pairs
+    # The upper bound is in dims instead of pairs, as in the package `transformers`.
+    first, last = max(first, 0), min(last, 2 * half - 1)
     if first == last:
         last += 0.001
     return jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / (last - first), 0, 1)

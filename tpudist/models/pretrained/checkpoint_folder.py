@@ -1,4 +1,4 @@
-"""A folder of a pretrained model: `config.json`, tensors in one file or several, a tokenizer."""
+"""The folder of a pretrained model: `config.json`, files of tensors, a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 TOKENIZER = "tokenizer.json"
 
 
-def read_json(file: Path, what: str) -> dict[str, Any]:
-    """The object that a JSON file of the folder holds.
+def read_json(file: Path, content: str) -> dict[str, Any]:
+    """Returns the object in a JSON file of the folder.
+
+    Args:
+        file: Path of the file.
+        content: Description of its content, for a message.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is no JSON, or no object.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is not JSON, or not an object.
     """
     try:
-        found = json.loads(file.read_text())
+        values = json.loads(file.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{file} does not exist: the folder of a pretrained model must hold {what} there. Name "
-            "a folder of this machine; tpudist downloads nothing."
+            f"{file} does not exist: the folder of a pretrained model must hold {content} there. "
+            "Name a folder of this machine; tpudist downloads nothing."
         ) from None
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}. Download it again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ValueError(
-            f"{file} holds a {type(found).__name__}, not an object. Download it again."
+            f"{file} holds a {type(values).__name__}, not an object. Download it again."
         )
-    return found
+    return values
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of tensors.
+    """Returns the files of tensors.
 
     Raises:
-        FileNotFoundError: There are none, or not all.
-        ValueError: There are two sets of them.
+        FileNotFoundError: If a file is missing.
+        ValueError: If there are two sets of files.
     """
     index = folder / INDEX
     if index.exists():
@@ -66,8 +70,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, by name."""
-    found: dict[str, StoredTensor] = {}
+    """Returns all tensors of a folder, by name."""
+    tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        found |= read_header(file)[1]
-    return found
+        tensors |= read_header(file)[1]
+    return tensors

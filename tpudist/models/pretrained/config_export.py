@@ -1,4 +1,4 @@
-"""A `config.json` for a transformer of one's own, for other libraries to read."""
+"""The `config.json` of a transformer, for other libraries to read."""
 
 from __future__ import annotations
 
@@ -18,68 +18,72 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# What says how a model computes, and not what.
+# Fields of `TransformerConfig` that do not change the results of a model.
 _CHOICES = ("dtype", "attention", "splash_block", "splash_backward_block", "remat", "loss_chunk")
 _CHOICES += ("pipeline_stages", "pipeline_microbatches", "experts_per_token", "expert_capacity")
 _CHOICES += ("expert_balance",)
-_LONGEST = 131_072  # the transformer takes any; other libraries reserve nothing for it
+# The transformer has no maximum length, but a `config.json` needs one. Libraries allocate nothing
+# for it.
+_MAX_LENGTH = 131_072
 
 
 def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a transformer whose parameters have this dtype.
+    """Returns the `config.json` of a transformer with parameters of this dtype.
 
-    Of the families that other libraries know, the first that computes the same.
+    It names the first family of `_ARCHITECTURES` that computes the same results.
 
     Raises:
-        ValueError: None does.
+        ValueError: If no family does.
     """
     differing: dict[str, tuple[str, ...]] = {}
     for family in _ARCHITECTURES:
-        values = _write(config, family, dtype)
+        # Reading the file again is the test: it must describe the same transformer.
+        values = _make_values(config, family, dtype)
         try:
             different = differences(parse_config(values), config)
-        except ValueError:  # of the family, which has no such thing
+        except ValueError:  # the family does not support an option
             continue
         if not different:
             return values
         differing[family] = different
-    family, least = min(differing.items(), key=lambda item: len(item[1]))
+    family, fewest = min(differing.items(), key=lambda item: len(item[1]))
     raise ValueError(
         "No family of pretrained models computes the same as this transformer, so other libraries "
-        f"could not read it. The nearest is {family!r}, which differs in {', '.join(least)}. Train "
-        "a model without these differences, or save this one with tpudist.checkpoint."
+        f"could not read it. The nearest is {family!r}, which differs in {', '.join(fewest)}. "
+        "Train a model without these differences, or save this one with tpudist.checkpoint."
     )
 
 
 def differences(a: TransformerConfig, b: TransformerConfig) -> tuple[str, ...]:
-    """The fields in which two configurations differ that say what a model computes."""
-    first, second = map(_essence, (a, b))
+    """Returns the fields that differ and change the results of a model."""
+    first, second = map(_normalize, (a, b))
     return tuple(name for name in first if first[name] != second[name])
 
 
-def _essence(config: TransformerConfig) -> dict[str, Any]:
-    found = {
+def _normalize(config: TransformerConfig) -> dict[str, Any]:
+    # Equal values for equal models: defaults become the numbers that they stand for.
+    fields = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
         if field.name not in _CHOICES
     }
-    found |= {"num_kv_heads": config.kv_heads, "head_width": config.head_dim}
-    if found["query_scale"] is None:
-        found["query_scale"] = config.head_dim**-0.5
+    fields |= {"num_kv_heads": config.kv_heads, "head_width": config.head_dim}
+    if fields["query_scale"] is None:
+        fields["query_scale"] = config.head_dim**-0.5
     if config.tied and config.output_scale is None:
-        found["output_scale"] = config.embed_dim**-0.5
+        fields["output_scale"] = config.embed_dim**-0.5
     if not config.tied:
-        found["output_scale"] = None
+        fields["output_scale"] = None
     if config.layers_with_window is not None and all(config.layers_with_window):
-        found["layers_with_window"] = None
-    return found
+        fields["layers_with_window"] = None
+    return fields
 
 
-def _write(config: TransformerConfig, family: str, dtype: str) -> dict[str, Any]:
+def _make_values(config: TransformerConfig, family: str, dtype: str) -> dict[str, Any]:
     layers = config.layers_with_window or (True,) * config.num_layers
     local = [config.attention_window is not None and windowed for windowed in layers]
     scaling = config.rotary_scaling
-    length = scaling.original_length if scaling and scaling.kind == "dynamic" else _LONGEST
+    length = scaling.original_length if scaling and scaling.kind == "dynamic" else _MAX_LENGTH
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
@@ -108,8 +112,8 @@ def _write(config: TransformerConfig, family: str, dtype: str) -> dict[str, Any]
         values["sliding_window"] = config.attention_window
     if family in ("qwen2", "qwen3", "gemma2", "gemma3_text"):
         values["sliding_window"] = config.attention_window
-        kinds = ("full_attention", "sliding_attention")
-        values["layer_types"] = [kinds[windowed] for windowed in local]
+        types = ("full_attention", "sliding_attention")
+        values["layer_types"] = [types[windowed] for windowed in local]
     if family in ("qwen2", "qwen3"):
         values["use_sliding_window"] = any(local)
         values["max_window_layers"] = config.num_layers

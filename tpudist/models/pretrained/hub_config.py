@@ -1,7 +1,6 @@
-"""`config.json` of a pretrained model: the transformer that it describes, or why there is none.
+"""`config.json` of a pretrained model: the configuration of the transformer, or an error.
 
-A key that is not in the file has the value that the package `transformers` (5.24) gives it, which
-is not the same for all families.
+A missing key has the default of the package `transformers` (5.24), which differs between families.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tpudist.models.pretrained.checkpoint_folder import CONFIG, read_json
-from tpudist.models.pretrained.config_error import refuse
+from tpudist.models.pretrained.config_error import config_error
 from tpudist.models.pretrained.rotary_config import parse_rotary, parse_scaling
 from tpudist.models.transformer_config import TransformerConfig
 
@@ -20,35 +19,35 @@ Values = dict[str, Any]
 
 
 def read_config(folder: str | PathLike[str]) -> TransformerConfig:
-    """The transformer whose weights a folder holds, by its `config.json`; weights are not read.
+    """Returns the configuration of the transformer in a folder; weights are not read.
 
-    Its `dtype` is that of the weights, if the transformer can compute in it, else float32.
+    Its `dtype` is the dtype of the weights if the transformer can compute in it, else float32.
 
     Args:
-        folder: Of a pretrained model, on this machine.
+        folder: Directory of a pretrained model on this machine.
 
     Raises:
-        FileNotFoundError: There is no `config.json`.
-        ValueError: It describes a model that the transformer cannot be, by the key that says so.
+        FileNotFoundError: If there is no `config.json`.
+        ValueError: If the transformer does not support the model; the error names the key.
     """
     return parse_config(read_json(Path(folder) / CONFIG, "its configuration"))
 
 
 def read_length(folder: str | PathLike[str]) -> int | None:
-    """The tokens of the longest sequence that a folder's model is for, if it says so."""
+    """Returns the maximum tokens of a sequence of the model in a folder, if it is known."""
     values = read_json(Path(folder) / CONFIG, "its configuration")
     return values.get("max_position_embeddings")
 
 
 def parse_config(values: Values) -> TransformerConfig:
-    """The transformer that a `config.json` describes.
+    """Returns the configuration of the transformer that a `config.json` describes.
 
     Raises:
-        ValueError: The transformer cannot be it.
+        ValueError: If the transformer does not support the model.
     """
     family = values.get("model_type")
     if family not in FAMILIES:
-        raise refuse("model_type", family, f"is not one of {', '.join(FAMILIES)}")
+        raise config_error("model_type", family, f"is not one of {', '.join(FAMILIES)}")
     defaults, parse = FAMILIES[family]
     values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0} | defaults | values
     _check(values)
@@ -70,28 +69,31 @@ def parse_config(values: Values) -> TransformerConfig:
     )
 
 
-def parse_dtype(values: Values) -> Any:
-    """What to compute in: the dtype of the weights, or float32."""
+def parse_dtype(values: Values) -> Literal["float32", "bfloat16"]:
+    """Returns the dtype of the weights if the transformer can compute in it, else float32."""
     stored = values.get("dtype") or values.get("torch_dtype") or "float32"
     return stored if stored in ("float32", "bfloat16") else "float32"
 
 
 def _check(values: Values) -> None:
-    """Refuses what no family may say."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for key in (*sizes, "intermediate_size"):
         if not isinstance(values.get(key), int):
-            raise refuse(key, values.get(key), "has an unknown size")
+            raise config_error(key, values.get(key), "has an unknown size")
     if values.get("quantization_config") is not None:
-        raise refuse("quantization_config", values["quantization_config"], "has quantized weights")
+        raise config_error(
+            "quantization_config", values["quantization_config"], "has quantized weights"
+        )
     if values.get("attention_bias"):
-        raise refuse("attention_bias", True, "adds a bias after attention")
+        raise config_error("attention_bias", True, "adds a bias after attention")
     if values.get("mlp_bias"):
-        raise refuse("mlp_bias", True, "adds biases in its MLPs")
+        raise config_error("mlp_bias", True, "adds biases in its MLPs")
     if values.get("use_bidirectional_attention"):
-        raise refuse("use_bidirectional_attention", True, "attends to the tokens after a token")
+        raise config_error(
+            "use_bidirectional_attention", True, "attends to the tokens after a token"
+        )
     if values.get("adapter_config") is not None:
-        raise refuse(
+        raise config_error(
             "adapter_config", values["adapter_config"], ("has adapters in addition to its weights")
         )
 
@@ -104,7 +106,7 @@ def _parse_llama(values: Values) -> Values:
 
 def _parse_mistral(values: Values) -> Values:
     if values.get("layer_types") is not None:
-        raise refuse("layer_types", values["layer_types"], "may have windows in some layers")
+        raise config_error("layer_types", values["layer_types"], "may have windows in some layers")
     return _parse_llama(values) | {"attention_window": values["sliding_window"]}
 
 
@@ -129,10 +131,12 @@ def _parse_qwen3(values: Values) -> Values:
 
 def _parse_gemma(values: Values) -> Values:
     activation = values.get("hidden_activation") or values.get("hidden_act")
-    # "gelu" was written by mistake, and is read as that of the tanh.
-    known = ("gelu_pytorch_tanh", "gelu") if values["model_type"] == "gemma" else None
-    if activation not in (known or ("gelu_pytorch_tanh",)):
-        raise refuse("hidden_activation", activation, "gates its MLPs with a different function")
+    # Configurations of the first Gemma say "gelu" by mistake; libraries use the tanh there, too.
+    supported = {"gelu_pytorch_tanh"} | ({"gelu"} if values["model_type"] == "gemma" else set())
+    if activation not in supported:
+        raise config_error(
+            "hidden_activation", activation, "gates its MLPs with a different function"
+        )
     fields: Values = {
         "gelu": True,
         "norm_offset": True,
@@ -159,7 +163,7 @@ def _parse_gemma2(values: Values) -> Values:
 def _parse_gemma3(values: Values) -> Values:
     if values["attn_logit_softcapping"] is not None:
         cap = values["attn_logit_softcapping"]
-        raise refuse("attn_logit_softcapping", cap, "has a bound that libraries omit")
+        raise config_error("attn_logit_softcapping", cap, "has a bound that libraries omit")
     types, layers = values.get("layer_types"), values["num_hidden_layers"]
     every = values.get("sliding_window_pattern") or 6
     pattern = [(i + 1) % every != 0 for i in range(layers)]
@@ -171,31 +175,34 @@ def _parse_gemma3(values: Values) -> Values:
         "output_cap": values["final_logit_softcapping"],
     }
     fields |= _windows(values["sliding_window"], local)
-    given = values.get("rope_parameters") or {}
-    whole = given.get("full_attention") or values.get("rope_scaling") or {}
-    fields["rotary_base"] = float(
-        whole.get("rope_theta") or values.get("rope_theta") or 1_000_000.0
-    )
-    fields["rotary_scaling"] = parse_scaling(whole, "rope_scaling", values)
-    of_local = given.get("sliding_attention") or {}
-    if parse_scaling(of_local, "rope_parameters", values) is not None:
-        raise refuse("rope_parameters", given, "stretches positions in layers with a window")
+    # Layers without a window have other positions than layers with one.
+    parameters = values.get("rope_parameters") or {}
+    full = parameters.get("full_attention") or values.get("rope_scaling") or {}
+    fields["rotary_base"] = float(full.get("rope_theta") or values.get("rope_theta") or 1_000_000.0)
+    fields["rotary_scaling"] = parse_scaling(full, "rope_scaling", values)
+    sliding = parameters.get("sliding_attention") or {}
+    if parse_scaling(sliding, "rope_parameters", values) is not None:
+        raise config_error(
+            "rope_parameters", parameters, "stretches positions in layers with a window"
+        )
     if any(local):
-        base = of_local.get("rope_theta") or values.get("rope_local_base_freq") or 10_000.0
+        base = sliding.get("rope_theta") or values.get("rope_local_base_freq") or 10_000.0
         fields["local_rotary_base"] = float(base)
     return fields
 
 
 def _check_silu(values: Values) -> None:
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise refuse("hidden_act", values["hidden_act"], "gates its MLPs with a different function")
+        raise config_error(
+            "hidden_act", values["hidden_act"], "gates its MLPs with a different function"
+        )
 
 
 def _parse_layer_types(types: list[str]) -> list[bool]:
-    """Of each layer whether it has a window."""
+    """Returns whether each layer has a window."""
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise refuse("layer_types", types, f"has layers of type {kind!r}")
+            raise config_error("layer_types", types, f"has layers of type {kind!r}")
     return [kind == "sliding_attention" for kind in types]
 
 
@@ -203,7 +210,7 @@ def _windows(window: int | None, local: list[bool]) -> Values:
     if not any(local):
         return {}
     if window is None:
-        raise refuse("sliding_window", None, "has layers with a window of unknown size")
+        raise config_error("sliding_window", None, "has layers with a window of unknown size")
     return {
         "attention_window": window,
         "layers_with_window": None if all(local) else tuple(local),
@@ -243,4 +250,4 @@ FAMILIES: dict[str, tuple[Values, Callable[[Values], Values]]] = {
         _parse_gemma3,
     ),
 }
-"""What keys that are not there mean, and what the others do; by `model_type`."""
+"""Values of missing keys, and the function that parses the others, for each `model_type`."""

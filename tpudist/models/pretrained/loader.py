@@ -1,9 +1,8 @@
-"""Weights of a pretrained model, read from files to where they belong.
+"""`load_pretrained`: reads the weights of a pretrained model directly to their devices.
 
-A tensor is looked at once, in the pages that the system keeps of its file, and copied to the parts
-of a variable that devices of this process hold. So a host has its share of the variable that is
-being read and one tensor of a file, never the whole model; where the host's memory is the
-devices', as on emulated ones, the share is what they hold in the end.
+A tensor is mapped into memory, read once, and copied to the parts of a variable on the devices of
+this process. So a host needs memory for its share of one variable and one tensor of a file, never
+for the complete model. On CPU devices, that share becomes the memory of the devices.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ import dataclasses
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
+from tpudist.array_types import Shape
 from tpudist.context import get_strategy, has_strategy
 from tpudist.models.pretrained.checkpoint_folder import read_tensors
 from tpudist.models.pretrained.config_export import differences
@@ -30,6 +30,7 @@ from tpudist.models.pretrained.hub_config import read_config
 from tpudist.models.pretrained.safetensors_file import DTYPES, StoredTensor
 from tpudist.models.pretrained.tensor_places import (
     OUTPUT,
+    Bounds,
     TensorPlace,
     tensor_places,
     variable_of,
@@ -39,95 +40,108 @@ from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.processes import process_agreement
 
-Bounds = tuple[tuple[int, int], ...]
-# Buffers of angles, which older checkpoints keep and nobody reads.
-_NOT_READ = "rotary_emb.inv_freq"
+# Buffers of angles in older checkpoints; no library reads them.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def load_pretrained(
     folder: str | PathLike[str],
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     config: TransformerConfig | None = None,
 ) -> Transformer:
-    """The transformer with the weights of a folder, placed by the strategy in whose scope it is.
+    """Returns the transformer in a folder, placed by the strategy of the current scope.
 
-    Nothing is drawn at random, and no host holds more of the weights than its devices do and one
+    No random values are computed. A host needs memory for the weights of its devices and for one
     tensor of a file. Outside of all scopes the weights are on JAX's first device.
 
     Args:
-        folder: Of this machine, with `config.json` and weights in `model.safetensors`, or in the
-            files that `model.safetensors.index.json` names: of the families `llama`, `mistral`,
-            `qwen2`, `qwen3`, `gemma`, `gemma2` and `gemma3_text`.
-        dtype: Of the parameters: "float32", "bfloat16" or "float16"; by default that in which each
-            is stored. The model computes in it too, unless `config` says otherwise.
-        config: What `read_config(folder)` gives, with other choices of how to compute, such as
-            `remat` or `dtype`.
+        folder: Directory on this machine with `config.json` and weights in `model.safetensors`, or
+            in the files that `model.safetensors.index.json` names. Supported families: `llama`,
+            `mistral`, `qwen2`, `qwen3`, `gemma`, `gemma2` and `gemma3_text`.
+        dtype: Dtype of the parameters: "float32", "bfloat16" or "float16"; by default the stored
+            dtype of each. The model also computes in it, unless `config` has another dtype.
+        config: Result of `read_config(folder)` with other options that do not change results, such
+            as `remat` or `dtype`.
 
     Returns:
-        The transformer, whose logits are those of the package `transformers`.
+        The transformer. Its logits equal those of the package `transformers`.
 
     Raises:
-        FileNotFoundError: A file is not there.
-        ValueError: The model is none that the transformer can be, or its files are damaged or of
+        FileNotFoundError: If a file is missing.
+        ValueError: If the transformer does not support the model, or files are damaged or belong to
             another model.
-        ProcessesDifferError: Another process reads another model.
+        ProcessesDifferError: If another process loads another model.
     """
     folder = Path(folder)
-    found = read_config(folder)
-    kind = None if dtype is None else _parse_dtype(dtype)
+    parameter_dtype = None if dtype is None else _parse_dtype(dtype)
+    config = _choose_config(folder, config, parameter_dtype)
+    tensors = read_tensors(folder)
+    groups: dict[str, list[TensorPlace]] = defaultdict(list)
+    for place in _match(folder, config, tensors):
+        groups[place.variable].append(place)
+    model = _make_abstract(config, parameter_dtype, tensors)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as threads:
+        # One variable at a time, so that the host has only one of them twice.
+        for places in groups.values():
+            variable = variable_of(model, places[0])
+            shape = variable.get_raw_value()
+            stored = [tensors[place.tensor] for place in places]
+            chosen = DTYPES[stored[0].dtype] if parameter_dtype is None else parameter_dtype
+            variable.set_raw_value(_load(threads, places, stored, shape, chosen))
+    return model
+
+
+def _choose_config(
+    folder: Path, config: TransformerConfig | None, dtype: np.dtype | None
+) -> TransformerConfig:
+    stored = read_config(folder)
     if config is None:
-        config = found
-        if kind is not None:
-            computed = "bfloat16" if kind == jnp.bfloat16 else "float32"
-            config = dataclasses.replace(found, dtype=computed)
-    elif different := differences(found, config):
+        if dtype is None:
+            return stored
+        return dataclasses.replace(stored, dtype="bfloat16" if dtype == jnp.bfloat16 else "float32")
+    if different := differences(stored, config):
         raise ValueError(
             f"load_pretrained({str(folder)!r}) received a config that differs from the config of "
             f"the weights in {', '.join(different)}. Start with read_config(folder), and change "
             "only how the model computes, not its weights."
         )
-    tensors = read_tensors(folder)
-    groups: dict[str, list[TensorPlace]] = defaultdict(list)
-    for place in _match(folder, config, tensors):
-        groups[place.variable].append(place)
+    return config
+
+
+def _make_abstract(
+    config: TransformerConfig, dtype: np.dtype | None, tensors: dict[str, StoredTensor]
+) -> Transformer:
+    """Returns the transformer with shapes, and with shardings if there is a strategy."""
 
     def make() -> Transformer:
         return Transformer(config, rngs=nnx.Rngs(0))
 
-    if has_strategy():
-        strategy = get_strategy()
-        facts = {
-            "the model": repr(config),
-            "dtype": "as stored" if kind is None else kind.name,
-            "the tensors in the files": _digest(tensors),
-        }
-        intention = process_agreement.Intention("load_pretrained", facts)
-        process_agreement.agree(strategy.replica_mesh, intention)
-        model = strategy.create_abstract(make)
-    else:
-        model = nnx.eval_shape(make)
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as threads:
-        for places in groups.values():
-            variable = variable_of(model, places[0])
-            shape = variable.get_raw_value()
-            stored = [tensors[place.tensor] for place in places]
-            chosen = DTYPES[stored[0].dtype] if kind is None else kind
-            variable.set_raw_value(_load(threads, places, stored, shape, chosen))
-    return model
+    if not has_strategy():
+        return nnx.eval_shape(make)
+    strategy = get_strategy()
+    facts = {
+        "the model": repr(config),
+        "dtype": "as stored" if dtype is None else dtype.name,
+        "the tensors in the files": _digest(tensors),
+    }
+    intention = process_agreement.Intention("load_pretrained", facts)
+    process_agreement.agree(strategy.replica_mesh, intention)
+    return strategy.create_abstract(make)
 
 
 def _digest(tensors: dict[str, StoredTensor]) -> str:
-    """What tells the tensors of different models apart, but for their values."""
-    about = sorted((name, t.dtype, t.shape, t.start) for name, t in tensors.items())
-    return hashlib.sha256(repr(about).encode()).hexdigest()
+    # Names, dtypes, shapes and places, but not values: these would have to be read twice.
+    facts = sorted((name, t.dtype, t.shape, t.start) for name, t in tensors.items())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _parse_dtype(dtype: Any) -> np.dtype:
+def _parse_dtype(dtype: DTypeLike) -> np.dtype:
     try:
-        kind = np.dtype(getattr(jnp, dtype) if isinstance(dtype, str) else dtype)
-        if kind in DTYPES.values():
-            return kind
+        # NumPy alone does not know the name "bfloat16".
+        parsed = np.dtype(getattr(jnp, dtype) if isinstance(dtype, str) else dtype)
+        if parsed in DTYPES.values():
+            return parsed
     except (AttributeError, TypeError):
         pass
     raise ValueError(
@@ -139,18 +153,18 @@ def _parse_dtype(dtype: Any) -> np.dtype:
 def _match(
     folder: Path, config: TransformerConfig, tensors: dict[str, StoredTensor]
 ) -> Iterator[TensorPlace]:
-    """The tensors that the model is made of, when all are there and no others."""
+    """Yields the tensors of the model, after a check that the files contain exactly these."""
     places = list(tensor_places(config))
     known = {place.tensor for place in places}
     missing = [place.tensor for place in places if place.tensor not in tensors]
-    more = [name for name in tensors if name not in known and not name.endswith(_NOT_READ)]
-    if config.tied and OUTPUT in more:
+    unknown = [name for name in tensors if name not in known and not name.endswith(_IGNORED_SUFFIX)]
+    if config.tied and OUTPUT in unknown:
         _check_tied(folder, tensors[OUTPUT], tensors.get(places[0].tensor))
-        more.remove(OUTPUT)
-    if missing or more:
+        unknown.remove(OUTPUT)
+    if missing or unknown:
         parts = [
-            f"{len(names)} {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for what, names in (("that it needs are missing", missing), ("are unknown", more))
+            f"{len(names)} {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for problem, names in (("that it needs are missing", missing), ("are unknown", unknown))
             if names
         ]
         raise ValueError(
@@ -166,17 +180,17 @@ def _match(
             )
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{place.tensor} in {tensor.file} is of dtype {tensor.dtype}, but tpudist loads "
+                f"{place.tensor} in {tensor.file} has dtype {tensor.dtype}, but tpudist loads "
                 f"only {', '.join(DTYPES)}. For quantized weights, use another library."
             )
     yield from places
 
 
 def _check_tied(folder: Path, output: StoredTensor, embedding: StoredTensor | None) -> None:
-    """Refuses a matrix of logits that is not the embedding, though the model is said to be tied."""
+    """Checks that a stored matrix of logits equals the embedding, if the model is tied."""
     if embedding is not None and output.shape == embedding.shape:
         first, second = output.map(), embedding.map()
-        rows = max(1, 2**22 // max(1, first.shape[1]))
+        rows = max(1, 2**22 // max(1, first.shape[1]))  # compared in pieces of a few MB
         pieces = range(0, len(first), rows)
         if all(np.array_equal(first[i : i + rows], second[i : i + rows]) for i in pieces):
             return
@@ -193,44 +207,45 @@ def _load(
     target: jax.ShapeDtypeStruct,
     dtype: np.dtype,
 ) -> jax.Array:
-    """A variable, of which each device of this process has its part."""
-    sharding: Any = target.sharding
+    """Returns a variable; each device of this process has its part."""
+    sharding = target.sharding
     if sharding is None:  # outside of all scopes
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    where = {
-        device: _bounds(index, target.shape)
+    bounds_of_device = {
+        device: _bounds(index or (), target.shape)
         for device, index in sharding.addressable_devices_indices_map(target.shape).items()
     }
     parts = {
         bounds: _allocate([stop - start for start, stop in bounds], dtype)
-        for bounds in dict.fromkeys(where.values())
+        for bounds in dict.fromkeys(bounds_of_device.values())
     }
     for place, tensor in zip(places, stored, strict=True):
         view = place.view_as_variable(tensor.map())
         tasks = []
         for bounds, part in parts.items():
-            if (found := place.find_in(bounds)) is not None:
-                of, to = found
-                tasks += copy_tasks(view[of], part[to])
+            if (overlap := place.find_in(bounds)) is not None:
+                source, target_index = overlap
+                tasks += copy_tasks(view[source], part[target_index])
         for _ in threads.map(lambda task: task(), tasks):
             pass
     memory = sharding.memory_kind
     arrays = [
         jax.device_put(part, jax.sharding.SingleDeviceSharding(device, memory_kind=memory))
-        for device, part in ((device, parts[bounds]) for device, bounds in where.items())
+        for device, part in ((device, parts[bounds]) for device, bounds in bounds_of_device.items())
     ]
-    # Until it has come to them, the host holds what it was read into.
+    # The host needs the parts until the transfers are complete. Without waiting, the parts of
+    # several variables would be in its memory.
     jax.block_until_ready(arrays)
     return jax.make_array_from_single_device_arrays(target.shape, sharding, arrays)
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    found = (part.indices(size) for part, size in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in found)
+def _bounds(index: Sequence[slice], shape: Shape) -> Bounds:
+    ranges = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in ranges)
 
 
 def _allocate(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Memory that devices which are this host's CPU take over without a copy."""
+    # XLA:CPU uses a NumPy array without a copy if it is aligned to 64 bytes.
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64

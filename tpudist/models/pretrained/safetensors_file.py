@@ -1,7 +1,7 @@
-"""Files of tensors in the format safetensors, read a tensor at a time and written so.
+"""Files of tensors in the format safetensors, read and written one tensor at a time.
 
-The package `safetensors` checks the files that are read. Its own reading makes a copy of a tensor
-that stays in memory beside what is made of it, and its writing wants all tensors of a file at once.
+The package `safetensors` checks the files. Its own reader would copy each tensor once more, and its
+writer needs all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        file: The file.
-        dtype: As the format calls it.
-        shape: Its shape.
-        start: Where its bytes begin in the file.
+        file: Path of the file.
+        dtype: Name of the dtype in the format, such as "BF16".
+        shape: Shape.
+        start: Offset of its bytes in the file.
     """
 
     file: Path
@@ -43,24 +43,25 @@ class StoredTensor:
     start: int
 
     def map(self) -> np.ndarray:
-        """Its elements: pages of the file, which the system begins to read."""
+        """Returns the elements as mapped pages of the file, which the system starts to read."""
         dtype = DTYPES[self.dtype]
         size = math.prod(self.shape) * dtype.itemsize
+        # A mapping must start at a multiple of the page size: map from the page before.
         before = self.start % mmap.ALLOCATIONGRANULARITY
         with self.file.open("rb") as opened:
             pages = mmap.mmap(
                 opened.fileno(), before + size, access=mmap.ACCESS_READ, offset=self.start - before
             )
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if hasattr(mmap, "MADV_WILLNEED"):  # only on some systems
             pages.madvise(mmap.MADV_WILLNEED)
         return np.frombuffer(pages, np.uint8, size, before).view(dtype).reshape(self.shape)
 
 
 def read_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The first bytes of a file, up to the first tensor, and its tensors by name.
+    """Returns the bytes of a file before the first tensor, and its tensors by name.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: If the file is damaged.
     """
     import safetensors
 
@@ -74,24 +75,26 @@ def read_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
     with file.open("rb") as opened:
         length = opened.read(8)
         header = length + opened.read(struct.unpack("<Q", length)[0])
-    found: dict[str, StoredTensor] = {}
-    for name, about in json.loads(header[8:]).items():
+    # The format: the length of the JSON header as 8 bytes, little-endian; the header; the tensors.
+    tensors: dict[str, StoredTensor] = {}
+    for name, facts in json.loads(header[8:]).items():
         if name != "__metadata__":
-            start = len(header) + about["data_offsets"][0]
-            found[name] = StoredTensor(file, about["dtype"], tuple(about["shape"]), start)
-    return header, found
+            start = len(header) + facts["data_offsets"][0]
+            tensors[name] = StoredTensor(file, facts["dtype"], tuple(facts["shape"]), start)
+    return header, tensors
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file of tensors: names, dtypes as the format calls them, and shapes.
+    """Returns the bytes of a file before its first tensor.
 
-    Tensors are laid out in the order given.
+    Args:
+        tensors: Name, dtype in the words of the format, and shape of each tensor, in their order.
     """
-    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + int(np.prod(shape)) * DTYPES[dtype].itemsize
-        about[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(about, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors to 8 bytes
     return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""A transformer's weights, written to files that other libraries read, a tensor at a time."""
+"""`save_pretrained`: writes a transformer to files that other libraries read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from tpudist.models.pretrained.checkpoint_folder import CONFIG, INDEX, WEIGHTS, weight_files
 from tpudist.models.pretrained.config_export import differences, make_config
@@ -24,6 +24,7 @@ from tpudist.models.pretrained.safetensors_file import (
     read_header,
 )
 from tpudist.models.pretrained.tensor_places import (
+    Bounds,
     TensorPlace,
     output_place,
     tensor_places,
@@ -34,8 +35,9 @@ from tpudist.models.transformer import Transformer
 from tpudist.processes import host_copies
 
 _MAX_FILE_BYTES = 5 * 10**9
-# What stands beside the weights in a folder, and is of the same model whatever they are.
-_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+# Files of a folder that do not depend on the values of the weights.
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+# Bytes before the first tensor, and the tensors in order; a place of None is not part of the model.
 Header = tuple[bytes, list[tuple[StoredTensor, TensorPlace | None]]]
 
 
@@ -44,27 +46,28 @@ def save_pretrained(
     folder: str | PathLike[str],
     *,
     like: str | PathLike[str] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Writes a transformer to a folder that `load_pretrained` and other libraries read.
 
-    The first process writes, a tensor at a time; where others hold parts, all must call this.
+    The first process writes, one tensor at a time. If other processes have parts of the weights,
+    all processes must call this function.
 
     Args:
-        model: The transformer; adapters are merged first (`lora.merge`).
-        folder: Where to write. What has the same name there is replaced when a file is whole, and
-            an index, or a single file of weights, that is not of this model is taken away.
-        like: The folder that the model was loaded from. The files then have its names, tensors in
-            its order and dtypes, and its configuration and tokenizer are copied: weights that were
-            not changed are written as the same bytes. By default a `config.json` is made, and no
-            tokenizer.
-        dtype: Without `like`, that of the files; by default that of each parameter.
-        max_file_bytes: Without `like`, after how many bytes another file begins.
+        model: Transformer without adapters; see `lora.merge`.
+        folder: Directory to write to. Each file replaces an older one only when it is complete. An
+            index, or a single file of weights, of another model is deleted.
+        like: Directory that the model was loaded from. The new files then have the same names,
+            order and dtypes of tensors, and its configuration and tokenizer are copied. Weights
+            that have not changed result in the same bytes. By default, a `config.json` is created,
+            and there is no tokenizer.
+        dtype: Without `like`, dtype in the files; by default the dtype of each parameter.
+        max_file_bytes: Without `like`, maximum bytes of a file with more than one tensor.
 
     Raises:
-        ValueError: Other libraries know no such model, `like` is another model, or the model has
-            adapters.
+        ValueError: If other libraries do not support the model, `like` is another model, or the
+            model has adapters.
     """
     folder = Path(folder)
     if model.blocks.adapter_scale is not None:
@@ -72,7 +75,10 @@ def save_pretrained(
             "save_pretrained received a model with adapters, which a file of weights cannot "
             "contain. Merge them first: lora.merge(model)."
         )
-    files = _plan(model, dtype, max_file_bytes) if like is None else _imitate(model, Path(like))
+    if like is None:
+        files = _new_files(model, dtype, max_file_bytes)
+    else:
+        files = _files_like(model, Path(like))
     writes = jax.process_index() == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,36 +87,41 @@ def save_pretrained(
     if writes:
         _remove_earlier(folder, files, like)
     if writes and like is not None:
-        for pattern in _BESIDE:
+        for pattern in _COPIED:
             for file in Path(like).glob(pattern):
                 if file.resolve() != (folder / file.name).resolve():
                     shutil.copyfile(file, folder / file.name)
     elif writes:
-        _write_about(model, folder, files)
-    if jax.process_count() > 1:  # nobody reads before the first process has written
+        _write_config_and_index(model, folder, files)
+    if jax.process_count() > 1:
+        # A barrier: no process returns before the first one has written everything.
         host_copies.finish(host_copies.begin([model.final_norm.get_raw_value()])[0])
 
 
-def _plan(model: Transformer, dtype: Any, max_file_bytes: int) -> dict[str, Header]:
-    """The files of a model of one's own: by name, how they begin, and what is in them."""
+def _new_files(
+    model: Transformer, dtype: DTypeLike | None, max_file_bytes: int
+) -> dict[str, Header]:
     groups: list[list[TensorPlace]] = [[]]
     sizes = [0]
     names: dict[str, str] = {}
     for place in tensor_places(model.config):
-        kind = np.dtype(variable_of(model, place).get_raw_value().dtype if dtype is None else dtype)
-        if kind not in NAMES:
+        stored = variable_of(model, place).get_raw_value().dtype if dtype is None else dtype
+        file_dtype = np.dtype(stored)
+        if file_dtype not in NAMES:
             raise ValueError(
-                f"A file of weights cannot contain parameters of dtype {kind.name}. Use one of "
-                f"{', '.join(known.name for known in NAMES)}."
+                f"A file of weights cannot contain parameters of dtype {file_dtype.name}. Use "
+                f"one of {', '.join(known.name for known in NAMES)}."
             )
-        names[place.tensor] = NAMES[kind]
-        size = int(np.prod(place.shape, dtype=np.int64)) * kind.itemsize
+        names[place.tensor] = NAMES[file_dtype]
+        size = int(np.prod(place.shape, dtype=np.int64)) * file_dtype.itemsize
         if groups[-1] and sizes[-1] + size > max_file_bytes:
             groups.append([])
             sizes.append(0)
         groups[-1].append(place)
         sizes[-1] += size
-    make_config(model.config, "float32")  # refuses what has no configuration before all is written
+    make_config(
+        model.config, "float32"
+    )  # raises for an unsupported model, before anything is written
     files: dict[str, Header] = {}
     for i, group in enumerate(groups, 1):
         name = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
@@ -120,8 +131,7 @@ def _plan(model: Transformer, dtype: Any, max_file_bytes: int) -> dict[str, Head
     return files
 
 
-def _imitate(model: Transformer, like: Path) -> dict[str, Header]:
-    """The files of the folder that the model was loaded from."""
+def _files_like(model: Transformer, like: Path) -> dict[str, Header]:
     config = model.config
     if different := differences(read_config(like), config):
         raise ValueError(
@@ -146,7 +156,7 @@ def _write(
     start: bytes,
     tensors: Iterable[tuple[StoredTensor, TensorPlace | None]],
 ) -> None:
-    """Writes a file, or takes part in gathering what another process writes."""
+    """Writes a file; with None, only helps to gather the tensors that another process writes."""
     if file is None:
         for _, place in tensors:
             if place is not None:
@@ -156,13 +166,13 @@ def _write(
     with unfinished.open("wb") as opened:
         opened.write(start)
         for tensor, place in tensors:
-            if place is None:  # what is no part of the model stays as it was
+            if place is None:  # copied from the folder `like`
                 opened.write(memoryview(tensor.map()).cast("B"))
                 continue
             values = np.empty(place.shape, DTYPES[tensor.dtype])
             view = place.view_as_variable(values)
-            for part, of in _gather(model, place):
-                for task in copy_tasks(part, view[of]):
+            for part, index in _gather(model, place):
+                for task in copy_tasks(part, view[index]):
                     task()
             opened.write(memoryview(values.view(np.uint8)).cast("B"))
         opened.flush()
@@ -173,54 +183,62 @@ def _write(
 def _gather(
     model: Transformer, place: TensorPlace
 ) -> Iterable[tuple[np.ndarray, tuple[slice, ...]]]:
-    """The parts of a tensor, with the dims of the variable, and where in it each of them is."""
+    """Returns the parts of a tensor, with the dims of the variable, and their indices in it."""
     array = variable_of(model, place).get_raw_value()
     if not array.is_fully_addressable:
         index = tuple(slice(None) if i is None else i for i in place.part)
-        whole = host_copies.finish(host_copies.begin([array[index]])[0])
-        return [(whole, (slice(None),) * whole.ndim)]
-    found: dict[Any, np.ndarray] = {}
+        tensor = host_copies.finish(host_copies.begin([array[index]])[0])
+        return [(tensor, (slice(None),) * tensor.ndim)]
+    parts: dict[Bounds, np.ndarray] = {}
     for shard in array.addressable_shards:
         bounds = tuple(
             part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)
         )
-        within = place.find_in(bounds)
-        if within is None:
+        overlap = place.find_in(bounds)
+        if overlap is None:
             continue
-        of, to = within
-        key = tuple((part.start, part.stop) for part in of)
-        if key not in found:  # of copies on several devices one is enough
-            is_here = shard.device.platform == "cpu"
-            found[key] = np.asarray(shard.data)[to] if is_here else np.asarray(shard.data[to])
-    return [(part, tuple(slice(*ends) for ends in key)) for key, part in found.items()]
+        tensor_index, shard_index = overlap
+        key = tuple((part.start, part.stop) for part in tensor_index)
+        if key not in parts:  # one of the copies on several devices is enough
+            # On a CPU device, NumPy sees the shard without a copy. From others, only the tensor is
+            # transferred.
+            is_on_host = shard.device.platform == "cpu"
+            parts[key] = (
+                np.asarray(shard.data)[shard_index]
+                if is_on_host
+                else np.asarray(shard.data[shard_index])
+            )
+    return [(part, tuple(slice(*ends) for ends in key)) for key, part in parts.items()]
 
 
 def _remove_earlier(
     folder: Path, files: dict[str, Header], like: str | PathLike[str] | None
 ) -> None:
-    """Takes away what would have weights of an earlier save read in place of these."""
+    """Deletes files of an earlier save that libraries would read instead of the new ones."""
     if WEIGHTS not in files:
         (folder / WEIGHTS).unlink(missing_ok=True)
     elif like is None or not (Path(like) / INDEX).exists():
         (folder / INDEX).unlink(missing_ok=True)
 
 
-def _write_about(model: Transformer, folder: Path, files: dict[str, Header]) -> None:
-    """The configuration, and the index of several files."""
-    tensors = [tensor for _, found in files.values() for tensor, _ in found]
+def _write_config_and_index(model: Transformer, folder: Path, files: dict[str, Header]) -> None:
+    tensors = [tensor for _, content in files.values() for tensor, _ in content]
     [first, *_] = [DTYPES[tensor.dtype].name for tensor in tensors]
     _write_json(folder / CONFIG, make_config(model.config, first))
     if len(files) > 1:
         sizes = (DTYPES[t.dtype].itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
-        where = {
+        weight_map = {
             place.tensor: name
-            for name, (_, found) in files.items()
-            for _, place in found
+            for name, (_, content) in files.items()
+            for _, place in content
             if place is not None
         }
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(where.items()))}
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         _write_json(folder / INDEX, index)
 
 
-def _write_json(file: Path, value: Any) -> None:
+def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")

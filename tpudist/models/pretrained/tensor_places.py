@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is which part of which variable of the transformer.
+"""The places of a checkpoint's tensors in the variables of the transformer.
 
 Checkpoints of PyTorch have a matrix `[out, in]` for each projection of each layer. The transformer
-has one variable for all layers, with what is projected from first, heads as dims of their own, and
-queries, keys and values (or the branches of an MLP) beside each other.
+has one variable for all layers, in which input dims come before output dims, heads have dims of
+their own, and queries, keys and values (or the branches of an MLP) share a variable.
 """
 
 from __future__ import annotations
@@ -13,63 +13,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
+from tpudist.array_types import Shape
 from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
 
+Bounds = tuple[tuple[int, int], ...]
+"""Start and end of a part of an array in each dim."""
+
 OUTPUT = "lm_head.weight"
+"""Matrix of the logits, which tied models lack."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of a checkpoint, and the part of a variable that it is.
+    """Place of a tensor of a checkpoint in a variable.
 
     Attributes:
-        tensor: Its name.
-        shape: Its shape.
-        variable: The variable's name in the model, as "blocks.mlp_in".
-        part: For each dim of the variable the one index that the tensor is, or None for all.
-        view: The tensor's shape with heads as dims of their own.
-        order: The dims of `view` in the order of the dims of the variable that are not indexed.
+        tensor: Name of the tensor.
+        shape: Shape of the tensor.
+        variable: Name of the variable in the model, such as "blocks.mlp_in".
+        part: Index of the tensor in each dim of the variable; None for the complete dim.
+        view: Shape of the tensor with heads as a dim of their own.
+        order: Dims of `view` in the order of the dims of the variable without an index.
     """
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: Shape
     variable: str
     part: tuple[int | None, ...]
-    view: tuple[int, ...]
+    view: Shape
     order: tuple[int, ...]
 
     def view_as_variable(self, tensor: np.ndarray) -> np.ndarray:
-        """The tensor with the dims of the variable, but for those that are indexed; no copy."""
+        """Returns the tensor with the dims of the variable that have no index, without a copy."""
         return tensor.reshape(self.view).transpose(self.order)
 
-    def find_in(
-        self, bounds: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[slice, ...], tuple[Any, ...]] | None:
-        """Where a part of the variable has something of the tensor, or None if it has nothing.
+    def find_in(self, bounds: Bounds) -> tuple[tuple[slice, ...], tuple[slice | int, ...]] | None:
+        """Returns the overlap of the tensor and a shard of the variable; None if there is none.
 
         Args:
-            bounds: For each dim of the variable where the part begins and ends.
+            bounds: Start and end of the shard in each dim of the variable.
 
         Returns:
-            The part of `view_as_variable`, and where it is in the part of the variable.
+            Index of the overlap in `view_as_variable`, and in the shard.
         """
-        of: list[slice] = []
-        to: list[Any] = []
+        tensor_index: list[slice] = []
+        shard_index: list[slice | int] = []
         for index, (start, stop) in zip(self.part, bounds, strict=True):
             if index is None:
-                of.append(slice(start, stop))
-                to.append(slice(None))
+                tensor_index.append(slice(start, stop))
+                shard_index.append(slice(None))
             elif start <= index < stop:
-                to.append(index - start)
+                shard_index.append(index - start)
             else:
                 return None
-        return tuple(of), tuple(to)
+        return tuple(tensor_index), tuple(shard_index)
 
 
-def variable_of(model: Transformer, place: TensorPlace) -> Any:
-    """The model's variable of which a tensor is a part."""
+def variable_of(model: Transformer, place: TensorPlace) -> nnx.Param:
+    """Returns the variable that contains a tensor."""
     owner: Any = model
     for name in place.variable.split("."):
         owner = getattr(owner, name)
@@ -77,7 +81,7 @@ def variable_of(model: Transformer, place: TensorPlace) -> Any:
 
 
 def tensor_places(config: TransformerConfig) -> Iterator[TensorPlace]:
-    """All tensors of a checkpoint of this model, in the order in which it computes with them."""
+    """Yields all tensors of a checkpoint of this model, in the order of their use."""
     vocab, embed = config.vocabulary, config.embed_dim
     yield _plain("model.embed_tokens.weight", (vocab, embed), "embedding")
     for layer in range(config.num_layers):
@@ -89,41 +93,36 @@ def tensor_places(config: TransformerConfig) -> Iterator[TensorPlace]:
 
 
 def output_place(config: TransformerConfig) -> TensorPlace:
-    """The last projection of a tied model, where a checkpoint has it though it is the embedding."""
+    """Returns the place of the matrix of logits that checkpoints of tied models may also store."""
     return _plain(OUTPUT, (config.vocabulary, config.embed_dim), "embedding")
 
 
-def _plain(tensor: str, shape: tuple[int, ...], variable: str) -> TensorPlace:
+def _plain(tensor: str, shape: Shape, variable: str) -> TensorPlace:
     dims = tuple(range(len(shape)))
     return TensorPlace(tensor, shape, variable, (None,) * len(shape), shape, dims)
 
 
 def _of_layer(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
-    def place(
-        name: str,
-        variable: str,
-        shape: tuple[int, ...],
-        view: tuple[int, ...],
-        order: tuple[int, ...],
-        branch: int | None = None,
-        at: int = 1,
-    ) -> TensorPlace:
-        """A tensor; `branch` is its index in the dim `at` of the variable."""
-        part: list[int | None] = [layer, *(None for _ in view)]
-        if branch is not None:
-            part.insert(at, branch)
-        tensor = f"model.layers.{layer}.{name}"
-        return TensorPlace(tensor, shape, f"blocks.{variable}", tuple(part), view, order)
+    embed = config.embed_dim
+    yield _norm(layer, "input_layernorm", "attention_norm", embed)
+    yield from _of_attention(config, layer)
+    if config.norm_outputs:
+        yield _norm(layer, "post_attention_layernorm", "attention_out_norm", embed)
+        yield _norm(layer, "pre_feedforward_layernorm", "mlp_norm", embed)
+        yield _norm(layer, "post_feedforward_layernorm", "mlp_out_norm", embed)
+    else:
+        yield _norm(layer, "post_attention_layernorm", "mlp_norm", embed)
+    shape = (config.mlp_dim, embed)
+    for i, name in enumerate(("gate", "up")):
+        yield _place(layer, f"mlp.{name}_proj.weight", "mlp_in", shape, shape, (1, 0), i)
+    yield _place(layer, "mlp.down_proj.weight", "mlp_out", shape[::-1], shape[::-1], (1, 0))
 
-    def norm(name: str, variable: str, size: int) -> TensorPlace:
-        return place(f"{name}.weight", variable, (size,), (size,), (0,))
 
-    embed, mlp, width = config.embed_dim, config.mlp_dim, config.head_dim
-    yield norm("input_layernorm", "attention_norm", embed)
-    together = config.kv_heads == config.num_heads
+def _of_attention(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
+    embed, width = config.embed_dim, config.head_dim
     for i, name in enumerate("qkv"):
         heads = config.num_heads if name == "q" else config.kv_heads
-        if together:
+        if config.kv_heads == config.num_heads:  # one variable for all three; see `Blocks`
             matrix, bias, branch = "attention_in", "attention_bias", i
         elif name == "q":
             matrix, bias, branch = "query_in", "query_bias", None
@@ -132,22 +131,35 @@ def _of_layer(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
         view = (heads, width, embed)
         shape = (heads * width, embed)
         tensor = f"self_attn.{name}_proj"
-        yield place(f"{tensor}.weight", matrix, shape, view, (2, 0, 1), branch, at=2)
+        # attention_in is [layers, embed, branch, heads, width]; its bias has no `embed`.
+        yield _place(layer, f"{tensor}.weight", matrix, shape, view, (2, 0, 1), branch, at=2)
         if config.biased:
-            yield place(f"{tensor}.bias", bias, shape[:1], view[:2], (0, 1), branch)
+            yield _place(layer, f"{tensor}.bias", bias, shape[:1], view[:2], (0, 1), branch)
     if config.norm_heads:
-        yield norm("self_attn.q_norm", "query_norm", width)
-        yield norm("self_attn.k_norm", "key_norm", width)
+        yield _norm(layer, "self_attn.q_norm", "query_norm", width)
+        yield _norm(layer, "self_attn.k_norm", "key_norm", width)
     view = (embed, config.num_heads, width)
     shape = (embed, math.prod(view[1:]))
-    yield place("self_attn.o_proj.weight", "attention_out", shape, view, (1, 2, 0))
-    if config.norm_outputs:
-        yield norm("post_attention_layernorm", "attention_out_norm", embed)
-        yield norm("pre_feedforward_layernorm", "mlp_norm", embed)
-        yield norm("post_feedforward_layernorm", "mlp_out_norm", embed)
-    else:
-        yield norm("post_attention_layernorm", "mlp_norm", embed)
-    for i, name in enumerate(("gate", "up")):
-        shape = (mlp, embed)
-        yield place(f"mlp.{name}_proj.weight", "mlp_in", shape, shape, (1, 0), i)
-    yield place("mlp.down_proj.weight", "mlp_out", (embed, mlp), (embed, mlp), (1, 0))
+    yield _place(layer, "self_attn.o_proj.weight", "attention_out", shape, view, (1, 2, 0))
+
+
+def _place(
+    layer: int,
+    name: str,
+    variable: str,
+    shape: Shape,
+    view: Shape,
+    order: tuple[int, ...],
+    branch: int | None = None,
+    at: int = 1,
+) -> TensorPlace:
+    """Returns the place of a tensor of a layer; `branch` is the index in dim `at`."""
+    part: list[int | None] = [layer, *(None for _ in view)]
+    if branch is not None:
+        part.insert(at, branch)
+    tensor = f"model.layers.{layer}.{name}"
+    return TensorPlace(tensor, shape, f"blocks.{variable}", tuple(part), view, order)
+
+
+def _norm(layer: int, name: str, variable: str, size: int) -> TensorPlace:
+    return _place(layer, f"{name}.weight", variable, (size,), (size,), (0,))

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: str | PathLike[str]) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder's `tokenizer.json`, as one of the package `tokenizers`.
+    """Returns the tokenizer in the file `tokenizer.json` of a folder.
 
     Raises:
-        FileNotFoundError: There is none.
-        ModuleNotFoundError: `tokenizers` is not installed.
-        ValueError: The file is none of a tokenizer.
+        FileNotFoundError: If there is no such file.
+        ModuleNotFoundError: If `tokenizers` is not installed.
+        ValueError: If the file is not a tokenizer.
     """
     file = Path(folder) / TOKENIZER
     if not file.exists():
@@ -34,5 +34,5 @@ def load_tokenizer(folder: str | PathLike[str]) -> tokenizers.Tokenizer:
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package has no class of its own
+    except Exception as error:  # the package has no error class
         raise ValueError(f"{file} is not a tokenizer file: {error}. Download it again.") from error

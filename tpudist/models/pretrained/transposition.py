@@ -1,8 +1,8 @@
-"""Copies of arrays whose dims lie in another order, in tiles that stay in a core's cache.
+"""Fast copies of transposed arrays, in tiles that stay in the cache of a core.
 
-NumPy goes through such an array an element at a time, each from another line of memory: six times
-slower for a matrix of 14336 x 4096 bfloat16 (0.27 and 1.7 GB/s on one core of the machine that
-`docs/pretrained.md` measures).
+NumPy copies such an array element by element, each from another cache line. For a matrix of
+14336 x 4096 bfloat16 that is six times slower (0.27 instead of 1.7 GB/s on one core of the machine
+in `docs/pretrained.md`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-_RUN = 512  # elements that are read in a row
-_LINE = 32  # bytes that are written in a row: half a line of a cache
+_RUN = 512  # consecutive elements to read
+_LINE = 32  # consecutive bytes to write: half a cache line
 _TASK = 2**22  # elements of a task
 
 
 def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], None]]:
-    """Parts of the work of `target[...] = source`, which may run side by side.
+    """Yields functions that together do `target[...] = source`; they may run in parallel.
 
     Args:
-        source: Any strides; of another floating dtype, its elements are rounded.
-        target: Of the same shape, any strides.
+        source: Array with any strides. Elements of another floating dtype are rounded.
+        target: Array of the same shape, with any strides.
     """
     source, target = _merge_dims(source, target)
     if target.ndim < 2 or _last_by_stride(source) == _last_by_stride(target):
@@ -38,20 +38,20 @@ def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], 
     order = (*rest, read, written)
     source, target = source.transpose(order), target.transpose(order)
     rows = max(_LINE, _TASK // source.shape[-2])
-    for where in np.ndindex(source.shape[:-2]):
-        of, to = source[where], target[where]
-        for j in range(0, of.shape[1], rows):
-            yield _task(_copy_tiles, of[:, j : j + rows], to[:, j : j + rows])
+    for index in np.ndindex(source.shape[:-2]):
+        matrix, target_matrix = source[index], target[index]
+        for j in range(0, matrix.shape[1], rows):
+            yield _task(_copy_tiles, matrix[:, j : j + rows], target_matrix[:, j : j + rows])
 
 
 def _task(
-    run: Callable[[np.ndarray, np.ndarray], None], of: np.ndarray, to: np.ndarray
+    copy: Callable[[np.ndarray, np.ndarray], None], source: np.ndarray, target: np.ndarray
 ) -> Callable[[], None]:
-    return lambda: run(of, to)
+    return lambda: copy(source, target)
 
 
 def _copy_tiles(source: np.ndarray, target: np.ndarray) -> None:
-    """Of two dims, the first of which lies together in `source`, and the second in `target`."""
+    """Copies a matrix whose dim 0 is contiguous in `source`, and dim 1 in `target`."""
     line = max(1, _LINE // target.itemsize)
     for i in range(0, target.shape[0], _RUN):
         for j in range(0, target.shape[1], line):
@@ -62,13 +62,14 @@ def _copy_tiles(source: np.ndarray, target: np.ndarray) -> None:
 def _assign(source: np.ndarray, target: np.ndarray) -> None:
     if source.dtype == target.dtype:
         target[...] = source
-    else:  # first in the order in which it lies: casts of other strides are slower
+    else:
+        # Cast in the memory order of the source first: a cast with other strides is slower.
         order = np.argsort(source.strides)[::-1]
         target.transpose(order)[...] = source.transpose(order).astype(target.dtype)
 
 
 def _last_by_stride(array: np.ndarray) -> int:
-    """The dim whose elements lie closest together; dims of one element do not count."""
+    """Returns the dim with the smallest stride; dims of one element do not count."""
     strides = [
         stride if size > 1 else np.iinfo(np.int64).max
         for stride, size in zip(array.strides, array.shape, strict=True)
@@ -77,7 +78,7 @@ def _last_by_stride(array: np.ndarray) -> int:
 
 
 def _merge_dims(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both, with neighbouring dims as one where they lie so in both."""
+    """Returns both arrays with neighboring dims merged if they are contiguous in both."""
     shape: list[int] = []
     strides: list[tuple[int, int]] = []
     for size, *pair in zip(target.shape, source.strides, target.strides, strict=True):
