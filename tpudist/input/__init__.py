@@ -1,4 +1,4 @@
-"""Where data come from: sources of global batches, split over the replicas and prefetched."""
+"""Input data: sources of global batches, which are split over the replicas and prefetched."""
 
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.feeds.explain import Explanation, explain

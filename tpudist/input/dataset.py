@@ -1,7 +1,7 @@
 """Distributed datasets: global batches on the host become values on the replicas.
 
 Each process reads the rows of its own replicas, in a thread that also copies them to the devices
-while steps run. What differs between sources of data ends here: all a strategy sees are elements.
+while steps run. A strategy sees only the elements, whatever the source of the data.
 """
 
 import itertools
@@ -24,13 +24,14 @@ from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.iterator import DistributedIterator, require_no_trace
 from tpudist.input.iterator_state import Position
 from tpudist.input.sources import iterable
-from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY
+from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY, IndexedDataset
 from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
 from tpudist.processes import generations
 from tpudist.xla.mesh import ReplicaMesh
 
-# Of the datasets that these processes share.
+# Counts the datasets that the same processes share. The number is part of the names under which
+# processes find each other, so all of them must create their shared datasets in the same order.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 generations.at_end(_numbers.clear)
 
@@ -38,21 +39,38 @@ generations.at_end(_numbers.clear)
 class DistributedDataset:
     """A dataset whose elements are split over the replicas; each `iter` is one pass through it.
 
-    An element is the pytree of the batch with every array in a `PerReplica`, `[num_replicas,
-    rows_per_replica, ...]`, whose `rows` count the real rows of each replica, the same for all
-    arrays. With one replica its arrays are plain ones `[rows, ...]`, not padded unless that is
-    asked for.
+    An element is the pytree of the batch. Each array is in a `PerReplica`, `[num_replicas,
+    rows_per_replica, ...]`, whose `rows` are the numbers of real rows of each replica. With one
+    replica the arrays are plain, `[rows, ...]`, and only padded if you set `partial_batch='pad'`.
 
-    The largest batch so far is the global batch (for a `NumpyDataset`, what it was batched by), and
-    one with fewer rows is a partial one. Examples may come in several shapes, such as sequences in
-    buckets by length: each has a largest batch, and a step is compiled for each. Of datasets that a
-    function makes, each replica has whole batches, of one shape in one step. A pass without batches
-    has no elements. As `tf.distribute.DistributedDataset`, where a partial batch changes shape.
+    The size of the global batch is the largest batch so far (for a `NumpyDataset`, the argument of
+    its `batch`), and a batch with fewer rows is a partial batch. Examples may have several shapes,
+    such as sequences in buckets by length. Then each shape has its largest batch, and a step is
+    compiled for each. For datasets from a function, each replica has whole batches, of one shape in
+    one step. A pass without batches has no elements.
+
+    Matches `tf.distribute.DistributedDataset`, except that there a partial batch has another shape.
+
+    Args:
+        source: A batched `NumpyDataset`; or an iterable of global batches, pytrees of arrays
+            `[rows, ...]`; or a function that returns such an iterable for each pass. With several
+            processes, all must have the same batches. `Pipelines` return the replicas' own batches.
+        replica_mesh: The replicas.
+        partial_batch: Treatment of a global batch with fewer rows; see `InputOptions`.
+        auto_shard_policy: Division of the data among several processes.
+        prefetch: Number of elements to prepare; 0 makes each element in `next`, in the caller's
+            thread.
+        fetch_to_device: Whether prepared elements wait on the devices, or in host memory.
+        strategy: Strategy of the replicas. Elements cannot be taken in the scope of another one.
+
+    Raises:
+        TypeError: If `source` is not a dataset of batches.
+        ValueError: If it is not batched, or an option is invalid.
     """
 
     def __init__(
         self,
-        source: iterable.Source | Pipelines,
+        source: iterable.Source | IndexedDataset | Pipelines,
         replica_mesh: ReplicaMesh,
         *,
         partial_batch: PartialBatch | str | None = None,
@@ -61,24 +79,6 @@ class DistributedDataset:
         fetch_to_device: bool = True,
         strategy: StrategyBase | None = None,
     ):
-        """Distributes `source` over the replicas of `replica_mesh`.
-
-        Args:
-            source: A batched `NumpyDataset`; or global batches as pytrees of arrays `[rows, ...]`:
-                an iterable, or a function that returns one for each pass. In several processes all
-                must give the same batches. Or `Pipelines`, whose batches are the replicas' own.
-            replica_mesh: The replicas.
-            partial_batch: What becomes of a global batch with fewer rows; see `InputOptions`.
-            auto_shard_policy: How several processes share the reading of it.
-            prefetch: How many elements to hold ready; 0 makes each when it is asked for, in the
-                caller's thread.
-            fetch_to_device: Whether they are held on the devices, or in host memory.
-            strategy: Whose replicas they are: elements cannot be taken in the scope of another one.
-
-        Raises:
-            TypeError: `source` gives no batches.
-            ValueError: It is not batched, or an option has no such value.
-        """
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"prefetch={prefetch!r}: it must be an integer of at least 0.")
         if isinstance(source, DistributedDataset | DistributedIterator):
@@ -99,30 +99,28 @@ class DistributedDataset:
         self.is_everywhere = replica_mesh.num_processes == jax.process_count()
         self._num_passes = 0
         self._has_warned = False
-        # All processes make the datasets that they share in the same order, and read them so.
         processes = replica_mesh.processes
         number = next(_numbers[processes]) if len(processes) > 1 else None
-        among = "" if self.is_everywhere else f"/{'-'.join(map(str, processes))}"
-        self._names_of_passes = (f"input{among}/{number}/{i}" for i in itertools.count())
+        group = "" if self.is_everywhere else f"/{'-'.join(map(str, processes))}"
+        self._names_of_passes = (f"input{group}/{number}/{i}" for i in itertools.count())
 
     def __iter__(self) -> DistributedIterator:
         """Begins the next pass; iterators are independent of each other.
 
         Raises:
-            ValueError: In a replica function; or the source is an iterator, which has one pass, and
-                this is the second.
+            ValueError: If called in a replica function, or for a second pass through an iterator.
         """
         context.require_cross_replica("iter(distributed_dataset)")
         require_no_trace("iter(distributed_dataset)")
         return DistributedIterator(self, self.begin())
 
     def begin(self) -> feed_ahead.Elements:
-        """The elements of the next pass, made ahead as the options say."""
+        """Returns the elements of the next pass, prepared ahead according to the options."""
         return self.begin_at(self.next_pass)
 
     @property
     def next_pass(self) -> Position:
-        """Where the next `iter` begins."""
+        """Position at which the next `iter` begins."""
         return Position(self._num_passes)
 
     @next_pass.setter
@@ -132,10 +130,11 @@ class DistributedDataset:
     @property
     def has_one_pass(self) -> bool:
         """Whether its source is an iterator, which can be read once."""
-        return getattr(getattr(self._feed, "source", None), "has_one_pass", False)
+        source = self._feed.source
+        return isinstance(source, iterable.IterableSource) and source.has_one_pass
 
     def begin_at(self, position: Position) -> feed_ahead.Elements:
-        """The elements from `position` on; the pass after that is the next one."""
+        """Returns the elements from `position` on. The next `iter` begins the pass after that."""
         elements = feed_ahead.Elements(
             self._feed,
             self._mesh,
@@ -148,7 +147,7 @@ class DistributedDataset:
         return elements
 
     def warn_of_shuffle_without_seed(self) -> None:
-        """Warns, once, if the order of the data comes from a generator without a seed."""
+        """Warns, once, if an unseeded generator shuffles the data."""
         if self._has_warned or (name := self._feed.shuffle_without_seed()) is None:
             return
         self._has_warned = True
@@ -163,15 +162,15 @@ class DistributedDataset:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the state of an iterator is good for, in the words of JSON."""
+        """Properties of the data that the state of an iterator requires, as values of JSON."""
         return self._feed.plan
 
     def reduce(
         self, initial_state: PyTree, reduce_func: Callable[[PyTree, PyTree], PyTree]
     ) -> PyTree:
-        """The last state of a pass: `reduce_func(state, element)` gives each from the one before.
+        """Returns the last state of a pass, in which `state = reduce_func(state, element)`.
 
-        In cross-replica context. As `tf.distribute.DistributedDataset.reduce`.
+        Runs in cross-replica context. Matches `tf.distribute.DistributedDataset.reduce`.
         """
         state = initial_state
         for element in self:
@@ -179,38 +178,34 @@ class DistributedDataset:
         return state
 
     def explanation(self, *, read: bool) -> Explanation:
-        """Who reads what, as `tpudist.input.explain` gives it; `read` a first batch, if need be."""
+        """Returns the result of `tpudist.input.explain`. If `read`, may read the first batch."""
         return explain.explain_feed(self._feed, self._mesh, self._sharding, read=read)
 
     @property
     def cardinality(self) -> int:
-        """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
+        """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if unknown."""
         return self._feed.cardinality
 
     def __len__(self) -> int:
-        """The cardinality, if it is known and has an end. As of `tf.data.Dataset`.
-
-        Raises:
-            TypeError: If it is not known, or a pass has no end.
-        """
+        """Returns the cardinality; raises `TypeError` if it is unknown or infinite, as tf.data."""
         if (cardinality := self.cardinality) < 0:
-            endless = cardinality == INFINITE_CARDINALITY
+            is_infinite = cardinality == INFINITE_CARDINALITY
             raise TypeError(
                 "len(distributed_dataset): the number of its batches "
-                f"{'is infinite' if endless else 'is not known in advance'}. It is known for data "
-                "that is read by number, such as a NumpyDataset, without an endless repeat(). "
+                f"{'is infinite' if is_infinite else 'is not known in advance'}. It is known for "
+                "data that is read by number, such as a NumpyDataset, without an endless repeat(). "
                 "Count the batches in the loop, for example with enumerate."
             )
         return cardinality
 
     def __bool__(self) -> bool:
-        """True, as of `tf.data.Dataset`: a dataset whose length is not known has a truth value."""
+        """Returns True, as tf.data: without this, Python would use an unknown length."""
         return True
 
     @property
     def element_spec(self) -> PyTree:
-        """Shapes, dtypes and shardings of a full element, structured as it is.
+        """Shapes, dtypes and shardings of a full element, in its structure.
 
-        Reads the first batch of an iterable to know it.
+        Reads the first batch of an iterable.
         """
         return self._feed.element_spec

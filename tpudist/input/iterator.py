@@ -1,4 +1,4 @@
-"""Iterators over distributed datasets, which know where they are and can be put there again."""
+"""Iterators over distributed datasets, whose position can be saved and restored."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.errors import OutOfRangeError
 from tpudist.goodput import goodput
 from tpudist.input import iterator_state
-from tpudist.input.iterator_state import Position
+from tpudist.input.iterator_state import Position, State
 from tpudist.input.optional import Optional
 from tpudist.input.transfer import feed_ahead
 
 
 class RestartableDataset(Protocol):
-    """An `input.dataset.DistributedDataset`, as its iterators use it."""
+    """The part of `input.dataset.DistributedDataset` that its iterators use."""
 
     @property
     def strategy(self) -> StrategyBase | None:
@@ -25,7 +25,7 @@ class RestartableDataset(Protocol):
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether all processes take part."""
+        """Whether all processes of the program read it."""
         ...
 
     @property
@@ -35,11 +35,11 @@ class RestartableDataset(Protocol):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The properties of the data that the state of an iterator depends on."""
+        """Properties of the data that the state of an iterator requires."""
         ...
 
     def warn_of_shuffle_without_seed(self) -> None:
-        """Warns once if the order of the data cannot be drawn again."""
+        """Warns once if an unseeded generator shuffles the data."""
         ...
 
     @property
@@ -55,29 +55,29 @@ class RestartableDataset(Protocol):
 class DistributedIterator(Iterator[PyTree]):
     """One pass through a `DistributedDataset`.
 
-    Once at the end it stays there. Dropping it ends its thread. As
-    `tf.distribute.DistributedIterator`; but it can be resumed, by `get_state` and `set_state`.
+    Made by `iter(dataset)`. Once at its end it stays there. Deleting it ends its thread. Matches
+    `tf.distribute.DistributedIterator`, and can also be resumed, with `get_state` and `set_state`.
     """
 
     def __init__(self, dataset: RestartableDataset, elements: feed_ahead.Elements):
-        """Made by `iter(dataset)`."""
         self._dataset = dataset
         self._elements = elements
-        self._given_back: list[tuple[PyTree, Position]] = []
+        self._returned: list[tuple[PyTree, Position]] = []  # elements from `give_back`
         self._position = elements.position
         self._waited_s = 0.0
-        # Others come to no boundary: not all processes take from them, so they are not counted.
+        # A step boundary (for a coordinated save or stop) counts calls that all processes make. So
+        # the elements of a dataset that only some processes read must not count.
         self._is_everywhere = dataset.is_everywhere
 
     def __next__(self) -> PyTree:
-        """The next element.
+        """Returns the next element.
 
         Raises:
             StopIteration: At the end.
-            RuntimeError: In the scope of another strategy, or another process has no more data
-                because its source failed.
-            ValueError: In a replica function, or the source gives a batch that is not fit.
-            Exception: Whatever the source raises.
+            RuntimeError: If called in the scope of another strategy, or if the source of another
+                process failed.
+            ValueError: If called in a replica function, or the source returns an unsuitable batch.
+            Exception: Any error of the source.
         """
         context.require_cross_replica("next(iterator)")
         if self._dataset.strategy is not None:
@@ -90,8 +90,8 @@ class DistributedIterator(Iterator[PyTree]):
         return self._take()
 
     def _take(self) -> PyTree:
-        if self._given_back:
-            element, self._position = self._given_back.pop()
+        if self._returned:
+            element, self._position = self._returned.pop()
             return element
         begun_s = time.perf_counter()
         with goodput.phase(goodput.Phase.INPUT):
@@ -105,47 +105,48 @@ class DistributedIterator(Iterator[PyTree]):
         return element
 
     def __iter__(self) -> "DistributedIterator":
-        """Itself."""
+        """Returns itself."""
         require_no_trace("iter(iterator)")
         return self
 
     @property
     def position(self) -> Position:
-        """Where it is, after the last element that was given out."""
+        """Position after the last element that was returned."""
         return self._position
 
     def give_back(self, element: PyTree, position: Position) -> None:
-        """Makes `element`, the last one taken, the next one again; it was taken at `position`."""
-        self._given_back.append((element, self._position))
+        """Makes `element`, the last one taken, the next one again; `position` was before it."""
+        self._returned.append((element, self._position))
         self._position = position
 
-    def get_state(self) -> dict[str, Any]:
-        """Where it is, after the last element that was given out: numbers that JSON can write.
+    def get_state(self) -> State:
+        """Returns the position after the last returned element, for `set_state`, as JSON values.
 
-        What was made ahead does not count. The same in every process. As `set_state` takes it: of
-        what is read by number, the same elements follow on any number of replicas and processes.
-        Warns if the dataset is shuffled without a seed, so that no other run can go on from here.
+        Elements that were prepared ahead do not count. All processes have the same state. For data
+        that is read by number, the same elements follow on any number of replicas and processes.
+        Warns if the dataset is shuffled without a seed, because then no other run can resume here.
         """
         if self._position.step and not self._position.ended:
             self._dataset.warn_of_shuffle_without_seed()
         return iterator_state.encode(self._position, self._dataset.plan)
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes where another iterator was, of this dataset or one made as it was, when asked.
+    def set_state(self, state: State) -> None:
+        """Moves to the position at which `get_state` was called on an iterator of the same data.
 
-        The next element is the one that it would have given, and the dataset's next `iter` begins
-        the pass after this one. Examples that are read by number are gone to at once, and so are
-        iterators that have a `set_state` of their own; others are read again up to there, in the
-        background, after as many passes were opened as before. If the last batch that is read again
-        is another one than before, the next `next` raises a ValueError: the dataset is in another
-        order, and examples would be lost. All processes must do so together.
+        The next element is the element that followed there, and the dataset's next `iter` begins
+        the pass after this one. All processes must call this together.
+
+        Data that is read by number, and iterators with their own `set_state`, resume at once. Other
+        data is read again up to the position, in the background, after opening as many passes as
+        before. If the last batch that is read again differs, the next `next` raises `ValueError`:
+        the dataset has another order, and examples would be lost.
 
         Raises:
-            TypeError: It is no state.
-            ValueError: It is no state, or one of other data: another seed, say, or another batch
-                size. The iterator stays where it is.
+            TypeError: If `state` is not a dict.
+            ValueError: If `state` is not a state, or belongs to other data, for example with
+                another seed or batch size. The iterator keeps its position.
         """
-        # Left only when the new pass has begun: a state that is refused changes nothing.
+        # The old pass ends only when the new one has begun: an invalid state changes nothing.
         position = iterator_state.decode(state, self._dataset.plan)
         elements = self._dataset.begin_at(position)
         self._leave()
@@ -153,18 +154,18 @@ class DistributedIterator(Iterator[PyTree]):
 
     @property
     def waited_s(self) -> float:
-        """For how many seconds, in total, `next` has waited for elements to be made."""
+        """Seconds that `next` has waited for elements, in total."""
         return self._waited_s
 
     def get_next(self) -> PyTree:
-        """As `next`, but the end is an `errors.OutOfRangeError`, which is a StopIteration too."""
+        """Returns the next element; raises `OutOfRangeError`, a StopIteration, at the end."""
         try:
             return next(self)
         except StopIteration:
             raise OutOfRangeError("The distributed iterator is at its end.") from None
 
     def get_next_as_optional(self) -> Optional:
-        """As `next`, in an `Optional`, which has no value at the end."""
+        """Returns the next element in an `Optional`, which has no value at the end."""
         try:
             return Optional(next(self))
         except StopIteration:
@@ -172,27 +173,26 @@ class DistributedIterator(Iterator[PyTree]):
 
     @property
     def element_spec(self) -> PyTree:
-        """That of the dataset."""
+        """See `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
 
     def close(self) -> None:
-        """Ends the pass and waits for its thread, which ends with the batch it is at."""
+        """Ends the pass and waits for its thread, which ends after the batch it is reading."""
         self._leave()
 
     def _leave(self) -> None:
         self._elements.close()
-        self._given_back.clear()
+        self._returned.clear()
 
 
-def require_no_trace(what: str) -> None:
-    """Refuses what would loop over a dataset in a program that is being traced.
+def require_no_trace(call: str) -> None:
+    """Raises `ValueError` in a `tpudist.function` or merge call, which cannot loop over a dataset.
 
-    Raises:
-        ValueError: In a `tpudist.function` or a merge call.
+    `call` is the text of the call, for the message.
     """
     if context.current().frame is not None:
         raise ValueError(
-            f"{what} was called in a tpudist.function or merge_call, which is traced once: a loop "
+            f"{call} was called in a tpudist.function or merge_call, which is traced once: a loop "
             f"over a dataset would become part of the compiled program. Loop outside of it, or "
             f"take a fixed number of elements with next(iterator)."
         )

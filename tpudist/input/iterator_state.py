@@ -1,47 +1,75 @@
-"""States of iterators: what stands in one, and whether it is fit for a dataset.
+"""States of iterators: their format, and the check that a state fits a dataset.
 
-A state holds numbers, texts, lists and dicts only, so that it can be written as JSON and read by
-people. It says where the next element is, and which plan of the data that is a position in.
+A state consists of numbers, texts, lists and dicts, so it can be written as JSON and people can
+read it. It has the position of the next element, and the plan of the data to which it belongs.
 """
 
 import base64
 import json
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import numpy as np
+
+from tpudist.array_types import PyTree
+
+State: TypeAlias = dict[str, Any]  # with values of JSON
 
 VERSION = 1
 _BYTES = "bytes in base64"
 
 
+class HasState(Protocol):
+    """A pass whose position can be read."""
+
+    def get_state(self) -> State:
+        """Returns the position, as values of JSON."""
+        ...
+
+
+class StatefulIterator(Iterator[PyTree], Protocol):
+    """A user's iterator that can save and restore its position."""
+
+    def get_state(self) -> Any:
+        """Returns the position, as values of JSON or bytes."""
+        ...
+
+    def set_state(self, state: Any, /) -> None:
+        """Moves to a position."""
+        ...
+
+
 class Position(NamedTuple):
-    """Where in the data an iterator is, after an element was given out.
+    """Position of an iterator in the data.
 
     Attributes:
-        pass_number: Which pass through the dataset.
-        step: How many elements of it were given out.
-        source: What the source of the data needs to go on from there; None at the beginning.
-        ended: Whether the pass has come to its end.
+        pass_number: Number of the pass through the dataset.
+        step: Number of elements that were returned in this pass.
+        source: Position of the source of the data; None at the beginning.
+        ended: Whether the pass has ended.
         resumed: Whether this is the position of another iterator, perhaps of another program.
     """
 
     pass_number: int
     step: int = 0
-    source: Any = None
+    source: State | None = None
     ended: bool = False
     resumed: bool = False
 
-    def state_for(self, said: Any) -> Any:
-        """Returns the state for a dataset whose part of `source` is `said`.
+    def state_for(self, state: State | None) -> State | None:
+        """Returns the state for one dataset, whose part of `source` is `state`.
 
-        A dataset that shuffles in each pass must know that other passes came before, even if
-        nothing of this one was read. A pass that has ended need not be read again.
+        A dataset that shuffles in each pass must know that other passes came before, even if no
+        batch of this one was read. A pass that has ended need not be read again.
         """
-        if said is None and (self.resumed or self.ended):
-            said = {"batches": 0}
-        return said | {"ended": True} if self.ended and isinstance(said, dict) else said
+        if state is None and (self.resumed or self.ended):
+            state = {"batches": 0}
+        return state | {"ended": True} if self.ended and isinstance(state, dict) else state
 
 
-def encode(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
-    """The state that says `position` in data of this `plan`."""
+def encode(position: Position, plan: dict[str, Any]) -> State:
+    """Returns the state for `position` in data with this `plan`."""
     state = {
         "version": VERSION,
         "pass": position.pass_number,
@@ -52,12 +80,13 @@ def encode(position: Position, plan: dict[str, Any]) -> dict[str, Any]:
     return state | {"ended": True} if position.ended else state
 
 
-def decode(state: Any, plan: dict[str, Any]) -> Position:
-    """The position that a state says, if it is one in data of this `plan`.
+def decode(state: object, plan: dict[str, Any]) -> Position:
+    """Returns the position in a state, which must belong to data with this `plan`.
 
     Raises:
-        TypeError: It is no dict.
-        ValueError: It is no state, or one of other data; names every difference.
+        TypeError: If `state` is not a dict.
+        ValueError: If `state` is not a state, or belongs to other data; the message lists every
+            difference.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -86,18 +115,18 @@ def decode(state: Any, plan: dict[str, Any]) -> Position:
     return Position(read_count(state, "pass"), step, source, ended, resumed=True)
 
 
-def require_plan(said: Any, plan: dict[str, Any]) -> None:
-    """Sees that what a state says of its data is true of data of this `plan`.
+def require_plan(stored: object, plan: dict[str, Any]) -> None:
+    """Checks that the plan in a state equals this `plan`.
 
     Raises:
-        ValueError: It is not; names every difference.
+        ValueError: If the plans differ; the message lists every difference.
     """
-    found = said if isinstance(said, dict) else {"kind": said}
-    wanted = json.loads(json.dumps(plan))
+    stored = stored if isinstance(stored, dict) else {"kind": stored}
+    current = json.loads(json.dumps(plan))  # tuples as lists, as in a state that was read
     different = [
-        f"{key}: {found.get(key, 'nothing')!r} in the state, {wanted.get(key, 'nothing')!r} here"
-        for key in {**wanted, **found}
-        if found.get(key, "nothing") != wanted.get(key, "nothing")
+        f"{key}: {stored.get(key, 'nothing')!r} in the state, {current.get(key, 'nothing')!r} here"
+        for key in {**current, **stored}
+        if stored.get(key, "nothing") != current.get(key, "nothing")
     ]
     if different:
         raise ValueError(
@@ -107,12 +136,8 @@ def require_plan(said: Any, plan: dict[str, Any]) -> None:
         )
 
 
-def read_count(state: Any, key: str) -> int:
-    """The number from 0 that a state has under `key`.
-
-    Raises:
-        ValueError: It has none.
-    """
+def read_count(state: object, key: str) -> int:
+    """Returns the count under `key` of a state; raises `ValueError` if there is none."""
     value = state.get(key) if isinstance(state, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
@@ -122,40 +147,40 @@ def read_count(state: Any, key: str) -> int:
     return value
 
 
-def get_user_state(iterator: Any) -> Any:
-    """What a user's iterator says of itself, in the words of JSON; later changes do not show.
+def get_user_state(iterator: StatefulIterator) -> Any:
+    """Returns the state of a user's iterator as values of JSON, a copy.
 
     Raises:
-        TypeError: It cannot be said in JSON.
+        TypeError: If the state cannot be written as JSON.
     """
-    given = iterator.get_state()
+    state = iterator.get_state()
     try:
-        return json.loads(json.dumps(given, default=_encode_bytes))
+        return json.loads(json.dumps(state, default=_encode_bytes))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"get_state() of the dataset's {type(iterator).__name__} returned {given!r}, which "
+            f"get_state() of the dataset's {type(iterator).__name__} returned {state!r}, which "
             f"cannot be written as JSON: {error}. Return numbers, texts, bytes, lists and dicts."
         ) from error
 
 
-def set_user_state(iterator: Any, said: Any) -> None:
-    """Sets a user's iterator to what `get_user_state` has said."""
-    iterator.set_state(_decode_bytes(said))
+def set_user_state(iterator: StatefulIterator, state: Any) -> None:
+    """Moves a user's iterator to a state from `get_user_state`."""
+    iterator.set_state(_decode_bytes(state))
 
 
-def _encode_bytes(value: Any) -> Any:
+def _encode_bytes(value: object) -> object:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         return value.item()
     raise TypeError(f"it holds a {type(value).__name__}")
 
 
-def _decode_bytes(said: Any) -> Any:
-    if isinstance(said, list):
-        return [_decode_bytes(x) for x in said]
-    if isinstance(said, dict):
-        if said.keys() == {_BYTES}:
-            return base64.b64decode(said[_BYTES])
-        return {key: _decode_bytes(x) for key, x in said.items()}
-    return said
+def _decode_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode_bytes(x) for x in value]
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        return {key: _decode_bytes(x) for key, x in value.items()}
+    return value

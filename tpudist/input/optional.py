@@ -1,4 +1,4 @@
-"""Optional: an element, or the news that there is none."""
+"""Optional: an element of an iterator, or no element at its end."""
 
 from tpudist.array_types import PyTree
 
@@ -6,13 +6,12 @@ _NOTHING = object()
 
 
 class Optional:
-    """What `DistributedIterator.get_next_as_optional` gives: an element, or none at the end.
+    """The result of `DistributedIterator.get_next_as_optional`: an element, or none at the end.
 
-    As `tf.experimental.Optional`, whose `has_value` is a tensor.
+    Matches `tf.experimental.Optional`, whose `has_value` is a tensor.
     """
 
     def __init__(self, value: PyTree = _NOTHING):
-        """Holds an element; nothing without one."""
         self._value = value
 
     def has_value(self) -> bool:
@@ -20,11 +19,7 @@ class Optional:
         return self._value is not _NOTHING
 
     def get_value(self) -> PyTree:
-        """The element.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Returns the element; raises `ValueError` if there is none."""
         if self._value is _NOTHING:
             raise ValueError(
                 "get_value() was called on an Optional without a value: the iterator was at its "

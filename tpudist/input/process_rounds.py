@@ -1,8 +1,8 @@
-"""What the processes tell each other about their data, on the host, ahead of the steps.
+"""Rounds of messages between processes about their data, on the host, ahead of the steps.
 
-A process that fails, or runs out of data before the others, would leave them waiting for it in the
-next collective for ever. So each tells what it has for a step before any of them begins it, from
-the thread that makes batches ahead; no device takes part.
+If a process fails or runs out of data before the others, they would hang in their next collective.
+So each process sends what it has for a step before any process begins the step. The thread that
+prepares batches does that; no device takes part.
 """
 
 import contextlib
@@ -18,9 +18,21 @@ T = TypeVar("T")
 
 
 class Rounds:
-    """Rounds of one message from each process to all, in one pass through a dataset.
+    """Rounds in which each process sends one message to all, in one pass through a dataset.
 
-    Messages are dicts in the words of JSON.
+    Messages are dicts with values of JSON. All processes must make the same rounds in the same
+    order: the n-th messages belong together.
+
+    Attributes:
+        processes: Indices of the processes.
+        step: The step of the present rounds, for errors; None before the first step.
+
+    Args:
+        name: Called without arguments at the first round; returns the name of the pass, which must
+            be the same in all processes.
+        stop: Event that ends a waiting `exchange` when it is set.
+        processes: Indices of the processes.
+        subject: Name of the part that can fail, in errors.
     """
 
     def __init__(
@@ -28,44 +40,41 @@ class Rounds:
         name: Callable[[], str],
         stop: threading.Event,
         processes: Sequence[int],
-        what: str = "dataset",
+        subject: str = "dataset",
     ):
-        """Of `processes`, until `stop` is set.
-
-        `name` is asked, at the first round, for what all call the pass. `what` is what fails, in
-        errors.
-        """
         self.processes = processes
-        self._what = what
+        self._subject = subject
         self._name = name
         self._channel: Channel | None = None
         self._stop = stop
-        self.step: int | None = None  # which one the rounds are about
+        self.step: int | None = None
 
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all processes in this round, in the order of their indices.
+        """Returns the messages of all processes in this round, in the order of `processes`.
 
         Raises:
-            RuntimeError: Another process failed, or does not come.
+            RuntimeError: If another process failed, or does not answer.
         """
-        # Not before: passes that nobody reads anything of do not count, and need not be alike.
+        # The name is taken at the first round, not before: it counts passes, and a pass that one
+        # process begins but never reads must not change the count.
         self._channel = self._channel or Channel(self._name(), self.processes)
         texts = self._channel.exchange(json.dumps(message), cancelled=self._stop.is_set)
         messages = [json.loads(text) for text in texts]
-        told = dict(zip(self.processes, messages, strict=True))
-        failed = {i: m["error"] for i, m in told.items() if "error" in m}
+        pairs = zip(self.processes, messages, strict=True)
+        failed = {i: m["error"] for i, m in pairs if "error" in m}
         if failed and "error" not in message:
             number = ", ".join(map(str, failed))
             place = "at its start" if self.step is None else f"at step {self.step}"
             raise RuntimeError(
-                f"The {self._what} of process {number} failed {place}. The other processes cannot "
-                f"continue without it. Correct the error there: {next(iter(failed.values()))}"
+                f"The {self._subject} of process {number} failed {place}. The other processes "
+                f"cannot continue without it. Correct the error there: "
+                f"{next(iter(failed.values()))}"
             )
         return messages
 
     @contextlib.contextmanager
     def leave_on_error(self) -> Iterator[None]:
-        """If the `with` block is left before its end, tells the others not to wait."""
+        """If the `with` block ends early, notifies the other processes, so that none waits."""
         try:
             yield
         except BaseException:
@@ -74,11 +83,12 @@ class Rounds:
             raise
 
     def call_and_report(self, act: Callable[[], T]) -> T:
-        """What `act` returns; if it fails, the others are told, and so is the caller."""
+        """Returns the result of `act`. If it fails, notifies the other processes and raises."""
         try:
             return act()
         except Exception as error:
-            # In place of this process's message in the round that the others are at, or come to.
+            # The error takes the place of this process's message in the next round, at which the
+            # others wait or will arrive.
             try:
                 self.exchange({"error": f"{type(error).__name__}: {error}"})
             except Exception as other:
@@ -86,18 +96,18 @@ class Rounds:
             raise
 
     def require_same(self, plan: dict[str, Any]) -> None:
-        """Takes a round to see that all processes have the same plan of the data.
+        """Checks in one round that all processes have the same plan of the data.
 
         Raises:
-            ValueError: They have not; names every difference.
+            ValueError: If the plans differ; the message lists every difference.
         """
         plans = [message["plan"] for message in self.exchange({"plan": plan})]
-        for other, found in zip(self.processes, plans, strict=True):
+        for other, other_plan in zip(self.processes, plans, strict=True):
             different = [
                 f"{key}: {plans[0].get(key, 'nothing')!r} in process {self.processes[0]}, "
-                f"{found.get(key, 'nothing')!r} in process {other}"
-                for key in {**plans[0], **found}
-                if plans[0].get(key, "nothing") != found.get(key, "nothing")
+                f"{other_plan.get(key, 'nothing')!r} in process {other}"
+                for key in {**plans[0], **other_plan}
+                if plans[0].get(key, "nothing") != other_plan.get(key, "nothing")
             ]
             if different:
                 raise ValueError(
@@ -110,32 +120,33 @@ class Rounds:
 def iterate_in_step(
     batches: Iterator[T], rounds: Rounds, describe: Callable[[T], tuple[int, str]]
 ) -> Iterator[T]:
-    """The batches of an iterable that all processes go through alike.
+    """Yields the batches of an iterable, after comparing each with the batches of other processes.
 
     Args:
-        batches: They.
-        rounds: How the processes agree.
-        describe: Gives the number of rows of one, and what its arrays hold but for that.
+        batches: Batches of this process.
+        rounds: Channel for the comparison.
+        describe: Called with a batch; returns its number of rows, and a text with the dtypes and
+            shapes of its rows.
 
     Raises:
-        ValueError: It gives one process other batches than another, or ends earlier.
-        RuntimeError: It failed in another process.
+        ValueError: If a process has other batches than another, or ends earlier.
+        RuntimeError: If the iterable of another process fails.
     """
     with rounds.leave_on_error():
         for step in itertools.count():
             rounds.step = step
             batch = rounds.call_and_report(lambda: next(batches, None))
             message = {"batch": None if batch is None else describe(batch)}
-            found = [answer["batch"] for answer in rounds.exchange(message)]
-            if any(each != found[0] for each in found):
-                told = ", ".join(
+            batches_of_all = [answer["batch"] for answer in rounds.exchange(message)]
+            if any(found != batches_of_all[0] for found in batches_of_all):
+                differences = ", ".join(
                     f"process {i} is at its end"
-                    if each is None
-                    else f"process {i} has {each[0]} rows of {each[1]}"
-                    for i, each in zip(rounds.processes, found, strict=True)
+                    if found is None
+                    else f"process {i} has {found[0]} rows of {found[1]}"
+                    for i, found in zip(rounds.processes, batches_of_all, strict=True)
                 )
                 raise ValueError(
-                    f"The processes differ in batch {step} of the dataset: {told}. All must "
+                    f"The processes differ in batch {step} of the dataset: {differences}. All must "
                     "receive the same batches, from which each takes its own rows. If each process "
                     "has its own data, use AutoShardPolicy.OFF, or "
                     "distribute_datasets_from_function."

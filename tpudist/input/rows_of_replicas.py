@@ -1,14 +1,14 @@
-"""Who reads what: which rows of a global batch belong to which replica. Integers only.
+"""Computes which rows of a global batch belong to which replica.
 
-A global batch of B rows over n replicas gives each replica B // n rows, and one more to the first
-B % n of them: its *quota*. A partial batch of b rows is split in parts of ceil(b / n), as
+Of a global batch of B rows over n replicas, each replica gets B // n rows, and the first B % n get
+one more: the *quota* of a replica. A partial batch of b rows is split in parts of ceil(b / n), as
 `tf.distribute` does by default (6 rows on 2 replicas: 3 + 3), so that few replicas have no rows.
-With auto-sharding off, a partial batch fills the quotas of the first replicas first (6 rows of
-B = 8 on 2 replicas: 4 + 2), as in `tf.distribute`.
+With auto-sharding off, a partial batch fills the quotas of the first replicas (6 rows of B = 8 on 2
+replicas: 4 + 2), also as in `tf.distribute`.
 
-Shapes are static: a replica's part always has the size of the largest quota, and what is not filled
-repeats a real row. Never zeros: what a model makes of them, such as log(0), is masked out of the
-loss, but the gradient of a masked NaN is NaN.
+Shapes are static: a replica's part always has the size of the largest quota, and padding repeats a
+real row. Padding is never zeros: a loss masks what a model computes from them, such as log(0), but
+the gradient of a masked NaN is NaN.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """How the rows of every batch are split over the replicas.
+    """The split of a batch over the replicas.
 
     Attributes:
         global_batch_size: Rows of a full batch, over all replicas.
         num_replicas: Number of replicas.
-        in_equal_parts: Whether all quotas are ceil(B / n), as long as there are rows.
+        in_equal_parts: Whether all quotas are ceil(B / n), until the rows end.
     """
 
     global_batch_size: int
@@ -34,7 +34,6 @@ class Assignment:
     in_equal_parts: bool = False
 
     def __post_init__(self):
-        """Checks the counts; callers have told their users already."""
         assert self.global_batch_size > 0, self
         assert self.num_replicas > 0, self
 
@@ -50,16 +49,16 @@ class Assignment:
         return self.quotas[0]
 
     def start(self, replica: int) -> int:
-        """Position in the batch of the replica's first row, or where it ends if it has none."""
+        """Returns the position of the replica's first row; without rows, the end of the batch."""
         if self.in_equal_parts:
             return min(
                 replica * -(-self.global_batch_size // self.num_replicas), self.global_batch_size
             )
-        each, left_over = divmod(self.global_batch_size, self.num_replicas)
-        return replica * each + min(replica, left_over)
+        quota, remainder = divmod(self.global_batch_size, self.num_replicas)
+        return replica * quota + min(replica, remainder)
 
     def rows(self, num_rows: int) -> tuple[int, ...]:
-        """How many of the `num_rows` rows of a batch each replica reads."""
+        """Returns the number of rows of each replica, for a batch of `num_rows` rows."""
         assert 0 < num_rows <= self.global_batch_size, (num_rows, self)
         return tuple(
             min(max(num_rows - self.start(replica), 0), quota)
@@ -69,16 +68,16 @@ class Assignment:
     def positions(
         self, num_rows: int, replicas: Sequence[int], part_size: int | None = None
     ) -> np.ndarray:
-        """Which row of a batch of `num_rows` stands where in the parts of `replicas`.
+        """Returns the row of the batch at each position of the parts of `replicas`.
 
         Args:
             num_rows: Rows of the batch.
             replicas: The replicas.
-            part_size: Rows of a part, padding included; by default `rows_per_replica`.
+            part_size: Rows of a part, padding included. Default: `rows_per_replica`.
 
         Returns:
-            Integers `[len(replicas), part_size]`. After its real rows a replica repeats the
-            last of them; one that has none repeats row 0.
+            Integers `[len(replicas), part_size]`. Padding repeats the last real row of a replica;
+            a replica without rows repeats row 0.
         """
         rows = self.rows(num_rows)
         within = np.arange(part_size or self.rows_per_replica)
@@ -92,6 +91,6 @@ class Assignment:
 
 
 def num_batches(num_rows: int, global_batch_size: int, *, drop_remainder: bool) -> int:
-    """Number of batches that `num_rows` rows make, the partial one counted unless dropped."""
-    full, left_over = divmod(num_rows, global_batch_size)
-    return full + (left_over > 0 and not drop_remainder)
+    """Returns the number of batches of `num_rows` rows, with the partial one unless dropped."""
+    num_full, remainder = divmod(num_rows, global_batch_size)
+    return num_full + (remainder > 0 and not drop_remainder)

@@ -1,4 +1,4 @@
-"""The methods of a strategy that give its replicas their data."""
+"""The methods of a strategy that distribute data to its replicas."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,14 +15,14 @@ from tpudist.options import InputOptions, PartialBatch, warn_if_given
 
 
 class DataMethods(StrategyBase):
-    """What `Strategy` offers for input."""
+    """The methods of `Strategy` for input."""
 
     # Hooks.
 
-    # Whether a dataset function may be called for each replica, which TensorFlow does for
-    # MirroredStrategy only.
+    # Whether a dataset function may be called for each replica. TensorFlow supports that only for
+    # MirroredStrategy.
     takes_input_per_replica: bool = False
-    # Whether there is nothing to distribute: the default strategy's datasets are the user's own.
+    # Whether to return datasets unchanged, as the default strategy does.
     keeps_datasets: bool = False
 
     def experimental_distribute_dataset(
@@ -31,24 +31,23 @@ class DataMethods(StrategyBase):
         """Splits every batch of a dataset over the replicas, and copies it to them ahead of time.
 
         Args:
-            dataset: An iterable of pytrees of numpy arrays, batched by the *global* batch size: a
+            dataset: An iterable of pytrees of NumPy arrays, batched by the *global* batch size: a
                 list, a `NumpyDataset`, or a function that returns an iterator for each epoch.
             options: Options for the buffer of batches, for partial batches, and for sharing the
                 dataset between processes. Process 0 prints how the processes share it.
 
         Returns:
-            A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. The
-            first replicas get the rows of a partial last batch, which is padded to the same shape
-            and counted exactly. The default strategy gives the dataset itself, if one can iterate
-            over it.
+            A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. A
+            partial last batch is padded to the same shape, and its real rows are counted exactly.
+            The default strategy returns the dataset itself if it is iterable.
 
         Raises:
-            NotImplementedError: Options for PER_REPLICA replication; see
+            NotImplementedError: If the options request PER_REPLICA replication; see
                 `distribute_datasets_from_function`.
-            TypeError: `dataset` or `options` are something else.
-            ValueError: `dataset` is not batched.
+            TypeError: If `dataset` is not a dataset, or `options` are not `InputOptions`.
+            ValueError: If `dataset` is not batched.
 
-        As `tf.distribute.Strategy.experimental_distribute_dataset`.
+        Matches `tf.distribute.Strategy.experimental_distribute_dataset`.
         """
         context.require_scope_or_default(self, "experimental_distribute_dataset")
         if self.keeps_datasets:
@@ -58,30 +57,30 @@ class DataMethods(StrategyBase):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """Gives each replica whole batches of a dataset that `dataset_fn` makes.
+        """Distributes whole batches of a dataset from `dataset_fn` to the replicas.
 
-        In several processes the numbers of rows are exchanged on the host before each step, so that
-        all end together, when no process has anything left.
+        Several processes exchange their numbers of rows on the host before each step. So all end
+        together, when no process has data left.
 
         Args:
-            dataset_fn: Called with an `InputContext` at once, and once: in each process, whose
-                replicas take batches of its dataset in turn, or for each replica if `options` say
-                PER_REPLICA. It returns an iterable of batches, a function that gives one for each
-                pass, or a `NumpyDataset`; batched by the size of one replica's batch.
-            options: How often `dataset_fn` is called, where batches wait, and how many of them.
+            dataset_fn: Called at once with an `InputContext`: once in each process, whose replicas
+                take batches of its dataset in turn, or once for each replica if `options` request
+                PER_REPLICA. Returns an iterable of batches, a function that returns an iterable
+                for each pass, or a `NumpyDataset`. Batches have the size of one replica's batch.
+            options: Options for the calls of `dataset_fn`, and for the buffer of batches.
 
         Returns:
             A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. At the
-            end replicas without a batch have 0 real rows. The default strategy gives what
-            `dataset_fn` returns.
+            end, replicas without a batch have 0 real rows. The default strategy returns the result
+            of `dataset_fn`.
 
         Raises:
-            NotImplementedError: PER_REPLICA on another strategy than MirroredStrategy, or a
-                replica that spans several processes.
-            ValueError: Options that contradict each other.
-            TypeError: `dataset_fn` or what it returns is something else.
+            NotImplementedError: If the options request PER_REPLICA and this is not a
+                MirroredStrategy, or if a replica spans several processes.
+            ValueError: If the options contradict each other.
+            TypeError: If `dataset_fn` is not a function, or does not return a dataset.
 
-        As `tf.distribute.Strategy.distribute_datasets_from_function`.
+        Matches `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
         context.require_scope_or_default(self, "distribute_datasets_from_function")
         if self.keeps_datasets:
@@ -101,24 +100,24 @@ class DataMethods(StrategyBase):
         """Places one batch that is in memory on the replicas, without a dataset.
 
         Args:
-            batch: Pytree of arrays `[rows, ...]`, of NumPy or of JAX. In several processes all must
-                give the same batch.
-            global_batch_size: Number of rows of a full batch, at least those of this one. Steps on
-                all smaller batches share one more program. Default: this batch is full.
-            has_device_dim: Whether the arrays are `[devices, rows, ...]`, as `jax.pmap` takes them.
-                In several processes each gives the parts of its own devices, which may have fewer
-                rows than those of others. The replicas take equal numbers of parts, in order.
+            batch: Pytree of arrays `[rows, ...]`, of NumPy or of JAX. With several processes, all
+                must pass the same batch.
+            global_batch_size: Number of rows of a full batch; at least the rows of this batch.
+                Steps on all smaller batches share one more program. Default: this batch is full.
+            has_device_dim: Whether the arrays are `[devices, rows, ...]`, as for `jax.pmap`. With
+                several processes, each passes the parts of its own devices, which may have fewer
+                rows than others. The replicas take equal numbers of parts, in order.
 
         Returns:
-            What a distributed dataset gives: pytree of `PerReplica`, padded if the rows do not
-            split evenly; plain arrays with one replica.
+            The same as an element of a distributed dataset: a pytree of `PerReplica`, padded if the
+            rows do not split evenly; plain arrays with one replica.
 
         Raises:
-            ValueError: If the arrays have different numbers of rows, or an argument does not fit
-                them; or in a replica function or a traced one.
+            ValueError: If the arrays have different numbers of rows, if an argument does not fit
+                them, or if called in a replica function or in a traced function.
             TypeError: If a leaf is not an array of numbers, or is a `PerReplica`.
-            ProcessesDifferError: If the processes give batches that do not fit together.
-            RuntimeError: In the scope of another strategy, or if another process fails.
+            ProcessesDifferError: If the batches of the processes do not fit together.
+            RuntimeError: If called in the scope of another strategy, or if another process fails.
 
         Cost: about one `jax.device_put` of the batch with the sharding of the replicas; in several
         processes also about 2 ms, in which they compare the batch's shapes. On CPU, JAX may use the
@@ -136,17 +135,17 @@ class DataMethods(StrategyBase):
             )
         return one_batch.split_parts(self.replica_mesh, batch)
 
-    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
-        """A dataset of the rows of numpy arrays; batch it, then distribute it.
+    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: object = None) -> Any:
+        """Returns a dataset of the rows of NumPy arrays; batch it, then distribute it.
 
-        As `tf.compat.v1.distribute.Strategy.experimental_make_numpy_dataset`.
+        Matches `tf.compat.v1.distribute.Strategy.experimental_make_numpy_dataset`.
         """
         context.require_scope_or_default(self, "experimental_make_numpy_dataset")
         warn_if_given("experimental_make_numpy_dataset(session", session, "there are no sessions")
         return NumpyDataset(numpy_input)
 
     def _keep_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """The user's dataset; a function that gives one for each pass is made iterable."""
+        """Returns the dataset, or an iterable one for a function that returns one per pass."""
         options = from_function.check_options(options)
         if options is not None and options.partial_batch is not None:
             warn_if_given(
@@ -158,10 +157,10 @@ class DataMethods(StrategyBase):
         return self._distribute(dataset) if is_function else dataset
 
     def _distribute(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        holding = from_function.dataset_options(options)
-        return DistributedDataset(dataset, self.replica_mesh, strategy=self, **holding)
+        arguments = from_function.dataset_options(options)
+        return DistributedDataset(dataset, self.replica_mesh, strategy=self, **arguments)
 
-    # What the methods of `strategy/deprecated_methods.py` come to.
+    # For the methods of `strategy/deprecated_methods.py`.
 
     def _make_dataset_iterator(self, dataset: Any) -> InitializableIterator:
         context.require_scope_or_default(self, "make_dataset_iterator")

@@ -41,22 +41,22 @@ def sums_of(batches):
 def test_a_full_batch_is_the_largest_so_far_of_its_shape():
     sizes = FullSizes()
     assert sizes.largest is None
-    found = [sizes.note(kind, rows) for kind, rows in [("a", 4), ("b", 9), ("a", 2), ("a", 6)]]
+    found = [sizes.record(kind, rows) for kind, rows in [("a", 4), ("b", 9), ("a", 2), ("a", 6)]]
     assert found == [4, 9, 4, 6]
     assert sizes.largest == 9
 
     again = FullSizes()
     again.restore(json.loads(json.dumps({"rows": 9} | sizes.get_state())), "rows")
-    assert (again.note("a", 1), again.note("b", 1), again.note("c", 1)) == (6, 9, 1)
+    assert (again.record("a", 1), again.record("b", 1), again.record("c", 1)) == (6, 9, 1)
 
 
 def test_one_shape_is_restored_from_its_size_alone():
     sizes = FullSizes()
-    sizes.note("a", 8)
+    sizes.record("a", 8)
     assert sizes.get_state() == {}
     again = FullSizes()
     again.restore({"rows": 8}, "rows")
-    assert again.note("a", 3) == 8
+    assert again.record("a", 3) == 8
 
 
 @pytest.mark.slow

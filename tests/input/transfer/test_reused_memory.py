@@ -21,7 +21,7 @@ def address(array):
 
 @pytest.fixture(autouse=True)
 def no_free_blocks(monkeypatch):
-    monkeypatch.setattr(reused_memory, "_free", reused_memory._Free())
+    monkeypatch.setattr(reused_memory, "_free", reused_memory._FreeBlocks())
 
 
 def test_a_large_array_begins_where_jax_can_use_it_in_place():

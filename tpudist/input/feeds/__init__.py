@@ -1,1 +1,1 @@
-"""What each replica takes of a source of batches."""
+"""Feeds: batches of a source, divided into the parts of each replica."""

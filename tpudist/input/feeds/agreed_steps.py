@@ -1,29 +1,25 @@
-"""The steps of processes that have datasets of their own: who has how many rows in each.
+"""Agrees on the steps of processes that have their own datasets, and on the rows in each step.
 
-Each process knows its own replicas' rows only. So all tell each other, before a step begins, how
-many they have for it; who has none left feeds padding until nobody has any.
+A process knows only the rows of its own replicas. So before each step all processes exchange their
+numbers of rows. A process without data feeds padding until no process has data.
 """
 
 import base64
 import hashlib
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist.input.feeds.batch import count_rows
-from tpudist.input.iterator_state import Position
+from tpudist.input.feeds.batch import Batch, Step, count_rows
+from tpudist.input.feeds.empty_pass import warn_of_empty_pass
+from tpudist.input.iterator_state import HasState, Position, State
 from tpudist.input.process_rounds import Rounds
-from tpudist.input.sources import no_batches
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
-
-if TYPE_CHECKING:
-    from tpudist.input.feeds.batch import Batch, Step
-
 
 _ROWS_ONLY = "In one step they may differ only in the number of rows."
 
@@ -32,10 +28,10 @@ class ProcessPipelines(Protocol):
     """The pipelines of one process; see `input.feeds.per_replica_batches.Pipelines`.
 
     Attributes:
-        first: The first batch, which all others must fit; None before there is one.
+        first: The first batch, with which all others must agree; None before the first batch.
     """
 
-    first: "Batch | None"
+    first: Batch | None
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -44,51 +40,51 @@ class ProcessPipelines(Protocol):
 
     @property
     def local_plan(self) -> dict[str, Any]:
-        """The part of the plan that this process has for itself."""
+        """The part of the plan that may differ between processes."""
         ...
 
     @property
     def must_differ(self) -> bool:
-        """Whether no two processes may have the same rows."""
+        """Whether it is an error if two processes have the same rows."""
         ...
 
     @property
     def drops_incomplete_steps(self) -> bool:
-        """Whether a step in which some replica has no full batch is left out."""
+        """Whether a step is dropped if a replica has no batch in it."""
         ...
 
-    def join(self, step: "Step", rows: tuple[int, ...]) -> Parts:
-        """Puts together what the replicas of this process take in a step."""
+    def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
+        """Returns the padded batches of this process's replicas in one array per leaf."""
         ...
 
-    def state(
-        self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
-        """Returns the state after a step, of all processes."""
+    def state(self, states: list[list[State]], plans: list[dict[str, Any]] | None = None) -> State:
+        """Returns the state of all processes after a step."""
         ...
 
 
 def parts(
     pipelines: ProcessPipelines,
     mesh: ReplicaMesh,
-    steps: "Iterator[Step]",
-    passes: list[Any],
+    steps: Iterator[Step],
+    passes: Sequence[HasState],
     position: Position,
     rounds: Rounds,
-) -> Iterator[tuple[Parts, Any]]:
-    """The elements of one pass in host memory, each with the state after it, in all processes.
+) -> Iterator[tuple[Parts, State]]:
+    """Yields the elements of one pass in host memory, each with the state after it.
+
+    All processes must call this.
 
     Args:
-        pipelines: What feeds this process.
+        pipelines: The pipelines of this process.
         mesh: All replicas.
-        steps: What the replicas of this process take, one step after the other.
-        passes: What knows where the datasets of this process are.
-        position: Where the pass begins, the same in all processes.
-        rounds: How they agree.
+        steps: Batches of this process's replicas, step by step.
+        passes: Passes through the datasets of this process, for their positions.
+        position: Position at which the pass begins, the same in all processes.
+        rounds: Channel for the messages of the pass.
 
     Raises:
-        RuntimeError: The dataset of another process failed.
-        ValueError: No process has any batch, or they have batches that do not go together.
+        RuntimeError: If the dataset of another process fails.
+        ValueError: If the batches of the processes do not fit together.
     """
     with rounds.leave_on_error():
         yield from _parts(pipelines, mesh, steps, passes, position, rounds)
@@ -97,18 +93,20 @@ def parts(
 def _parts(
     pipelines: ProcessPipelines,
     mesh: ReplicaMesh,
-    steps: Iterator["Step"],
-    passes: list[Any],
+    steps: Iterator[Step],
+    passes: Sequence[HasState],
     position: Position,
     rounds: Rounds,
-) -> Iterator[tuple[Parts, Any]]:
-    nothing: Any = [None] * len(mesh.local_replicas)
-    step = rounds.call_and_report(lambda: next(steps, nothing))
+) -> Iterator[tuple[Parts, State]]:
+    # The rounds of a pass, in all processes in this order: one for the plans; then per step one
+    # for the rows and, only if a process has no batch of a new shape, one for an example.
+    at_end: Step = [None] * len(mesh.local_replicas)
+    step = rounds.call_and_report(lambda: next(steps, at_end))
     plans = _agree_on_plan(pipelines, step, position, rounds)
     number = rounds.step = position.step
-    kind: str | None = None
+    description: str | None = None
     while True:
-        # Taken now, when this step was read and the next one was not: what follows this element.
+        # The state after this element: this step was read, and the next one was not.
         states = [batches.get_state() for batches in passes]
         has_any = any(batch is not None for batch in step)
         message = {
@@ -120,25 +118,25 @@ def _parts(
         answers = rounds.exchange(message)
         counts = _order_by_replica(mesh, [answer["rows"] for answer in answers])
         drops = any(answer["drops"] for answer in answers)
-        # Every process decides by the same answers, so all end at the same step.
+        # Every process decides from the same answers, so all end at the same step.
         if not any(counts) and not number:
-            no_batches.warn(pipelines)
+            warn_of_empty_pass(pipelines)
         if not any(counts) or (drops and not all(counts)):
             return
-        kind = _agree_on_shapes(pipelines, answers, kind, rounds)
+        description = _agree_on_shapes(pipelines, answers, description, rounds)
         yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
         number += 1
         rounds.step = number
-        step = rounds.call_and_report(lambda: next(steps, nothing))
+        step = rounds.call_and_report(lambda: next(steps, at_end))
 
 
 def _agree_on_plan(
-    pipelines: ProcessPipelines, step: "Step", position: Position, rounds: Rounds
+    pipelines: ProcessPipelines, step: Step, position: Position, rounds: Rounds
 ) -> list[dict[str, Any]]:
-    """Sees that all processes have the same kind of data, and not the same data.
+    """Checks that all processes have the same kind of data, but not the same data.
 
     Returns:
-        What the states of each process's datasets are good for.
+        The local plan of each process.
     """
     answers = rounds.exchange(
         {
@@ -155,48 +153,49 @@ def _agree_on_plan(
 def _agree_on_shapes(
     pipelines: ProcessPipelines, answers: list[dict[str, Any]], known: str | None, rounds: Rounds
 ) -> str:
-    """Sees that the batches of a step have one shape, of which each process has an example then.
+    """Checks that the batches of a step have one shape, and gives each process an example of it.
 
     Args:
-        pipelines: What feeds this process.
-        answers: What all say of this step.
-        known: What the batches of the last step were, of which all have an example.
-        rounds: How they agree.
+        pipelines: The pipelines of this process.
+        answers: Messages of all processes about this step.
+        known: Description of the last step's batches; all processes have an example of it.
+        rounds: Channel for the messages of the pass.
 
     Returns:
-        What the batches of this step are.
+        Description of the batches of this step.
     """
     _require_one(rounds, answers, "batch", "have batches of different kinds", _ROWS_ONLY)
-    kinds = [answer["batch"] for answer in answers]
+    descriptions = [answer["batch"] for answer in answers]
     this = rounds.processes.index(jax.process_index())
-    giver = next(i for i, kind in enumerate(kinds) if kind is not None)
-    if None in kinds and kinds[giver] != known:
-        # Padding repeats a real row, and this process may have none of its own.
+    sender = next(i for i, text in enumerate(descriptions) if text is not None)
+    if None in descriptions and descriptions[sender] != known:
+        # Padding repeats a real row. A process without a batch has none, so it receives one.
         first = pipelines.first
-        given = rounds.exchange(
-            {"example": None if first is None or giver != this else _encode_batch(first)}
+        messages = rounds.exchange(
+            {"example": None if first is None or sender != this else _encode_batch(first)}
         )
-        if kinds[this] is None:
-            said = given[giver]["example"]
-            pipelines.first = _decode_batch(said, rounds.processes[giver])
-    return kinds[giver]
+        if descriptions[this] is None:
+            example = messages[sender]["example"]
+            pipelines.first = _decode_batch(example, rounds.processes[sender])
+    return descriptions[sender]
 
 
 def _require_one(
-    rounds: Rounds, answers: list[dict[str, Any]], key: str, what: str, rule: str = ""
+    rounds: Rounds, answers: list[dict[str, Any]], key: str, problem: str, rule: str = ""
 ) -> None:
-    told = zip(rounds.processes, answers, strict=True)
-    given = {i: answer[key] for i, answer in told if answer[key] is not None}
-    different = [i for i, value in given.items() if value != next(iter(given.values()))]
+    """Raises `ValueError` if the processes' values of `key` differ; None is ignored."""
+    pairs = zip(rounds.processes, answers, strict=True)
+    values = {i: answer[key] for i, answer in pairs if answer[key] is not None}
+    different = [i for i, value in values.items() if value != next(iter(values.values()))]
     if different:
-        one, other = next(iter(given)), different[0]
+        first, other = next(iter(values)), different[0]
         raise ValueError(
-            f"The processes {what}: process {one} {given[one]}, process {other} {given[other]}. "
-            f"Each replica takes one part of the same element. {rule}"
+            f"The processes {problem}: process {first} {values[first]}, process {other} "
+            f"{values[other]}. Each replica takes one part of the same element. {rule}"
         )
 
 
-def _digest(step: "Step") -> str | None:
+def _digest(step: Step) -> str | None:
     digest = hashlib.sha256()
     for batch in step:
         for leaf in [] if batch is None else batch.leaves:
@@ -205,11 +204,11 @@ def _digest(step: "Step") -> str | None:
 
 
 def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
-    told = zip(rounds.processes, digests, strict=True)
-    for (one, first), (other, second) in itertools.combinations(told, 2):
-        if first is not None and first == second:
+    pairs = zip(rounds.processes, digests, strict=True)
+    for (first, digest), (other, other_digest) in itertools.combinations(pairs, 2):
+        if digest is not None and digest == other_digest:
             raise ValueError(
-                f"The datasets of processes {one} and {other} begin with exactly the same "
+                f"The datasets of processes {first} and {other} begin with exactly the same "
                 "examples, but auto_shard_policy OFF or HINT declares that each holds different "
                 f"data: every example would be read {len(digests)} times in an epoch. Give each "
                 "process its own part, or give all of them the same dataset with "
@@ -217,18 +216,18 @@ def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
             )
 
 
-def _order_by_replica(mesh: ReplicaMesh, given: list[list[int]]) -> tuple[int, ...]:
-    """What processes say of their replicas, in the order of all replicas."""
-    turns = {process: iter(x) for process, x in zip(mesh.processes, given, strict=True)}
+def _order_by_replica(mesh: ReplicaMesh, counts: list[list[int]]) -> tuple[int, ...]:
+    """Returns the counts of each process's replicas in the order of all replicas."""
+    turns = {process: iter(x) for process, x in zip(mesh.processes, counts, strict=True)}
     owners = [mesh.devices_of(i)[0].process_index for i in range(mesh.num_replicas)]
     return tuple(next(turns[process]) for process in owners)
 
 
-def _encode_batch(batch: "Batch") -> dict[str, Any] | None:
-    """A batch in the words of JSON; None if its structure has none."""
+def _encode_batch(batch: Batch) -> dict[str, Any] | None:
+    """Returns a batch as values of JSON; None if its structure cannot be serialized."""
     try:
         structure = batch.treedef.serialize_using_proto()
-    except ValueError:  # a class that JAX was told how to flatten
+    except ValueError:  # a registered class, not only dicts, lists and tuples
         return None
     return {
         "structure": base64.b64encode(structure).decode(),
@@ -240,21 +239,19 @@ def _encode_batch(batch: "Batch") -> dict[str, Any] | None:
     }
 
 
-def _decode_batch(said: dict[str, Any] | None, giver: int) -> "Batch":
-    from tpudist.input.feeds.batch import Batch
-
-    if said is None:
+def _decode_batch(encoded: dict[str, Any] | None, sender: int) -> Batch:
+    if encoded is None:
         raise ValueError(
             "A process has no batch, so its replicas need padding with the structure of process "
-            f"{giver}'s batches, but the classes in that structure cannot be sent to another "
+            f"{sender}'s batches, but the classes in that structure cannot be sent to another "
             "process. Give every process at least one batch, or use batches of dicts, lists and "
             "tuples."
         )
     treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(
-        jax.tree_util.default_registry, base64.b64decode(said["structure"])
+        jax.tree_util.default_registry, base64.b64decode(encoded["structure"])
     )
     leaves = [
         np.frombuffer(base64.b64decode(data), jnp.dtype(dtype)).reshape(shape)
-        for dtype, shape, data in said["leaves"]
+        for dtype, shape, data in encoded["leaves"]
     ]
-    return Batch(leaves, treedef, said["rows"])
+    return Batch(leaves, treedef, encoded["rows"])

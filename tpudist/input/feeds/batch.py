@@ -1,13 +1,13 @@
-"""One replica's part of a step, and how many real rows each part has."""
+"""One replica's part of a step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
 
 class Batch(NamedTuple):
-    """What one replica takes: arrays `[rows, ...]`; any arrays, if `num_rows` is None."""
+    """The batch of one replica: arrays `[rows, ...]`; any arrays, if `num_rows` is None."""
 
     leaves: list[np.ndarray]
     treedef: jax.tree_util.PyTreeDef
@@ -15,25 +15,34 @@ class Batch(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Its structure, and what its arrays hold, but for the number of rows."""
+        """Structure, dtypes and shapes, without the number of rows."""
         return f"{self.treedef} of {describe_shapes(self)}"
 
 
-Step = list[Batch | None]  # for each replica of this process; None where there is none left
+# The batch of each replica of this process; None for a replica whose data has ended.
+Step: TypeAlias = list[Batch | None]
 
 
-def describe_shapes(batch: Any) -> str:
-    """The dtypes and shapes of a batch's arrays, but for the number of rows."""
+class _Rows(Protocol):
+    @property
+    def leaves(self) -> list[np.ndarray]: ...
 
-    def one(x: np.ndarray) -> str:
+    @property
+    def num_rows(self) -> int | None: ...
+
+
+def describe_shapes(batch: _Rows) -> str:
+    """Returns the dtypes and shapes of a batch's arrays, without the number of rows."""
+
+    def describe(x: np.ndarray) -> str:
         dims = x.shape if batch.num_rows is None else ("rows", *x.shape[1:])
         return f"{x.dtype}[{','.join(map(str, dims))}]"
 
-    return ", ".join(map(one, batch.leaves))
+    return ", ".join(map(describe, batch.leaves))
 
 
 def count_rows(step: Step) -> tuple[int, ...]:
-    """How many rows each replica of this process has in a step; 1 if elements are no batches."""
+    """Returns the rows of each replica of this process; 1 for an element that is not a batch."""
     return tuple(
         0 if batch is None else 1 if batch.num_rows is None else batch.num_rows for batch in step
     )

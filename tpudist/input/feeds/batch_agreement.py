@@ -1,7 +1,7 @@
-"""What the processes tell each other about a batch in memory, before they place it.
+"""Agreement of processes about a batch in memory before they place it, for `distribute_batch`.
 
-A process that had other shapes would compile another program, and the others would wait for it in
-the next collective forever.
+A process with other shapes would compile another program, and the others would hang in their next
+collective.
 """
 
 import threading
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def call_and_report(mesh: ReplicaMesh, act: Callable[[], T]) -> T:
-    """Returns what `act` returns. If it fails, the other processes are told, and do not wait."""
+    """Returns the result of `act`. If it fails, notifies the other processes, so none waits."""
     if not process_agreement.is_needed(mesh):
         return act()
     return _rounds(mesh.processes).call_and_report(act)
@@ -32,55 +32,57 @@ def require_same(mesh: ReplicaMesh, sizes: tuple[int, int], kinds: list[str]) ->
         kinds: Description of each array, without its rows.
 
     Raises:
-        ProcessesDifferError: If they do not.
+        ProcessesDifferError: If a process has another batch.
     """
     _exchange(mesh, kinds, f"{sizes[0]} rows of {sizes[1]}")
 
 
 def exchange_rows(mesh: ReplicaMesh, rows: int, kinds: list[str]) -> tuple[int, ...]:
-    """Returns the number of rows of every replica, where those of this process have `rows` each.
+    """Returns the number of rows of every replica; each replica of this process has `rows`.
 
     Args:
         mesh: All replicas.
         rows: Number of rows.
-        kinds: As in `require_same`.
+        kinds: See `require_same`.
 
     Raises:
         ProcessesDifferError: If the processes have other kinds of arrays, or other rows for a
             replica that they share.
     """
-    found: dict[int, int] = {}
-    for replicas, each in _exchange(mesh, kinds, "", [mesh.local_replicas, rows]):
+    rows_of: dict[int, int] = {}
+    for replicas, num_rows in _exchange(mesh, kinds, "", [mesh.local_replicas, rows]):
         for replica in replicas:
-            if found.setdefault(replica, each) != each:
+            if rows_of.setdefault(replica, num_rows) != num_rows:
                 raise ProcessesDifferError(
-                    f"distribute_batch was called with {found[replica]} rows in one process and "
-                    f"{each} in another, for replica {replica}, which spans both. Pass the same "
-                    "rows in all processes of a replica."
+                    f"distribute_batch was called with {rows_of[replica]} rows in one process and "
+                    f"{num_rows} in another, for replica {replica}, which spans both. Pass the "
+                    "same rows in all processes of a replica."
                 )
-    return tuple(found[replica] for replica in range(mesh.num_replicas))
+    return tuple(rows_of[replica] for replica in range(mesh.num_replicas))
 
 
-def _exchange(mesh: ReplicaMesh, kinds: list[str], sizes: str, own: Any = None) -> list[Any]:
-    """Returns `own` of all processes, whose kinds of arrays and sizes must be the same."""
+def _exchange(mesh: ReplicaMesh, kinds: list[str], sizes: str, own: object = None) -> list[Any]:
+    """Returns `own` of all processes. Their kinds of arrays and sizes must be equal."""
     if not process_agreement.is_needed(mesh):
         return [own]
     rounds = _rounds(mesh.processes)
     answers = rounds.exchange({"batch": [sizes, *kinds], "own": own})
-    told = [(i, answer["batch"]) for i, answer in zip(rounds.processes, answers, strict=True)]
-    first, batch = told[0]
-    for other, found in told:
-        if found != batch:
-            shown = [", ".join(filter(None, x)) for x in (batch, found)]
+    batches = [(i, answer["batch"]) for i, answer in zip(rounds.processes, answers, strict=True)]
+    first, batch = batches[0]
+    for other, other_batch in batches:
+        if other_batch != batch:
+            texts = [", ".join(filter(None, x)) for x in (batch, other_batch)]
             raise ProcessesDifferError(
                 f"distribute_batch was called with different batches: process {first} has "
-                f"{shown[0]}; process {other} has {shown[1]}. Pass the same batch in all "
+                f"{texts[0]}; process {other} has {texts[1]}. Pass the same batch in all "
                 "processes. Only with has_device_dim=True does each process have its own rows, "
                 "with the same structure, dtypes and row shapes."
             )
     return [answer["own"] for answer in answers]
 
 
+# One channel for all calls: the processes make their calls in the same order, so the n-th messages
+# belong together.
 @generations.cache
 def _rounds(processes: tuple[int, ...]) -> Rounds:
     name = f"batches/{'-'.join(map(str, processes))}"

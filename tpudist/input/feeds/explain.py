@@ -1,6 +1,6 @@
-"""What each process reads of a dataset, why, and what it reads in vain: a table.
+"""Table of the data that each process reads of a dataset, and of the reasons.
 
-Nothing is read to say it, but for the first batch of an iterable, and nothing is communicated.
+It communicates nothing, and reads nothing except the first batch of an iterable.
 """
 
 import dataclasses
@@ -8,28 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from tpudist.input.feeds.auto_shard import Sharding, name_of
+from tpudist.input.feeds.auto_shard import Sharding
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.feeds.split_batches import SplitBatches
-from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
-_MANY = 1_000_000  # examples whose files are not counted one by one
+# A dataset with more examples has no column of files: finding the file of each takes too long.
+_MAX_EXAMPLES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What one process reads; None for what is not known.
+    """The data that one process reads. Unknown numbers are None.
 
     Attributes:
-        process: Which.
-        replicas: Those that it feeds.
-        files: From how many files; None also if there are none.
-        examples_per_step: How many examples of a full batch its replicas take.
-        examples_per_epoch: How many of an epoch.
-        in_vain_per_step: How many more it reads, and decodes, in a step.
+        process: Index of the process.
+        replicas: Replicas that it feeds.
+        files: Number of files; None also without files.
+        examples_per_step: Number of examples of a full batch for its replicas.
+        examples_per_epoch: Number of examples of an epoch for its replicas.
+        in_vain_per_step: Number of further examples that it reads and decodes in a step.
     """
 
     process: int
@@ -42,15 +42,15 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a dataset is shared out; `str` of it is a table, and so it is to `rich`.
+    """The division of a dataset among processes. `str` and `rich` show it as a table.
 
     Attributes:
-        source: What kind of dataset it is.
-        policy: By which policy, in words.
-        why: Why, and what it costs.
-        partial_batch: What becomes of a batch with fewer rows.
-        global_batch_size: Examples of a full step over all replicas, if it is known.
-        hosts: What each process reads.
+        source: Kind of the dataset.
+        policy: Policy of the division, as text.
+        why: Reason and cost of the policy.
+        partial_batch: Treatment of a batch with fewer rows.
+        global_batch_size: Examples of a full step over all replicas, if known.
+        hosts: Data that each process reads.
     """
 
     source: str
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The contents in one line."""
         hosts = "; ".join(
             f"process {host.process} has {_describe_host(host)}" for host in self.hosts
         )
@@ -114,25 +114,26 @@ class Explanation:
 _HEADINGS = ("process", "replicas", "files", "examples/step", "examples/epoch", "in vain/step")
 
 
-def explain(dataset: Any) -> Explanation:
-    """How a `DistributedDataset` is shared out over processes and replicas.
+def explain(dataset: object) -> Explanation:
+    """Returns the division of a `DistributedDataset` among processes and replicas.
 
     Raises:
-        TypeError: It is none.
+        TypeError: If `dataset` is not a `DistributedDataset`.
     """
-    give = getattr(dataset, "explanation", None)
-    if give is None:
+    # Of a `DistributedDataset`, whose module imports this one.
+    explanation = getattr(dataset, "explanation", None)
+    if explanation is None:
         raise TypeError(
             f"A {type(dataset).__name__} is not distributed, so there is nothing to explain. Pass "
             "the result of strategy.experimental_distribute_dataset."
         )
-    return give(read=True)
+    return explanation(read=True)
 
 
 def explain_feed(
     feed: SplitBatches | Pipelines, mesh: ReplicaMesh, sharding: Sharding | None, *, read: bool
 ) -> Explanation:
-    """How a feed is shared out; its first batch may be read for it, if `read`."""
+    """Returns the explanation of a feed. If `read`, it may read the first batch."""
     policy = "each has its own"
     if sharding is not None:
         policy = "not shared" if sharding.policy is None else sharding.policy.name
@@ -152,7 +153,7 @@ def explain_feed(
     assert sharding is not None, feed
     size = feed.global_batch_size(read=read)
     return Explanation(
-        name_of(feed.source),
+        feed.source.name,
         policy,
         sharding.why,
         feed.partial_batch.value,
@@ -166,24 +167,24 @@ def _host(
 ) -> Host:
     if size is None:
         return Host(process, replicas, None, None, None, None)
-    each = feed.assignment(size, size)
-    per_step = sum(each.quotas[i] for i in replicas)
+    quotas = feed.assignment(size, size).quotas
+    per_step = sum(quotas[i] for i in replicas)
     source = feed.source
     if not isinstance(source, IndexedDataset):
         return Host(process, replicas, None, per_step, None, size - per_step)
-    full, left_over = _batches(source)
-    per_epoch = full * per_step
-    if left_over:
-        tail = feed.assignment(left_over, size)
-        per_epoch += sum(tail.rows(left_over)[i] for i in replicas)
+    num_full, rows_of_last = _batches(source)
+    per_epoch = num_full * per_step
+    if rows_of_last:
+        rows = feed.assignment(rows_of_last, size).rows(rows_of_last)
+        per_epoch += sum(rows[i] for i in replicas)
     files = None
-    if source.num_files is not None and source.num_examples <= _MANY:
+    if source.num_files is not None and source.num_examples <= _MAX_EXAMPLES:
         files = _num_files(source, feed, size, replicas)
     return Host(process, replicas, files, per_step, per_epoch, 0)
 
 
 def _batches(source: IndexedDataset) -> tuple[int, int]:
-    """How many full batches an epoch has, and how many rows one that is not full has."""
+    """Returns the number of full batches of an epoch, and the rows of a partial last batch."""
     numbers, size = source.batches_of_epoch, source.global_batch_size or 1
     if not numbers:
         return 0, 0
@@ -196,19 +197,19 @@ def _num_files(
 ) -> int | None:
     taken = []
     for numbers in source.numbers_of_epoch():
-        each: Assignment = feed.assignment(len(numbers), size)
-        rows = each.rows(len(numbers))
-        taken += [numbers[each.start(i) :][: rows[i]] for i in replicas]
+        assignment = feed.assignment(len(numbers), size)
+        rows = assignment.rows(len(numbers))
+        taken += [numbers[assignment.start(i) :][: rows[i]] for i in replicas]
     return source.num_files_of(np.concatenate(taken))
 
 
 def _replicas(mesh: ReplicaMesh) -> dict[int, tuple[int, ...]]:
-    """The replicas that each process feeds."""
-    fed: dict[int, list[int]] = {}
+    """Returns the replicas that each process feeds."""
+    replicas_of: dict[int, list[int]] = {}
     for replica in range(mesh.num_replicas):
         for process in sorted({device.process_index for device in mesh.devices_of(replica)}):
-            fed.setdefault(process, []).append(replica)
-    return {process: tuple(replicas) for process, replicas in sorted(fed.items())}
+            replicas_of.setdefault(process, []).append(replica)
+    return {process: tuple(replicas) for process, replicas in sorted(replicas_of.items())}
 
 
 def _cell(value: int | None, unknown: str = "?") -> str:
@@ -216,13 +217,13 @@ def _cell(value: int | None, unknown: str = "?") -> str:
 
 
 def _describe_host(host: Host) -> str:
-    known = (
+    numbers = (
         (host.examples_per_step, "examples of each step"),
         (host.examples_per_epoch, "of an epoch"),
         (host.files, "files"),
     )
-    told = [f"{number} {what}" for number, what in known if number is not None]
-    return ", ".join([f"replicas {_span(host.replicas)}", *told])
+    known = [f"{number} {label}" for number, label in numbers if number is not None]
+    return ", ".join([f"replicas {_span(host.replicas)}", *known])
 
 
 def _span(replicas: tuple[int, ...]) -> str:

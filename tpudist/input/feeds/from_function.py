@@ -1,4 +1,4 @@
-"""Datasets that a user's function makes, one for each process or replica, and what options say."""
+"""Calls a user's dataset function for each process or replica, and checks `InputOptions`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,12 +23,8 @@ from tpudist.xla.mesh import ReplicaMesh
 _PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 
-def check_options(options: Any) -> InputOptions | None:
-    """`options`, which must be some.
-
-    Raises:
-        TypeError: They are something else.
-    """
+def check_options(options: object) -> InputOptions | None:
+    """Returns `options`; raises `TypeError` if they are not `InputOptions` or None."""
     if options is not None and not isinstance(options, InputOptions):
         raise TypeError(
             f"options={shorten(options)}: the options of a dataset must be a tpudist.InputOptions "
@@ -37,11 +33,12 @@ def check_options(options: Any) -> InputOptions | None:
     return options
 
 
-def options_of_split(options: Any) -> InputOptions | None:
-    """What options mean for a dataset whose batches are split.
+def options_of_split(options: object) -> InputOptions | None:
+    """Returns the options of a dataset whose batches are split.
 
     Raises:
-        NotImplementedError: They want a dataset for each replica.
+        NotImplementedError: If they request a dataset per replica.
+        TypeError: If they are not `InputOptions`.
     """
     options = check_options(options)
     if options is None:
@@ -57,23 +54,24 @@ def options_of_split(options: Any) -> InputOptions | None:
 
 
 def options_of_function(
-    options: Any, strategy: StrategyBase, per_replica: bool
+    options: object, strategy: StrategyBase, per_replica: bool
 ) -> InputOptions | None:
-    """What options mean for datasets that a function makes, as TensorFlow checks them.
+    """Returns the options of datasets from a function, with the checks of TensorFlow.
 
     Raises:
-        NotImplementedError: They want a dataset for each replica, which is not `per_replica`.
-        ValueError: They contradict each other.
+        NotImplementedError: If they request a dataset per replica, and `per_replica` is False.
+        ValueError: If they contradict each other.
+        TypeError: If they are not `InputOptions`.
     """
     options = check_options(options)
     if options is None:
         return None
-    asked = PartialBatch.of(options.partial_batch)
-    if asked is not PartialBatch.PAD:
+    partial_batch = PartialBatch.of(options.partial_batch)
+    if partial_batch is not PartialBatch.PAD:
         raise ValueError(
-            f"InputOptions(partial_batch={asked.value!r}) is not supported for datasets from a "
-            "function: its batches belong to one replica each, and a smaller one is padded and "
-            "counted exactly. Omit it, or batch with drop_remainder=True in the function."
+            f"InputOptions(partial_batch={partial_batch.value!r}) is not supported for datasets "
+            "from a function: its batches belong to one replica each, and a smaller one is padded "
+            "and counted exactly. Omit it, or batch with drop_remainder=True in the function."
         )
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
         warn_if_given(
@@ -115,7 +113,7 @@ def _warn_of_placement(options: InputOptions) -> None:
 
 
 def dataset_options(options: InputOptions | None) -> dict[str, Any]:
-    """How a `DistributedDataset` holds batches that wait, as `options` say."""
+    """Returns the arguments of `DistributedDataset` for `options`."""
     if options is None:
         return {}
     return {
@@ -131,12 +129,12 @@ def pipelines(
     replica_mesh: ReplicaMesh,
     options: InputOptions | None = None,
 ) -> Pipelines:
-    """Calls `dataset_fn` for this process, or for each replica if `options` say so.
+    """Calls `dataset_fn` for this process, or for each replica if `options` request it.
 
     Raises:
-        NotImplementedError: A replica spans processes, whose functions might give it different
-            data.
-        TypeError: `dataset_fn` is no function, or gives no dataset.
+        NotImplementedError: If a replica spans several processes, whose functions might return
+            different data for it.
+        TypeError: If `dataset_fn` is not a function, or does not return a dataset.
     """
     if not callable(dataset_fn):
         raise TypeError(
@@ -151,39 +149,40 @@ def pipelines(
 def pipelines_or_calls(
     input_fn: Callable[[InputContext], Any], replica_mesh: ReplicaMesh
 ) -> tuple[Pipelines, InputOptions | None]:
-    """As `pipelines`, but a function that `input_fn` returns gives a batch at each call.
+    """Returns the same as `pipelines`; `input_fn` may also return a function of single batches.
 
     Returns:
-        The pipelines, and options that say that nothing is made ahead, if a function gives it,
-        which may do something else as well.
+        The pipelines and, if `input_fn` returned a function, options without a buffer: such a
+        function may have other effects, so it must not be called ahead of the loop.
     """
     options = None
 
     def dataset_fn(context: InputContext) -> Any:
         nonlocal options
-        made = input_fn(context)
-        if isinstance(made, IndexedDataset | Iterable):
-            return made
-        if not callable(made):
+        dataset = input_fn(context)
+        if isinstance(dataset, IndexedDataset | Iterable):
+            return dataset
+        if not callable(dataset):
             raise ValueError(
-                f"input_fn returned a {type(made).__name__}. It must return a dataset (an iterable "
-                f"of batches, or a NumpyDataset) or a function without arguments."
+                f"input_fn returned a {type(dataset).__name__}. It must return a dataset (an "
+                f"iterable of batches, or a NumpyDataset) or a function without arguments."
             )
         options = InputOptions(experimental_per_replica_buffer_size=0)
-        return _Calls(made)
+        return _Calls(dataset)
 
-    made = pipelines(dataset_fn, replica_mesh)
-    return made, options
+    feed = pipelines(dataset_fn, replica_mesh)
+    return feed, options
 
 
 class _Calls(Iterable[PyTree]):
-    """What a function gives, call after call, until it raises StopIteration."""
+    """The results of a function, call by call, until it raises StopIteration."""
 
     def __init__(self, function: Callable[[], PyTree]):
         self._function = function
 
     def __iter__(self) -> Iterator[PyTree]:
         while True:
+            # A StopIteration in a generator would become a RuntimeError.
             try:
                 element = self._function()
             except StopIteration:

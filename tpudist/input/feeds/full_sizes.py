@@ -1,57 +1,57 @@
-"""How many rows a full batch has, for each shape that its examples come in.
+"""Numbers of rows of full batches, for each shape of examples.
 
-Sequences are often put in buckets by their lengths, with a batch size for each. So the rows of a
-full batch are asked of batches of one shape: they are the most that any of them had so far. What
-has fewer is a partial one, and padded up to there; a larger one makes those after it partial.
+Sequences are often put in buckets by length, with a batch size for each bucket. So for each shape,
+the rows of a full batch are the most rows of any batch of that shape so far. A batch with fewer
+rows is partial, and padded to that size. After a larger batch, the old size is partial, too.
 """
 
-from typing import Any
-
-from tpudist.input.iterator_state import read_count
+from tpudist.input.iterator_state import State, read_count
 
 _KEY = "sizes by shape"
 
 
 class FullSizes:
-    """The rows of full batches; see the module."""
+    """The rows of full batches so far; see the module."""
 
-    def __init__(self):
-        """None is known."""
+    def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
-        self._said: int | None = None
+        # From a state that has only one size: it belongs to the first shape that appears.
+        self._restored: int | None = None
 
     @property
     def largest(self) -> int | None:
-        """The rows of the largest batch; None before there was any."""
-        return max(self._sizes.values(), default=self._said)
+        """Rows of the largest batch; None before the first batch."""
+        return max(self._sizes.values(), default=self._restored)
 
-    def note(self, kind: str, num_rows: int) -> int:
-        """Notes a batch: the rows of a full one of its kind, which are no fewer than it has.
+    def record(self, shapes: str, num_rows: int) -> int:
+        """Records a batch, and returns the rows of a full batch of its shapes.
 
         Args:
-            kind: The dtypes and shapes of its arrays, but for the number of rows.
-            num_rows: How many it has.
+            shapes: Dtypes and shapes of the arrays, without the number of rows.
+            num_rows: Number of rows of the batch.
         """
-        known = self._sizes.get(kind, self._said or 0)
-        self._said = None
-        self._sizes[kind] = max(known, num_rows)
-        return self._sizes[kind]
+        known = self._sizes.get(shapes, self._restored or 0)
+        self._restored = None
+        self._sizes[shapes] = max(known, num_rows)
+        return self._sizes[shapes]
 
-    def get_state(self) -> dict[str, Any]:
-        """What a state says of them, beside the largest, in the words of JSON."""
+    def get_state(self) -> State:
+        """Returns the part of a state that lists the sizes; empty for one shape."""
         return {_KEY: dict(self._sizes)} if len(self._sizes) > 1 else {}
 
-    def restore(self, state: dict[str, Any], key: str) -> None:
-        """As they were when a state was taken, which has the largest under `key`.
+    def restore(self, state: State, key: str) -> None:
+        """Restores the sizes from a state, which has the largest under `key`.
+
+        Sizes that this run has seen itself are kept instead.
 
         Raises:
-            ValueError: The state is damaged.
+            ValueError: If the state is damaged.
         """
         largest = read_count(state, key)
         if self._sizes:
             return
         sizes = state.get(_KEY)
         if isinstance(sizes, dict):
-            self._sizes = {kind: read_count(sizes, kind) for kind in sizes}
+            self._sizes = {shapes: read_count(sizes, shapes) for shapes in sizes}
         else:
-            self._said = largest or None
+            self._restored = largest or None

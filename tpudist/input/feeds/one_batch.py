@@ -1,9 +1,11 @@
-"""One batch that is in memory, on the replicas at once: without a dataset, in one transfer."""
+"""Places one batch that is in memory on the replicas, for `Strategy.distribute_batch`."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tpudist.array_types import PyTree
 from tpudist.input.feeds import batch_agreement, split_batches
@@ -14,18 +16,21 @@ from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
 
-_WHAT = "The batch"
+_Array: TypeAlias = jax.Array | np.ndarray
+
+_LABEL = "The batch"  # in errors
 
 
 def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
     if mesh.num_processes == 1:
-        leaves, names, treedef = host_batch.flatten(batch, _WHAT)
+        leaves, names, treedef = host_batch.flatten(batch, _LABEL)
         if _are_on_devices(leaves):
             (num_rows,) = _common_sizes(leaves, names, 1)
-            each, left_over = divmod(num_rows, mesh.num_replicas)
-            if each and not left_over and global_batch_size in (None, num_rows):
-                return _put(mesh, leaves, treedef, each)
+            rows_per_replica, remainder = divmod(num_rows, mesh.num_replicas)
+            is_full = global_batch_size in (None, num_rows)
+            if rows_per_replica and not remainder and is_full:
+                return _put(mesh, leaves, treedef, rows_per_replica)
     host, names, size = batch_agreement.call_and_report(
         mesh, lambda: _read_whole(batch, global_batch_size)
     )
@@ -38,9 +43,9 @@ def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> Py
 
 
 def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch, list[str], int]:
-    """A batch in host memory, the names of its arrays, and the rows of a full batch."""
-    arrays, names, treedef = host_batch.as_arrays(batch, _WHAT)
-    num_rows = host_batch.common_rows(arrays, names, _WHAT)
+    """Returns a batch in host memory, the names of its arrays, and the rows of a full batch."""
+    arrays, names, treedef = host_batch.as_arrays(batch, _LABEL)
+    num_rows = host_batch.common_rows(arrays, names, _LABEL)
     size = num_rows if global_batch_size is None else global_batch_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < num_rows:
         raise ValueError(
@@ -53,25 +58,25 @@ def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch
 
 def split_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
     """Splits arrays `[devices, rows, ...]` of `jax.pmap`; see `Strategy.distribute_batch`."""
-    leaves, names, treedef, each = batch_agreement.call_and_report(
+    leaves, names, treedef, num_rows = batch_agreement.call_and_report(
         mesh, lambda: _read_parts(mesh, parts)
     )
     if mesh.num_processes == 1 and _are_on_devices(leaves):
-        return _put(mesh, leaves, treedef, each, num_leading=2)
-    rows = batch_agreement.exchange_rows(mesh, each, _kinds(names, leaves, 2))
+        return _put(mesh, leaves, treedef, num_rows, num_leading=2)
+    rows = batch_agreement.exchange_rows(mesh, num_rows, _kinds(names, leaves, 2))
     if mesh.num_replicas == 1:
-        local = [x.reshape(each, *x.shape[2:]) for x in leaves]
+        local = [x.reshape(num_rows, *x.shape[2:]) for x in leaves]
         return to_devices.place(mesh, Parts(local, treedef, None))
-    local = [x.reshape(len(mesh.local_replicas), each, *x.shape[2:]) for x in leaves]
+    local = [x.reshape(len(mesh.local_replicas), num_rows, *x.shape[2:]) for x in leaves]
     # Parts of other processes may have more rows. Padding repeats a real row.
-    positions = np.minimum(np.arange(max(rows)), each - 1)
-    local = [x if each == max(rows) else x[:, positions] for x in local]
+    positions = np.minimum(np.arange(max(rows)), num_rows - 1)
+    local = [x if num_rows == max(rows) else x[:, positions] for x in local]
     return to_devices.place(mesh, Parts(local, treedef, rows))
 
 
-def _read_parts(mesh: ReplicaMesh, parts: PyTree) -> tuple[list[Any], list[str], Any, int]:
-    """Parts as arrays, their names and structure, and the rows of each replica here."""
-    leaves, names, treedef = host_batch.flatten(parts, _WHAT)
+def _read_parts(mesh: ReplicaMesh, parts: PyTree) -> tuple[list[Any], list[str], PyTreeDef, int]:
+    """Returns the arrays, their names and structure, and the rows of each replica here."""
+    leaves, names, treedef = host_batch.flatten(parts, _LABEL)
     num_parts, num_rows = _common_sizes(leaves, names, 2)
     num_local = len(mesh.local_replicas)
     if not num_parts or num_parts % num_local:
@@ -81,32 +86,32 @@ def _read_parts(mesh: ReplicaMesh, parts: PyTree) -> tuple[list[Any], list[str],
             f"[{num_local}, rows, ...], or arrays [rows, ...] without has_device_dim."
         )
     if not num_rows:
-        raise ValueError(f"{_WHAT} has no rows. Skip batches without examples.")
+        raise ValueError(f"{_LABEL} has no rows. Skip batches without examples.")
     if mesh.num_processes > 1 or not _are_on_devices(leaves):
         leaves = [
-            host_batch.to_jax_dtype(host_batch.as_array(x, _WHAT), _WHAT, copy=False)
+            host_batch.to_jax_dtype(host_batch.as_array(x, _LABEL), _LABEL, copy=False)
             for x in leaves
         ]
     return leaves, names, treedef, num_parts // num_local * num_rows
 
 
-def _are_on_devices(leaves: list[Any]) -> bool:
-    """Whether all are arrays of JAX, which need not be read in host memory."""
+def _are_on_devices(leaves: Sequence[object]) -> bool:
+    """Whether all leaves are JAX arrays, which need no copy in host memory."""
     return bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
 
 
-def _kinds(names: list[str], arrays: list[np.ndarray], num_dims: int) -> list[str]:
-    """Descriptions of arrays without their first dims, for other processes."""
+def _kinds(names: list[str], arrays: Sequence[_Array], num_dims: int) -> list[str]:
+    """Returns descriptions of arrays without their first dims, to compare with other processes."""
     examples = [(x.shape[num_dims:], host_batch.jax_dtype(x.dtype)) for x in arrays]
     described = map(split_batches.describe, examples)
     return [f"{name} {text}".strip() for name, text in zip(names, described, strict=True)]
 
 
-def _common_sizes(leaves: list[Any], names: list[str], num_dims: int) -> tuple[int, ...]:
-    """The sizes of the first dims, which all arrays have alike."""
+def _common_sizes(leaves: Sequence[_Array], names: list[str], num_dims: int) -> tuple[int, ...]:
+    """Returns the sizes of the first dims; raises `ValueError` if the arrays differ in them."""
     shapes = [np.shape(x) for x in leaves]
-    found = {shape[:num_dims] for shape in shapes}
-    if len(found) != 1 or len(next(iter(found))) < num_dims:
+    sizes = {shape[:num_dims] for shape in shapes}
+    if len(sizes) != 1 or len(next(iter(sizes))) < num_dims:
         listed = [f"{n or 'the array'} {list(s)}" for n, s in zip(names, shapes, strict=True)]
         dims = "the rows" if num_dims == 1 else "devices and rows"
         raise ValueError(
@@ -115,21 +120,26 @@ def _common_sizes(leaves: list[Any], names: list[str], num_dims: int) -> tuple[i
             f"such as a number for each replica, use "
             f"strategy.experimental_distribute_values_from_function."
         )
-    return found.pop()
+    return sizes.pop()
 
 
 def _put(
-    mesh: ReplicaMesh, leaves: list[Any], treedef: Any, each: int, *, num_leading: int = 1
+    mesh: ReplicaMesh,
+    leaves: Sequence[jax.Array],
+    treedef: PyTreeDef,
+    num_rows: int,
+    *,
+    num_leading: int = 1,
 ) -> PyTree:
-    """Arrays of JAX with `each` rows for every replica, in one `device_put`."""
-    of_all = () if mesh.num_replicas == 1 else (mesh.num_replicas,)
+    """Places JAX arrays with `num_rows` rows per replica, in one `device_put`."""
+    replica_dim = () if mesh.num_replicas == 1 else (mesh.num_replicas,)
     parts = leaves
-    if num_leading == 1 or leaves[0].shape[:2] != (*of_all, each):
+    if num_leading == 1 or leaves[0].shape[:2] != (*replica_dim, num_rows):
         with placement.without_mesh():
-            parts = [x.reshape(*of_all, each, *x.shape[num_leading:]) for x in leaves]
-    if not of_all:
+            parts = [x.reshape(*replica_dim, num_rows, *x.shape[num_leading:]) for x in leaves]
+    if not replica_dim:
         shardings = [to_devices.whole_sharding(mesh, x.shape) for x in parts]
         return treedef.unflatten(jax.device_put(parts, shardings))
     shardings = [placement.sharding_of_stack(mesh, x.shape, split_rows=True) for x in parts]
-    rows = (each,) * mesh.num_replicas
+    rows = (num_rows,) * mesh.num_replicas
     return treedef.unflatten([PerReplica(x, rows) for x in jax.device_put(parts, shardings)])

@@ -1,15 +1,15 @@
-"""Batches that a user's function gives for each replica: nothing is split, each takes a whole one.
+"""Feed whose datasets return whole batches for each replica, so that nothing is split.
 
-A *step* is one batch for each replica of this process, from one dataset in turn or from one dataset
-for each. All replicas run one program: every replica's part has the rows of the largest batch so
-far whose examples have the same shapes, what is not filled repeats a real row, and a replica that
-got no batch has 0 real rows.
+A *step* is one batch for each replica of this process, from one dataset in turn or from a dataset
+per replica. All replicas run one program. So each replica's part has the rows of the largest batch
+so far with examples of the same shapes. Padding repeats a real row, and a replica without a batch
+has 0 real rows.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,61 +17,64 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.input.feeds import agreed_steps
 from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
+from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.feeds.rebatch import Rebatched
-from tpudist.input.iterator_state import Position, require_plan
+from tpudist.input.iterator_state import HasState, Position, State, require_plan
 from tpudist.input.process_rounds import Rounds
-from tpudist.input.sources import adapt, iterable, no_batches
+from tpudist.input.sources import adapt, iterable
 from tpudist.input.sources.indexed_dataset import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     IndexedDataset,
 )
+from tpudist.input.sources.iterable import IterableSource
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.sources.source import RowBatch
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
+_Source: TypeAlias = IndexedDataset | IterableSource | Rebatched
+
 
 class Pipelines:
-    """A feed whose elements are made of whole batches, one for each replica.
+    """A feed whose elements consist of whole batches, one for each replica.
 
-    A last step that does not feed all replicas is padded, as a partial batch is. It is left out
-    where padding cannot be told from data: if the elements are no batches (a leaf is a scalar, or
-    they are examples, not batched), or if the dataset drops its remainder. So it is in
-    TensorFlow.
+    A last step that does not feed all replicas is padded like a partial batch. It is dropped if
+    padding cannot be distinguished from data: if elements are not batches (a leaf is a scalar, or
+    an element is one example), or if the dataset drops its remainder. TensorFlow does the same.
+
+    Args:
+        datasets: One dataset, whose batches the replicas take in turn, or one per replica.
+        replica_mesh: The replicas. This feeds the replicas of this process.
+        must_differ: Whether it is an error if several processes have the same data.
+
+    Raises:
+        TypeError: If a dataset is not a dataset of batches.
     """
 
     def __init__(
-        self, datasets: Sequence[Any], replica_mesh: ReplicaMesh, *, must_differ: bool = False
+        self, datasets: Sequence[object], replica_mesh: ReplicaMesh, *, must_differ: bool = False
     ):
-        """Feeds the replicas of this process.
-
-        Args:
-            datasets: One, whose batches the replicas take in turn, or one for each replica.
-            replica_mesh: The replicas.
-            must_differ: Whether it is a mistake if several processes have the same data.
-
-        Raises:
-            TypeError: A dataset gives no batches.
-        """
         assert len(datasets) in (1, len(replica_mesh.local_replicas)), datasets
         self._sources = [_to_source(dataset) for dataset in datasets]
         self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
         self.must_differ = must_differ
         self._mesh = replica_mesh
-        # Of one row, of the shapes of the last step: what others must look like, but for shapes.
+        # One row with the structure and dtypes of all batches, and the shapes of the last step.
         self.first: Batch | None = None
         self._sizes = FullSizes()
 
     @property
     def rows_per_replica(self) -> int | None:
-        """Rows of the largest part so far; None before there was any."""
+        """Rows of the largest part so far; None before the first one."""
         return self._sizes.largest
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What a state is good for, as far as all processes say the same of it."""
+        """Properties of the data that a state requires, as far as all processes have them."""
         plan: dict[str, Any] = {
             "kind": "batches of each replica",
             "number of processes": self._mesh.num_processes,
@@ -83,44 +86,44 @@ class Pipelines:
 
     @property
     def local_plan(self) -> dict[str, Any]:
-        """What the states of this process's datasets are good for."""
+        """Properties of this process's datasets that a state requires."""
         return {
             f"{key} of dataset {number}": value
             for number, source in enumerate(self._sources)
-            for key, value in iterable.plan_of(source).items()
+            for key, value in source.plan.items()
         }
 
     def shuffle_without_seed(self) -> str | None:
-        """The random generator without a seed that shuffles a dataset, if one is found."""
-        return next(filter(None, map(iterable.shuffle_without_seed_of, self._sources)), None)
+        """Returns the name of an unseeded generator that shuffles a dataset, if one is found."""
+        names = (source.shuffle_without_seed() for source in self._sources)
+        return next(filter(None, names), None)
 
     @property
     def source(self) -> str:
-        """What kinds of datasets this process reads."""
-        names = [getattr(x, "name", type(x).__name__) for x in self._sources]
-        return ", ".join(dict.fromkeys(names))
+        """Names of the kinds of datasets of this process."""
+        return ", ".join(dict.fromkeys(source.name for source in self._sources))
 
     @property
     def cardinality(self) -> int:
-        """Number of steps of a pass; -1 if it has no end, -2 if not known."""
-        found = [source.cardinality for source in self._sources]
-        if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in found:
+        """Number of steps of a pass; -1 if it has no end, -2 if unknown."""
+        counts = [source.cardinality for source in self._sources]
+        if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in counts:
             return UNKNOWN_CARDINALITY
-        if not any(found):
+        if not any(counts):
             return 0
-        found = [math.inf if x == INFINITE_CARDINALITY else x for x in found]
+        lengths = [math.inf if x == INFINITE_CARDINALITY else x for x in counts]
         if len(self._sources) < len(self._mesh.local_replicas):
-            found = [found[0] / len(self._mesh.local_replicas)]
-        batched = all(batch.num_rows is not None for batch in self._examples())
-        padded = batched and not self._drops_remainder
-        steps = max(found) if padded else min(found)
-        if math.isinf(steps):
+            lengths = [lengths[0] / len(self._mesh.local_replicas)]
+        is_batched = all(batch.num_rows is not None for batch in self._examples())
+        is_padded = is_batched and not self._drops_remainder
+        num_steps = max(lengths) if is_padded else min(lengths)
+        if math.isinf(num_steps):
             return INFINITE_CARDINALITY
-        return math.ceil(steps) if padded else math.floor(steps)
+        return math.ceil(num_steps) if is_padded else math.floor(num_steps)
 
     @property
     def element_spec(self) -> PyTree:
-        """Shapes, dtypes and shardings of a full element, structured as it is."""
+        """Shapes, dtypes and shardings of a full element, in its structure."""
         examples = self._examples()
         first = examples[0]
         sizes = [batch.num_rows for batch in examples if batch.num_rows is not None]
@@ -138,16 +141,16 @@ class Pipelines:
         )
 
     def _examples(self) -> list[Batch]:
-        """The first batch of each dataset that has any.
+        """Returns a batch of the first shapes for each dataset that has batches.
 
         Raises:
-            ValueError: If no dataset has.
+            NoBatches: If no dataset has batches.
         """
         sources = [source for source in self._sources if source.cardinality != 0]
         if not sources:
-            raise no_batches.NoBatches
+            raise NoBatches
         return [
-            _as_batch(source.first(), 0) if hasattr(source, "first") else _example(source)
+            _as_batch(source.first(), 0) if isinstance(source, IterableSource) else _example(source)
             for source in sources
         ]
 
@@ -157,57 +160,58 @@ class Pipelines:
 
     @property
     def drops_incomplete_steps(self) -> bool:
-        """Whether a step that does not feed all replicas is left out."""
+        """Whether a step that does not feed all replicas is dropped."""
         return self._drops_remainder or (self.first is not None and self.first.num_rows is None)
 
     def host_parts(
         self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, Any]]:
-        """The elements of one pass in host memory, each with the state after it.
+    ) -> Iterator[tuple[Parts, State]]:
+        """Returns the elements of one pass in host memory, each with the state after it.
 
         Args:
-            position: Where the pass begins.
-            keep: Without effect: nothing is shared with the sources.
-            rounds: How the processes agree on the steps, if there are several.
+            position: Position at which the pass begins.
+            keep: No effect: the parts share no memory with the sources in any case.
+            rounds: Channel on which several processes agree about the steps; None for one process.
         """
         del keep
 
-        def begin() -> list[Any]:
+        def begin() -> list[tuple[Iterator[Batch], HasState]]:
             return self._begin(position)
 
-        passes = begin() if rounds is None else rounds.call_and_report(begin)
-        states = [source for _, source in passes]
-        steps = self._steps([batches for batches, _ in passes])
+        pairs = begin() if rounds is None else rounds.call_and_report(begin)
+        passes = [source_pass for _, source_pass in pairs]
+        steps = self._steps([batches for batches, _ in pairs])
         if position.source is not None:
-            steps = _check_iterators(steps, states)
+            steps = _check_iterators(steps, passes)
         if rounds is None:
-            return self._host_parts(steps, states, position.step > 0)
-        return agreed_steps.parts(self, self._mesh, steps, states, position, rounds)
+            return self._host_parts(steps, passes, position.step > 0)
+        return agreed_steps.parts(self, self._mesh, steps, passes, position, rounds)
 
-    def _begin(self, position: Position) -> list[tuple[Iterator[Batch], Any]]:
-        """A pass through each dataset: its batches, and what knows its state."""
-        given: list[Any] = [None] * len(self._sources)
+    def _begin(self, position: Position) -> list[tuple[Iterator[Batch], HasState]]:
+        """Begins a pass through each dataset; returns its batches, and the pass, for its state."""
+        states: list[State | None] = [None] * len(self._sources)
         if position.source is not None:
             self._sizes.restore(position.source, "rows")
             several = self._mesh.num_processes > 1
             process = self._mesh.processes.index(jax.process_index()) if several else 0
             if several:
                 require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
-            given = _states_of(process, position.source, len(self._sources))
-        passes = []
-        for source, said in zip(self._sources, given, strict=True):
-            state = position.state_for(said)
-            if hasattr(source, "elements"):
-                batches = source.elements(position.pass_number, state)
-                passes.append((_batches(batches), batches))
+            states = _states_of(process, position.source, len(self._sources))
+        passes: list[tuple[Iterator[Batch], HasState]] = []
+        for source, source_state in zip(self._sources, states, strict=True):
+            state = position.state_for(source_state)
+            if isinstance(source, IterableSource):
+                elements = source.elements(position.pass_number, state)
+                passes.append((map(_as_batch, elements, itertools.count()), elements))
             else:
                 batches = source.begin(position.pass_number, state)
-                whole = not isinstance(source, IndexedDataset) or source.global_batch_size
-                passes.append((_take_batches(batches, bool(whole), source.owns_memory), batches))
+                is_batched = not isinstance(source, IndexedDataset) or source.global_batch_size
+                taken = _take_batches(batches, bool(is_batched), source.owns_memory)
+                passes.append((taken, batches))
         return passes
 
     def _steps(self, iterators: list[Iterator[Batch]]) -> Iterator[Step]:
-        """What this process's replicas take, until there is nothing left for any."""
+        """Yields the batches of this process's replicas, until no replica has one."""
         num_local = len(self._mesh.local_replicas)
         turns = iterators if len(iterators) == num_local else iterators * num_local
         while True:
@@ -221,8 +225,8 @@ class Pipelines:
             yield step
 
     def _host_parts(
-        self, steps: Iterator[Step], passes: list[Any], has_begun: bool
-    ) -> Iterator[tuple[Parts, Any]]:
+        self, steps: Iterator[Step], passes: list[HasState], has_begun: bool
+    ) -> Iterator[tuple[Parts, State]]:
         for step in steps:
             if None in step and self.drops_incomplete_steps:
                 has_begun = True
@@ -231,57 +235,57 @@ class Pipelines:
             states = [batches.get_state() for batches in passes]
             yield self.join(step, count_rows(step)), self.state([states])
         if not has_begun:
-            no_batches.warn(self, *self._sources)
+            warn_of_empty_pass(self, *self._sources)
 
-    def state(
-        self, states: list[list[Any]], plans: list[dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
-        """What is said of where the datasets of every process are."""
-        said = {"rows": self.rows_per_replica, **self._sizes.get_state(), "datasets": states}
-        return said if plans is None else said | {"plans": plans}
+    def state(self, states: list[list[State]], plans: list[dict[str, Any]] | None = None) -> State:
+        """Returns the state with the positions of every process's datasets."""
+        state = {"rows": self.rows_per_replica, **self._sizes.get_state(), "datasets": states}
+        return state if plans is None else state | {"plans": plans}
 
     def _check_step(self, step: Step) -> None:
-        """Refuses batches of several shapes in one step, and remembers that of this one."""
-        given = [batch for batch in step if batch is not None]
-        found = dict.fromkeys(map(describe_shapes, given))
-        if len(found) > 1:
+        """Checks that the batches of a step have one shape, and remembers it."""
+        batches = [batch for batch in step if batch is not None]
+        shapes = dict.fromkeys(map(describe_shapes, batches))
+        if len(shapes) > 1:
             raise ValueError(
-                f"The replicas received batches of several shapes in one step: {'; '.join(found)}. "
-                "All replicas run one program, so each step has one shape; another step may have "
-                "another. Return as many batches of a shape in sequence as there are replicas, or "
-                "distribute global batches with experimental_distribute_dataset."
+                "The replicas received batches of several shapes in one step: "
+                f"{'; '.join(shapes)}. All replicas run one program, so each step has one shape; "
+                "another step may have another. Return as many batches of a shape in sequence as "
+                "there are replicas, or distribute global batches with "
+                "experimental_distribute_dataset."
             )
-        self._remember(given[0])
+        self._remember(batches[0])
 
     def _remember(self, batch: Batch) -> None:
         leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
         self.first = batch._replace(leaves=leaves)
 
     def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
-        """The parts of this process's replicas in arrays `[num_local_replicas, ...]`, padded.
+        """Returns the batches of a step in padded arrays `[num_local_replicas, ...]`.
 
-        `first` has the shapes of the step.
+        `first` must have the shapes of the step.
 
         Args:
             step: The batches.
-            rows: How many rows each replica has, over all processes.
+            rows: Number of rows of each replica, over all processes.
         """
         assert self.first is not None, step
-        first, size = self.first, self._sizes.note(describe_shapes(self.first), max(rows))
+        first, size = self.first, self._sizes.record(describe_shapes(self.first), max(rows))
         if self._mesh.num_replicas == 1:
             (batch,) = step
             assert batch is not None, step
             return Parts(batch.leaves, first.treedef, None)
         leaves = []
         for i, example in enumerate(first.leaves):
-            given = [None if batch is None else batch.leaves[i] for batch in step]
+            parts = [None if batch is None else batch.leaves[i] for batch in step]
             if first.num_rows is None:
-                leaves.append(np.stack([x for x in given if x is not None]))
+                leaves.append(np.stack([x for x in parts if x is not None]))
                 continue
-            # Of this step if there is one, so that a run that was resumed pads as it would have.
-            example = next((x[:1] for x in given if x is not None), example)
+            # A row of this step if there is one: a resumed run then pads like the original run,
+            # which saw other batches before.
+            example = next((x[:1] for x in parts if x is not None), example)
             joined = np.empty((len(step), size, *example.shape[1:]), example.dtype)
-            for part, x in zip(joined, given, strict=True):
+            for part, x in zip(joined, parts, strict=True):
                 x = example if x is None else x
                 part[: len(x)] = x
                 part[len(x) :] = x[-1]
@@ -298,8 +302,8 @@ class Pipelines:
                 f"A batch of a dataset function has the structure {batch.treedef}, but the first "
                 f"batch has {first.treedef}. Use the same structure for all batches."
             )
-        kinds = [[(x.ndim, x.dtype) for x in each.leaves] for each in (batch, first)]
-        if kinds[0] != kinds[1] or (batch.num_rows is None) != (first.num_rows is None):
+        types, first_types = ([(x.ndim, x.dtype) for x in b.leaves] for b in (batch, first))
+        if types != first_types or (batch.num_rows is None) != (first.num_rows is None):
             raise ValueError(
                 f"A batch of a dataset function holds {describe_shapes(batch)}, but the first "
                 f"batch holds {describe_shapes(first)}. Arrays may differ only in the sizes of "
@@ -307,17 +311,16 @@ class Pipelines:
             )
 
 
-def _to_source(dataset: Any) -> Any:
-    if isinstance(dataset, IndexedDataset | Rebatched):
-        return dataset  # batched or not: a replica takes an element of it
-    return adapt.to_source(dataset)
+def _to_source(dataset: object) -> _Source:
+    # An `IndexedDataset` need not be batched: a replica takes one of its elements.
+    return dataset if isinstance(dataset, IndexedDataset | Rebatched) else adapt.to_source(dataset)
 
 
-def _check_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]:
-    """The steps of a resumed pass.
+def _check_iterators(steps: Iterator[Step], passes: Sequence[object]) -> Iterator[Step]:
+    """Yields the steps of a resumed pass.
 
     Raises:
-        ValueError: If two datasets are one iterator, of which each would return to another place.
+        ValueError: If several datasets are one iterator, which cannot have several positions.
     """
     for step in steps:
         opened = [x.iterator for x in passes if isinstance(x, iterable.Elements)]
@@ -331,49 +334,47 @@ def _check_iterators(steps: Iterator[Step], passes: list[Any]) -> Iterator[Step]
         yield step
 
 
-def _states_of(process: int, said: dict[str, Any], num_datasets: int) -> list[Any]:
-    own = _state_of_process(process, said, "datasets")
+def _states_of(process: int, state: State, num_datasets: int) -> list[State | None]:
+    own = _state_of_process(process, state, "datasets")
     if not isinstance(own, list) or len(own) != num_datasets:
         raise ValueError(
-            f"The state is damaged: it has {said.get('datasets')!r} as the datasets of all "
+            f"The state is damaged: it has {state.get('datasets')!r} as the datasets of all "
             f"processes, but process {process} reads {num_datasets}. Use another state."
         )
     return own
 
 
-def _state_of_process(process: int, said: dict[str, Any], key: str) -> Any:
-    """What a state says of one process under `key`, None if nothing."""
-    of_all = said.get(key)
-    return of_all[process] if isinstance(of_all, list) and process < len(of_all) else None
+def _state_of_process(process: int, state: State, key: str) -> Any:
+    """Returns the item of one process in the list under `key`; None if it is missing."""
+    items = state.get(key)
+    return items[process] if isinstance(items, list) and process < len(items) else None
 
 
-def _example(source: Any) -> Batch:
-    """Something of the shape of an element of `source`."""
+def _example(source: IndexedDataset | Rebatched) -> Batch:
+    """Returns a batch of abstract arrays with the shapes of an element of `source`."""
     leaves, treedef = jax.tree.flatten(source.element_spec)
-    batched = not isinstance(source, IndexedDataset) or source.global_batch_size is not None
-    return Batch(leaves, treedef, leaves[0].shape[0] if batched else None)
+    is_batched = not isinstance(source, IndexedDataset) or source.global_batch_size is not None
+    return Batch(leaves, treedef, leaves[0].shape[0] if is_batched else None)
 
 
-def _take_batches(batches: Iterator[Any], batched: bool, owns_memory: bool) -> Iterator[Batch]:
-    """Whole host batches; or the one example that each holds."""
+def _take_batches(
+    batches: Iterator[RowBatch], is_batched: bool, owns_memory: bool
+) -> Iterator[Batch]:
+    """Yields all rows of each batch; if not `is_batched`, its one example."""
     for batch in batches:
-        rows = np.arange(batch.num_rows) if batched else np.array(0)
+        rows = np.arange(batch.num_rows) if is_batched else np.array(0)
         leaves = batch.take(rows, copy=not owns_memory)
-        yield Batch(leaves, batch.treedef, batch.num_rows if batched else None)
-
-
-def _batches(elements: Iterator[PyTree]) -> Iterator[Batch]:
-    return map(_as_batch, elements, itertools.count())
+        yield Batch(leaves, batch.treedef, batch.num_rows if is_batched else None)
 
 
 def _as_batch(element: PyTree, index: int) -> Batch:
-    what = f"Batch {index} of the dataset"
-    leaves, names, treedef = host_batch.as_arrays(element, what)
-    scalars = any(x.ndim == 0 for x in leaves)
-    num_rows = None if scalars else host_batch.common_rows(leaves, names, what)
-    # The same loader is asked again for the next replica, and may fill its arrays anew.
+    label = f"Batch {index} of the dataset"
+    leaves, names, treedef = host_batch.as_arrays(element, label)
+    has_scalars = any(x.ndim == 0 for x in leaves)
+    num_rows = None if has_scalars else host_batch.common_rows(leaves, names, label)
+    # A copy: the next replica's batch comes from the same loader, which may reuse its arrays.
     arrays = [
-        host_batch.to_jax_dtype(x, what + name, copy=True)
+        host_batch.to_jax_dtype(x, label + name, copy=True)
         for x, name in zip(leaves, names, strict=True)
     ]
     return Batch(arrays, treedef, num_rows)

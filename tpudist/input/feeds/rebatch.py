@@ -1,7 +1,9 @@
-"""The parts of global batches as batches of their own, where a process has data of its own."""
+"""Divides each global batch of a process into parts, which are batches of one replica each.
+
+For `AutoShardPolicy` OFF and HINT, with which each process has its own data.
+"""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.input.feeds.batch import describe_shapes
 from tpudist.input.feeds.full_sizes import FullSizes
-from tpudist.input.iterator_state import read_count
+from tpudist.input.iterator_state import State, read_count
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
 from tpudist.input.sources.indexed_dataset import (
@@ -17,23 +19,34 @@ from tpudist.input.sources.indexed_dataset import (
     UNKNOWN_CARDINALITY,
     IndexedDataset,
 )
+from tpudist.input.sources.iterable import IterableSource
+from tpudist.input.sources.source import RowBatch
+from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.options import PartialBatch
 
 
 class Rebatched:
-    """A source of batches of B / n rows, made of one whose batches have B.
+    """A source whose batches are the n parts of another source's batches, with B / n rows each.
 
-    The first B % n of each n have one row more. So TensorFlow rebatches a dataset with
-    auto-sharding off: a process, whose replicas take turns, uses up a batch of its own in several
-    steps.
+    The first B % n parts have one row more. TensorFlow rebatches a dataset with auto-sharding off
+    in the same way. The replicas of a process take the parts in turn, so a batch of the process
+    lasts for several steps.
+
+    Args:
+        source: Source of the batches.
+        num_replicas: Number of parts, over all processes.
+        partial_batch: Treatment of batches with fewer rows.
+
+    Raises:
+        ValueError: If `partial_batch` is SHRINK, which each process would do on its own.
     """
 
-    def __init__(self, source: Any, num_replicas: int, partial_batch: PartialBatch):
-        """Splits the batches of `source`; those with fewer rows as `partial_batch` says.
-
-        Raises:
-            ValueError: They are to be shrunk, which each process would do alone.
-        """
+    def __init__(
+        self,
+        source: IndexedDataset | IterableSource,
+        num_replicas: int,
+        partial_batch: PartialBatch,
+    ):
         if partial_batch is PartialBatch.SHRINK:
             raise ValueError(
                 "InputOptions(partial_batch='shrink') does not support auto_shard_policy OFF or "
@@ -47,12 +60,12 @@ class Rebatched:
         self._partial_batch = partial_batch
         self.owns_memory = source.owns_memory
         self._sizes = FullSizes()
-        self.plan = iterable.plan_of(source)
-        self.name = getattr(source, "name", type(source).__name__)
+        self.plan = source.plan
+        self.name = source.name
 
     @property
     def cardinality(self) -> int:
-        """Number of parts of a pass, where it is known: that is, where they are without end."""
+        """-1 if a pass has no end, else -2 (unknown)."""
         known = self._source.cardinality == INFINITE_CARDINALITY
         return INFINITE_CARDINALITY if known else UNKNOWN_CARDINALITY
 
@@ -67,70 +80,76 @@ class Rebatched:
         )
 
     def shuffle_without_seed(self) -> str | None:
-        """The random generator without a seed that shuffles the source, if one is found."""
-        return iterable.shuffle_without_seed_of(self._source)
+        """See `BatchSource`."""
+        return self._source.shuffle_without_seed()
 
     @property
     def global_batch_size(self) -> int | None:
-        """Rows of a full batch that is split; None before one was read."""
+        """Rows of a full batch before it is split; None before the first batch."""
         return self._source.global_batch_size or self._sizes.largest
 
-    def note_size(self, batch: Any) -> int:
-        """The rows of a full batch with examples of the shapes that this one has."""
+    def record_size(self, batch: RowBatch) -> int:
+        """Returns the rows of a full batch with the shapes of `batch`."""
         if self._source.global_batch_size is not None:
             return self._source.global_batch_size
-        return self._sizes.note(describe_shapes(batch), batch.num_rows)
+        assert isinstance(batch, HostBatch), batch  # of an iterable
+        return self._sizes.record(describe_shapes(batch), batch.num_rows)
 
-    def get_state(self) -> dict[str, Any]:
-        """What it knows of the sizes of batches."""
+    def get_state(self) -> State:
+        """Returns the part of a state about the sizes of batches."""
         return {"global batch size": self.global_batch_size or 0, **self._sizes.get_state()}
 
-    def restore(self, state: Any) -> None:
-        """As it was when a state was taken."""
+    def restore(self, state: State) -> None:
+        """Restores the sizes of batches from a state."""
         self._sizes.restore(state, "global batch size")
 
-    def begin(self, pass_number: int, state: Any = None) -> "Parts":
-        """The parts of one pass."""
+    def begin(self, pass_number: int, state: State | None = None) -> "Parts":
+        """Returns the parts of one pass."""
         return Parts(self, pass_number, state)
 
 
-class Parts(Iterator[Any]):
-    """The parts of the batches of one pass."""
+class Parts(Iterator["Part"]):
+    """The parts of the batches of one pass.
 
-    def __init__(self, source: Rebatched, pass_number: int, state: Any):
-        """After what `state` says: a state before a batch, and how many parts of it were given."""
+    A state consists of the source's state before the present batch and the number of its parts that
+    were taken. So a resumed pass reads that batch again, and compares its checksum.
+    """
+
+    def __init__(self, source: Rebatched, pass_number: int, state: State | None):
         self._rebatched = source
-        self._before = self._after = None
-        self._num_given = 0
-        self._expected: int | None = None  # the checksum of the batch that was given in part
+        # States of the source before and after the present batch.
+        self._before: State | None = None
+        self._after: State | None = None
+        self._num_taken = 0
+        self._expected: int | None = None  # checksum of the batch that was taken in part
         if state is not None and state.get("batches") == 0:  # the beginning of a pass
             self._before = state
         elif state is not None:
-            self._num_given = read_count(state, "parts")
-            self._before = state.get("before") or {"batches": 0}
+            self._num_taken = read_count(state, "parts")
+            before: State = state.get("before") or {"batches": 0}
+            self._before = before | {"ended": True} if state.get("ended") else before
             self._expected = state.get("checksum")
             source.restore(state)
-            if state.get("ended"):
-                self._before |= {"ended": True}
         self._batches = source._source.begin(pass_number, self._before)
         self._parts: list[Part] | None = None
 
     def __next__(self) -> "Part":
-        while self._parts is None or self._num_given >= len(self._parts):
+        # A loop, because a partial batch that is dropped has no parts.
+        while self._parts is None or self._num_taken >= len(self._parts):
             if self._parts is not None:
-                self._before, self._num_given = self._after, 0
+                self._before, self._num_taken = self._after, 0
             self._parts = self._split(next(self._batches))
             self._after = self._batches.get_state()
             expected, self._expected = self._expected, None
             if expected not in (None, self._after.get("checksum")):
                 raise ValueError(iterable.OTHER_BATCHES.format(1, self._rebatched.name))
-        part = self._parts[self._num_given]
-        self._num_given += 1
+        part = self._parts[self._num_taken]
+        self._num_taken += 1
         return part
 
-    def _split(self, batch: Any) -> "list[Part]":
+    def _split(self, batch: RowBatch) -> "list[Part]":
         source = self._rebatched
-        size = source.note_size(batch)
+        size = source.record_size(batch)
         if batch.num_rows < size and source._partial_batch is PartialBatch.DROP:
             return []
         if batch.num_rows < size and source._partial_batch is PartialBatch.ERROR:
@@ -141,28 +160,27 @@ class Parts(Iterator[Any]):
             )
         assignment = Assignment(size, source._num_replicas)
         rows = assignment.rows(batch.num_rows)
-        return [Part(batch, assignment.start(i), each) for i, each in enumerate(rows) if each]
+        return [Part(batch, assignment.start(i), n) for i, n in enumerate(rows) if n]
 
-    def get_state(self) -> dict[str, Any]:
-        """Where it is."""
+    def get_state(self) -> State:
+        """Returns the position; see the class."""
         state = {
             **self._rebatched.get_state(),
             "before": self._before,
-            "parts": self._num_given,
+            "parts": self._num_taken,
         }
         checksum = (self._after or {}).get("checksum")
         return state if checksum is None else state | {"checksum": checksum}
 
 
 class Part:
-    """Rows in sequence of a batch."""
+    """A `RowBatch` of the `num_rows` rows of another batch from row `start` on."""
 
-    def __init__(self, batch: Any, start: int, num_rows: int):
-        """Those from `start` on."""
+    def __init__(self, batch: RowBatch, start: int, num_rows: int):
         self.treedef = batch.treedef
         self.num_rows = num_rows
         self._batch, self._start = batch, start
 
     def take(self, positions: np.ndarray, *, copy: bool) -> list[np.ndarray]:
-        """The rows at `positions`, as the batch gives them."""
+        """Returns the rows at `positions` of this part; see `RowBatch`."""
         return self._batch.take(self._start + positions, copy=copy)

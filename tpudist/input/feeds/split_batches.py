@@ -1,146 +1,152 @@
-"""Global batches, each split over the replicas: every process reads the rows of its own."""
+"""Feed that splits each global batch over the replicas. A process reads its replicas' rows."""
 
 import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 from tpudist.input import process_rounds
+from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.full_sizes import FullSizes
-from tpudist.input.iterator_state import Position
+from tpudist.input.iterator_state import Position, State
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
-from tpudist.input.sources import iterable, no_batches
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
+from tpudist.input.sources.iterable import IterableSource
+from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.numpy_arrays import NumpyDataset
+from tpudist.input.sources.source import RowBatch, SourcePass
 from tpudist.input.transfer import host_batch, to_devices
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.options import PartialBatch
 from tpudist.xla.mesh import ReplicaMesh
 
+# Shape and dtype of one row of an array; the dtype is JAX's, or None if JAX has none for it.
+_RowSpec: TypeAlias = tuple[Shape, np.dtype | None]
+
 
 class SplitBatches:
-    """A feed whose elements are the global batches of one source, which all processes read alike.
+    """A feed whose elements are the global batches of one source.
 
-    The global batch is the largest of the batches so far whose examples have the same shapes (for
-    what is read by number, what it was batched by). Examples may come in several shapes, such as
-    sequences in buckets by length: a step is compiled for each.
+    All processes have the same source. The global batch size is the size of the largest batch so
+    far with examples of the same shapes; an `IndexedDataset` knows it. Examples may have several
+    shapes, such as sequences in buckets by length: a step is compiled for each.
+
+    Args:
+        source: Source of the batches.
+        replica_mesh: The replicas.
+        partial_batch: Treatment of a batch that is not full; see `DistributedDataset`.
+        fills_first: Whether the first replicas get as many rows of a partial batch as of a full
+            one. By default all replicas get equal parts.
     """
 
     def __init__(
         self,
-        source: Any,
+        source: IndexedDataset | IterableSource,
         replica_mesh: ReplicaMesh,
         partial_batch: PartialBatch | str | None,
         *,
         fills_first: bool = False,
     ):
-        """Splits `source`, which `adapt.to_source` gave; see `DistributedDataset`.
-
-        Args:
-            source: The batches.
-            replica_mesh: The replicas.
-            partial_batch: The treatment of a batch that is not full.
-            fills_first: Whether a partial batch gives the first replicas as many rows as a full
-                one; otherwise equal parts.
-        """
         self._fills_first = fills_first
         self.partial_batch = PartialBatch.of(partial_batch)
         self.source = source
         if isinstance(self.source, IndexedDataset):
             self.source = self._apply_partial_batch(self.source)
         self._mesh = replica_mesh
-        pads_alone = partial_batch is not None and self.partial_batch is PartialBatch.PAD
-        self._counts_rows = replica_mesh.num_replicas > 1 or pads_alone
+        # The only replica needs no counts of rows, unless you request padding for it.
+        pads_one = partial_batch is not None and self.partial_batch is PartialBatch.PAD
+        self._counts_rows = replica_mesh.num_replicas > 1 or pads_one
         self.any_thread = isinstance(self.source, NumpyDataset)
         self._sizes = FullSizes()
-        # Those of the first batch there was, in any pass: what all later ones must look like.
+        # Structure and rows of the first batch of any pass, with which later ones must agree.
         self._treedef: jax.tree_util.PyTreeDef | None = None
-        self._examples: list[tuple[Any, ...]] = []
+        self._row_specs: list[_RowSpec] = []
 
     @property
     def cardinality(self) -> int:
-        """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if not known."""
-        dropping = self.partial_batch is PartialBatch.DROP
-        if dropping and not isinstance(self.source, IndexedDataset):
+        """Number of elements of a pass; as in tf.data, -1 if it has no end, -2 if unknown."""
+        is_dropping = self.partial_batch is PartialBatch.DROP
+        if is_dropping and not isinstance(self.source, IndexedDataset):
             return UNKNOWN_CARDINALITY
         return self.source.cardinality
 
     def global_batch_size(self, *, read: bool) -> int | None:
-        """Rows of a full batch; None if that is not known before the first one is read."""
+        """Returns the rows of a full batch; None if unknown. May read the first batch if `read`."""
         known = self.source.global_batch_size or self._sizes.largest
         if known is None and read:
-            with contextlib.suppress(no_batches.NoBatches):
+            with contextlib.suppress(NoBatches):
                 return jax.tree.leaves(self.source.element_spec)[0].shape[0]
         return known
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What a state is good for."""
-        return iterable.plan_of(self.source)
+        """Properties of the data that a state requires."""
+        return self.source.plan
 
     def shuffle_without_seed(self) -> str | None:
-        """The random generator without a seed that shuffles the source, if one is found."""
-        return iterable.shuffle_without_seed_of(self.source)
+        """Returns the name of an unseeded generator that shuffles the source, if one is found."""
+        return self.source.shuffle_without_seed()
 
     @property
     def element_spec(self) -> PyTree:
-        """Shapes, dtypes and shardings of a full element, structured as it is."""
+        """Shapes, dtypes and shardings of a full element, in its structure."""
         leaves, treedef = jax.tree.flatten(self.source.element_spec)
         size = leaves[0].shape[0]
         assignment = self.assignment(size, size)
-        each, rows = assignment.rows_per_replica, assignment.rows(size)
+        part_size, rows = assignment.rows_per_replica, assignment.rows(size)
         if not self._counts_rows:
-            each, rows = size, None
+            part_size, rows = size, None
         return treedef.unflatten(
             [
-                to_devices.part_spec(self._mesh, (each, *leaf.shape[1:]), leaf.dtype, rows)
+                to_devices.part_spec(self._mesh, (part_size, *leaf.shape[1:]), leaf.dtype, rows)
                 for leaf in leaves
             ]
         )
 
     def host_parts(
         self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, Any]]:
-        """The batches of one pass, each with the state after it.
+    ) -> Iterator[tuple[Parts, State]]:
+        """Returns this process's parts of the batches of one pass, each with the state after it.
 
         Args:
-            position: Where the pass begins.
-            keep: Whether they may share no memory with the source's.
-            rounds: How the processes agree on them, if there are several.
+            position: Position at which the pass begins.
+            keep: Whether the parts wait in host memory, while the source makes the next batch.
+            rounds: Channel on which several processes compare their batches; None for one process.
         """
-        # A user's loader may fill its arrays anew for the next batch. On CPU, JAX uses aligned
-        # NumPy arrays in place; elsewhere it reads them until the copy to the device has ended.
+        # A user's loader may reuse its arrays for the next batch. On CPU, JAX uses aligned NumPy
+        # arrays in place; elsewhere it reads them until the copy to the device has ended.
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
-        at, first = position.source, 0
-        if at is not None and self.source.global_batch_size is None:
-            self._sizes.restore(at, "global batch size")
-            at = at.get("dataset")
-        at = position.state_for(at)
-        if isinstance(at, dict):
-            first = at.get("batches", 0)
+        state, first = position.source, 0
+        if state is not None and self.source.global_batch_size is None:
+            self._sizes.restore(state, "global batch size")
+            state = state.get("dataset")
+        state = position.state_for(state)
+        if isinstance(state, dict):
+            first = state.get("batches", 0)
 
-        def begin() -> Any:
-            return self.source.begin(position.pass_number, at)
+        def begin() -> SourcePass:
+            return self.source.begin(position.pass_number, state)
 
         batches = begin() if rounds is None else rounds.call_and_report(begin)
         return self._parts(batches, position, first, copy, rounds)
 
     def _parts(
-        self, batches: Any, position: Position, first: int, copy: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, Any]]:
+        self, batches: SourcePass, position: Position, first: int, copy: bool, rounds: Rounds | None
+    ) -> Iterator[tuple[Parts, State]]:
         checked = self._check_batches(batches, first)
         if rounds is not None:
             rounds.require_same(self.plan | position._asdict())
+            # Batches that are read by number are equal if the plans are. Others are compared.
             if not isinstance(self.source, IndexedDataset):
                 checked = process_rounds.iterate_in_step(
-                    checked, rounds, lambda found: (found[0].num_rows, _kind(found[0]))
+                    checked, rounds, lambda pair: (pair[0].num_rows, _describe_rows(pair[0]))
                 )
         num_elements, num_batches = position.step, first
         for batch, size in checked:
@@ -157,14 +163,14 @@ class SplitBatches:
             yield self._take(batch, size, copy), state
             num_elements += 1
         if not num_elements:
-            no_batches.warn(self, self.source, num_dropped=num_batches)
+            warn_of_empty_pass(self, self.source, num_dropped=num_batches)
 
     def assignment(self, num_rows: int, size: int) -> Assignment:
-        """Who reads which of the `num_rows` rows of a batch, where a full one has `size`."""
+        """Returns the split of a batch of `num_rows` rows; a full batch has `size` rows."""
         shrinks = self.partial_batch is PartialBatch.SHRINK
         return _assignment(num_rows, size, self._mesh.num_replicas, shrinks, self._fills_first)
 
-    def _take(self, batch: Any, size: int, copy: bool) -> Parts:
+    def _take(self, batch: RowBatch, size: int, copy: bool) -> Parts:
         borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
         if not self._counts_rows:
             leaves = batch.take(np.arange(num_rows), copy=copy)
@@ -174,7 +180,7 @@ class SplitBatches:
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
     def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
-        """Applies `partial_batch` where it is known from the start what it comes to."""
+        """Applies `partial_batch` to a dataset whose last batch is known in advance."""
         if self.partial_batch is PartialBatch.DROP:
             return source.without_remainder()
         if self.partial_batch is PartialBatch.ERROR and source.has_remainder:
@@ -185,18 +191,19 @@ class SplitBatches:
             )
         return source
 
-    def _check_batches(self, batches: Iterator[Any], first: int) -> Iterator[tuple[Any, int]]:
-        """The batches, each with the rows of a full one; a user's must all look like the first."""
+    def _check_batches(self, batches: SourcePass, first: int) -> Iterator[tuple[RowBatch, int]]:
+        """Yields each batch and the rows of a full one; checks batches of an iterable."""
         if isinstance(self.source, IndexedDataset):
             size = self.source.global_batch_size
-            assert size is not None, "it is batched"
+            assert size is not None, self.source
             yield from ((batch, size) for batch in batches)
             return
         for index, batch in zip(itertools.count(first), batches, strict=False):
+            assert isinstance(batch, HostBatch), batch
             if self._treedef is None:
-                self._treedef, self._examples = batch.treedef, _examples(batch)
+                self._treedef, self._row_specs = batch.treedef, _row_specs(batch)
             self._check(batch, index)
-            size = self._sizes.note(_kind(batch), batch.num_rows)
+            size = self._sizes.record(_describe_rows(batch), batch.num_rows)
             if batch.num_rows < size and self.partial_batch is PartialBatch.ERROR:
                 raise ValueError(
                     f"Batch {index} of the dataset has {batch.num_rows} rows, fewer than the "
@@ -213,9 +220,9 @@ class SplitBatches:
             )
         names = names_of(batch.treedef)
         different = [
-            f"{name or 'the array'} holds {describe(found)}, before {describe(wanted)}"
-            for name, found, wanted in zip(names, _examples(batch), self._examples, strict=True)
-            if (len(found[0]), found[1]) != (len(wanted[0]), wanted[1])
+            f"{name or 'the array'} holds {describe(spec)}, before {describe(first)}"
+            for name, spec, first in zip(names, _row_specs(batch), self._row_specs, strict=True)
+            if (len(spec[0]), spec[1]) != (len(first[0]), first[1])
         ]
         if different:
             raise ValueError(
@@ -238,30 +245,33 @@ def _assignment(
 def shares(
     num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool = False, fills_first: bool = False
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """How many of `num_rows` rows each replica reads, and where those of this process's stand."""
+    """Returns the rows of each replica, and the positions of the rows that this process reads.
+
+    The array of positions is shared between batches, and read-only.
+    """
     assignment = _assignment(num_rows, size, mesh.num_replicas, shrinks, fills_first)
     part_size = None if shrinks else Assignment(size, mesh.num_replicas).rows_per_replica
     positions = assignment.positions(num_rows, mesh.local_replicas, part_size)
-    positions.flags.writeable = False  # it is given out again
+    positions.flags.writeable = False
     return assignment.rows(num_rows), positions
 
 
-def _examples(batch: HostBatch) -> list[tuple[Any, ...]]:
-    """Shapes and dtypes of one row of each leaf, as JAX will hold it."""
+def _row_specs(batch: HostBatch) -> list[_RowSpec]:
     return [(leaf.shape[1:], host_batch.jax_dtype(leaf.dtype)) for leaf in batch.leaves]
 
 
-def _kind(batch: HostBatch) -> str:
-    return ", ".join(map(describe, _examples(batch)))
+def _describe_rows(batch: RowBatch) -> str:
+    assert isinstance(batch, HostBatch), batch  # of an iterable
+    return ", ".join(map(describe, _row_specs(batch)))
 
 
 def names_of(treedef: jax.tree_util.PyTreeDef) -> list[str]:
-    """The names of the leaves of a batch, as errors have them."""
+    """Returns the names of the leaves of a batch, for errors."""
     numbered = treedef.unflatten(range(treedef.num_leaves))
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
 
-def describe(example: tuple[Any, ...]) -> str:
-    """Describes arrays whose rows have this shape and dtype."""
-    shape, dtype = example
+def describe(row_spec: _RowSpec) -> str:
+    """Returns a description of an array whose rows have this shape and dtype."""
+    shape, dtype = row_spec
     return f"{dtype}[{','.join(['rows', *map(str, shape)])}]"

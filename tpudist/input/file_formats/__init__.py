@@ -1,1 +1,1 @@
-"""Readers of files of records, one module for each format."""
+"""Readers of record files, one module per format."""

@@ -1,4 +1,4 @@
-"""ArrayRecord files, read by Grain's data source."""
+"""Reads ArrayRecord files, with Grain's data source."""
 
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,25 @@ from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 
 class ArrayRecordFile:
-    """Records of bytes; written with `group_size:1`, they are read one by one."""
+    """Records of bytes. In files written with `group_size:1` they are read one by one.
+
+    Opening the file reads the index at its end.
+
+    Raises:
+        CannotRead: If the file is missing or incomplete.
+    """
+
+    block_ends = None
 
     def __init__(self, path: Path):
-        """Opens a file, of which the index at its end is read.
-
-        Raises:
-            CannotRead: It is not there, or not whole.
-        """
         import grain
 
         self._path = path
+        # The operating system has clearer errors than ArrayRecord, so read a byte.
         with explain_errors(path), path.open("rb") as file:
-            file.read(1)  # what the system says is clearer than what ArrayRecord makes of it
+            file.read(1)
         try:
+            # Grain declares no methods of this class for type checkers.
             self._source: Any = grain.sources.ArrayRecordDataSource(str(path))
         except RuntimeError as error:
             raise CannotRead(
@@ -32,25 +37,25 @@ class ArrayRecordFile:
         self.num_records = len(self._source)
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """The bytes of these records.
+        """Returns the records with these numbers.
 
         Raises:
-            CannotRead: A checksum does not fit; names the records.
+            CannotRead: If a checksum does not match; the message names the record.
         """
         keys = numbers.tolist()
         try:
-            return list(self._source.__getitems__(keys)) if len(keys) > 1 else self._one(keys)
+            if len(keys) == 1:
+                return [self._source[keys[0]]]
+            return list(self._source.__getitems__(keys))
         except RuntimeError as error:
-            if len(keys) > 1:  # which of them it is
+            if len(keys) > 1:
+                # The error of several records does not say which is damaged: read each of them.
                 for number in numbers:
                     self.read(np.array([number]))
             raise CannotRead(
                 f"Record {', '.join(map(str, keys))} of {self._path} is damaged: {error}. Write "
                 f"the file again."
             ) from error
-
-    def _one(self, keys: list[int]) -> list[bytes]:
-        return [self._source[key] for key in keys]
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,4 +1,4 @@
-"""Reads parts of a file, neighbours together."""
+"""Reads many ranges of one file, with one system call for ranges that are close together."""
 
 import os
 from pathlib import Path
@@ -7,24 +7,25 @@ import numpy as np
 
 from tpudist.input.file_formats.file import CannotRead, explain_errors
 
-# What lies between two parts is read with them if it is no more than this: asking twice costs more.
+# A gap of up to 4 KiB between two ranges is read too: that costs less than another system call.
 _MAX_GAP_BYTES = 4096
+# Bounds the memory for one read: the parts of a batch may be all over a large file.
 _MAX_READ_BYTES = 1 << 24
 
 
 def read(path: Path, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
-    """The bytes from each of `starts` to the end that belongs to it, in their order.
+    """Returns the bytes of each range from `starts[i]` to `ends[i]`, in this order.
 
     Raises:
-        CannotRead: The file is not there any more, or shorter than it was.
+        CannotRead: If the file is missing, or shorter than when it was opened.
     """
-    found: list[memoryview] = [memoryview(b"")] * len(starts)
-    by_place = np.argsort(starts, kind="stable")
+    parts: list[memoryview] = [memoryview(b"")] * len(starts)
+    by_position = np.argsort(starts, kind="stable")
     with explain_errors(path), path.open("rb", buffering=0) as file:
-        at = 0
-        while at < len(by_place):
-            together = _num_in_one_read(starts[by_place[at:]], ends[by_place[at:]])
-            group = by_place[at : at + together]
+        first = 0
+        while first < len(by_position):
+            num_ranges = _num_in_one_read(starts[by_position[first:]], ends[by_position[first:]])
+            group = by_position[first : first + num_ranges]
             start, end = int(starts[group[0]]), int(ends[group].max())
             data = memoryview(_pread(file.fileno(), start, end - start))
             if len(data) < end - start:
@@ -33,24 +34,25 @@ def read(path: Path, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
                     f"{end}. Do not write to files that are being read."
                 )
             for i in group.tolist():
-                found[i] = data[int(starts[i]) - start : int(ends[i]) - start]
-            at += together
-    return found
+                parts[i] = data[int(starts[i]) - start : int(ends[i]) - start]
+            first += num_ranges
+    return parts
 
 
 def _num_in_one_read(starts: np.ndarray, ends: np.ndarray) -> int:
-    """How many of the first parts, which are sorted, are read at once."""
-    far = starts[1:] - ends[:-1] > _MAX_GAP_BYTES
-    far |= ends[1:] - starts[0] > _MAX_READ_BYTES
-    return int(np.argmax(far)) + 1 if far.any() else len(starts)
+    """Returns how many of the sorted ranges, from the first one, share a system call."""
+    is_far = starts[1:] - ends[:-1] > _MAX_GAP_BYTES
+    is_far |= ends[1:] - starts[0] > _MAX_READ_BYTES
+    return int(np.argmax(is_far)) + 1 if is_far.any() else len(starts)
 
 
 def _pread(file: int, start: int, size: int) -> bytes:
-    parts, left = [], size
-    while left:
-        part = os.pread(file, left, start + size - left)
+    # The system may return fewer bytes than requested, and returns none at the end of the file.
+    parts, num_missing = [], size
+    while num_missing:
+        part = os.pread(file, num_missing, start + size - num_missing)
         if not part:
             break
         parts.append(part)
-        left -= len(part)
+        num_missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)

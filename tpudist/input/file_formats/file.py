@@ -1,6 +1,6 @@
-"""What a reader of one file of records gives, whatever the format."""
+"""Interface of a reader of one record file, and its error."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,21 +9,35 @@ import numpy as np
 
 
 class RecordFile(Protocol):
-    """One file whose records can be read by number, by several threads at once."""
+    """One file whose records can be read by number, by several threads at once.
 
-    num_records: int
+    Attributes:
+        num_records: Number of records.
+        block_ends: For a format that reads blocks of records together (Parquet), the number of
+            records up to the end of each block; else None.
+    """
 
-    def read(self, numbers: np.ndarray) -> list[Any]:
-        """The records of these numbers, counted from 0 in this file."""
+    @property
+    def num_records(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def block_ends(self) -> np.ndarray | None:
+        """See the class."""
+        ...
+
+    def read(self, numbers: np.ndarray) -> Sequence[Any]:
+        """Returns the records with these numbers, which count from 0 in this file."""
         ...
 
     def close(self) -> None:
-        """Lets go of the file; nothing is read afterwards."""
+        """Closes the file; a later `read` opens it again."""
         ...
 
 
 class CannotRead(ValueError):
-    """A file is not there, not readable, or not whole; names it, and what to do.
+    """A file is missing, not readable or incomplete; the message names it and the remedy.
 
     Remedy: restore the file, allow it to be read, or leave it out of the list of files.
     """
@@ -31,7 +45,7 @@ class CannotRead(ValueError):
 
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Names the file in what the system says of it."""
+    """Raises `CannotRead`, which names the file, for errors of the operating system."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,35 +1,36 @@
-"""Which files are meant by paths and patterns, and which format their names tell of."""
+"""Finds files by paths and patterns, and their format by their names."""
 
 import collections
 import glob
-import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from tpudist.input.file_formats.file import RecordFile
 
-# Module, class, and what stands at the end of names, or before a number of shards.
-_FORMATS = {
-    "array_record": ("array_record", "ArrayRecordFile", (".array_record", ".arrayrecord")),
-    "tfrecord": ("tfrecord", "TFRecordFile", (".tfrecord", ".tfrecords")),
-    "parquet": ("parquet", "ParquetFile", (".parquet", ".pq")),
-    "text": ("text", "TextFile", (".txt", ".jsonl", ".csv", ".tsv", ".text")),
+PathLike: TypeAlias = str | os.PathLike[str]
+
+# Suffixes of file names. A number of shards may follow a suffix.
+_SUFFIXES = {
+    "array_record": (".array_record", ".arrayrecord"),
+    "tfrecord": (".tfrecord", ".tfrecords"),
+    "parquet": (".parquet", ".pq"),
+    "text": (".txt", ".jsonl", ".csv", ".tsv", ".text"),
 }
 
 
-def find_files(files: Any) -> list[Path]:
-    """The files that paths and patterns name, those of a pattern sorted.
+def find_files(files: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Returns the files of paths and patterns; the files of a pattern are sorted.
 
     Raises:
-        ValueError: There are none, one is not in the file system, or one is named twice.
+        ValueError: If there are none, a path is not in the file system, or a file appears twice.
     """
-    given = [files] if isinstance(files, str | os.PathLike) else list(files)
-    if not given:
+    items = [files] if isinstance(files, str | os.PathLike) else list(files)
+    if not items:
         raise ValueError("No files were given. Pass a path, a pattern, or several of them.")
     paths: list[Path] = []
-    for item in given:
+    for item in items:
         text = os.fspath(item)
         if "://" in text:
             raise ValueError(
@@ -53,40 +54,51 @@ def find_files(files: Any) -> list[Path]:
 
 
 def format_of(paths: list[Path], format: str | None) -> str:
-    """The format of files, by their names if `format` is None.
+    """Returns the format of files, from their names if `format` is None.
 
     Raises:
-        ValueError: There is no such format, or the names do not say it, or say several.
+        ValueError: If the format is unknown, or the names have no known suffix or several formats.
     """
+    known = ", ".join(map(repr, _SUFFIXES))
     if format is not None:
-        if format not in _FORMATS:
-            known = ", ".join(map(repr, _FORMATS))
+        if format not in _SUFFIXES:
             raise ValueError(f"format={format!r}: it must be one of {known}.")
         return format
-    said: dict[str, Path] = {}
+    examples: dict[str, Path] = {}  # the first file of each format
     for path in paths:
-        kinds = [
-            kind
-            for kind, (_, _, ends) in _FORMATS.items()
-            # TensorFlow Datasets name shards such as data.tfrecord-00000-of-00010.
-            if any(end in (path.suffix, path.suffix.partition("-")[0]) for end in ends)
-        ]
-        if not kinds:
-            known = ", ".join(map(repr, _FORMATS))
+        # TensorFlow Datasets names shards such as data.tfrecord-00000-of-00010.
+        suffixes = {path.suffix, path.suffix.partition("-")[0]}
+        found = next((x for x, ends in _SUFFIXES.items() if suffixes.intersection(ends)), None)
+        if found is None:
             raise ValueError(
                 f"The name of {path} does not show its format. Pass format=: one of {known}."
             )
-        said.setdefault(kinds[0], path)
-    if len(said) > 1:
-        listed = ", ".join(f"{path} is {kind}" for kind, path in said.items())
+        examples.setdefault(found, path)
+    if len(examples) > 1:
+        listed = ", ".join(f"{path} is {found}" for found, path in examples.items())
         raise ValueError(
             f"The files have several formats: {listed}. Make a dataset of the files of one format, "
             "or pass format= if their names are wrong."
         )
-    return next(iter(said))
+    return next(iter(examples))
 
 
-def reader(format: str) -> Callable[..., RecordFile]:
-    """What opens a file of a format; its module is imported when it is needed."""
-    module, kind, _ = _FORMATS[format]
-    return getattr(importlib.import_module(f"tpudist.input.file_formats.{module}"), kind)
+def reader_class(format: str) -> Callable[..., RecordFile]:
+    """Returns the reader of a format. Its module, and a library that it needs, load only then."""
+    match format:
+        case "array_record":
+            from tpudist.input.file_formats.array_record import ArrayRecordFile
+
+            return ArrayRecordFile
+        case "tfrecord":
+            from tpudist.input.file_formats.tfrecord import TFRecordFile
+
+            return TFRecordFile
+        case "parquet":
+            from tpudist.input.file_formats.parquet import ParquetFile
+
+            return ParquetFile
+        case _:
+            from tpudist.input.file_formats.text import TextFile
+
+            return TextFile

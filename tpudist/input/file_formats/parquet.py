@@ -1,34 +1,41 @@
-"""Parquet files, read by pyarrow, a group of rows at a time."""
+"""Reads Parquet files with pyarrow, one row group at a time.
+
+A row group is the unit of compression, so reading one row costs as much as reading its group. A
+cache keeps recent groups, and `file_order` keeps the rows of a group together.
+"""
 
 import collections
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tpudist.input.file_formats.file import CannotRead, explain_errors
 
-_MAX_CACHED_BYTES = 1 << 29  # of groups of rows, over all files of the process
+if TYPE_CHECKING:
+    import pyarrow
+
+# Bytes of cached row groups, over all files of the process.
+_MAX_CACHED_BYTES = 1 << 29
 
 
 class ParquetFile:
-    """Rows, as dicts of the values of their columns."""
+    """Rows as dicts of column values. Opening the file reads its metadata, at its end.
+
+    Args:
+        path: The file.
+        columns: Names of the columns to read; None for all.
+
+    Raises:
+        CannotRead: If the file is missing or incomplete, or a column does not exist.
+        ImportError: If pyarrow is not installed.
+    """
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
-        """Reads what a file says of its rows, at its end.
-
-        Args:
-            path: The file.
-            columns: Which of its columns are read; None for all.
-
-        Raises:
-            CannotRead: It is not there, not whole, or has no such columns.
-            ImportError: pyarrow is not installed.
-        """
-        parquet, arrow = _pyarrow()
+        parquet, arrow = _import_pyarrow()
         self._path = path
         self._columns = None if columns is None else list(columns)
         try:
@@ -46,52 +53,54 @@ class ParquetFile:
                 f"The Parquet file {path} has no column {', '.join(map(repr, missing))}. It has "
                 f"{', '.join(map(repr, names))}."
             )
-        # Not what was read of a file that stood there before.
+        # Size and time tell the file from an earlier one with the same path, whose groups may
+        # still be in the cache.
         self._key = (str(path), stat.st_size, stat.st_mtime_ns, tuple(columns or ()))
         rows = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
         self.block_ends = np.cumsum(rows, dtype=np.int64)
         self.num_records = self._metadata.num_rows
 
     def read(self, numbers: np.ndarray) -> list[dict[str, Any]]:
-        """These rows."""
+        """Returns the rows with these numbers."""
         columns = self.read_columns(numbers)
         return [{name: x[i] for name, x in columns.items()} for i in range(len(numbers))]
 
     def read_columns(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The values of these rows, `[rows, ...]` for each column.
+        """Returns the values of these rows, `[rows, ...]` for each column.
 
         Raises:
-            CannotRead: A group of rows is damaged.
-            TypeError: A column holds no numbers, or has rows without a value.
-            ValueError: A column holds lists of different lengths.
+            CannotRead: If a row group is damaged.
+            TypeError: If a column does not contain numbers, or has missing values.
+            ValueError: If the lists of a column have different lengths.
         """
         groups = np.searchsorted(self.block_ends, numbers, side="right")
-        found: dict[str, np.ndarray] = {}
+        columns: dict[str, np.ndarray] = {}
         for group in np.unique(groups).tolist():
             where = np.flatnonzero(groups == group)
             start = int(self.block_ends[group - 1]) if group else 0
             for name, column in self._group(group).items():
                 values = column[numbers[where] - start]
-                if len(where) == len(numbers):
-                    found[name] = values
+                if len(where) == len(numbers):  # all rows are in one group: no copy
+                    columns[name] = values
                     continue
-                if name not in found:
-                    found[name] = np.empty((len(numbers), *values.shape[1:]), values.dtype)
-                if values.shape[1:] != found[name].shape[1:]:
+                if name not in columns:
+                    columns[name] = np.empty((len(numbers), *values.shape[1:]), values.dtype)
+                if values.shape[1:] != columns[name].shape[1:]:
                     raise ValueError(self._describe_ragged_column(name, group))
-                found[name][where] = values
-        return found
+                columns[name][where] = values
+        return columns
 
     def _group(self, group: int) -> dict[str, np.ndarray]:
         key = (*self._key, group)
         columns = _cache.get(key)
         if columns is None:
-            parquet, arrow = _pyarrow()
+            parquet, arrow = _import_pyarrow()
             try:
                 with explain_errors(self._path), self._path.open("rb") as file:
                     reader = parquet.ParquetFile(
                         file, metadata=self._metadata, page_checksum_verification=True
                     )
+                    # The threads of the dataset read several groups at a time already.
                     table = reader.read_row_group(group, columns=self._columns, use_threads=False)
             except (arrow.ArrowInvalid, arrow.ArrowException, CannotRead) as error:
                 raise CannotRead(
@@ -105,10 +114,12 @@ class ParquetFile:
             _cache.put(key, columns)
         return columns
 
-    def _array(self, name: str, column: Any, group: int) -> np.ndarray:
-        _, arrow = _pyarrow()
+    def _array(
+        self, name: str, column: "pyarrow.Array | pyarrow.ChunkedArray", group: int
+    ) -> np.ndarray:
+        _, arrow = _import_pyarrow()
         types = arrow.types
-        if isinstance(column, arrow.ChunkedArray):  # of what no single array can hold
+        if isinstance(column, arrow.ChunkedArray):  # more than `combine_chunks` can combine
             column = arrow.concat_arrays(column.chunks)
         if column.null_count:
             raise TypeError(
@@ -139,26 +150,30 @@ class ParquetFile:
         )
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: each `read` opens the file."""
 
 
 class _Cache:
-    """The groups of rows that were read last, within a bound."""
+    """The most recently used row groups, up to `_MAX_CACHED_BYTES` and at least one.
 
-    def __init__(self):
+    The last one stays even if it is larger, because the next rows are usually in it. Two threads
+    may read the same group at once; the second result replaces the first.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: collections.OrderedDict[Any, dict[str, np.ndarray]] = (
+        self._groups: collections.OrderedDict[Hashable, dict[str, np.ndarray]] = (
             collections.OrderedDict()
         )
         self._num_bytes = 0
 
-    def get(self, key: Any) -> dict[str, np.ndarray] | None:
+    def get(self, key: Hashable) -> dict[str, np.ndarray] | None:
         with self._lock:
             if key in self._groups:
                 self._groups.move_to_end(key)
             return self._groups.get(key)
 
-    def put(self, key: Any, columns: dict[str, np.ndarray]) -> None:
+    def put(self, key: Hashable, columns: dict[str, np.ndarray]) -> None:
         with self._lock:
             if key not in self._groups:
                 self._num_bytes += _size(columns)
@@ -175,7 +190,8 @@ def _size(columns: dict[str, np.ndarray]) -> int:
     return sum(x.nbytes for x in columns.values())
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def _import_pyarrow() -> tuple[Any, Any]:
+    """Returns the modules `pyarrow.parquet` and `pyarrow`, which are an extra of tpudist."""
     try:
         import pyarrow  # type: ignore[import-not-found]
         import pyarrow.parquet  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""Text files, whose records are their lines."""
+"""Reads text files, whose records are their lines."""
 
 from pathlib import Path
 
@@ -7,19 +7,20 @@ import numpy as np
 from tpudist.input.file_formats import byte_ranges
 from tpudist.input.file_formats.file import CannotRead, explain_errors
 
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22  # read at a time, to find the lines
 _NEWLINE = 10
 
 
 class TextFile:
-    """Lines of text in UTF-8, without their ends."""
+    """Lines of text in UTF-8, without line ends. Opening the file reads it once, to find them.
+
+    Raises:
+        CannotRead: If the file is missing or not readable.
+    """
+
+    block_ends = None
 
     def __init__(self, path: Path):
-        """Finds the lines of a file, all of which is read for it.
-
-        Raises:
-            CannotRead: It is not there, or not readable.
-        """
         self._path = path
         found, size = [np.zeros(1, np.int64)], 0
         with explain_errors(path), path.open("rb") as file:
@@ -27,24 +28,25 @@ class TextFile:
                 found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
                 size += len(chunk)
         starts = np.concatenate(found)
-        # The last line may end with the file, without a newline.
+        # A newline at the end of the file begins no further line. Without one, the last line ends
+        # with the file.
         self._starts = starts[starts < size]
         self._ends = np.append(self._starts[1:], size)
         self.num_records = len(self._starts)
 
     def read(self, numbers: np.ndarray) -> list[str]:
-        """These lines.
+        """Returns the lines with these numbers.
 
         Raises:
-            CannotRead: One is not UTF-8; names it.
+            CannotRead: If a line is not UTF-8; the message names it.
         """
         lines = byte_ranges.read(self._path, self._starts[numbers], self._ends[numbers])
         return [
-            self._text(number, bytes(line))
+            self._decode(number, bytes(line))
             for number, line in zip(numbers.tolist(), lines, strict=True)
         ]
 
-    def _text(self, number: int, line: bytes) -> str:
+    def _decode(self, number: int, line: bytes) -> str:
         try:
             return line.removesuffix(b"\n").removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
@@ -54,4 +56,4 @@ class TextFile:
             ) from error
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: each `read` opens the file."""

@@ -1,1 +1,1 @@
-"""What may be given as a dataset."""
+"""Sources of batches: datasets in memory, in files, of iterables and of other libraries."""

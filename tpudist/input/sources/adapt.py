@@ -1,66 +1,71 @@
-"""Finds the source of batches for whatever is given to a strategy, also by another library.
+"""Makes a source of batches from a dataset of a user or of another library.
 
-A library is not imported before something of it is given.
+A library is known by the name of a class's module, so none is imported unless your program does.
 """
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 from tpudist.input.sources.indexed_dataset import IndexedDataset
-from tpudist.input.sources.iterable import IterableSource
+from tpudist.input.sources.iterable import IterableSource, Source
 
 
-def to_source(source: Any) -> Any:
-    """What a user gave as a dataset, as a source of host batches.
+def to_source(dataset: object) -> IndexedDataset | IterableSource:
+    """Returns the source of batches for a dataset.
 
     Raises:
-        ValueError: It is not batched.
-        TypeError: It gives no batches.
+        ValueError: If the dataset is not batched.
+        TypeError: If it is not a dataset of batches.
     """
-    if isinstance(source, IndexedDataset):
-        if source.global_batch_size is None:
+    if isinstance(dataset, IndexedDataset):
+        if dataset.global_batch_size is None:
             raise ValueError(
-                f"The {type(source).__name__} is not batched. Distribute "
+                f"The {type(dataset).__name__} is not batched. Distribute "
                 f"dataset.batch(global_batch_size)."
             )
-        return source
-    kind = type(source).__name__
-    if isinstance(source, dict | str | bytes | np.ndarray | jax.Array):
+        return dataset
+    class_name = type(dataset).__name__
+    if isinstance(dataset, dict | str | bytes | np.ndarray | jax.Array):
         raise TypeError(
-            f"A {kind} is not a dataset of batches. For arrays in memory, distribute "
+            f"A {class_name} is not a dataset of batches. For arrays in memory, distribute "
             f"strategy.experimental_make_numpy_dataset(arrays).batch(global_batch_size)."
         )
-    if (found := adapt_library_dataset(source)) is not None:
+    if (found := adapt_library_dataset(dataset)) is not None:
         return found
-    if not isinstance(source, Iterable) and not callable(source):
+    if not _is_source(dataset):
         raise TypeError(
-            f"A {kind} is not a dataset. Pass an iterable of global batches (pytrees of arrays), "
-            "or a function that returns one for each pass."
+            f"A {class_name} is not a dataset. Pass an iterable of global batches (pytrees of "
+            "arrays), or a function that returns one for each pass."
         )
-    passes: Any = source
-    return IterableSource(passes, adapt_library_dataset)
+    return IterableSource(dataset, adapt_library_dataset)
 
 
-def adapt_library_dataset(dataset: Any) -> Any:
-    """A source of the batches of a dataset of another library; None if it is of none we know.
+def _is_source(dataset: object) -> TypeGuard[Source]:
+    return isinstance(dataset, Iterable) or callable(dataset)
+
+
+def adapt_library_dataset(dataset: Any) -> IterableSource | None:
+    """Returns a source for a dataset of a known library; None for any other object.
 
     Raises:
-        TypeError: It gives no batches, or no numbers.
+        TypeError: If its elements are not batches of numbers.
     """
-    libraries = {kind.__module__.split(".")[0] for kind in type(dataset).__mro__}
+    libraries = {cls.__module__.split(".")[0] for cls in type(dataset).__mro__}
     if "grain" in libraries:
         from tpudist.input.sources import grain_source
 
-        if grain_source.is_grain(dataset):
+        if isinstance(dataset, grain_source.GrainDataset):
             return grain_source.GrainSource(dataset)
     if "tensorflow" in libraries and isinstance(dataset, sys.modules["tensorflow"].data.Dataset):
         from tpudist.input.sources import tf_data
 
         return tf_data.TfDataSource(dataset)
+    # Classes of PyTorch and Hugging Face are known by a method: loaders of torchdata and streams of
+    # `datasets` have no common base class with the others.
     if libraries & {"torch", "torchdata"} and hasattr(dataset, "collate_fn"):
         from tpudist.input.sources import torch_loader
 

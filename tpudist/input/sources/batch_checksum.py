@@ -1,4 +1,4 @@
-"""The checksum of a batch, which shows whether a pass that is read again gives the same batches."""
+"""Checksum of a batch, to detect a dataset that returns other batches when it is read again."""
 
 import math
 import zlib
@@ -8,8 +8,8 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.input.transfer import host_batch
 
-# A larger array is sampled, in blocks that are spread evenly over it: rows often begin alike. So
-# the checksum takes at most about a millisecond per array.
+# A larger array is sampled, so that the checksum takes at most about a millisecond per array. The
+# blocks are spread evenly over the array, because rows often begin alike.
 _MAX_BYTES = 1 << 22
 _BLOCK_BYTES = 64
 
@@ -21,20 +21,21 @@ def checksum(element: PyTree, index: int) -> int:
         TypeError: If a leaf is not an array of numbers.
     """
     leaves, _, _ = host_batch.as_arrays(element, f"Batch {index} of the dataset")
-    found = 0
+    crc = 0
     for leaf in leaves:
-        found = zlib.crc32(f"{leaf.dtype.str}{leaf.shape}".encode(), found)
-        found = zlib.crc32(_sample(leaf), found)
-    return found
+        crc = zlib.crc32(f"{leaf.dtype.str}{leaf.shape}".encode(), crc)
+        crc = zlib.crc32(_sample(leaf), crc)
+    return crc
 
 
 def _sample(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, or every k-th block of them if there are many."""
+    """Returns the bytes of an array, or every k-th block of them for a large array."""
     if array.nbytes <= _MAX_BYTES:
         return np.frombuffer(array.tobytes(), np.uint8)
     all_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     step = -(-array.nbytes // _MAX_BYTES)
-    # Prime to the bytes of a row, so that the blocks are at different places in different rows.
+    # `step` has no common divisor with the bytes of a row. So blocks are at different positions in
+    # different rows, and every column is sampled. The loop ends at a prime, at the latest.
     while math.gcd(step, array.nbytes // len(array)) > 1:
         step += 1
     num_blocks = array.nbytes // _BLOCK_BYTES

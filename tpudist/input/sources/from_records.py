@@ -1,4 +1,4 @@
-"""Examples that are read one by one, from anything with a length."""
+"""`from_records`: a dataset of the examples of any object with a length and indices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,29 +14,30 @@ def from_records(
     random_transform: RandomTransform | None = None,
     num_threads: int | None = None,
 ) -> IndexedDataset:
-    """A dataset of the examples that anything with `len(source)` and `source[i]` holds.
+    """Returns a dataset of the examples of an object with `len(source)` and `source[i]`.
 
-    Such as a list, a Grain `MapDataset` or data source, a PyTorch dataset, or a Hugging Face
-    `Dataset`. Shuffle and batch it, then distribute it: `from_records(source).shuffle(seed=0)
-    .batch(256)`. Each process reads the examples of its own replicas only, and a position in the
-    data is a few integers.
+    The object can be a list, a Grain `MapDataset` or data source, a PyTorch dataset, or a Hugging
+    Face `Dataset`. Shuffle and batch the result, then distribute it:
+    `from_records(source).shuffle(seed=0).batch(256)`. Each process reads only the examples of its
+    own replicas, and a position in the data is a few integers.
 
     Args:
-        source: Read by several threads at once.
-        transform: Makes a pytree of arrays of a record; None if records are that already. The same
-            each time, or runs cannot be resumed exactly.
-        random_transform: `f(example, rng)` makes another example of it, such as a random crop.
-            `rng` is a `numpy.random.Generator` that is a function of the shuffle's seed (0 without
-            one), the epoch and the number of the example: in any number of processes, and after
-            resuming, an example is changed alike. All randomness must come from it, and what
-            `f` is given is not to be written to.
-        num_threads: How many threads read the examples of a batch; by default one for each
-            processor, at most 8. More help where reading waits for a disk or a network; fewer where
-            `transform` is Python that computes, which runs in one thread at a time.
+        source: The object. Several threads read it at once.
+        transform: Called with a record; returns a pytree of arrays. None if records are pytrees of
+            arrays. It must be deterministic, or runs cannot resume exactly.
+        random_transform: Called with an example and a `numpy.random.Generator`; returns another
+            example, such as a random crop. The generator depends only on the shuffle's seed (0
+            without one), the epoch and the number of the example. So an example changes in the
+            same way in any number of processes, and after resuming. Take all random numbers from
+            the generator, and do not write to the arrays of the example.
+        num_threads: Number of threads that read the examples of a batch. Default: one per
+            processor, at most 8. More threads help if reading waits for a disk or a network; fewer
+            if `transform` computes in Python, which runs in one thread at a time.
 
     Raises:
-        TypeError: `source` is something else, or the first example holds no numbers.
-        ValueError: There are too many examples to count.
+        TypeError: If `source` has no length or indices, or the first example does not consist of
+            numbers.
+        ValueError: If the source has no end.
     """
     if type(source).__module__.split(".")[0] == "datasets":
         from tpudist.input.sources import hugging_face
@@ -53,6 +54,6 @@ def from_records(
     )
 
 
-def _has_tensors(source: Any) -> bool:
-    kinds = (kind.__module__.split(".")[0] for kind in type(source).__mro__)
-    return any(kind in ("torch", "torchvision") for kind in kinds)
+def _has_tensors(source: object) -> bool:
+    libraries = {cls.__module__.split(".")[0] for cls in type(source).__mro__}
+    return not libraries.isdisjoint(("torch", "torchvision"))

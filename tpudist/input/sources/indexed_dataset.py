@@ -1,37 +1,46 @@
-"""Datasets whose examples can be read by number: shuffled, batched and repeated by arithmetic.
+"""Base of datasets whose examples are read by number; shuffle, batch and repeat are arithmetic.
 
-What a batch holds is a function of the seed and its number alone, so a position in the data is one
-integer, and each process reads the rows of its own replicas only.
+The contents of a batch depend only on the seed and its number. So a position in the data is one
+integer, and each process reads only the rows of its own replicas.
 """
 
 import abc
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
 from tpudist.input import iterator_state, rows_of_replicas
+from tpudist.input.iterator_state import State
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
+from tpudist.input.sources.source import RowBatch
 
-INFINITE_CARDINALITY = -1  # as tf.data's
+# The values of tf.data.
+INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
-# In place of both arguments of `shard`: which part of the data is meant is known when they are
-# distributed. As tf.data's.
+# Value of both arguments of `shard` if the shard of a process is only known when the dataset is
+# distributed. The value of tf.data.
 SHARD_HINT = -1
+# Largest batch that may consist mostly of padding: that many rows fit in memory.
+_MAX_PADDED = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is asked of the examples; `num_epochs` is None for no end.
+    """The settings of a dataset's methods.
 
     Attributes:
-        examples: Of how many shards of the examples which is read.
-        batches: Of how many shards of the batches of an epoch which is read.
+        seed: Seed of the shuffle; None without one.
+        global_batch_size: Rows of a full batch; None before `batch`.
+        drop_remainder: Whether a last batch that is not full is dropped.
+        num_epochs: Number of epochs of a pass; None for no end.
+        examples: Number of shards of the examples, and the index of the shard that is read.
+        batches: The same for shards of the batches of an epoch.
     """
 
     seed: int | None = None
@@ -42,18 +51,22 @@ class Plan:
     batches: tuple[int, int] = (1, 0)
 
 
+_Place: TypeAlias = tuple[int, int, int, np.ndarray | None]
+"""Epoch, rows, start and order of a batch."""
+
+
 class IndexedDataset(abc.ABC):
-    """Examples that can be read by number, perhaps shuffled, batched and repeated.
+    """Examples that can be read by number; can be shuffled, batched and repeated.
 
     Each method returns a new dataset: `dataset.shuffle(seed=0).batch(256).repeat(3)`, in this
-    order. What a batch holds is a function of the seed and its number alone, the same on any number
-    of replicas and processes.
+    order. The contents of a batch depend only on the seed and its number, so they are the same on
+    any number of replicas and processes.
     """
 
     # Hooks: a subclass sets the first three and defines `_read`.
 
     _num_rows: int
-    """Number of examples, before any are left to other shards."""
+    """Number of examples of all shards."""
     _treedef: jax.tree_util.PyTreeDef
     """The structure of an example."""
     _leaf_specs: list[jax.ShapeDtypeStruct]
@@ -61,43 +74,45 @@ class IndexedDataset(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
-        """The examples of these numbers: arrays `[*rows.shape, ...]` that nobody writes to later.
+        """Returns the examples with these numbers: arrays `[*rows.shape, ...]`.
 
-        What is random in them is a function of the seed, the epoch and the number only. Called in
-        the background, by one thread for each pass that is under way.
+        Nobody writes to the arrays later. Random changes of an example depend only on the seed, the
+        epoch and its number. One background thread per pass calls this.
         """
 
     def _order(self, epoch: int) -> np.ndarray | None:
-        """In which order the `num_examples` examples of an epoch are read; None for as they are."""
+        """Returns the order of the `num_examples` examples of an epoch; None for ascending."""
         if self._plan.seed is None:
             return None
         return np.random.default_rng([self._plan.seed, epoch]).permutation(self.num_examples)
 
-    def _host_batch(self, epoch: int, num_rows: int, start: int, order: np.ndarray | None) -> Any:
-        """A batch, of which nothing is read before its `take` is called."""
+    def _host_batch(
+        self, epoch: int, num_rows: int, start: int, order: np.ndarray | None
+    ) -> RowBatch:
+        """Returns a batch, whose rows are read by its `take`."""
         numbers = self._numbers(num_rows, start, order)
         return ReadBatch(self._read, self._treedef, numbers, epoch)
 
-    # Hooks of what is read from files.
+    # Hooks of datasets that are read from files.
 
     num_files: int | None = None
     """Number of files; None if the examples do not come from files."""
 
     def with_order_by_files(self) -> Self:
-        """The same examples in an order in which neighbours in a batch come from the same files.
+        """Returns the dataset in an order in which neighbors in a batch come from the same files.
 
-        So a process, which reads the same rows of every batch, reads few files. It is a function of
-        seed, epoch and global batch size, never of how many processes there are; `plan` tells it
-        from the order without files.
+        A process reads the same rows of every batch, and so few files. The order depends on the
+        seed, the epoch and the global batch size, but not on the number of processes. `plan`
+        differs from that of the order without files.
         """
         raise ValueError(f"A {type(self).__name__} is not read from files.")
 
     def num_files_of(self, numbers: np.ndarray) -> int | None:
-        """In how many files the examples of these numbers are; None if they come from no files."""
+        """Returns the number of files that contain these examples; None without files."""
         del numbers
         return None
 
-    # What all of them share.
+    # Shared by all datasets.
 
     owns_memory = True
     _plan = Plan()
@@ -105,21 +120,32 @@ class IndexedDataset(abc.ABC):
     """Number of passes that `iter` has begun. Distributed datasets count their own."""
 
     @property
+    def name(self) -> str:
+        """Name of the class, for messages."""
+        return type(self).__name__
+
+    def shuffle_without_seed(self) -> str | None:
+        """Returns None: `shuffle` requires a seed."""
+        return None
+
+    @property
     def num_examples(self) -> int:
         """Number of examples in an epoch."""
+        # A SHARD_HINT (-1) is not applied yet, and counts like no shards.
         num_shards, index = self._plan.examples
         return len(range(max(index, 0), self._num_rows, max(num_shards, 1)))
 
     @property
     def global_batch_size(self) -> int | None:
-        """Rows of a full batch, or None before `batch`."""
+        """Rows of a full batch; None before `batch`."""
         return self._plan.global_batch_size
 
     def shuffle(self, seed: int) -> Self:
-        """Reads the examples of each epoch in an order of its own, a function of (seed, epoch).
+        """Shuffles the examples. Each epoch has its own order, which depends on (seed, epoch).
 
         Raises:
-            ValueError: It is shuffled or batched already, or the seed is not a number from 0.
+            ValueError: If the dataset is already shuffled or batched, or `seed` is not an integer
+                of at least 0.
         """
         if self._plan.seed is not None:
             raise ValueError(f"The dataset is already shuffled, with seed {self._plan.seed}.")
@@ -128,14 +154,15 @@ class IndexedDataset(abc.ABC):
         return self._replace(seed=_whole_number("shuffle(seed)", seed, at_least=0))
 
     def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
-        """Groups examples in global batches, which are split over the replicas.
+        """Groups examples into global batches, which are split over the replicas.
 
         Args:
-            global_batch_size: Examples of a batch, over all replicas.
-            drop_remainder: Leave out the last batch of an epoch if it is not full.
+            global_batch_size: Examples per batch, over all replicas.
+            drop_remainder: Whether to drop the last batch of an epoch if it is not full.
 
         Raises:
-            ValueError: It is batched already, or the size is not a number from 1, or far too large.
+            ValueError: If the dataset is already batched, or the size is not an integer of at least
+                1, or is far too large.
         """
         if self._plan.global_batch_size is not None:
             raise ValueError(
@@ -152,15 +179,15 @@ class IndexedDataset(abc.ABC):
         return batched.without_remainder() if drop_remainder else batched
 
     def shard(self, num_shards: int, index: int) -> Self:
-        """Every `num_shards`-th example from example `index`; of a batched dataset, batch.
+        """Keeps every `num_shards`-th example from example `index`; if batched, every such batch.
 
-        For a dataset function, which is told both by its `InputContext`. A shard of which nothing
-        is left has no elements, as in TensorFlow. With `SHARD_HINT` for both, and
-        `AutoShardPolicy.HINT`, each process reads a shard of its own.
+        Use it in a dataset function, whose `InputContext` has both numbers. A shard may have no
+        elements, as in TensorFlow. With `SHARD_HINT` for both, and `AutoShardPolicy.HINT`, each
+        process reads its own shard.
 
         Raises:
-            ValueError: It is repeated, or shuffled and not batched, or it has been sharded; or a
-                number is not what it should be.
+            ValueError: If the dataset is already repeated or sharded, or is shuffled but not
+                batched, or if a number is out of range.
         """
         is_hint = num_shards == index == SHARD_HINT
         if not is_hint:
@@ -182,16 +209,17 @@ class IndexedDataset(abc.ABC):
             raise ValueError("The dataset is already shuffled. Shard examples before shuffling.")
         if is_hint and self._plan.examples != (1, 0):
             raise ValueError("The examples of the dataset are already sharded.")
-        each, first = self._plan.examples
-        if not is_hint:
-            num_shards, index = each * num_shards, first + each * index
+        if not is_hint:  # a shard of a shard
+            step, first = self._plan.examples
+            num_shards, index = step * num_shards, first + step * index
         return self._replace(examples=(num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
-        """Goes through the epochs `count` times, or without end; each ends with its own last batch.
+        """Repeats the epoch `count` times, or without end. Each epoch ends with its own last batch.
 
         Raises:
-            ValueError: It is not batched or repeated already, or `count` is not a number from 1.
+            ValueError: If the dataset is not batched or is already repeated, or `count` is not an
+                integer of at least 1.
         """
         if self._plan.global_batch_size is None:
             raise ValueError("The dataset is not batched. Call batch(global_batch_size) first.")
@@ -203,17 +231,17 @@ class IndexedDataset(abc.ABC):
 
     @property
     def has_shard_hint(self) -> bool:
-        """Whether it is not known yet which shard is read."""
+        """Whether the shard is not known yet."""
         return (SHARD_HINT, SHARD_HINT) in (self._plan.examples, self._plan.batches)
 
     def with_shard_hint(self, num_shards: int, index: int) -> Self:
-        """The same with these numbers in place of the `SHARD_HINT`."""
-        kind = "examples" if self._plan.examples[0] == SHARD_HINT else "batches"
-        return self._replace(**{kind: (num_shards, index)})
+        """Replaces the `SHARD_HINT` by these numbers."""
+        field = "examples" if self._plan.examples[0] == SHARD_HINT else "batches"
+        return self._replace(**{field: (num_shards, index)})
 
     @property
     def drops_remainder(self) -> bool:
-        """Whether all batches are full ones."""
+        """Whether a last batch that is not full is dropped."""
         return self._plan.drop_remainder
 
     @property
@@ -223,18 +251,18 @@ class IndexedDataset(abc.ABC):
         return not self._plan.drop_remainder and self.num_examples % size > 0
 
     def without_remainder(self) -> Self:
-        """The same full batches, without a last one that is not; perhaps there are none."""
+        """Drops a last batch that is not full."""
         return self._replace(drop_remainder=True)
 
     @property
     def cardinality(self) -> int:
-        """Number of elements: batches, or examples before `batch`; -1 if there is no end."""
+        """Number of elements of a pass: batches, or examples before `batch`; -1 for no end."""
         if self._plan.num_epochs is None and self.batches_of_epoch:
             return INFINITE_CARDINALITY
         return len(self.batches_of_epoch) * (self._plan.num_epochs or 0)
 
     def __len__(self) -> int:
-        """The cardinality, which must have an end."""
+        """Returns the cardinality; raises `TypeError` if it is infinite."""
         if self._plan.num_epochs is None:
             raise TypeError("The dataset repeats without end and has no length.")
         return self.cardinality
@@ -244,7 +272,7 @@ class IndexedDataset(abc.ABC):
         """Shapes and dtypes of a full batch, or of an example before `batch`.
 
         Raises:
-            ValueError: If there is no example that says them.
+            NoBatches: If there are no examples to determine them.
         """
         if not self._leaf_specs:
             raise NoBatches
@@ -255,29 +283,29 @@ class IndexedDataset(abc.ABC):
         )
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The elements of the next pass as pytrees of arrays.
+        """Returns the elements of the next pass as pytrees of arrays.
 
-        A shuffled dataset has another order in each pass: those of the passes through the
-        distributed dataset. As in tf.data.
+        A shuffled dataset has another order in each pass, as in tf.data: the order of the same pass
+        through the distributed dataset.
         """
-        examples = self.begin(self._num_passes)
+        batches = self.begin(self._num_passes)
         self._num_passes += 1
-        return self._elements(examples)
+        return self._elements(batches)
 
     def from_first_pass(self) -> Self:
-        """The same dataset, whose passes are counted anew."""
+        """Returns the dataset with its count of passes reset."""
         return self._replace()
 
-    def _elements(self, examples: "IndexedPass") -> Iterator[PyTree]:
-        batched = self._plan.global_batch_size is not None
-        while (place := examples.advance()) is not None:
+    def _elements(self, batches: "IndexedPass") -> Iterator[PyTree]:
+        is_batched = self._plan.global_batch_size is not None
+        while (place := batches.advance()) is not None:
             epoch, num_rows, start, order = place
             numbers = self._numbers(num_rows, start, order)
-            yield self._treedef.unflatten(self._read(numbers if batched else numbers[0], epoch))
+            yield self._treedef.unflatten(self._read(numbers if is_batched else numbers[0], epoch))
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What decides which examples are read when; a state is good for the same plan only."""
+        """Properties that determine the examples of each batch; a state requires equal ones."""
         specs = (f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in self._leaf_specs)
         return {
             "kind": "examples read by number",
@@ -292,31 +320,31 @@ class IndexedDataset(abc.ABC):
         }
 
     def numbers_of_epoch(self) -> Iterator[np.ndarray]:
-        """The numbers of the examples of each batch of the first epoch."""
+        """Yields the numbers of the examples of each batch of the first epoch."""
         order = self._order(0)
         for batch in self.batches_of_epoch:
             size = self._plan.global_batch_size or 1
             start = batch * size
             yield self._numbers(min(size, self.num_examples - start), start, order)
 
-    def begin(self, pass_number: int, state: Any = None) -> "IndexedPass":
-        """The batches of one pass; passes go on counting epochs where the one before ended.
+    def begin(self, pass_number: int, state: State | None = None) -> "IndexedPass":
+        """Returns the batches of one pass. Reads no rows: `take` of a batch does.
 
-        A pass without end has none after it, so each begins with epoch 0. Costs nothing per row:
-        rows are read by `take` of a batch.
+        The epochs of a pass are counted on from the pass before. A pass without end has no
+        successor, so each begins with epoch 0.
 
         Args:
-            pass_number: Which pass.
-            state: Where in it, as `get_state` of what this returns has said.
+            pass_number: Number of the pass.
+            state: Result of `get_state` of another pass, at whose position this one begins.
 
         Raises:
-            ValueError: The state is not one of such a pass.
+            ValueError: If the state does not belong to such a pass.
         """
         return IndexedPass(self, pass_number, state)
 
     @property
     def batches_of_epoch(self) -> range:
-        """The numbers of the batches that are read in each epoch."""
+        """Numbers of the batches that are read in each epoch."""
         num_batches = rows_of_replicas.num_batches(
             self.num_examples,
             self._plan.global_batch_size or 1,
@@ -326,7 +354,7 @@ class IndexedDataset(abc.ABC):
         return range(max(index, 0), num_batches, max(num_shards, 1))
 
     def _numbers(self, num_rows: int, start: int, order: np.ndarray | None) -> np.ndarray:
-        """Which examples a batch holds, counted before any is left to other shards."""
+        """Returns the numbers of a batch's examples, which count the examples of all shards."""
         rows = np.arange(start, start + num_rows) if order is None else order[start:][:num_rows]
         num_shards, index = self._plan.examples
         return index + num_shards * rows
@@ -338,54 +366,49 @@ class IndexedDataset(abc.ABC):
         return dataset
 
 
-class IndexedPass(Iterator[Any]):
-    """The batches of one pass through an `IndexedDataset`."""
+class IndexedPass(Iterator[RowBatch]):
+    """The batches of one pass through an `IndexedDataset`; see `IndexedDataset.begin`."""
 
-    def __init__(self, dataset: IndexedDataset, pass_number: int, given: Any):
-        """After the batches that the state `given` counts."""
+    def __init__(self, dataset: IndexedDataset, pass_number: int, state: State | None):
         self._dataset = dataset
-        self._num_epochs = dataset._plan.num_epochs
-        self._first_epoch = pass_number * (self._num_epochs or 0)
-        self._num_given = 0 if given is None else iterator_state.read_count(given, "batches")
+        self._first_epoch = pass_number * (dataset._plan.num_epochs or 0)
+        self._num_taken = 0 if state is None else iterator_state.read_count(state, "batches")
         self._num_batches = dataset.cardinality
-        if 0 <= self._num_batches < self._num_given:
+        if 0 <= self._num_batches < self._num_taken:
             raise ValueError(
-                f"The state was taken after {self._num_given} batches of a pass, but a pass has "
+                f"The state was taken after {self._num_taken} batches of a pass, but a pass has "
                 f"{self._num_batches}."
             )
         self._numbers, self._num_examples = dataset.batches_of_epoch, dataset.num_examples
         self._batch_size = dataset.global_batch_size or 1
+        # Epoch and its order. Only the present epoch's is kept: an order has all rows.
         self._order: tuple[int, np.ndarray | None] | None = None
 
-    def __next__(self) -> Any:
+    def __next__(self) -> RowBatch:
         place = self.advance()
         if place is None:
             raise StopIteration
         return self._dataset._host_batch(*place)
 
-    def advance(self) -> tuple[int, int, int, np.ndarray | None] | None:
-        """Epoch, rows, start and order of the next batch, for `_host_batch`; None at the end."""
-        if self._num_given == self._num_batches:
+    def advance(self) -> _Place | None:
+        """Returns the arguments of `_host_batch` for the next batch; None at the end."""
+        if self._num_taken == self._num_batches:
             return None
-        epoch, index = divmod(self._num_given, len(self._numbers))
+        epoch, index = divmod(self._num_taken, len(self._numbers))
         epoch += self._first_epoch
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._dataset._order(epoch))
         start = self._numbers[index] * self._batch_size
         num_rows = min(self._batch_size, self._num_examples - start)
-        self._num_given += 1
+        self._num_taken += 1
         return epoch, num_rows, start, self._order[1]
 
-    def get_state(self) -> dict[str, Any]:
-        """Where the pass is."""
-        return {"batches": self._num_given}
+    def get_state(self) -> State:
+        """Returns the position: the number of batches that were taken."""
+        return {"batches": self._num_taken}
 
 
-# A batch of so many rows may be padding for the most part: it fits in memory.
-_MAX_PADDED = 1 << 16
-
-
-def _whole_number(what: str, value: Any, *, at_least: int) -> int:
+def _whole_number(parameter: str, value: object, *, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
-        raise ValueError(f"{what}={value!r}: it must be an integer of at least {at_least}.")
+        raise ValueError(f"{parameter}={value!r}: it must be an integer of at least {at_least}.")
     return int(value)

@@ -1,32 +1,29 @@
-"""What may be given as a dataset: every kind becomes host batches, one iterator of them per pass.
+"""Source for a user's iterable of batches, and the position of a pass through it.
 
-A source has
-
-- `global_batch_size` (None: the rows of its first batch), `cardinality`, `element_spec`;
-- `owns_memory`: whether nobody writes to the arrays that it has given;
-- `plan`, perhaps: what its states are good for, in the words of JSON;
-- `begin(pass_number, state=None)`: an iterator of host batches, whose `get_state()` says, in the
-  words of JSON, where it is after the last batch that it gave.
+The position is the state of the user's iterator if it has `get_state` and `set_state`, else the
+number of batches, which are then read again to resume.
 """
 
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
 from tpudist.input import iterator_state
+from tpudist.input.iterator_state import State
 from tpudist.input.sources import batch_checksum, shuffle_seeds
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY
 from tpudist.input.sources.no_batches import NO_BATCHES, NoBatches
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
+from tpudist.options import AutoShardPolicy
 
-Source = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
+Source: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 OTHER_BATCHES = (
     "The state was taken after {} batches of a pass through the dataset ({}), which were read "
@@ -39,47 +36,43 @@ OTHER_BATCHES = (
 )
 
 
-def plan_of(source: Any) -> dict[str, Any]:
-    """What the states of a source are good for; little, if it does not say so itself."""
-    return getattr(source, "plan", None) or {"kind": type(source).__name__}
-
-
-def shuffle_without_seed_of(source: Any) -> str | None:
-    """The name of a random generator without a seed that shuffles a source, if one is found."""
-    find = getattr(source, "shuffle_without_seed", None)
-    return None if find is None else find()
-
-
 class IterableSource:
-    """A user's batches: an iterable, or a function that returns one for each pass.
+    """A user's batches: an iterable, or a function that returns an iterable for each pass.
 
-    If its iterators have `get_state` and `set_state`, they are asked for their position. The
-    batches of others are counted, and read again to return to the same position. A dataset may draw
-    a new order in each pass. So a resumed run first opens as many passes as were opened before, and
-    compares the last batch that it reads again with its checksum.
+    A dataset may draw a new order in each pass. So a resumed run first opens as many passes as were
+    opened before, and compares the checksum of the last batch that it reads again.
+
+    Attributes:
+        depends_on_passes: Whether the order of a pass may depend on the passes opened before it.
+        auto_shard_policy: Policy that the dataset itself requests.
+
+    Args:
+        source: The iterable or the function.
+        adapt: Called with the result of the function; returns a source if it is a library's
+            dataset.
     """
 
     global_batch_size = None
     owns_memory = False
     plan: dict[str, Any] = {"kind": "batches of an iterable"}
-    shuffles_anew = True
-    """Whether the order of a pass may depend on the passes that were opened before it."""
+    depends_on_passes = True
+    auto_shard_policy = AutoShardPolicy.AUTO
 
     def __init__(
         self, source: Source, adapt: Callable[[Any], "IterableSource | None"] = lambda _: None
     ):
-        """Wraps a source that is one; `adapt` wraps a library's dataset that a function made."""
-        self._source = source
+        self._source: Source = source
         self._adapt = adapt
-        self._made: IterableSource | None = None
-        self._used_up = False
-        self._read: Callable[[], Any] = lambda: None  # gives the iterator of the last pass
+        self._inner: IterableSource | None = None  # a library's dataset from the function
+        self._is_used = False  # whether a pass was read, for a source with one pass
+        self._last_read: Callable[[], object] = lambda: None  # returns the last pass's iterator
         self.name = type(source).__name__
-        # Passes are opened when they are first read, perhaps by threads that prepare batches.
+        # Passes are opened when they are first read. That may happen in several threads that
+        # prepare batches, but the order of passes must be the order of these first reads.
         self._lock = threading.RLock()
         self._num_opened = 0
-        self._num_required = 0  # how many must be opened before the next one
-        self._peeked: Iterator[PyTree] | None = None  # the next pass, of which the first was read
+        self._num_required = 0  # passes that must be opened before the next one
+        self._peeked: Iterator[PyTree] | None = None  # the next pass, if its first batch was read
         self._example: PyTree = None
 
     # Hooks.
@@ -88,39 +81,40 @@ class IterableSource:
         """Opens the next pass."""
         if isinstance(self._source, Iterable):
             return iter(self._source)
-        made = self._source()
-        self._made = self._adapt(made)
-        return iter(made) if self._made is None else self._made._open()
+        iterable = self._source()
+        self._inner = self._adapt(iterable)
+        return iter(iterable) if self._inner is None else self._inner._open()
 
-    def _open_at(self, state: Any) -> tuple[Iterator[PyTree], int]:
-        """Opens the next pass near the position of `state`; returns how far that is, too."""
+    def _open_at(self, state: State | None) -> tuple[Iterator[PyTree], int]:
+        """Opens the next pass near the position of `state`; also returns its number of batches."""
         iterator = self._take_peeked() or self._open()
         if state is None or "iterator" not in state or not _has_state(iterator):
             return iterator, 0
         iterator_state.set_user_state(iterator, state["iterator"])
+        # The state of the user's iterator may be older, by this number of batches.
         since = iterator_state.read_count(state, "since") if "since" in state else 0
         return iterator, iterator_state.read_count(state, "batches") - since
 
     def _skip_pass(self) -> None:
-        """Does to the dataset what a pass does that is read: an order may be drawn at its start."""
+        """Draws the order of a pass, like a pass that is read, which may draw it at its start."""
         next(self._open(), None)
 
     def shuffle_without_seed(self) -> str | None:
-        """The name of a random generator that has no seed, by which the dataset is shuffled."""
-        if self._made is not None:
-            return self._made.shuffle_without_seed()
-        return shuffle_seeds.find(self._source, self._read())
+        """See `BatchSource`."""
+        if self._inner is not None:
+            return self._inner.shuffle_without_seed()
+        return shuffle_seeds.find(self._source, self._last_read())
 
-    # What all of them share.
+    # Shared by all sources.
 
     @property
     def has_one_pass(self) -> bool:
         """Whether this is an iterator, and not a class that makes one for each pass."""
-        return hasattr(type(self._source), "__next__")
+        return isinstance(self._source, Iterator)
 
     @property
     def cardinality(self) -> int:
-        """Number of batches of a pass, or -2 if not known."""
+        """Number of batches of a pass; -2 if unknown."""
         try:
             return len(self._source)  # type: ignore[arg-type]
         except TypeError:
@@ -128,62 +122,65 @@ class IterableSource:
 
     @functools.cached_property
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of the first batch, which is read for it."""
+        """Shapes and dtypes of the first batch. Reads it, if no batch was read before."""
         batch = host_batch.from_element(self.first(), 0)
         return batch.treedef.unflatten(
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in batch.leaves]
         )
 
     def first(self) -> PyTree:
-        """A batch like the first one: itself, if none has been read yet.
+        """Returns the first batch, or arrays of its shapes if a batch was read before.
 
-        No pass is opened in vain, because that might change the order of those after it.
+        The pass that this opens is the next one to be read: opening one more could change the order
+        of later passes.
         """
         with self._lock:
             if self._example is not None:
                 return self._example
             iterator = self._open()
-            before = iterator_state.get_user_state(iterator) if _has_state(iterator) else None
-            first = next(iterator, _END)
-            again = iterator
-            if before is None:
-                again = _PutBack([] if first is _END else [first], iterator)
-            else:
+            rewound = iterator
+            if _has_state(iterator):
+                before = iterator_state.get_user_state(iterator)
+                first = next(iterator, _END)
                 iterator_state.set_user_state(iterator, before)
+            else:
+                first = next(iterator, _END)
+                rewound = _PutBack([] if first is _END else [first], iterator)
             if iterator is self._source:
-                self._source = again
-            elif self.shuffles_anew:
-                self._peeked = again
+                self._source = rewound
+            elif self.depends_on_passes:
+                self._peeked = rewound
             if first is _END:
                 raise NoBatches
             return first
 
-    def begin(self, pass_number: int, state: Any = None) -> "Batches":
-        """The batches of the next pass, whatever the dataset makes of it; after those of `state`.
+    def begin(self, pass_number: int, state: State | None = None) -> "Batches":
+        """Returns the batches of the next pass, after those that `state` counts.
 
         Raises:
-            ValueError: It has one pass, which is used up; or the state is not one of it.
+            ValueError: If the dataset has one pass, which was read already, or the state does not
+                belong to it.
         """
         return Batches(self.elements(pass_number, state))
 
-    def elements(self, pass_number: int, state: Any = None) -> "Elements":
-        """As `begin`, but as the user's dataset gives them."""
+    def elements(self, pass_number: int, state: State | None = None) -> "Elements":
+        """Returns the same as `begin`, but the user's elements instead of batches."""
         if self.has_one_pass:
-            if self._used_up and (state is None or not _has_state(self._source)):
-                self._refuse_second_pass()
-        elif state is not None and self.shuffles_anew:
+            if self._is_used and (state is None or not _has_state(self._source)):
+                self._raise_second_pass()
+        elif state is not None and self.depends_on_passes:
             opened = (
                 iterator_state.read_count(state, "opened") if "opened" in state else pass_number
             )
             self._num_required = opened + bool(state.get("ended"))
         return Elements(self, state)
 
-    def open_at(self, state: Any) -> tuple[Iterator[PyTree], int, int]:
-        """Opens a pass that is read now, after those before it.
+    def open_at(self, state: State | None) -> tuple[Iterator[PyTree], int, int]:
+        """Opens a pass that is read now; before it, the passes that a state requires.
 
         Returns:
-            The iterator; the number of batches of the pass that it is after; and the number of
-            passes that were opened before.
+            The iterator, the number of batches before its position, and the number of passes that
+            were opened before.
         """
         with self._lock:
             while self._num_opened < self._num_required:
@@ -199,55 +196,61 @@ class IterableSource:
         peeked, self._peeked = self._peeked, None
         return peeked
 
-    def note(self, element: PyTree, index: int) -> None:
-        """Remembers what batches look like, so that `first` need not read one."""
+    def record_shapes(self, element: PyTree, index: int) -> None:
+        """Stores the shapes of a batch, so that `first` need not read one."""
         if self._example is None:
             leaves, _, treedef = host_batch.as_arrays(element, f"Batch {index} of the dataset")
             like = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in leaves]
             self._example = treedef.unflatten(like)
 
-    def use(self, iterator: Iterator[PyTree]) -> bool:
-        """Notes that the iterator is read from now on; says whether it was read before."""
+    def record_read(self, iterator: Iterator[PyTree]) -> bool:
+        """Records that the iterator is read from now on; returns whether it was read before."""
         if iterator is self._source:
-            if self._used_up and not _has_state(iterator):
-                self._refuse_second_pass()
-            self._used_up = True
-        was_read = self._read() is iterator
+            if self._is_used and not _has_state(iterator):
+                self._raise_second_pass()
+            self._is_used = True
+        was_read = self._last_read() is iterator
+        # A generator must be closed when its pass is dropped, so it is not kept alive here.
         try:
-            self._read = weakref.ref(iterator)
-        except TypeError:  # a list's, for one, which has nothing to close at its end
-            self._read = lambda: iterator
+            self._last_read = weakref.ref(iterator)
+        except TypeError:  # the iterator of a list, for example, which has nothing to close
+            self._last_read = lambda: iterator
         return was_read
 
-    def _refuse_second_pass(self) -> None:
+    def _raise_second_pass(self) -> None:
         source = self._source
-        kind = type(source.rest if isinstance(source, _PutBack) else source).__name__
+        class_name = type(source.rest if isinstance(source, _PutBack) else source).__name__
         raise ValueError(
-            f"The dataset is a {kind}, which can be read only once, but a second pass was started. "
-            "Pass a function that makes a new one for each pass, such as the generator function "
-            "itself."
+            f"The dataset is a {class_name}, which can be read only once, but a second pass was "
+            "started. Pass a function that makes a new one for each pass, such as the generator "
+            "function itself."
         )
 
 
 class Elements(Iterator[PyTree]):
-    """One pass through a user's iterator, which knows how far it has come.
+    """One pass through a user's iterator, and its position.
 
     Attributes:
-        iterator: The user's; None before it is opened, when it is first read.
+        iterator: The user's iterator; None before the first element is read, which opens it.
+        num_taken: Number of elements before the position.
+
+    Args:
+        source: The user's dataset.
+        state: Position at which the pass begins.
     """
 
-    def __init__(self, source: IterableSource, state: Any):
-        """After what `state` says."""
+    def __init__(self, source: IterableSource, state: State | None):
         self._source = source
         self._state = state
         self.iterator: Iterator[PyTree] | None = None
         self._was_read = False
         self._num_opened = 0
         # The last state of the user's iterator, and the number of batches before it.
-        self._recorded: tuple[Any, int] | None = None
+        self._user_state: tuple[Any, int] | None = None
+        # A checksum is only computed when a state is taken, so the last element is kept.
         self._last: PyTree = None
         self._checksum: int | None = None
-        self.num_given = 0 if state is None else iterator_state.read_count(state, "batches")
+        self.num_taken = 0 if state is None else iterator_state.read_count(state, "batches")
 
     def __next__(self) -> PyTree:
         if self._state is not None and self._state.get("ended"):
@@ -256,79 +259,79 @@ class Elements(Iterator[PyTree]):
         try:
             element = next(iterator)
         except StopIteration:
-            if self._was_read and not self.num_given:
+            if self._was_read and not self.num_taken:
+                # A function returned an iterator that an earlier pass has read to its end.
                 raise ValueError(NO_BATCHES) from None
             raise
-        self._source.note(element, self.num_given)
-        self.num_given += 1
+        self._source.record_shapes(element, self.num_taken)
+        self.num_taken += 1
         self._last, self._checksum = element, None
         return element
 
     def _begin(self) -> Iterator[PyTree]:
         iterator, num_read, self._num_opened = self._source.open_at(self._state)
         self.iterator = iterator
-        self._was_read = self._source.use(iterator)
+        self._was_read = self._source.record_read(iterator)
         if _has_state(iterator):
-            self._recorded = iterator_state.get_user_state(iterator), num_read
+            self._user_state = iterator_state.get_user_state(iterator), num_read
         if self._state is not None:
-            self._read_again(iterator, num_read)
+            self._read_again(iterator, num_read, self._state)
         return iterator
 
-    def _read_again(self, iterator: Iterator[PyTree], num_read: int) -> None:
-        """Reads up to the position of the state, and compares the last batch."""
+    def _read_again(self, iterator: Iterator[PyTree], num_read: int, state: State) -> None:
+        """Reads up to the position of the state, and compares the checksum of the last batch."""
         last: PyTree = None
-        for number in range(num_read, self.num_given):
+        for number in range(num_read, self.num_taken):
             last = next(iterator, _END)
             if last is _END:
                 raise ValueError(
-                    f"The state was taken after {self.num_given} batches of a pass through the "
+                    f"The state was taken after {self.num_taken} batches of a pass through the "
                     "dataset, which were read again to return there, but this pass gave only "
                     f"{number}. Make the dataset as it was when the state was taken, or start "
                     "again without the state."
                 )
-        expected = self._state.get("checksum")
-        if num_read < self.num_given and expected is not None:
-            self._checksum = batch_checksum.checksum(last, self.num_given - 1)
+        expected = state.get("checksum")
+        if num_read < self.num_taken and expected is not None:
+            self._checksum = batch_checksum.checksum(last, self.num_taken - 1)
             if self._checksum != expected:
-                raise ValueError(OTHER_BATCHES.format(self.num_given, self._source.name))
+                raise ValueError(OTHER_BATCHES.format(self.num_taken, self._source.name))
         self._checksum = expected
 
-    def get_state(self) -> dict[str, Any]:
-        """Where it is: how many batches it gave, and what the iterator says itself.
+    def get_state(self) -> State:
+        """Returns the position: the number of batches, and the state of the user's iterator.
 
-        Of an iterator that has a state, it is the state before the last batch or an earlier one,
-        from which that batch is read again and compared.
+        The user's state is from before the last batch, or earlier. So a resumed run reads that
+        batch again, and its checksum shows whether the data are the same.
         """
         if self.iterator is None:
             return {"batches": 0} if self._state is None else self._state
         if self._checksum is None and self._last is not None:
-            self._checksum = batch_checksum.checksum(self._last, self.num_given - 1)
+            self._checksum = batch_checksum.checksum(self._last, self.num_taken - 1)
             self._last = None
-        state: dict[str, Any] = {"batches": self.num_given, "opened": self._num_opened}
+        state: State = {"batches": self.num_taken, "opened": self._num_opened}
         if self._checksum is not None:
             state["checksum"] = self._checksum
-        if self._recorded is not None:
-            state["iterator"], number = self._recorded
-            state["since"] = self.num_given - number
-            self._recorded = iterator_state.get_user_state(self.iterator), self.num_given
+        if self._user_state is not None and _has_state(self.iterator):
+            state["iterator"], number = self._user_state
+            state["since"] = self.num_taken - number
+            self._user_state = iterator_state.get_user_state(self.iterator), self.num_taken
         return state
 
 
 class Batches(Iterator[HostBatch]):
-    """Elements as host batches."""
+    """The elements of a pass as batches, which are checked one by one."""
 
     def __init__(self, elements: Elements):
-        """Those of `elements`, which are checked one by one."""
         self._elements = elements
         self.get_state = elements.get_state
 
     def __next__(self) -> HostBatch:
-        number = self._elements.num_given
-        return host_batch.from_element(next(self._elements), number)
+        index = self._elements.num_taken
+        return host_batch.from_element(next(self._elements), index)
 
 
 class _PutBack(Iterator[PyTree]):
-    """An iterator of whose elements the first was looked at."""
+    """An iterator whose first element was read before, and is returned once more."""
 
     def __init__(self, first: list[PyTree], rest: Iterator[PyTree]):
         self._first = first
@@ -341,5 +344,6 @@ class _PutBack(Iterator[PyTree]):
 _END = object()
 
 
-def _has_state(iterator: Any) -> bool:
+def _has_state(iterator: object) -> TypeGuard[iterator_state.StatefulIterator]:
+    # Of a user's iterator, which may pass these names on to another one with `__getattr__`.
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")

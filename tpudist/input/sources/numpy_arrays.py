@@ -1,6 +1,4 @@
-"""A dataset over arrays in memory, read by index: a process touches its own replicas' rows only."""
-
-from typing import Any
+"""Dataset over arrays in memory. A process reads only the rows of its own replicas."""
 
 import jax
 import numpy as np
@@ -13,47 +11,45 @@ from tpudist.xla import tree_depth
 
 
 class NumpyDataset(IndexedDataset):
-    """Examples along dim 0 of a pytree of arrays, perhaps shuffled, batched and repeated.
+    """Examples along dim 0 of a pytree of arrays; can be shuffled, batched and repeated.
 
     Each method returns a new dataset: `dataset.shuffle(seed=0).batch(256).repeat(3)`, in this
-    order. What a batch holds is a function of the seed and its number alone, the same on any number
-    of replicas and processes.
+    order. The contents of a batch depend only on the seed and its number, so they are the same on
+    any number of replicas and processes.
 
-    The arrays are not copied; do not write to them while the dataset is in use. As
+    The arrays are not copied; do not write to them while the dataset is in use. Matches
     `tf.data.Dataset.from_tensor_slices`.
+
+    Args:
+        arrays: Pytree of arrays `[rows, ...]`; `rows` may be 0. A list is one array, its elements
+            stacked; use tuples and dicts for structure.
+
+    Raises:
+        ValueError: If the arrays have different numbers of rows, or are ragged.
+        TypeError: If they do not consist of numbers.
     """
 
     def __init__(self, arrays: PyTree):
-        """Slices `arrays` along dim 0.
-
-        Args:
-            arrays: Pytree of arrays `[rows, ...]`; there may be no rows. A list is one array, its
-                elements stacked; use tuples and dicts for structure.
-
-        Raises:
-            ValueError: The arrays have different numbers of rows, or are ragged.
-            TypeError: They do not hold numbers.
-        """
-        what = "The NumPy dataset"
-        tree_depth.check_depth(arrays, what, _is_list)
+        label = "The NumPy dataset"
+        tree_depth.check_depth(arrays, label, _is_list)
         named, self._treedef = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=_is_list)
         names = [jax.tree_util.keystr(path) for path, _ in named]
         self._leaves = [
-            host_batch.as_array(leaf, what + name)
+            host_batch.as_array(leaf, label + name)
             for name, (_, leaf) in zip(names, named, strict=True)
         ]
-        self._num_rows = host_batch.common_rows(self._leaves, names, what, may_be_empty=True)
+        self._num_rows = host_batch.common_rows(self._leaves, names, label, may_be_empty=True)
         self._leaf_specs = [
             jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in self._leaves
         ]
 
     def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
-        """Views, if the rows are evenly spaced."""
+        # Evenly spaced rows are views, which cost nothing.
         steps = np.diff(rows) if rows.ndim == 1 else np.zeros(1, int)
         if len(steps) and (steps[0] < 1 or np.any(steps != steps[0])):
             return [leaf[rows] for leaf in self._leaves]
-        every = int(steps[0]) if len(steps) else 1
-        return [leaf[int(rows[0]) : int(rows[-1]) + 1 : every] for leaf in self._leaves]
+        step = int(steps[0]) if len(steps) else 1
+        return [leaf[int(rows[0]) : int(rows[-1]) + 1 : step] for leaf in self._leaves]
 
     def _host_batch(
         self, epoch: int, num_rows: int, start: int, order: np.ndarray | None
@@ -65,5 +61,5 @@ class NumpyDataset(IndexedDataset):
         return HostBatch(leaves, self._treedef, num_rows, start, order)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list)

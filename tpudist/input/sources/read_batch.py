@@ -1,4 +1,4 @@
-"""A batch of examples that are read by number, when the rows are taken."""
+"""Batch of examples that are read by number, when the rows are taken."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,13 +10,14 @@ from tpudist.input.transfer import host_batch
 
 
 class ReadBatch(NamedTuple):
-    """A batch whose rows are read when they are taken, as `HostBatch` has them in memory.
+    """A `RowBatch` whose rows are read when they are taken; `HostBatch` has them in memory.
 
     Attributes:
-        read_examples: Gives the examples of some numbers in some epoch.
+        read_examples: Called with numbers of examples and the epoch; returns the arrays of the
+            examples.
         treedef: Structure of the batch.
-        numbers: Those of its examples, integers `[rows]`.
-        epoch: The one that it belongs to.
+        numbers: Numbers of its examples, integers `[rows]`.
+        epoch: Epoch of the batch.
     """
 
     read_examples: Callable[[np.ndarray, int], list[np.ndarray]]
@@ -30,11 +31,11 @@ class ReadBatch(NamedTuple):
         return len(self.numbers)
 
     def take(self, positions: np.ndarray, *, copy: bool) -> list[np.ndarray]:
-        """The rows at `positions`, for each leaf, in the dtypes that JAX will use."""
+        """Returns the rows at `positions`; see `RowBatch`."""
         flat = np.asarray(positions).reshape(-1)
         if np.all(np.diff(flat) > 0):
             leaves = self.read_examples(self.numbers[positions], self.epoch)
-        else:  # padding repeats a row, which is read once
+        else:  # padding repeats rows: read each of them once
             unique, inverse = np.unique(flat, return_inverse=True)
             where = inverse.reshape(np.shape(positions))
             leaves = self.read_examples(self.numbers[unique], self.epoch)

@@ -1,9 +1,9 @@
-"""Examples that are read one by one, from anything with a length, and stacked to batches."""
+"""Datasets whose examples are read one by one, in several threads, and stacked to batches."""
 
 import concurrent.futures
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,27 +12,46 @@ from tpudist.array_types import PyTree
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch, reused_memory
 
-RandomTransform = Callable[[PyTree, np.random.Generator], PyTree]
+RandomTransform: TypeAlias = Callable[[PyTree, np.random.Generator], PyTree]
 
 _MAX_THREADS = 8
-_MIN_CHUNK = 4  # examples for which it pays to ask another thread
+# Fewest examples for one thread: for fewer, the handover costs more than it saves.
+_MIN_CHUNK = 4
+
+
+class Records(Protocol):
+    """An object with a length and indices, such as a list or a PyTorch dataset."""
+
+    def __len__(self) -> int:
+        """Number of records."""
+        ...
+
+    def __getitem__(self, number: Any, /) -> Any:
+        """Returns a record."""
+        ...
+
+
+@runtime_checkable
+class _BatchedRecords(Protocol):
+    """A source that reads several records at once, faster than one by one; as in PyTorch."""
+
+    def __getitems__(self, numbers: list[int], /) -> Sequence[Any]: ...
 
 
 class RecordDataset(IndexedDataset):
-    """Examples that some threads read by their numbers; those of a batch are stacked.
+    """Examples that several threads read by number; the examples of a batch are stacked.
 
-    All examples must have the structure, shapes and dtypes of the first one.
+    All examples must have the structure, shapes and dtypes of the first one, which is read at once.
     """
 
     def __init__(
         self,
-        source: Any,
+        source: Records,
         transform: Callable[[Any], PyTree] | None = None,
         *,
         random_transform: RandomTransform | None = None,
         num_threads: int | None = None,
     ):
-        """Reads the first example of `source`; see `from_records`."""
         self._source = source
         self._num_rows = _length(source)
         self._begin(transform, random_transform, num_threads)
@@ -43,7 +62,7 @@ class RecordDataset(IndexedDataset):
         random_transform: RandomTransform | None,
         num_threads: int | None,
     ) -> None:
-        """Looks at the first example, once `_fetch` works."""
+        """Sets the functions and reads the first example. `_fetch` must work before."""
         if random_transform is not None and not callable(random_transform):
             raise TypeError(
                 f"random_transform={random_transform!r}: it must be a function of an example and a "
@@ -61,7 +80,7 @@ class RecordDataset(IndexedDataset):
         self._transform = transform
         self._random_transform = random_transform
         self._threads = _Threads(num_threads)
-        if not self._num_rows:  # nobody knows what an example looks like
+        if not self._num_rows:  # the shapes of an example are unknown
             self._treedef, self._leaf_specs = jax.tree_util.tree_structure(None), []
             return
         (first,) = self._transform_records([0], self._fetch([0]), epoch=0)
@@ -75,17 +94,16 @@ class RecordDataset(IndexedDataset):
     # Hooks.
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
-        """The records of these numbers; called by several threads at once."""
-        fetch_all = getattr(self._source, "__getitems__", None)
-        if fetch_all is not None and len(numbers) > 1:
-            return fetch_all(numbers)
+        """Returns the records with these numbers; several threads call it at once."""
+        if isinstance(self._source, _BatchedRecords) and len(numbers) > 1:
+            return self._source.__getitems__(numbers)
         return [self._source[number] for number in numbers]
 
     def _name(self, number: int) -> str:
-        """What to call an example in errors."""
+        """Returns the name of an example for errors."""
         return f"Example {number} of the {type(self._source).__name__}"
 
-    # What all of them share.
+    # Shared by all datasets of records.
 
     def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
         flat = np.asarray(rows).reshape(-1)
@@ -96,72 +114,77 @@ class RecordDataset(IndexedDataset):
             records = self._transform_records(numbers, self._fetch(numbers), epoch)
             for row, number, record in zip(range(start, end), numbers, records, strict=True):
                 leaves = self._check_leaves(number, record)
-                for into, leaf in zip(stacked, leaves, strict=True):
-                    into[row] = leaf
+                for target, leaf in zip(stacked, leaves, strict=True):
+                    target[row] = leaf
 
         self._threads.run(fill, len(flat))
         return [leaf.reshape(np.shape(rows) + leaf.shape[1:]) for leaf in stacked]
 
     @property
     def _is_transformed(self) -> bool:
-        """Whether examples are something else than records."""
+        """Whether a user's function makes the examples from the records."""
         return self._transform is not None or self._random_transform is not None
 
     def _transform_records(
         self, numbers: list[int], records: Sequence[Any], epoch: int
     ) -> Iterator[Any]:
-        """What the user's functions make of records."""
+        """Yields the examples that the user's functions make from records."""
         if not self._is_transformed:
             yield from records
             return
-        for number, made in zip(numbers, records, strict=True):
+        for number, example in zip(numbers, records, strict=True):
             try:
                 if self._transform is not None:
-                    made = self._transform(made)
+                    example = self._transform(example)
                 if self._random_transform is not None:
-                    made = self._random_transform(made, self._rng(epoch, number))
+                    example = self._random_transform(example, self._rng(epoch, number))
             except Exception as error:
                 error.add_note(f"This error was raised for {self._name(number)}.")
                 raise
-            yield made
+            yield example
 
     def _rng(self, epoch: int, number: int) -> np.random.Generator:
-        # A spawn key, for [seed, epoch, 0] gives the numbers of [seed, epoch], the order's.
+        # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same
+        # numbers as [seed, epoch], which shuffles the epoch.
         seeds = np.random.SeedSequence([self._plan.seed or 0, epoch], spawn_key=(number,))
         return np.random.default_rng(seeds)
 
-    def _check_leaves(self, number: int, made: Any) -> list[Any]:
-        """The leaves of an example that is like the first one, or an error."""
-        leaves, treedef = jax.tree_util.tree_flatten(made)
-        if treedef == self._treedef and all(map(_is_like, leaves, self._leaf_specs)):
+    def _check_leaves(self, number: int, example: PyTree) -> list[Any]:
+        """Returns the leaves of an example; raises `ValueError` if they differ from the first's."""
+        # Most examples are pytrees of NumPy arrays that match at once; this runs for each.
+        leaves, treedef = jax.tree_util.tree_flatten(example)
+        if treedef == self._treedef and all(map(_matches, leaves, self._leaf_specs)):
             return leaves
-        leaves, _, treedef = self._example(number, made)
+        leaves, _, treedef = self._example(number, example)
         self._check(number, leaves, treedef)
         return leaves
 
-    def _example(self, number: int, made: Any) -> tuple[list[np.ndarray], list[str], Any]:
-        """The arrays of an example, their names, and its structure."""
-        if made is None:
+    def _example(
+        self, number: int, example: PyTree
+    ) -> tuple[list[np.ndarray], list[str], jax.tree_util.PyTreeDef]:
+        """Returns the arrays of an example, their names, and its structure."""
+        if example is None:
             raise ValueError(
                 f"{self._name(number)} is None. tpudist cannot skip an example when it reads it, "
                 "because batches are counted before. Filter the source first."
             )
-        texts = [x for x in jax.tree_util.tree_leaves(made) if isinstance(x, str | bytes)]
+        texts = [x for x in jax.tree_util.tree_leaves(example) if isinstance(x, str | bytes)]
         if texts:
-            what, remedy = self._text("bytes" if isinstance(texts[0], bytes) else "str")
+            text_type = "bytes" if isinstance(texts[0], bytes) else "str"
             raise TypeError(
-                f"{self._name(number)} {what}, but devices hold only numbers and booleans. {remedy}"
+                f"{self._name(number)} holds {text_type}, but devices hold only numbers and "
+                f"booleans. {self._text_remedy(text_type)}"
             )
-        return host_batch.as_arrays(made, self._name(number))
+        return host_batch.as_arrays(example, self._name(number))
 
-    def _text(self, kind: str) -> tuple[str, str]:
-        """What is wrong with an example that holds text, and what to do."""
-        return (
-            f"holds {kind}",
-            "Omit it, or convert it to numbers: from_records(source, transform=function).",
-        )
+    def _text_remedy(self, text_type: str) -> str:
+        """Returns the advice for examples with text; `text_type` is `bytes` or `str`."""
+        del text_type
+        return "Omit it, or convert it to numbers: from_records(source, transform=function)."
 
-    def _check(self, number: int, leaves: list[np.ndarray], treedef: Any) -> None:
+    def _check(
+        self, number: int, leaves: list[np.ndarray], treedef: jax.tree_util.PyTreeDef
+    ) -> None:
         if treedef != self._treedef:
             raise ValueError(
                 f"{self._name(number)} has the structure {treedef}, but the first one has "
@@ -170,8 +193,8 @@ class RecordDataset(IndexedDataset):
         for name, leaf, spec in zip(self._names, leaves, self._leaf_specs, strict=True):
             if leaf.shape == spec.shape and leaf.dtype == spec.dtype:
                 continue
-            ragged = leaf.shape != spec.shape
-            remedy = "Pad or crop all to one shape." if ragged else "Convert all to one dtype."
+            is_ragged = leaf.shape != spec.shape
+            remedy = "Pad or crop all to one shape." if is_ragged else "Convert all to one dtype."
             raise ValueError(
                 f"{self._name(number)} holds {_describe(leaf)}{name and f' in {name}'}, but the "
                 f"first one {_describe(spec)}. {remedy}"
@@ -179,14 +202,14 @@ class RecordDataset(IndexedDataset):
 
 
 class _Threads:
-    """Threads that begin with the first batch and end with the last dataset that shares them."""
+    """Threads that start with the first batch, and end with the last dataset that shares them."""
 
     def __init__(self, num_threads: int):
         self.num_threads = num_threads
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
 
     def run(self, function: Callable[[int, int], None], count: int) -> None:
-        """Calls `function(start, end)` for parts of `range(count)`, some of them at a time."""
+        """Calls `function(start, end)` for parts of `range(count)`, in several threads."""
         chunk = max(_MIN_CHUNK, -(-count // self.num_threads))
         if self.num_threads == 1 or count <= chunk:
             function(0, count)
@@ -197,28 +220,28 @@ class _Threads:
             )
         starts = range(0, count, chunk)
         parts = [self._executor.submit(function, i, min(i + chunk, count)) for i in starts]
-        concurrent.futures.wait(parts)  # so that nobody writes to the batch after an error
+        # All parts end before an error is raised: their memory is reused for the next batch.
+        concurrent.futures.wait(parts)
         for part in parts:
             part.result()
 
 
-def _is_like(leaf: Any, spec: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf is an array as it should be, where that can be said at once."""
+def _matches(leaf: object, spec: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf is a NumPy array with this shape and dtype."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape == spec.shape and leaf.dtype == spec.dtype
     return False
 
 
-def _length(source: Any) -> int:
-    if isinstance(source, dict | str | bytes) or not (
-        hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    ):
+def _length(source: Records) -> int:
+    has_records = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if isinstance(source, dict | str | bytes) or not has_records:
         raise TypeError(
             f"A {type(source).__name__} has no examples that can be read by number. Pass an object "
             "with len(source) and source[i]; distribute an iterable of batches as it is."
         )
     length = len(source)
-    if length >= np.iinfo(np.int64).max:  # what repeats without end in Grain
+    if length >= np.iinfo(np.int64).max:  # the length of an endless `repeat` of Grain
         raise ValueError(
             f"The {type(source).__name__} has no end. Remove its repeat, and call repeat on the "
             "result of from_records."
@@ -226,5 +249,5 @@ def _length(source: Any) -> int:
     return length
 
 
-def _describe(array: Any) -> str:
+def _describe(array: np.ndarray | jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

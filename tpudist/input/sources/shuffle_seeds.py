@@ -1,24 +1,24 @@
-"""Finds random generators of a dataset that have no seed, so that no run draws the order again.
+"""Finds the unseeded random generators of a dataset, whose order no other run can draw again.
 
-A generator that is found is unseeded, or has a seed of more than 96 bits, which looks the same. If
-one is not found, the checksum of the last batch differs when a run is resumed.
+The search is a help, not a proof: a seed of more than 96 bits looks like no seed, and a generator
+may be missed. Then the checksum of the last batch reports the other order when a run resumes.
 """
 
 import dis
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-# NumPy draws 128 bits where no seed is given.
+# NumPy draws 128 bits of entropy without a seed. One in 2^32 of these looks like a seed.
 _MIN_DRAWN_ENTROPY = 1 << 96
-# The methods of NumPy's own generator, as its module offers them.
+# Functions of the module that use its global generator.
 _SHUFFLES = (np.random.shuffle, np.random.permutation, np.random.choice)
 
 
-def find(source: Any, iterator: Any) -> str | None:
+def find(source: object, iterator: object) -> str | None:
     """Returns the name of an unseeded generator of a user's dataset; None if none is found.
 
     Args:
@@ -28,7 +28,7 @@ def find(source: Any, iterator: Any) -> str | None:
     functions = [source, getattr(type(source), "__iter__", None), iterator]
     values = _values_of(source, iterator)
     if any(_shuffles(c, values) for f in functions for c in _code_of(f)):
-        # The module's own generator, which np.random.seed gives another one.
+        # The global generator. `np.random.seed` replaces it by one with the seed as its entropy.
         if _has_no_seed(np.random.mtrand._rand):  # type: ignore[attr-defined]
             return "np.random"
     for name, value in values.items():
@@ -37,69 +37,92 @@ def find(source: Any, iterator: Any) -> str | None:
     return None
 
 
-def _has_no_seed(generator: Any) -> bool:
-    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+def _has_no_seed(generator: np.random.Generator | np.random.RandomState) -> bool:
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+    else:
+        bits = generator._bit_generator  # type: ignore[attr-defined]
+    # A bit generator that was made from a state has no `seed_seq`.
     entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     return isinstance(entropy, int) and entropy >= _MIN_DRAWN_ENTROPY
 
 
-def _code_of(function: Any) -> Iterator[types.CodeType]:
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    for name in ("__code__", "gi_code"):
-        if isinstance(code := getattr(function, name, None), types.CodeType):
-            yield code
+def _function_of(value: object) -> object:
+    return value.__func__ if isinstance(value, types.MethodType) else value
 
 
-def _shuffles(code: types.CodeType, values: dict[str, Any]) -> bool:
-    """Whether code reads a function that shuffles by NumPy's own generator."""
-    found: Any = None
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            inside = vars(found) if isinstance(found, types.ModuleType) else {}
-            found = inside.get(each.argval)
+def _code_of(value: object) -> Iterator[types.CodeType]:
+    function: Any = _function_of(value)
+    if callable(function):
+        function = inspect.unwrap(function)
+    if isinstance(function, types.FunctionType):
+        yield function.__code__
+    elif isinstance(function, types.GeneratorType):
+        yield function.gi_code
+
+
+def _shuffles(code: types.CodeType, values: Mapping[str, object]) -> bool:
+    """Whether code reads a function that shuffles with NumPy's global generator."""
+    # Follows chains such as `np.random.shuffle`: a name, then attributes of modules.
+    value: object = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes = vars(value) if isinstance(value, types.ModuleType) else {}
+            value = attributes.get(instruction.argval)
+        elif instruction.opname.startswith("LOAD_"):
+            value = values.get(instruction.argval)
         else:
-            found = values.get(each.argval) if each.opname.startswith("LOAD_") else None
-        if any(found is shuffle for shuffle in _SHUFFLES):
+            value = None
+        if any(value is shuffle for shuffle in _SHUFFLES):
             return True
     return False
 
 
-def _globals_of(code: types.CodeType, module: dict[str, Any]) -> dict[str, Any]:
-    read = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
-    return {name: module.get(name) for name in read}
+def _globals_of(code: types.CodeType, module: Mapping[str, object]) -> dict[str, object]:
+    names = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+    return {name: module.get(name) for name in names}
 
 
-def _values_of(source: Any, iterator: Any) -> dict[str, Any]:
-    """Names and values that a dataset can draw from: attributes, and what its functions see."""
-    found: dict[str, Any] = {}
-    frame = getattr(iterator, "gi_frame", None)
-    within: dict[str, Any] = {}
-    if frame is not None:
-        found |= _globals_of(frame.f_code, frame.f_globals)
-        within = dict(frame.f_locals)
-    for function in (source, getattr(type(source), "__iter__", None)):
-        function = getattr(function, "__func__", function)
+def _values_of(source: object, iterator: object) -> dict[str, object]:
+    """Returns the values by name that a dataset can draw from.
+
+    These are attributes, and the variables, closures and defaults that its functions use.
+    """
+    values: dict[str, object] = {}
+    local_values: dict[str, object] = {}
+    frame = iterator.gi_frame if isinstance(iterator, types.GeneratorType) else None
+    if frame is not None:  # None for a generator at its end
+        values |= _globals_of(frame.f_code, frame.f_globals)
+        local_values = dict(frame.f_locals)
+    for function in map(_function_of, (source, getattr(type(source), "__iter__", None))):
         if isinstance(function, types.FunctionType):
-            found |= _globals_of(function.__code__, function.__globals__)
+            values |= _globals_of(function.__code__, function.__globals__)
             try:
-                found |= inspect.getclosurevars(function).nonlocals
-            except ValueError:  # a cell that is not filled yet
+                values |= inspect.getclosurevars(function).nonlocals
+            except ValueError:  # a variable of the closure that has no value yet
                 pass
-            found |= {f"default {i}": x for i, x in enumerate(function.__defaults__ or ())}
-    owners = (source, iterator, getattr(source, "__self__", None), within.get("self"))
-    for owner in owners:
-        found |= getattr(owner, "__dict__", {}) if not isinstance(owner, types.ModuleType) else {}
-    return found | within
+            values |= {f"default {i}": x for i, x in enumerate(function.__defaults__ or ())}
+    owner = source.__self__ if isinstance(source, types.MethodType) else None
+    for x in (source, iterator, owner, local_values.get("self")):
+        # Objects with slots have no `__dict__`; a module has too much in it.
+        values |= getattr(x, "__dict__", {}) if not isinstance(x, types.ModuleType) else {}
+    return values | local_values
 
 
-def find_in_stream(dataset: Any) -> str | None:
-    """Does the same for the examples iterable of a stream of Hugging Face."""
-    if _generator_has_no_seed(dataset):
+def find_in_stream(examples: object) -> str | None:
+    """Returns a name if a Hugging Face stream is shuffled without a seed, else None.
+
+    Args:
+        examples: The private examples iterable of the stream.
+    """
+    generator = getattr(examples, "generator", None)
+    if isinstance(generator, np.random.Generator) and _has_no_seed(generator):
         return "shuffle() of the dataset"
-    below = [getattr(dataset, "ex_iterable", None), *(getattr(dataset, "ex_iterables", None) or ())]
-    return next(filter(None, (find_in_stream(each) for each in below if each is not None)), None)
+    return next(filter(None, map(find_in_stream, inputs_of_stream(examples))), None)
 
 
-def _generator_has_no_seed(dataset: Any) -> bool:
-    generator = getattr(dataset, "generator", None)
-    return isinstance(generator, np.random.Generator) and _has_no_seed(generator)
+def inputs_of_stream(examples: object) -> list[object]:
+    """Returns the examples iterables from which a Hugging Face stream is made."""
+    # The attributes of the private classes in `datasets.iterable_dataset`.
+    inputs = getattr(examples, "ex_iterables", None) or ()
+    return [x for x in (getattr(examples, "ex_iterable", None), *inputs) if x is not None]

@@ -1,4 +1,4 @@
-"""`tf.data.Dataset`s of global batches, read where TensorFlow has put them, without a copy."""
+"""Source for a `tf.data.Dataset` of global batches, which are read without a copy."""
 
 import functools
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input.iterator_state import read_count
+from tpudist.input.iterator_state import State, read_count
 from tpudist.input.sources import iterable
 from tpudist.options import AutoShardPolicy
 
@@ -16,40 +16,33 @@ from tpudist.options import AutoShardPolicy
 class TfDataSource(iterable.IterableSource):
     """The elements of a `tf.data.Dataset` as batches.
 
-    A position is the number of batches that were given, which `skip` leaves out: TensorFlow makes
-    them, but nobody reads them. A dataset that is shuffled must be given a seed for that.
+    A position is a number of batches. To resume, `skip` leaves them out: TensorFlow computes them,
+    but does not convert them. A shuffled dataset needs a seed to resume.
+
+    Raises:
+        TypeError: If an element does not consist of dense arrays of numbers.
+        ValueError: If an element is not a batch.
     """
 
     owns_memory = True  # TensorFlow makes new tensors for each element
 
-    def __init__(self, source: Any):
-        """Wraps a dataset.
-
-        Raises:
-            TypeError: Its elements are no arrays of numbers.
-            ValueError: They are no batches.
-        """
-        super().__init__(source)
+    def __init__(self, dataset: Any):
+        super().__init__(dataset)
+        self._dataset = dataset
         self.name = "tf.data.Dataset"
-        self._specs = _check_spec(source.element_spec)
-        self.plan = {"kind": "batches of a tf.data.Dataset", "element": str(source.element_spec)}
-
-    @property
-    def auto_shard_policy(self) -> AutoShardPolicy:
-        """What the dataset's own options ask for."""
-        dataset: Any = self._source
-        asked = dataset.options().experimental_distribute.auto_shard_policy
-        return AutoShardPolicy(asked.value)
+        self._specs = _check_spec(dataset.element_spec)
+        self.plan = {"kind": "batches of a tf.data.Dataset", "element": str(dataset.element_spec)}
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        self.auto_shard_policy = AutoShardPolicy(policy.value)
 
     @property
     def cardinality(self) -> int:
-        """Number of batches of a pass; -1 if it has no end, -2 if not known."""
-        dataset: Any = self._source
-        return int(dataset.cardinality())
+        """See `BatchSource`."""
+        return int(self._dataset.cardinality())
 
     @functools.cached_property
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of a batch; the first one is read if the dataset does not say them."""
+        """Shapes and dtypes of a batch. Reads the first batch if the dataset's are incomplete."""
         leaves, treedef = jax.tree_util.tree_flatten(self._specs, is_leaf=_is_spec)
         if all(spec.shape.is_fully_defined() for spec in leaves):
             specs = [
@@ -60,56 +53,55 @@ class TfDataSource(iterable.IterableSource):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.first())
 
     def _open(self) -> Iterator[PyTree]:
-        dataset: Any = self._source
-        return dataset.as_numpy_iterator()
+        return self._dataset.as_numpy_iterator()
 
-    def _open_at(self, state: Any) -> tuple[Iterator[PyTree], int]:
-        """All but the last of the batches before `state` are made by TensorFlow and not read."""
-        dataset: Any = self._source
+    def _open_at(self, state: State | None) -> tuple[Iterator[PyTree], int]:
+        # Skips all but the last batch before the position, whose checksum is compared.
         num_skipped = 0 if state is None else max(0, read_count(state, "batches") - 1)
         if not num_skipped or self._peeked is not None:
             return super()._open_at(state)
-        return dataset.skip(num_skipped).as_numpy_iterator(), num_skipped
+        return self._dataset.skip(num_skipped).as_numpy_iterator(), num_skipped
 
     def _skip_pass(self) -> None:
-        iter(self._source)  # type: ignore[call-overload]
+        iter(self._dataset)  # TensorFlow draws the order of a pass here
 
     def shuffle_without_seed(self) -> str | None:
-        """A shuffle of the dataset, or of one that it is made of, if it has no seed."""
-        return _find_shuffle_without_seed(self._source)
+        """See `BatchSource`; finds `shuffle` in the dataset and in its inputs."""
+        return _find_shuffle_without_seed(self._dataset)
 
 
-def _find_shuffle_without_seed(dataset: Any) -> str | None:
+def _find_shuffle_without_seed(dataset: object) -> str | None:
+    # Private attributes of TensorFlow's datasets. If they are missing, nothing is found.
     seeds: list[Any] = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
     if "Shuffle" in type(dataset).__name__ and not any(int(x) for x in seeds):
         return "tf.data.Dataset.shuffle"
-    below = getattr(dataset, "_inputs", list)()
-    return next(filter(None, map(_find_shuffle_without_seed, below)), None)
+    inputs = getattr(dataset, "_inputs", list)()
+    return next(filter(None, map(_find_shuffle_without_seed, inputs)), None)
 
 
-def _is_spec(value: Any) -> bool:
-    return hasattr(value, "is_compatible_with")
+def _is_spec(value: object) -> bool:
+    return hasattr(value, "is_compatible_with")  # a `tf.TypeSpec`, which may be a tuple too
 
 
 def _check_spec(spec: PyTree) -> PyTree:
-    """The specs of an element, all of which are dense arrays of numbers with a dim of examples."""
+    """Returns the specs of an element, if all are dense arrays of numbers with a dim of rows."""
     named, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_spec)
     for path, leaf in named:
         name = jax.tree_util.keystr(path)
-        what = f"The elements of the tf.data.Dataset hold {leaf}{name and f' in {name}'}"
+        problem = f"The elements of the tf.data.Dataset hold {leaf}{name and f' in {name}'}"
         if type(leaf).__name__ != "TensorSpec":
             raise TypeError(
-                f"{what}. Devices hold only dense arrays: use dataset.map with to_tensor or "
+                f"{problem}. Devices hold only dense arrays: use dataset.map with to_tensor or "
                 "tf.sparse.to_dense, or dataset.padded_batch."
             )
         if np.dtype(leaf.dtype.as_numpy_dtype).kind == "O":
             raise TypeError(
-                f"{what}, but devices hold only numbers and booleans. Convert texts to token ids "
-                "with dataset.map, or omit them."
+                f"{problem}, but devices hold only numbers and booleans. Convert texts to token "
+                "ids with dataset.map, or omit them."
             )
         if leaf.shape.rank == 0:
             raise ValueError(
-                f"{what}, a scalar, but examples are counted along dim 0. Distribute "
+                f"{problem}, a scalar, but examples are counted along dim 0. Distribute "
                 f"dataset.batch(global_batch_size)."
             )
     return spec

@@ -1,4 +1,7 @@
-"""PyTorch's data loaders, whose tensors are read where they are, without a copy."""
+"""Source for PyTorch's data loaders, whose tensors are read without a copy.
+
+PyTorch is not a dependency. It is imported only if your program passes an object of PyTorch.
+"""
 
 import base64
 import sys
@@ -9,46 +12,49 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input.iterator_state import read_count
+from tpudist.input.iterator_state import State, read_count
 from tpudist.input.sources import iterable
 
 
 class TorchSource(iterable.IterableSource):
     """The elements of a `torch.utils.data.DataLoader` as batches.
 
-    A `StatefulDataLoader` of torchdata is asked where it is. Of others the batches are counted, and
-    read again to come back to the same place, with the random numbers that the pass began with.
+    A `StatefulDataLoader` of torchdata has its own state. For other loaders, batches are counted
+    and read again to resume, with the state of the random generator at the start of the pass.
     """
 
-    def __init__(self, source: Any):
-        """Wraps a loader."""
-        super().__init__(source)
-        self.name = f"{type(source).__name__} of PyTorch"
+    def __init__(self, loader: Any):
+        super().__init__(loader)
+        self._loader = loader
+        self.name = f"{type(loader).__name__} of PyTorch"
         self.plan = {"kind": "batches of a PyTorch DataLoader"}
-        sampler = type(getattr(source, "sampler", None)).__name__
+        sampler = type(getattr(loader, "sampler", None)).__name__
         if sampler not in ("SequentialSampler", "_InfiniteConstantSampler"):
-            # So that processes that would shuffle differently are found out before they train.
-            self.plan["seed"] = str(_generator(source).initial_seed())
+            # Processes compare their plans, so this finds out before the first step if they would
+            # shuffle differently.
+            self.plan["seed"] = str(_generator(loader).initial_seed())
 
-    def _open(self) -> Iterator[PyTree]:
-        if hasattr(self._source, "load_state_dict"):
-            return _StatefulPass(self._source)
-        return _CountedPass(self._source)
+    def _open(self) -> "_StatefulPass | _CountedPass":
+        if hasattr(self._loader, "load_state_dict"):  # a StatefulDataLoader
+            return _StatefulPass(self._loader)
+        return _CountedPass(self._loader)
 
     def _skip_pass(self) -> None:
-        _draw(self._source)
+        _draw(self._loader)
 
-    def elements(self, pass_number: int, state: Any = None) -> iterable.Elements:
-        """The batches of one pass, after those that `state` counts."""
+    def elements(self, pass_number: int, state: State | None = None) -> iterable.Elements:
+        """See `IterableSource.elements`."""
         if state is None or "iterator" not in state:
             return super().elements(pass_number, state)
-        if state.get("ended"):  # the next pass goes on with the random numbers after this one
-            self._open().end_at(state["iterator"])  # type: ignore[attr-defined]
-        return iterable.Elements(self, state)  # it says itself with which seeds it began
+        if state.get("ended"):
+            # The next pass continues with the random numbers after this one.
+            self._open().end_at(state["iterator"])
+        # The state has the random numbers of its pass, so no earlier passes need to be opened.
+        return iterable.Elements(self, state)
 
 
 class _StatefulPass(Iterator[PyTree]):
-    """A pass through a loader that keeps its state itself."""
+    """A pass through a loader that has its own state."""
 
     def __init__(self, loader: Any):
         self._loader = loader
@@ -58,63 +64,67 @@ class _StatefulPass(Iterator[PyTree]):
         self._iterator = self._iterator or iter(self._loader)
         return as_numpy(next(self._iterator))
 
-    def get_state(self) -> Any:
+    def get_state(self) -> State:
         generator = _generator(self._loader).get_state()
-        told = None if self._iterator is None else self._loader.state_dict()
-        return {"loader": _encode_state(told), "generator": _encode_state(generator)}
+        loader = None if self._iterator is None else self._loader.state_dict()
+        return {"loader": _encode_state(loader), "generator": _encode_state(generator)}
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: State) -> None:
         self._iterator = None
-        if state["loader"] is not None:  # else it is at its beginning, and draws an order there
+        if state["loader"] is not None:  # None: at its beginning, where it draws an order
             self._loader.load_state_dict(_decode_state(state["loader"]))
             self._iterator = iter(self._loader)
-        # torchdata leaves it elsewhere, so that the next pass would differ
+        # `iter` of torchdata has drawn from the generator, so the next pass would differ.
         _generator(self._loader).set_state(_decode_state(state["generator"]))
 
-    def end_at(self, state: Any) -> None:
-        """Leaves the loader as it is at the end of the pass of `state`."""
+    def end_at(self, state: State) -> None:
+        """Moves the loader to the end of the pass of `state`."""
         self.set_state(state)
         for _ in self:
             pass
 
 
 class _CountedPass(Iterator[PyTree]):
-    """A pass through a loader that knows nothing of where it is, counted."""
+    """A pass through a loader without a state, whose batches are counted."""
 
     def __init__(self, loader: Any):
         self._loader = loader
-        self._before: Any = None
+        self._generator_at_start: Any = None  # state of the generator before the first batch
         self._iterator: Iterator[Any] | None = None
-        self._num_given = 0
+        self._num_taken = 0
 
     def __next__(self) -> PyTree:
         if self._iterator is None:
-            self._before = _generator(self._loader).get_state()
+            self._generator_at_start = _generator(self._loader).get_state()
             self._iterator = iter(self._loader)
-            for _ in range(self._num_given):
+            for _ in range(self._num_taken):
                 next(self._iterator)
         element = next(self._iterator)
-        self._num_given += 1
+        self._num_taken += 1
         return as_numpy(element)
 
-    def get_state(self) -> Any:
-        """How many batches it gave, and the state that the random generator began with."""
-        before = _generator(self._loader).get_state() if self._iterator is None else self._before
-        return {"batches": self._num_given, "generator": _encode_state(before)}
+    def get_state(self) -> State:
+        generator = self._generator_at_start
+        if self._iterator is None:
+            generator = _generator(self._loader).get_state()
+        return {"batches": self._num_taken, "generator": _encode_state(generator)}
 
-    def set_state(self, state: Any) -> None:
-        self._num_given = read_count(state, "batches")
+    def set_state(self, state: State) -> None:
+        self._num_taken = read_count(state, "batches")
         _generator(self._loader).set_state(_decode_state(state["generator"]))
         self._iterator = None
 
-    def end_at(self, state: Any) -> None:
-        """Leaves the random generator as it is at the end of the pass of `state`."""
+    def end_at(self, state: State) -> None:
+        """Moves the random generator to the end of the pass of `state`."""
         self.set_state(state)
         _draw(self._loader)
 
 
 def _draw(loader: Any) -> None:
-    """Draws what a pass would: a seed for workers, and an order of the examples."""
+    """Draws the random numbers of a pass, in the order of PyTorch: a worker seed, then the order.
+
+    No batches are read.
+    """
     import torch  # type: ignore[import-not-found]
 
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -123,7 +133,7 @@ def _draw(loader: Any) -> None:
 
 
 def convert_output(transform: Callable[[Any], PyTree] | None) -> Callable[[Any], PyTree]:
-    """What `transform` makes of an example, or the example, with arrays for tensors."""
+    """Returns `transform` (or the identity) with NumPy arrays in place of tensors."""
 
     def transform_to_numpy(record: Any) -> PyTree:
         return as_numpy(record if transform is None else transform(record))
@@ -132,15 +142,15 @@ def convert_output(transform: Callable[[Any], PyTree] | None) -> Callable[[Any],
 
 
 def as_numpy(element: PyTree) -> PyTree:
-    """The same with arrays for tensors, which share their memory where NumPy knows their dtype.
+    """Replaces tensors by NumPy arrays, which share the memory of tensors on the CPU.
 
     Raises:
-        TypeError: A tensor is not dense.
+        TypeError: If a tensor is not dense.
     """
-    return jax.tree.map(_array, element)
+    return jax.tree.map(_to_numpy, element)
 
 
-def _array(value: Any) -> Any:
+def _to_numpy(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return value
@@ -151,15 +161,17 @@ def _array(value: Any) -> Any:
             "torch.nn.utils.rnn.pad_sequence."
         )
     tensor = value.detach().cpu()
-    if tensor.dtype is torch.bfloat16:  # NumPy does not know it by itself
+    if tensor.dtype is torch.bfloat16:  # a dtype that `Tensor.numpy` does not support
         return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
+    # Conjugated and negated tensors are lazy, and have no NumPy form before.
     return tensor.resolve_conj().resolve_neg().numpy()
 
 
-def _generator(loader: Any) -> Any:
-    """What a loader takes its random numbers from."""
+def _generator(loader: object) -> Any:
+    """Returns the random generator that shuffles a loader."""
     import torch  # type: ignore[import-not-found]
 
+    # A sampler or loader of your own may have no such attribute.
     own = getattr(getattr(loader, "sampler", None), "generator", None)
     return own or getattr(loader, "generator", None) or torch.default_generator
 
@@ -167,27 +179,27 @@ def _generator(loader: Any) -> Any:
 _TENSOR = "tensor in base64"
 
 
-def _encode_state(state: Any) -> Any:
-    """A state in the words of JSON: tensors as texts, never pickled."""
+def _encode_state(state: object) -> Any:
+    """Returns a state as values of JSON; tensors as text, never pickled."""
     if isinstance(state, dict):
         return {key: _encode_state(x) for key, x in state.items()}
     if isinstance(state, list | tuple):
         return [_encode_state(x) for x in state]
-    array = _array(state)
+    array = _to_numpy(state)
     if isinstance(array, np.ndarray):
         text = base64.b64encode(array.tobytes()).decode()
         return {_TENSOR: text, "dtype": str(array.dtype), "shape": list(array.shape)}
     return state
 
 
-def _decode_state(written: Any) -> Any:
-    if isinstance(written, list):
-        return [_decode_state(x) for x in written]
-    if not isinstance(written, dict):
-        return written
-    if _TENSOR not in written:
-        return {key: _decode_state(x) for key, x in written.items()}
+def _decode_state(encoded: object) -> Any:
+    if isinstance(encoded, list):
+        return [_decode_state(x) for x in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if _TENSOR not in encoded:
+        return {key: _decode_state(x) for key, x in encoded.items()}
     import torch  # type: ignore[import-not-found]
 
-    array = np.frombuffer(base64.b64decode(written[_TENSOR]), written["dtype"])
-    return torch.from_numpy(array.reshape(written["shape"]).copy())
+    array = np.frombuffer(base64.b64decode(encoded[_TENSOR]), encoded["dtype"])
+    return torch.from_numpy(array.reshape(encoded["shape"]).copy())

@@ -1,1 +1,1 @@
-"""From the host's memory to the devices, ahead of the loop."""
+"""Transfer of batches from host memory to the devices, ahead of the loop."""

@@ -1,4 +1,4 @@
-"""Runs the elements of one pass ahead of the loop: as far as the devices, or in host memory."""
+"""Prepares the elements of one pass ahead of the loop, on the devices or in host memory."""
 
 import atexit
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from tpudist.array_types import PyTree
-from tpudist.input.iterator_state import Position
+from tpudist.input.iterator_state import Position, State
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.transfer import to_devices
 from tpudist.input.transfer.prefetch import Prefetcher
@@ -18,31 +18,42 @@ _stops: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
 
 
 class Element(NamedTuple):
-    """An element on the devices, and what the source of it says of where it is afterwards."""
+    """An element on the devices, and the state of its source after it."""
 
     value: PyTree
-    state: Any
+    state: State
 
 
 class Feed(Protocol):
-    """What gives the elements of a dataset in host memory."""
+    """A feed, which returns the elements of a dataset in host memory.
+
+    Attributes:
+        any_thread: Whether several threads may run one pass in turn, and each element is quick.
+    """
 
     cardinality: Any
     element_spec: Any
     plan: Any
-
     any_thread: bool
-    """Whether one pass may be run by several threads in turn, and never takes long."""
 
     def host_parts(
         self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, Any]]:
-        """The parts of one pass from `position`, each with the state after it."""
+    ) -> Iterator[tuple[Parts, State]]:
+        """Returns the parts of one pass from `position`, each with the state after it."""
         ...
 
 
 class Elements(Iterator[Element]):
-    """The elements of one pass; nothing is read before the first is asked for."""
+    """The elements of one pass. Nothing is read before the first `next`.
+
+    Args:
+        feed: Feed that returns the elements in host memory.
+        replica_mesh: The replicas.
+        position: Position at which the pass begins.
+        prefetch: Number of elements to prepare ahead; 0 prepares each in `next`.
+        fetch_to_device: Whether prepared elements wait on the devices, or in host memory.
+        name: Called without arguments; returns the name of this pass in all processes.
+    """
 
     def __init__(
         self,
@@ -54,16 +65,6 @@ class Elements(Iterator[Element]):
         fetch_to_device: bool,
         name: Callable[[], str],
     ):
-        """From `position` on.
-
-        Args:
-            feed: Gives them in host memory.
-            replica_mesh: The devices.
-            position: Where to begin.
-            prefetch: How many to make ahead; 0 for each when it is asked for.
-            fetch_to_device: Whether those wait on the devices.
-            name: Gives a name, by which all processes call this pass.
-        """
         self.position = position
         stop = threading.Event()
         _stops.add(stop)
@@ -84,7 +85,8 @@ class Elements(Iterator[Element]):
         self._begin: Callable[[], Iterator[Element]] | None = begin
         self._elements: Iterator[Element] = iter(())
         self._stop = stop
-        weakref.finalize(self, stop.set)  # a thread may be waiting for other processes
+        # If the loop drops this object, its thread may be waiting for other processes.
+        weakref.finalize(self, stop.set)
 
     def __next__(self) -> Element:
         if self._begin is not None:
@@ -94,11 +96,11 @@ class Elements(Iterator[Element]):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing has been read, nor asked for."""
+        """Whether no element has been requested."""
         return self._begin is not None
 
     def close(self) -> None:
-        """Ends the pass, and the thread with the batch it is at."""
+        """Ends the pass. Its thread ends after the batch that it is reading."""
         self._stop.set()
         elements, self._begin, self._elements = self._elements, None, iter(())
         if isinstance(elements, Prefetcher | _PlacedParts):
@@ -106,9 +108,9 @@ class Elements(Iterator[Element]):
 
 
 class _PlacedParts(Iterator[Element]):
-    """Parts in host memory, put on the devices when they are asked for."""
+    """Elements that are copied to the devices in `next`."""
 
-    def __init__(self, replica_mesh: ReplicaMesh, parts: Iterator[tuple[Parts, Any]]):
+    def __init__(self, replica_mesh: ReplicaMesh, parts: Iterator[tuple[Parts, State]]):
         self._mesh = replica_mesh
         self._parts = parts
 
@@ -122,7 +124,9 @@ class _PlacedParts(Iterator[Element]):
         self._parts = iter(())
 
 
-@atexit.register  # later than that of `prefetch`, and so called before it, which waits for threads
+# Functions at exit run in reverse order. This one is registered after that of `prefetch`, so it
+# runs before: the threads for which that one waits must not wait for other processes.
+@atexit.register
 def _stop_all() -> None:
     for stop in list(_stops):
         stop.set()

@@ -1,7 +1,8 @@
 """Runs an iterator ahead of its consumer in a background thread, within a bound.
 
-The thread ends with the iterator, with `close`, and when nobody holds the `Prefetcher` any more: a
-`break` out of a loop is enough. It is a daemon and holds no lock of the interpreter's exit.
+The thread ends with the iterator, with `close`, or when the last reference to the `Prefetcher` is
+gone: a `break` out of a loop is enough. It is a daemon, so it never keeps the interpreter from
+exiting.
 """
 
 import atexit
@@ -10,45 +11,47 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-# Registered after JAX's own: at exit, no thread may still copy to devices that JAX is taking down.
+# Before the registration at the end of this file, because functions at exit run in reverse order:
+# no thread may still copy to devices while JAX shuts them down.
 import jax
 
 from tpudist.input.transfer.turns import Turns
 from tpudist.xla.settings import Setting
 
 T = TypeVar("T")
+# Seconds to wait for one thread at exit. A thread may be stuck in a user's iterator.
 _EXIT_TIMEOUT_S = 2.0
-# How long a loop that makes its items may be away before the thread goes on.
+# Seconds without `next` after which the thread makes items again, for a loop that makes its own.
 _AWAY_S = 4e-3
 _live: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
-# Of prefetchers that are gone too: a thread that is in JAX when the interpreter ends aborts it.
+# Also threads whose prefetchers are gone: a thread inside JAX at the end of the interpreter aborts
+# the process.
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 class Prefetcher(Iterator[T], Generic[T]):
     """The items of an iterator, in its order, made up to `buffer_size` items ahead.
 
-    What the iterator raises is raised by the `next` that asks for the item in question, with the
-    traceback of the iterator; after that, as after its end, there are no more items.
+    If the iterator raises an error, the `next` for that item raises it, with the traceback of the
+    iterator. There are no more items then, as at its end. The iterator runs in a copy of the
+    caller's context variables, and starts at once.
+
+    Args:
+        iterator: The iterator to run.
+        buffer_size: Number of items to make ahead.
+        any_thread: Whether `iterator` may also run in the thread that calls `next`. It does so for
+            a loop that always waits for the next item, where another thread would only add delay.
     """
 
     def __init__(self, iterator: Iterator[T], buffer_size: int, *, any_thread: bool = False):
-        """Starts to run `iterator`, in a copy of the caller's context variables.
-
-        Args:
-            iterator: What to run.
-            buffer_size: How many items to make ahead.
-            any_thread: Whether `iterator` may also run in the thread that asks for an item. It does
-                where a loop always waits for the next one, and nothing could be made meanwhile.
-        """
         assert buffer_size > 0, buffer_size
         make = _bind_context(iterator)
         self._buffer = _Buffer(buffer_size)
         self._make_here = make if any_thread else None
         self._turns = Turns()
-        # The thread must not hold this object, or it would never be collected.
+        # The thread must have no reference to this object, or it would never be collected.
         self._thread = threading.Thread(
             target=_fill, args=(self._buffer, make), name="tpudist-prefetch", daemon=True
         )
@@ -58,7 +61,6 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._thread.start()
 
     def __next__(self) -> T:
-        """The next item, waiting for it if it is not ready."""
         make = self._make_here
         if make is not None and self._turns.is_loops_turn():
             item, error = self._buffer.get_or_make(make)
@@ -66,18 +68,18 @@ class Prefetcher(Iterator[T], Generic[T]):
             item, error = self._buffer.get()
         if error is None:
             self._turns.resume_loop()
-            return item
+            return item  # type: ignore[return-value]
         self._end()
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame
+            del error  # its traceback refers to this frame, which would be a reference cycle
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the thread, once the iterator has made the item it is at; no items come after.
+        """Drops all items, and waits for the thread, which ends after the item that it is making.
 
         Args:
-            timeout_s: How long to wait for it; None for as long as it takes.
+            timeout_s: Seconds to wait for the thread; None for no limit.
         """
         self._end()
         self._thread.join(timeout_s)
@@ -87,68 +89,71 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._make_here = None
 
 
-class _Buffer:
-    """A queue of (item, error) pairs; once closed it takes no new ones and gives its end."""
+class _Buffer(Generic[T]):
+    """A bounded queue of (item, error) pairs between the thread and the loop.
 
-    # `_is_made` is the right to make the next item: taken and given back under the lock, so that
-    # one is made at a time, in order, by the thread or by a loop. A loop that makes its own counts
-    # them; the thread keeps out as long as the count grows within `_AWAY_S`.
+    One item is made at a time, by the thread or by the loop. `_is_making` is the right to make the
+    next one. It is taken and released under the lock, so the items keep the iterator's order. While
+    a loop makes its own items, it counts them, and the thread waits as long as the count grows
+    within `_AWAY_S`. Once closed, the queue accepts no items, and `get` returns StopIteration.
+    """
 
     def __init__(self, size: int):
         self._size = size
-        self._items: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
-        self._closed = False
-        self._is_made = False  # whether somebody is at the next item
-        self._num_made_by_loop = 0  # since the thread was last told to go on
-        self._num_waiting = 0  # loops: one, as a rule
-        self._lock = threading.RLock()  # `close` may be called when Python collects garbage
+        self._items: collections.deque[tuple[T | None, BaseException | None]] = collections.deque()
+        self._is_closed = False
+        self._is_making = False  # whether the thread or a loop makes the next item now
+        self._num_made_by_loop = 0  # 0: the thread makes the items
+        self._num_waiting = 0  # loops that wait for an item: usually one
+        # Reentrant: the garbage collector may call `close` in a thread that has the lock.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     def wait_for_room(self) -> bool:
-        """Waits until one more item fits and it is the thread's to make; whether it is wanted."""
+        """Waits until the thread may make an item, and there is room; False if it must end."""
         with self._lock:
-            while not self._closed:
+            while not self._is_closed:
                 if len(self._items) >= self._size:
                     self._changed.wait()
-                elif self._is_made or self._num_made_by_loop:
+                elif self._is_making or self._num_made_by_loop:
                     before = self._num_made_by_loop
-                    # Timed, because to be told of each item would cost as much as to make it.
+                    # With a timeout: a notification for each item costs as much as the item.
                     self._changed.wait(_AWAY_S)
-                    if self._num_made_by_loop == before and not self._is_made:
+                    if self._num_made_by_loop == before and not self._is_making:
                         self._num_made_by_loop = 0
                 else:
-                    self._is_made = True
+                    self._is_making = True
                     return True
             return False
 
-    def put(self, item: Any, error: BaseException | None = None) -> None:
+    def put(self, item: T | None, error: BaseException | None = None) -> None:
         with self._lock:
-            self._is_made = False
-            if not self._closed:
+            self._is_making = False
+            if not self._is_closed:
                 self._items.append((item, error))
             self._changed.notify_all()
 
-    def get(self) -> tuple[Any, BaseException | None]:
+    def get(self) -> tuple[T | None, BaseException | None]:
         with self._lock:
             if self._num_made_by_loop:
                 self._num_made_by_loop = 0
                 self._changed.notify_all()
-            while not self._closed and not self._items:
+            while not self._is_closed and not self._items:
                 self._wait()
             return self._pop()
 
-    def get_or_make(self, make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """As `get`, but if no item is there and nobody is at it, it is made here."""
+    def get_or_make(self, make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+        """Returns the same as `get`, but makes the item here if the thread is not making it."""
         is_mine = False
         try:
             with self._lock:
                 self._num_made_by_loop += 1
-                while not self._closed and not self._items and self._is_made:
+                while not self._is_closed and not self._items and self._is_making:
                     self._wait()
-                if self._closed or self._items:
+                if self._is_closed or self._items:
                     return self._pop()
-                # None is there and nobody is at one: what is made here is the next in order.
-                is_mine = self._is_made = True
+                # The queue is empty and no item is being made, so this one is the next in order.
+                is_mine = self._is_making = True
             try:
                 return make(), None
             except BaseException as error:
@@ -156,7 +161,7 @@ class _Buffer:
         finally:
             if is_mine:
                 with self._lock:
-                    self._is_made = False
+                    self._is_making = False
                     if self._num_waiting:
                         self._changed.notify_all()
 
@@ -167,8 +172,8 @@ class _Buffer:
         finally:
             self._num_waiting -= 1
 
-    def _pop(self) -> tuple[Any, BaseException | None]:
-        if self._closed:
+    def _pop(self) -> tuple[T | None, BaseException | None]:
+        if self._is_closed:
             return None, StopIteration()
         pair = self._items.popleft()
         self._changed.notify_all()
@@ -176,15 +181,15 @@ class _Buffer:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._items.clear()
             self._changed.notify_all()
 
 
 def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
-    """What makes the next item, in a copy of the context variables of now.
+    """Returns a function that makes the next item, in a copy of the present context variables.
 
-    `with jax.enable_x64(True)` holds for one thread: the thread that makes items enters it too.
+    `with jax.enable_x64(True)` applies to one thread only, so the function enters it too.
     """
     run, has_64_bits = contextvars.copy_context().run, Setting.ENABLE_X64.read()
 
@@ -197,9 +202,9 @@ def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
     return make
 
 
-def _fill(buffer: _Buffer, make: Callable[[], Any]) -> None:
+def _fill(buffer: _Buffer[T], make: Callable[[], T]) -> None:
     try:
-        # Room first: an item made before there is room would be one more in memory.
+        # Waits before making an item: otherwise one more than `buffer_size` would be in memory.
         while buffer.wait_for_room():
             buffer.put(make())
     except BaseException as error:

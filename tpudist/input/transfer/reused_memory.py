@@ -1,8 +1,8 @@
-"""Host memory for batches that is used again once nobody holds what was in it.
+"""Host memory for batches that is reused when the last array in it is gone.
 
-New memory costs more than what is written to it: the system clears every page and maps it when it
-is first touched, 5 to 10 ms for a batch of 19 MB that is gathered in 2 ms into memory that has been
-in use. On CPU, JAX uses arrays in place that begin where these do, and so copies nothing.
+New memory costs more than the copy into it, because the system clears and maps each page at the
+first access: 5 to 10 ms for a batch of 19 MB, which is gathered in 2 ms into used memory. The
+arrays are aligned, so that JAX on CPU uses them in place, without a copy.
 """
 
 import collections
@@ -11,22 +11,23 @@ import threading
 
 import numpy as np
 
-# JAX uses host memory in place, on CPU, where it begins at a multiple of this many bytes.
+from tpudist.array_types import Shape
+
+# JAX on CPU uses host memory in place if it begins at a multiple of this.
 ALIGNMENT_BYTES = 64
-# Below this the allocator has memory in use at hand, and the care taken here costs more.
+# For smaller arrays the allocator of NumPy reuses memory itself.
 _MIN_BYTES = 1 << 20
-# What waits to be used again, of each size: blocks of so many bytes in all, and at most as many as
-# are held at once where some elements are ready, one is made and steps are at others; but never
-# fewer than what steps need that give one back for each that is taken.
+# Free blocks of each size: as many as fit in 256 MiB, but at most 8 (some elements are ready, one
+# is being made, steps use others) and at least 2 (a loop that frees a block for each it takes).
 _FREE_BYTES = 256 << 20
 _MAX_FREE = 8
 _MIN_FREE = 2
-# How many sizes are remembered.
+# Sizes with free blocks: the most recently used ones.
 _MAX_SIZES = 8
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose values are not set, in memory that was used before if it is a large one."""
+def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Returns an array without initial values; a large one in reused memory."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MIN_BYTES:
         return np.empty(shape, dtype)
@@ -34,16 +35,16 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_of(array: np.ndarray) -> np.ndarray:
-    """A copy of an array, in such memory."""
+    """Returns a copy of an array; a large one in reused memory."""
     copy = empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy
 
 
 def align_for_parts(array: np.ndarray, num_parts: int) -> np.ndarray:
-    """`array` or a copy of it: what costs less if the parts along dim 0 are to be put on CPU.
+    """Returns `array`, or an aligned copy if its parts along dim 0 can then be used in place.
 
-    JAX would copy the parts into new memory, if they are not aligned.
+    JAX on CPU copies parts that are not aligned into new memory, which costs more than this copy.
     """
     if array.nbytes < _MIN_BYTES or array.nbytes % (num_parts * ALIGNMENT_BYTES):
         return array
@@ -52,17 +53,18 @@ def align_for_parts(array: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 class _Block:
-    """A block of memory, given back when the last array in it is gone."""
+    """A block of memory that becomes free when the last array in it is gone.
 
-    __slots__ = ("__array_interface__", "_whole")
+    NumPy and JAX keep the object with the `__array_interface__` alive as long as any view of the
+    memory exists. So Python calls `__del__` after the last view.
+    """
 
-    # NumPy and JAX hold on to the object that gave an `__array_interface__` for as long as there is
-    # any view of the memory, so `__del__` comes with the last one.
+    __slots__ = ("__array_interface__", "_memory")
 
     def __init__(self, num_bytes: int):
-        whole = _free.take(num_bytes)
-        self._whole = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8) if whole is None else whole
-        start = self._whole.ctypes.data
+        memory = _free.take(num_bytes)
+        self._memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8) if memory is None else memory
+        start = self._memory.ctypes.data
         start += -start % ALIGNMENT_BYTES
         self.__array_interface__ = {
             "version": 3,
@@ -72,14 +74,14 @@ class _Block:
         }
 
     def __del__(self):
-        _free.give(self._whole)
+        _free.add(self._memory)
 
 
-class _Free:
-    """The blocks that are not in use, the sizes asked for last at the end."""
+class _FreeBlocks:
+    """The blocks that are not in use, by size; the most recently requested sizes are last."""
 
-    def __init__(self):
-        # Giving back may happen in the middle of taking, when Python collects garbage.
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may call `add` during `take`, in the same thread.
         self._lock = threading.RLock()
         self._blocks: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
 
@@ -91,12 +93,12 @@ class _Free:
                 self._blocks.popitem(last=False)
             return blocks.pop() if blocks else None
 
-    def give(self, whole: np.ndarray) -> None:
+    def add(self, memory: np.ndarray) -> None:
         with self._lock:
-            blocks = self._blocks.get(len(whole) - ALIGNMENT_BYTES)
-            room = max(_MIN_FREE, min(_FREE_BYTES // len(whole), _MAX_FREE))
-            if blocks is not None and len(blocks) < room:
-                blocks.append(whole)
+            blocks = self._blocks.get(len(memory) - ALIGNMENT_BYTES)
+            limit = max(_MIN_FREE, min(_FREE_BYTES // len(memory), _MAX_FREE))
+            if blocks is not None and len(blocks) < limit:
+                blocks.append(memory)
 
 
-_free = _Free()
+_free = _FreeBlocks()

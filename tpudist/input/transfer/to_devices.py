@@ -1,4 +1,4 @@
-"""Copies the parts of a batch to the devices: one part for each replica of this process."""
+"""Copies the parts of a batch to the devices, one part for each replica of this process."""
 
 import functools
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 from tpudist.input.transfer import host_batch, reused_memory
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
@@ -15,11 +15,14 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 class Parts(NamedTuple):
-    """The parts of a batch in host memory, `[num_local_replicas, ...]`, or whole for one replica.
+    """The parts of a batch in host memory.
 
-    `rows` counts the real rows of every replica, None if dim 0 counts none, or all of the only
-    replica's are real; if the memory is
-    `borrowed`, the source may fill it with something else as soon as it is asked for more.
+    Attributes:
+        leaves: Arrays `[num_local_replicas, ...]`; for one replica, the arrays of the batch.
+        treedef: Structure of the batch.
+        rows: Number of real rows of every replica. None if dim 0 does not count rows, or all rows
+            of the only replica are real.
+        borrowed: Whether the source may overwrite the memory when it makes the next batch.
     """
 
     leaves: list[np.ndarray]
@@ -29,41 +32,41 @@ class Parts(NamedTuple):
 
 
 def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
-    """Gives each replica its part of every array; the only one plain arrays, if all is real.
+    """Returns the batch with PerReplica arrays; plain arrays for one replica without padding.
 
     Returns before the copy has ended, unless the memory is borrowed.
     """
-    given = parts.leaves
+    arrays = parts.leaves
     if mesh.platform == "cpu":
-        given = [reused_memory.align_for_parts(x, mesh.mesh.size) for x in given]
+        arrays = [reused_memory.align_for_parts(x, mesh.mesh.size) for x in arrays]
     if mesh.num_replicas == 1 and parts.rows is None:
         leaves = [
             placement.make_array(x.shape, whole_sharding(mesh, x.shape), x.__getitem__)
-            for x in given
+            for x in arrays
         ]
     else:
         rows, split = parts.rows, parts.rows is not None
-        leaves = [PerReplica(placement.stack(mesh, x, split_rows=split), rows) for x in given]
+        leaves = [PerReplica(placement.stack(mesh, x, split_rows=split), rows) for x in arrays]
     if parts.borrowed:
         jax.block_until_ready(leaves)
     return parts.treedef.unflatten(leaves)
 
 
-def whole_sharding(mesh: ReplicaMesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a batch `[rows, ...]` of the only replica lives: split over the batch axes."""
+def whole_sharding(mesh: ReplicaMesh, shape: Shape) -> NamedSharding:
+    """Returns the sharding of a batch `[rows, ...]` of the only replica: split over batch axes."""
     return _whole_sharding(mesh, shape[:1])
 
 
 @functools.lru_cache(maxsize=256)
-def _whole_sharding(mesh: ReplicaMesh, rows: tuple[int, ...]) -> NamedSharding:
+def _whole_sharding(mesh: ReplicaMesh, rows: Shape) -> NamedSharding:
     stacked = placement.sharding_of_stack(mesh, (1, *rows), split_rows=True)
     return NamedSharding(mesh.mesh, PartitionSpec(*stacked.spec[1:]))
 
 
 def part_spec(
-    mesh: ReplicaMesh, shape: tuple[int, ...], dtype: np.dtype, rows: tuple[int, ...] | None
+    mesh: ReplicaMesh, shape: Shape, dtype: np.dtype, rows: tuple[int, ...] | None
 ) -> PerReplica | jax.ShapeDtypeStruct:
-    """What `place` gives for parts of this shape."""
+    """Returns the abstract result of `place` for parts with this shape."""
     dtype = host_batch.jax_dtype(dtype) or dtype
     if mesh.num_replicas == 1 and rows is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole_sharding(mesh, shape))

@@ -1,52 +1,55 @@
-"""Whose turn it is to make an item that a loop asks for: a background thread's, or the loop's own.
+"""Decides whether a background thread or the loop itself makes the next item.
 
-The interpreter runs one thread at a time, and handing items from one to the other costs 30 to 60
-us each. It is worth it as long as the loop does something meanwhile. One that has nothing to do
-between items gets them faster if it makes them.
+Python runs one thread at a time, and handing an item from one thread to another costs 30 to 60 us.
+That is worth it as long as the loop works meanwhile. A loop that does nothing between items gets
+them faster if it makes them itself.
 """
 
 import time
 
-# A loop that is away for so long has nothing to do between items.
-_AT_ONCE_S = 40e-6
-# Trials that fail cost the loop what it could have done meanwhile: at most 8 ms in 512 items.
+# A loop that returns within 40 us has done nothing between items.
+_IDLE_S = 40e-6
+# A loop that returns within 1 ms is worth a trial of up to 8 items. A failed trial costs the work
+# that the thread could have done meanwhile: at most 8 ms.
 _SOON_S = 1e-3
-_NUM_LATE = 8
+_MAX_BUSY = 8
+# Items that must come soon before a trial. It grows fourfold after each failed one, so that trials
+# cost at most 8 ms in 512 items.
 _PATIENCE = 8
 _MAX_PATIENCE = 512
 
 
 class Turns:
-    """Who makes the items of one loop.
+    """Decides who makes the items of one loop.
 
-    That the loop does is tried for a few items where it comes back soon each time, and goes on for
-    as long as it comes back at once. (While the thread is at work, the time that the loop spends on
-    waiting for the interpreter cannot be told from its own.)
+    If the loop returns soon for some items, a trial begins, in which it makes them itself. The
+    trial continues as long as the loop returns at once. A trial is needed because while the thread
+    runs, the loop's time of waiting for the interpreter looks like work.
     """
 
-    def __init__(self):
-        """Before the first item."""
-        self._loop = True  # which waits for the first item in any case
-        self._num_soon = self._num_late = 0
+    def __init__(self) -> None:
+        self._is_trial = True  # the loop has to wait for the first item in any case
+        self._num_soon = 0  # items in a row for which the loop returned soon
+        self._num_busy = 0  # items of the trial with work before them, minus those without
         self._patience = _PATIENCE
         self._left_at = time.perf_counter()
 
     def is_loops_turn(self) -> bool:
-        """Whether the loop, which asks for an item now, is to make it if none is there."""
+        """Whether the loop, which requests an item now, makes it if none is ready."""
         away_s = time.perf_counter() - self._left_at
         self._num_soon = self._num_soon + 1 if away_s < _SOON_S else 0
-        if not self._loop:
+        if not self._is_trial:
             if self._num_soon > self._patience:
-                self._loop, self._num_late = True, 0
+                self._is_trial, self._num_busy = True, 0
         elif not self._num_soon:
-            self._loop = False
+            self._is_trial = False
         else:
-            self._num_late = max(self._num_late + (1 if away_s > _AT_ONCE_S else -1), 0)
-            if self._num_late >= _NUM_LATE:
-                self._loop, self._num_soon = False, 0
+            self._num_busy = max(self._num_busy + (1 if away_s > _IDLE_S else -1), 0)
+            if self._num_busy >= _MAX_BUSY:
+                self._is_trial, self._num_soon = False, 0
                 self._patience = min(4 * self._patience, _MAX_PATIENCE)
-        return self._loop
+        return self._is_trial
 
     def resume_loop(self) -> None:
-        """The loop has its item."""
+        """Records that the loop has received its item."""
         self._left_at = time.perf_counter()
