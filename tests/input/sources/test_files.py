@@ -32,7 +32,7 @@ def write_tfrecord(path, records):
         for data in records:
             length = struct.pack("<Q", len(data))
             for part in (length, data):
-                file.write(part + struct.pack("<I", tfrecord.masked_crc32c(part)))
+                file.write(part + struct.pack("<I", tfrecord.checksum(part)))
 
 
 def write_array_record(path, records):

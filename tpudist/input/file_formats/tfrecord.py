@@ -20,7 +20,7 @@ _HEADER, _FOOTER = _LENGTH.size + _CRC.size, _CRC.size
 _MASK_DELTA = 0xA282EAD8  # TensorFlow, core/lib/hash/crc32c.h
 
 
-def masked_crc32c(data: bytes) -> int:
+def checksum(data: bytes) -> int:
     """Returns the checksum of `data` that TFRecord files store."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
@@ -58,7 +58,7 @@ class TFRecordFile:
         # damaged length, or the file may be truncated.
         for number, start in enumerate(headers):
             length, stored = data[start : start + _LENGTH.size], start + _LENGTH.size
-            if masked_crc32c(length) != _CRC.unpack_from(data, stored)[0]:
+            if checksum(length) != _CRC.unpack_from(data, stored)[0]:
                 raise self._damage_error(number, "its length", data[:2])
         if position != size:
             # Either the last record ends beyond the file, or the bytes after it are too few for
@@ -96,7 +96,7 @@ class TFRecordFile:
         parts = byte_ranges.read(self._path, self._starts[numbers], ends)
         for number, part in zip(numbers.tolist(), parts, strict=True):
             record = bytes(part[:-_FOOTER])
-            if masked_crc32c(record) != _CRC.unpack(part[-_FOOTER:])[0]:
+            if checksum(record) != _CRC.unpack(part[-_FOOTER:])[0]:
                 raise self._damage_error(number, "its bytes")
             records.append(record)
         return records

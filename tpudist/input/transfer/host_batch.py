@@ -108,8 +108,7 @@ def as_arrays(
 ) -> tuple[list[np.ndarray], list[str], jax.tree_util.PyTreeDef]:
     """Returns the leaves of an element as arrays, their names, and its structure.
 
-    Raises:
-        TypeError, ValueError: See `flatten` and `as_array`; the message begins with `label`.
+    Raises the errors of `flatten` and `as_array`, which begin with `label`.
     """
     leaves, names, treedef = flatten(element, label)
     arrays = [as_array(x, label + name) for x, name in zip(leaves, names, strict=True)]
