@@ -1,4 +1,4 @@
-"""What processes tell each other on the host, between two real processes."""
+"""Channels and boards, in one process and between two real processes."""
 
 import jax
 import pytest
@@ -13,7 +13,7 @@ def test_one_process_exchanges_with_itself_without_a_service():
     assert jax.process_count() == 1
 
 
-def test_on_a_board_a_text_is_left_once():
+def test_a_board_keeps_the_first_text_of_each_key():
     board = Board("alone")
     assert board.read("a") is None
     assert [board.post("a", "1"), board.post("a", "2"), board.post("b/0", "3")] == [1, 0, 1]
@@ -25,7 +25,7 @@ def test_on_a_board_a_text_is_left_once():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_process_gets_all_texts_and_a_missing_one_is_named():
-    """Reaches JAX's key-value store, whose place is private: this fails when JAX moves it."""
+    """JAX's key-value store is private API: this test fails if JAX moves it."""
     results = run_processes(
         """
         import time

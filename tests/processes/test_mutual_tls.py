@@ -1,4 +1,4 @@
-"""Processes that know each other by their certificates, and strangers that do not."""
+"""Processes that authenticate each other by certificates, and strangers without one."""
 
 import inspect
 
@@ -16,7 +16,7 @@ HAS_IT = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).param
 
 @pytest.fixture
 def certificates(tmp_path):
-    """An authority's, and one with its key for this host, as arguments of `MutualTLS`."""
+    """The arguments of `MutualTLS`: certificates of an authority and of this host, and a key."""
     authority = trustme.CA()
     own = authority.issue_cert("127.0.0.1")
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
@@ -30,8 +30,8 @@ def certificates(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_IT, reason=f"jax {jax.__version__} has no mutual TLS")
 @pytest.mark.multiprocess
-def test_processes_with_certificates_train_together_and_a_stranger_is_refused(certificates):
-    """Without them, whoever reaches the port can end the run."""
+def test_processes_with_certificates_train_and_strangers_are_rejected(certificates):
+    """Without certificates, any program that reaches the port can end the run."""
     first, second = run_processes(
         f"""
         import json, os, socket, ssl
@@ -68,30 +68,28 @@ def test_processes_with_certificates_train_together_and_a_stranger_is_refused(ce
 
 
 @pytest.mark.skipif(HAS_IT, reason=f"jax {jax.__version__} has mutual TLS")
-@pytest.mark.parametrize("asked", ["by argument", "by variable"])
-def test_a_jax_without_it_refuses_rather_than_connect_without(asked, certificates, monkeypatch):
-    given = tpudist.MutualTLS(**certificates) if asked == "by argument" else None
-    if given is None:
+@pytest.mark.parametrize("source", ["argument", "variable"])
+def test_a_jax_without_mutual_tls_raises_before_it_connects(source, certificates, monkeypatch):
+    mutual_tls = tpudist.MutualTLS(**certificates) if source == "argument" else None
+    if mutual_tls is None:
         monkeypatch.setenv("JAX_MTLS_CERT_FILE", certificates["cert_file"])
     monkeypatch.setattr(emulation, "has_backend", lambda: False)
     with pytest.raises(
         RuntimeError, match=r"TLS \((MutualTLS|JAX_MTLS_CERT_FILE)\) is not available"
     ):
-        connection.connect("127.0.0.1:1", 2, 0, given)
+        connection.connect("127.0.0.1:1", 2, 0, mutual_tls)
 
 
 @pytest.mark.skipif(not HAS_IT, reason=f"jax {jax.__version__} has no mutual TLS")
-def test_a_certificate_that_is_not_there_is_named_before_anybody_waits(certificates, monkeypatch):
+def test_a_missing_certificate_raises_before_anything_waits(certificates, monkeypatch):
     monkeypatch.setattr(emulation, "has_backend", lambda: False)
     files = certificates | {"key_file": "/nowhere/key.pem"}
     with pytest.raises(FileNotFoundError, match=r"key_file='/nowhere/key.pem'"):
         connection.connect("127.0.0.1:1", 2, 0, tpudist.MutualTLS(**files))
 
 
-def test_certificates_for_processes_that_are_connected_already_are_refused(
-    certificates, monkeypatch
-):
-    """Not ignored: the connection may have been made without any."""
+def test_certificates_after_the_connection_raise(certificates, monkeypatch):
+    """They may not be ignored: the processes may have connected without certificates."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="already connected, and it is unknown whether"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls=tpudist.MutualTLS(**certificates))
@@ -100,6 +98,6 @@ def test_certificates_for_processes_that_are_connected_already_are_refused(
     connection.connect("127.0.0.1:1", 2, 0)
 
 
-def test_certificates_of_another_type_are_refused():
+def test_certificates_of_a_wrong_type_raise():
     with pytest.raises(ValueError, match=r"mutual_tls='cert.pem'\): mutual_tls must be"):
         tpudist.MultiWorkerMirroredStrategy(mutual_tls="cert.pem")

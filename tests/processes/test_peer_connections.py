@@ -1,4 +1,4 @@
-"""Connections by which a killed process is noticed."""
+"""Connections that notice the death of a process."""
 
 import queue
 import socket
@@ -23,31 +23,31 @@ def first(lost):
     first.close()
 
 
-def test_who_ends_well_is_not_lost_and_who_does_not_is(first, lost):
-    where = first.listen(HOST)
-    well, killed = PeerConnections(1, lost.put), PeerConnections(2, lost.put)
-    well.connect(HOST, where)
-    killed.connect(HOST, where)
-    well.close()
+def test_a_killed_process_is_lost_and_one_that_exits_is_not(first, lost):
+    address = first.listen(HOST)
+    exiting, killed = PeerConnections(1, lost.put), PeerConnections(2, lost.put)
+    exiting.connect(HOST, address)
+    killed.connect(HOST, address)
+    exiting.close()
     killed._sockets[0].shutdown(socket.SHUT_RDWR)  # as the kernel does it
-    assert lost.get(timeout=10) in (0, 2)  # its own end sees that, too
+    assert lost.get(timeout=10) in (0, 2)  # both ends notice
     assert lost.get(timeout=10) in (0, 2)
     time.sleep(0.2)
     assert lost.empty()
 
 
-def test_the_end_of_the_first_process_is_seen_by_the_others(first, lost):
+def test_the_others_notice_the_end_of_process_0(first, lost):
     other = PeerConnections(1, lost.put)
     other.connect(HOST, first.listen(HOST))
     deadline = time.monotonic() + 10
     while not first._sockets and time.monotonic() < deadline:
         time.sleep(0.01)
-    first._closing.set()  # it does not look itself
+    first._closing.set()  # so that only the other reports
     first._sockets[0].shutdown(socket.SHUT_RDWR)
     assert lost.get(timeout=10) == 0
 
 
-def test_who_does_not_know_the_secret_is_nobody(first, lost):
+def test_connections_with_a_wrong_secret_are_dropped(first, lost):
     port, _ = first.listen(HOST).split()
     for greeting in (b"1 no".ljust(64), b"x" * 64, b"1"):
         with socket.create_connection((HOST, int(port))) as stranger:
@@ -59,6 +59,6 @@ def test_who_does_not_know_the_secret_is_nobody(first, lost):
     assert lost.empty()
 
 
-def test_an_address_of_another_host_is_an_error(first):
+def test_listening_at_an_address_of_another_host_raises(first):
     with pytest.raises(OSError, match=r"assign|address"):
         first.listen("192.0.2.1")

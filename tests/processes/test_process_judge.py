@@ -1,4 +1,4 @@
-"""What is found out from the reports of processes."""
+"""The judge of process reports, with a clock that tests move."""
 
 import logging
 
@@ -23,7 +23,7 @@ def warnings(caplog):
     return lambda: [x.getMessage() for x in caplog.records]
 
 
-def report(beat, calls=1, **more):
+def make_report(beat, calls=1, **more):
     order = {"runs": [[7, 0, calls]] if calls else [], "names": {"7": "Strategy.run of 'f'"}}
     place = process_state.here()
     common = {"state": "running", "why": "", "orders": {"a": order}, "beat": beat, "place": place}
@@ -39,10 +39,13 @@ def run(judge, clock, seconds, reports):
     return None, None
 
 
-def test_who_is_behind_is_named_and_ends_all_at_last(clock, warnings, monkeypatch):
+def test_a_lagging_process_is_named_and_ends_the_run_after_a_timeout(clock, warnings, monkeypatch):
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
     seconds, verdict = run(
-        Judge(2), clock, 60, lambda i: {0: report(i, 5), 1: report(i, 4, at="  File x, line 3")}
+        Judge(2),
+        clock,
+        60,
+        lambda i: {0: make_report(i, 5), 1: make_report(i, 4, at="  File x, line 3")},
     )
     assert 30 < seconds < 32
     assert verdict.exit_code == 75
@@ -52,70 +55,79 @@ def test_who_is_behind_is_named_and_ends_all_at_last(clock, warnings, monkeypatc
     assert "It is at:\n  File x, line 3\nAfter 30 s all processes end" in warnings()[0]
 
 
-def test_who_is_slow_but_comes_does_not_end_anybody(clock, warnings, monkeypatch):
+def test_a_slow_process_only_causes_warnings(clock, warnings, monkeypatch):
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
 
-    def slow(i):
-        return {0: report(i, 5 + i // 20), 1: report(i, 4 + i // 20)}  # a call in 10 s
+    def reports(i):
+        return {0: make_report(i, 5 + i // 20), 1: make_report(i, 4 + i // 20)}  # a call every 10 s
 
-    assert run(Judge(2), clock, 600, slow) == (None, None)
+    assert run(Judge(2), clock, 600, reports) == (None, None)
     assert 4 <= len(warnings()) <= 12  # of 60 calls
 
 
-def test_those_that_wait_together_are_not_behind(clock, warnings):
-    assert run(Judge(2), clock, 2000, lambda i: {0: report(i, 5), 1: report(i, 5)}) == (None, None)
+def test_processes_that_wait_together_do_not_lag(clock, warnings):
+    assert run(Judge(2), clock, 2000, lambda i: {0: make_report(i, 5), 1: make_report(i, 5)}) == (
+        None,
+        None,
+    )
     assert not warnings()
 
 
-def test_an_order_that_only_one_follows_is_no_lag(clock, warnings):
-    def alone(i):
-        return {0: report(i, 5), 1: report(i, 0, orders={})}
+def test_an_order_of_one_process_causes_no_lag(clock, warnings):
+    def reports(i):
+        return {0: make_report(i, 5), 1: make_report(i, 0, orders={})}
 
-    assert run(Judge(2), clock, 2000, alone) == (None, None)
+    assert run(Judge(2), clock, 2000, reports) == (None, None)
 
 
 @pytest.mark.parametrize(("state", "limit"), [("STOPPED", 20), ("RUNNING", 90), (None, 90)])
-def test_how_long_silence_may_last(clock, warnings, monkeypatch, state, limit):
-    found = state and process_state.State[state]
-    monkeypatch.setattr(process_state, "find", lambda place: found)
-    seconds, verdict = run(Judge(2), clock, 200, lambda i: {0: report(i), 1: report(0)})
+def test_a_silent_process_ends_the_run_after_a_limit(clock, warnings, monkeypatch, state, limit):
+    kernel_state = state and process_state.State[state]
+    monkeypatch.setattr(process_state, "find", lambda place: kernel_state)
+    seconds, verdict = run(Judge(2), clock, 200, lambda i: {0: make_report(i), 1: make_report(0)})
     assert limit < seconds < limit + 2
     assert verdict.failed == 1
     assert "Process 1" in warnings()[0]
 
 
-def test_whom_a_debugger_holds_is_waited_for(clock, warnings, monkeypatch):
+def test_a_process_in_a_debugger_is_waited_for(clock, warnings, monkeypatch):
     monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
-    assert run(Judge(2), clock, 900, lambda i: {0: report(i), 1: report(0)}) == (None, None)
+    assert run(Judge(2), clock, 900, lambda i: {0: make_report(i), 1: make_report(0)}) == (
+        None,
+        None,
+    )
     assert "a debugger has stopped it" in warnings()[0]
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
-def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
+def test_an_invalid_hang_timeout_raises(monkeypatch, text):
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="must be a number of seconds above 0"):
         process_judge.hang_timeout()
 
 
-def test_one_that_a_debugger_holds_does_not_hide_others(clock, warnings, monkeypatch):
+def test_a_process_in_a_debugger_does_not_hide_a_stopped_one(clock, warnings, monkeypatch):
     states = {"a": process_state.State.DEBUGGED, "b": process_state.State.STOPPED}
     monkeypatch.setattr(process_state, "find", lambda place: states[place.split(" ")[0]])
 
     def reports(i):
-        held, stopped = report(0, place="a 1 host"), report(min(i, 8), place="b 2 host")
-        return {0: report(i), 1: held, 2: stopped}
+        debugged, stopped = (
+            make_report(0, place="a 1 host"),
+            make_report(min(i, 8), place="b 2 host"),
+        )
+        return {0: make_report(i), 1: debugged, 2: stopped}
 
     seconds, verdict = run(Judge(3), clock, 60, reports)
     assert verdict.failed == 2
     assert 20 < seconds < 30
 
 
-def test_one_that_is_silent_does_not_hide_one_that_is_behind(clock, warnings, monkeypatch):
+def test_a_silent_process_does_not_hide_a_lagging_one(clock, warnings, monkeypatch):
     monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
     monkeypatch.setenv("TPUDIST_HANG_TIMEOUT_S", "30")
 
     def reports(i):
-        return {0: report(i, 5), 1: report(0, 5), 2: report(i, 4)}
+        return {0: make_report(i, 5), 1: make_report(0, 5), 2: make_report(i, 4)}
 
     seconds, verdict = run(Judge(3), clock, 60, reports)
     assert verdict.failed == 2

@@ -1,6 +1,6 @@
-"""Two hosts of which the network between them fails for a while.
+"""A network between two hosts that fails for a while.
 
-For good: `test_hosts_that_are_cut_off_say_so` of tests/test_pod_in_a_box.py.
+`tests/test_pod_in_a_box.py` has a network that fails for good.
 """
 
 import time
@@ -33,12 +33,12 @@ PROGRAM = """
 def two_hosts():
     if why := networks.why_not():
         pytest.skip(why)
-    with networks.make_two_hosts() as made:
-        yield made
+    with networks.make_two_hosts() as hosts:
+        yield hosts
 
 
 @pytest.mark.exhaustive
-def test_a_network_that_comes_back_is_waited_for(two_hosts):
+def test_a_run_survives_a_short_network_failure(two_hosts):
     with start_processes(PROGRAM, devices_per_process=2, hosts=two_hosts.hosts) as running:
         running.wait_until_said(1, "training")
         two_hosts.unplug()

@@ -1,4 +1,4 @@
-"""How a process is, as its kernel says."""
+"""The state of a process, as the kernel reports it."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def wait_for(place, state):
         time.sleep(0.01)
 
 
-def test_the_state_of_a_process(process):
+def test_the_state_of_a_process_is_read_from_the_kernel(process):
     place = place_of(process)
     assert process_state.find(process_state.here()) is State.RUNNING
     wait_for(place, State.RUNNING)
@@ -50,10 +50,10 @@ def test_the_state_of_a_process(process):
     assert silence.text.endswith("has not reported for 7 s: it no longer exists.")
 
 
-def test_nothing_is_known_of_another_host():
+def test_the_state_of_a_process_on_another_host_is_unknown():
     here = process_state.here()
     _, rest = here.split(" ", 1)
-    there = f"other/pid:[1] {rest}"
-    assert process_state.find(there) is None
-    assert process_state.describe(there) == process_state.describe(here)
-    assert process_silence.describe_silence(0, 5, there).limit_s == process_silence.SILENT_S
+    elsewhere = f"other/pid:[1] {rest}"
+    assert process_state.find(elsewhere) is None
+    assert process_state.describe(elsewhere) == process_state.describe(here)
+    assert process_silence.describe_silence(0, 5, elsewhere).limit_s == process_silence.SILENT_S

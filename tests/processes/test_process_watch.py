@@ -1,4 +1,4 @@
-"""Processes that part: each ends within seconds, with a message that names who and what."""
+"""Processes that differ, fail or stop: all end within seconds, and a message names the cause."""
 
 import signal
 import time
@@ -28,7 +28,7 @@ PROGRAM = """
 LOOP = "for i in range(400):\n    {}\n    run()\n    time.sleep(0.02)"
 DIFFER = "The processes differ at call"
 ENDED = "shared call(s), but process"
-# What each program does after that, and what each of two processes says, or that it says nothing.
+# How each program continues, the exit code, and a part of the error output of each process.
 CASES = {
     "fewer steps, process 1": ("[run() for _ in range(5 - 2 * me)]", 1, ENDED, ENDED),
     "fewer steps, process 0": ("[run() for _ in range(3 + 2 * me)]", 1, ENDED, ENDED),
@@ -109,25 +109,25 @@ def wait_until_ready(running):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_is_stopped_is_named_and_all_others_end(index):
-    """As its kernel says so, after `STOPPED_S`; of another host it would take longer."""
+def test_a_stopped_process_is_named_and_the_others_end(index):
+    """The kernel of the same host reports the stop; on another host it would take longer."""
     with start_loop(STOPPED_SOON + SLEEP) as running:
         wait_until_ready(running)
         running.signal(index, signal.SIGSTOP)
         start, other = time.monotonic(), running.workers[1 - index]
         assert other.process.wait(60) == 75
         assert 5 < time.monotonic() - start < 45
-        running.signal(index, signal.SIGCONT)  # and it learns that the others have gone
+        running.signal(index, signal.SIGCONT)  # now it notices that the others have gone
         finished = running.wait(60, exit_codes=(75, -6))
-    said = finished[1 - index].stderr
-    assert f"Process {index} (pid {running.workers[index].process.pid} on " in said
-    assert "has not reported for 4 s: it was stopped by SIGSTOP or Ctrl-Z. After 6 s" in said
-    assert "Restart all processes" in said
+    stderr = finished[1 - index].stderr
+    assert f"Process {index} (pid {running.workers[index].process.pid} on " in stderr
+    assert "has not reported for 4 s: it was stopped by SIGSTOP or Ctrl-Z. After 6 s" in stderr
+    assert "Restart all processes" in stderr
     assert "[tpudist p" in finished[index].stderr
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_for_a_while_goes_on():
+def test_a_process_that_was_stopped_for_a_while_continues():
     with start_loop(LOOP.format("").replace("400", "100")) as running:
         wait_until_ready(running)
         running.signal(1, signal.SIGSTOP)
@@ -141,7 +141,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_does_not_come_is_named_with_its_stack(index):
+def test_a_hung_process_is_named_with_its_stack(index):
     with start_loop(AHEAD.format(index), env={"TPUDIST_HANG_TIMEOUT_S": "6"}) as running:
         wait_until_ready(running)
         start = time.monotonic()
@@ -150,15 +150,15 @@ def test_a_process_that_does_not_come_is_named_with_its_stack(index):
     assert f"Process {1 - index} has waited 4 s for process {index} (pid" in finished[0].stderr
     assert "to start Strategy.run of 'total' (worker_setup.py:" in finished[0].stderr
     assert "time.sleep(100)" in finished[0].stderr
-    for each in finished:
-        assert "Thread 0x" in each.stderr  # all of them
-        assert "Restart all processes" in each.stderr
+    for process in finished:
+        assert "Thread 0x" in process.stderr  # the stacks of all threads
+        assert "Restart all processes" in process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
-    """JAX's own handler would only take note of it."""
+def test_sigterm_ends_a_program_that_does_not_poll(index):
+    """JAX's own handler would only record it."""
     with start_loop(SLEEP) as running:
         wait_until_ready(running)
         start = time.monotonic()
@@ -170,7 +170,7 @@ def test_sigterm_ends_a_program_that_does_not_ask_for_it(index):
 
 
 @pytest.mark.slow
-def test_sigterm_goes_to_jax_where_the_program_asks_it():
+def test_jax_handles_sigterm_if_the_program_polls():
     loop = """
 from jax.experimental import multihost_utils
 for i in range(2000):
@@ -188,7 +188,7 @@ else:
         running.wait_until_said(1, "asking")
         running.signal(1, signal.SIGTERM)
         finished = running.wait(60)
-    assert all("at the point" in one.stdout for one in finished)
+    assert all("at the point" in x.stdout for x in finished)
 
 
 QUICK = ("another order",)
@@ -198,23 +198,23 @@ SOMETIMES = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, SOMETIMES)) for x in CASES])
-def test_all_end_within_seconds_and_say_why(name):
-    more, exit_code, *said = CASES[name]
+def test_all_processes_end_within_seconds_and_report_why(name):
+    more, exit_code, *messages = CASES[name]
     with start_loop(more) as running:
         wait_until_ready(running)
         start = time.monotonic()
         finished = running.wait(60, exit_codes=(exit_code, -9))
         seconds = time.monotonic() - start
-    for one, words in zip(finished, said, strict=True):
-        assert words in one.stderr
-        assert one.exit_code == exit_code or not words
-    if name in ("another order", "an exception in process 1"):  # shown where the other was
-        assert any("was at:\n  File" in one.stderr for one in finished)
+    for process, message in zip(finished, messages, strict=True):
+        assert message in process.stderr
+        assert process.exit_code == exit_code or not message
+    if name in ("another order", "an exception in process 1"):  # the stack of the other
+        assert any("was at:\n  File" in x.stderr for x in finished)
     assert seconds < 45  # about 3
 
 
 @pytest.mark.slow
-def test_processes_that_do_the_same_end_well_whoever_is_first():
+def test_equal_processes_exit_with_code_0_in_any_order():
     program = PROGRAM + "    time.sleep(me)\n    run()\n    time.sleep(1 - me)\n"
     with start_processes(program, devices_per_process=2) as running:
         finished = running.wait(60)

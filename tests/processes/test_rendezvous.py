@@ -1,4 +1,4 @@
-"""Processes that meet before they are connected; here, threads that say to be processes."""
+"""The rendezvous before JAX connects the processes; threads take the place of processes."""
 
 import concurrent.futures
 import contextlib
@@ -27,15 +27,15 @@ def address():
 
 
 @pytest.fixture(autouse=True)
-def _others_are_not_waited_for_long(monkeypatch):
+def _short_waits(monkeypatch):
     monkeypatch.setattr(rendezvous_host, "LATE_S", 0.3)
     monkeypatch.setattr(rendezvous_host, "HOLDER_S", 0.5)
 
 
-def come(address, processes, timeout_s=20.0):
-    """What becomes of processes, given as (index, count, seconds until it comes)."""
+def join(address, processes, timeout_s=20.0):
+    """Returns the results of processes, given as (index, count, seconds until it arrives)."""
 
-    def one(index, count, after_s):
+    def run(index, count, after_s):
         time.sleep(after_s)
         try:
             rendezvous.join(address, count, index, timeout_s)
@@ -44,55 +44,55 @@ def come(address, processes, timeout_s=20.0):
         return "met"
 
     with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
-        return list(pool.map(lambda x: one(*x), processes))
+        return list(pool.map(lambda x: run(*x), processes))
 
 
 @pytest.mark.parametrize("count", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 40))])
-def test_all_meet_whoever_comes_first(address, count):
+def test_all_processes_meet_in_any_order_of_arrival(address, count):
     processes = [(i, count, 0.3 * (i % 3 == count % 3)) for i in range(count)]
-    assert come(address, processes) == ["met"] * count
+    assert join(address, processes) == ["met"] * count
     # The port is free at once, for JAX.
     host, port = address.split(":")
     socket.create_server((host, int(port))).close()
 
 
-def test_who_does_not_come_is_named_by_all_and_told_of_before(address, monkeypatch, caplog):
+def test_missing_processes_are_named_by_all_after_warnings(address, monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "REPORT_S", 0.3)
     with caplog.at_level(logging.WARNING, logger="tpudist"):
-        found = come(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
-    for told in found:
-        assert told.startswith("StartupError: Of 5 processes, process 2, 4 did not connect to")
-        assert address in told
+        results = join(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
+    for error in results:
+        assert error.startswith("StartupError: Of 5 processes, process 2, 4 did not connect to")
+        assert address in error
     assert f"Process 0 at {address} waits for process 2, 4 of 5: " in caplog.text
     assert (
         f"Process 3 has connected to process 0 at {address} and waits for the others" in caplog.text
     )
 
 
-def test_a_first_process_that_does_not_come_is_named(address):
-    (told,) = come(address, [(1, 2, 0)], timeout_s=1.0)
-    assert f"Process 1 of 2 could not reach process 0 at {address} within 1 s" in told
-    assert "refused" in told
+def test_a_missing_process_0_is_named(address):
+    (error,) = join(address, [(1, 2, 0)], timeout_s=1.0)
+    assert f"Process 1 of 2 could not reach process 0 at {address} within 1 s" in error
+    assert "refused" in error
 
 
-def test_two_of_one_number_are_an_error_of_all(address, monkeypatch):
+def test_two_processes_with_one_number_raise_in_all(address, monkeypatch):
     introduce, hosts = rendezvous_messages.introduce, itertools.count()
     monkeypatch.setattr(
         rendezvous_messages,
         "introduce",
         lambda count, index: introduce(count, index) | {"who": f"host {index}.{next(hosts)}"},
     )
-    found = come(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
-    for told in found:
-        assert told.startswith("StartupError: Two processes have the number 2: host 2.")
-        assert told.count("host 2.") == 2
+    results = join(address, [(0, 4, 0), (1, 4, 0), (2, 4, 0.3), (2, 4, 0.3)])
+    for error in results:
+        assert error.startswith("StartupError: Two processes have the number 2: host 2.")
+        assert error.count("host 2.") == 2
 
 
-def test_two_with_the_number_0_are_an_error_of_all(address):
-    """The second one cannot listen, and tells the first, for which the others wait."""
-    found = come(address, [(0, 3, 0), (0, 3, 0.3), (1, 3, 0.1)])
-    for told in found:
-        assert told.startswith("StartupError: Two processes have the number 0: ")
+def test_two_processes_with_the_number_0_raise_in_all(address):
+    """The second one cannot listen, and reports to the first, for which the others wait."""
+    results = join(address, [(0, 3, 0), (0, 3, 0.3), (1, 3, 0.1)])
+    for error in results:
+        assert error.startswith("StartupError: Two processes have the number 0: ")
 
 
 @pytest.mark.parametrize(
@@ -102,18 +102,18 @@ def test_two_with_the_number_0_are_an_error_of_all(address):
         (0, [(0, 2, 0), (0, 2, 0.1), (1, 2, 0.6)]),  # one more process than there are numbers
     ],
 )
-def test_those_that_come_late_are_told_too(address, monkeypatch, twice, processes):
+def test_late_processes_get_the_error_too(address, monkeypatch, twice, processes):
     monkeypatch.setattr(rendezvous_host, "LATE_S", 5.0)
     start = time.monotonic()
-    found = come(address, processes)
-    for told in found:
-        assert told.startswith(f"StartupError: Two processes have the number {twice}: ")
+    results = join(address, processes)
+    for error in results:
+        assert error.startswith(f"StartupError: Two processes have the number {twice}: ")
     assert time.monotonic() - start < 4.0
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monkeypatch, closes):
-    """Within 10 s as they are; process 0 is refused the port at once."""
+def test_a_silent_program_at_the_port_is_detected(address, monkeypatch, closes):
+    """Within 10 s by default; process 0 gets the error of the port at once."""
     assert rendezvous_guest.STRANGER_S < 5
     monkeypatch.setattr(rendezvous_guest, "STRANGER_S", 0.6)
     host, port = address.split(":")
@@ -128,38 +128,38 @@ def test_a_program_that_has_the_port_and_says_nothing_is_found_out(address, monk
                 line.close() if closes else stack.enter_context(line)
 
         threading.Thread(target=accept, daemon=True).start()
-        first, *others = come(address, [(0, 3, 0), (1, 3, 0), (2, 3, 0.2)])
+        first, *others = join(address, [(0, 3, 0), (1, 3, 0), (2, 3, 0.2)])
         server.shutdown(socket.SHUT_RDWR)
     assert f"Process 0 cannot listen at {address} (Address already in use)" in first
-    for told in others:
-        assert f"The program at {address} does not accept processes of a tpudist run" in told
-        assert "another program uses the port" in told
+    for error in others:
+        assert f"The program at {address} does not accept processes of a tpudist run" in error
+        assert "another program uses the port" in error
 
 
-def test_other_counts_are_an_error_of_all(address):
-    found = come(address, [(0, 3, 0), (1, 3, 0), (2, 4, 0.3)])
-    for told in found:
-        assert "Process 2 (" in told
-        assert "has number of processes 4, but process 0" in told
+def test_different_process_counts_raise_in_all(address):
+    results = join(address, [(0, 3, 0), (1, 3, 0), (2, 4, 0.3)])
+    for error in results:
+        assert "Process 2 (" in error
+        assert "has number of processes 4, but process 0" in error
 
 
-def test_other_versions_are_an_error(address, monkeypatch):
+def test_different_versions_raise_in_all(address, monkeypatch):
     introduce = rendezvous_messages.introduce
     monkeypatch.setattr(
         rendezvous_messages,
         "introduce",
         lambda count, index: introduce(count, index) | ({"jax": "0.1"} if index else {}),
     )
-    assert all("has version of jax 0.1" in x for x in come(address, [(0, 2, 0), (1, 2, 0)]))
+    assert all("has version of jax 0.1" in x for x in join(address, [(0, 2, 0), (1, 2, 0)]))
 
 
 @pytest.mark.slow
-def test_a_process_that_goes_again_is_waited_for(address):
+def test_strangers_and_lost_connections_do_not_disturb_the_rendezvous(address):
     host, port = address.split(":")
     said = b'{"index": 1, "count": 3, "who": "x"}\n'
     odd = said.replace(b"1", b"[1]")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        meeting = pool.submit(come, address, [(0, 2, 0), (1, 2, 1.0)])
+        meeting = pool.submit(join, address, [(0, 2, 0), (1, 2, 1.0)])
         time.sleep(0.3)
         for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", odd, b"x" * 5000, said[:10]):
             with socket.create_connection((host, int(port))) as stranger:
@@ -167,25 +167,25 @@ def test_a_process_that_goes_again_is_waited_for(address):
         assert meeting.result() == ["met", "met"]
 
 
-def test_a_taken_port_and_an_address_of_another_host(address):
+def test_a_taken_port_and_an_address_of_another_host_raise(address):
     host, port = address.split(":")
     with socket.create_server((host, int(port))):
-        (told,) = come(address, [(0, 2, 0)])
-    assert f"Process 0 cannot listen at {address} (Address already in use)" in told
-    assert "a second process with the number 0" in told
-    (told,) = come("192.0.2.1:1234", [(0, 2, 0)])
-    assert "does not have this address. Start process 0 on the host" in told
+        (error,) = join(address, [(0, 2, 0)])
+    assert f"Process 0 cannot listen at {address} (Address already in use)" in error
+    assert "a second process with the number 0" in error
+    (error,) = join("192.0.2.1:1234", [(0, 2, 0)])
+    assert "does not have this address. Start process 0 on the host" in error
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_an_unknown_host(index, monkeypatch):
+def test_an_unknown_host_raises(index, monkeypatch):
     monkeypatch.setattr(startup_address, "RESOLVE_S", 1.0)
-    (told,) = come("no-such-host.invalid:1234", [(index, 2, 0)])
-    assert "host 'no-such-host.invalid' of the first process is unknown" in told
+    (error,) = join("no-such-host.invalid:1234", [(index, 2, 0)])
+    assert "host 'no-such-host.invalid' of the first process is unknown" in error
 
 
 @pytest.mark.parametrize("echoes", [False, True])
-def test_another_program_at_the_port(address, echoes):
+def test_a_program_that_answers_at_the_port_is_detected(address, echoes):
     host, port = address.split(":")
     with socket.create_server((host, int(port))) as server:
 
@@ -197,20 +197,20 @@ def test_another_program_at_the_port(address, echoes):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        (told,) = come(address, [(1, 2, 0)])
+        (error,) = join(address, [(1, 2, 0)])
         thread.join()
-    assert "does not accept processes of a tpudist run" in told
+    assert "does not accept processes of a tpudist run" in error
 
 
 @pytest.mark.parametrize("bad", ["host", "host:", ":12", "host:x", "host:0", "host:70000"])
-def test_what_is_no_address_is_refused(bad):
-    (told,) = come(bad, [(0, 2, 0)])
-    assert told.startswith(f"ValueError: The address of the first process is {bad!r}")
+def test_a_malformed_address_raises(bad):
+    (error,) = join(bad, [(0, 2, 0)])
+    assert error.startswith(f"ValueError: The address of the first process is {bad!r}")
 
 
-def test_a_number_out_of_range_is_refused(address):
-    (told,) = come(address, [(2, 2, 0)])
-    assert told == (
+def test_a_process_number_out_of_range_raises(address):
+    (error,) = join(address, [(2, 2, 0)])
+    assert error == (
         "ValueError: The process number 2 is invalid: with 2 processes, the numbers are 0 to 1. "
         "Correct the number."
     )

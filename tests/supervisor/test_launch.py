@@ -61,7 +61,7 @@ def wait_until(condition, timeout_s=20):
         time.sleep(0.01)
 
 
-def test_each_process_has_its_place_and_its_label(run):
+def test_each_process_has_its_task_and_its_prefix(run):
     program = (
         "import os, sys\n"
         "print(os.environ['TF_CONFIG'], os.environ['TPUDIST_EMULATE'], sys.argv[1:])"
@@ -76,7 +76,7 @@ def test_each_process_has_its_place_and_its_label(run):
         assert line[4 + end :] == " 2 ['--n', '7', '-x']"
 
 
-def test_an_error_of_the_program_is_not_tried_again(run):
+def test_an_error_of_the_program_is_not_restarted(run):
     program = (
         "import json, os, sys, time\nif '\"index\": 1' in os.environ['TF_CONFIG']: sys.exit(3)"
     )
@@ -103,7 +103,7 @@ print("well")
 
 
 @pytest.mark.parametrize("code", ["75", "-9", "143"])
-def test_what_was_lost_or_killed_starts_again(run, code):
+def test_lost_or_killed_processes_restart(run, code):
     found, lines = run(FLAKY, "-n", "2", "--restarts", "2", args=[code])
     assert found == 0
     ended = "was killed (SIGKILL)" if code == "-9" else f"exited with code {code}"
@@ -114,7 +114,7 @@ def test_what_was_lost_or_killed_starts_again(run, code):
     assert lines[-2:] == ["[0] well", "[1] well"] or lines[-2:] == ["[1] well", "[0] well"]
 
 
-def test_the_budget_has_an_end(run, tmp_path):
+def test_the_number_of_restarts_is_limited(run, tmp_path):
     code, lines = run(FLAKY, "-n", "2", "--restarts", "1", args=["75"])
     assert code == launch.EXIT_GAVE_UP
     assert lines[-1] == "[tpudist] process 1 exited with code 75: giving up after 1 restart(s)."
@@ -151,7 +151,7 @@ def numbers_in(tmp_path):
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_reaches_all_and_nothing_is_left(tmp_path, number):
+def test_a_signal_reaches_all_processes_and_their_children(tmp_path, number):
     process = start(tmp_path, PARENTS, "-n", "2")
     wait_until(lambda: len(numbers_in(tmp_path)) == 4)
     process.send_signal(number)
@@ -161,7 +161,7 @@ def test_a_signal_reaches_all_and_nothing_is_left(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_second_signal_does_not_wait_for_who_does_not_hear(tmp_path):
+def test_a_second_signal_kills_at_once(tmp_path):
     process = start(tmp_path, PARENTS, "-n", "2", args=["deaf"])
     wait_until(lambda: len(numbers_in(tmp_path)) == 4)
     process.send_signal(signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_a_second_signal_does_not_wait_for_who_does_not_hear(tmp_path):
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
-def test_who_does_not_end_after_another_has_failed_is_killed(tmp_path, monkeypatch):
+def test_processes_that_outlive_a_failed_one_are_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "END_S", 0.5)
     monkeypatch.setenv("PLACE", str(tmp_path))
     script, lines = tmp_path / "program.py", []
@@ -210,7 +210,7 @@ def test_the_processes_die_with_their_supervisor(tmp_path):
         (["--emulate=2", "--", "x.py"], "launch has no option --emulate. Options of the program"),
     ],
 )
-def test_wrong_use_is_said_in_a_line(args, said, capsys):
+def test_wrong_use_prints_one_line(args, said, capsys):
     assert cli.main(["launch", *args]) == 2
     assert said in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ print("sum", float(np.asarray(total.addressable_data(0))[0]))
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["0", "1"])
-def test_a_run_whose_process_is_killed_ends_well(run, killed):
+def test_a_run_with_a_killed_process_restarts_and_succeeds(run, killed):
     options = ("-n", "2", "--devices-per-process", "2", "--restarts", "1")
     code, lines = run(PROGRAM, *options, args=[killed])
     assert code == 0, lines
@@ -255,7 +255,7 @@ def test_a_run_whose_process_is_killed_ends_well(run, killed):
         ("a.py", "a.py"),
     ],
 )
-def test_what_follows_the_program_is_its_own(line, first):
+def test_arguments_after_the_program_belong_to_it(line, first):
     words = line.split()
     number = len(first.split())
     assert launch_command.split(words) == (words[:number], words[number:])

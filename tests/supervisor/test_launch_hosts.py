@@ -27,7 +27,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "t-0,t-1", "TPU_WORKER_ID": "1"}
         (TPU | {"TPU_WORKER_HOSTNAMES": "t-0"}, Hosts()),
     ],
 )
-def test_hosts_are_those_of_the_scheduler(env, hosts, monkeypatch):
+def test_hosts_come_from_the_scheduler(env, hosts, monkeypatch):
     for name in {**SLURM, **TPU}:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -35,13 +35,13 @@ def test_hosts_are_those_of_the_scheduler(env, hosts, monkeypatch):
     assert launch_hosts.find_hosts(None, None, None) == hosts
 
 
-def test_a_host_knows_those_of_its_own_slice_only(monkeypatch):
+def test_a_host_knows_only_hosts_of_its_own_slice(monkeypatch):
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     with pytest.raises(WrongUse, match="Pass the hosts of all slices: --hosts"):
         launch_hosts.find_hosts(None, None, None)
 
 
-def test_a_number_that_a_slice_does_not_have_is_wrong_use(monkeypatch):
+def test_a_number_outside_of_the_slice_is_wrong_use(monkeypatch):
     for name, value in (TPU | {"TPU_WORKER_ID": "2"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WrongUse, match="TPU_WORKER_ID is '2', but the numbers of the 2 hosts"):
@@ -68,7 +68,7 @@ def test_a_dry_run_prints_the_command_of_each_host(tmp_path, monkeypatch, capsys
     assert "1 process(es) on this host:\n  tpudist launch 'train it.py'" in capsys.readouterr().out
 
 
-def test_several_tasks_on_a_node_are_refused(monkeypatch):
+def test_several_tasks_on_a_node_are_rejected(monkeypatch):
     for name, value in (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WrongUse, match="srun --ntasks-per-node=1 tpudist launch"):
@@ -105,7 +105,7 @@ def test_this_host_is_found_by_its_address():
         ("a,b", 2, "must be from 0 to 1"),
     ],
 )
-def test_hosts_that_are_not_clear_are_refused(names, index, said):
+def test_ambiguous_hosts_are_rejected(names, index, said):
     with pytest.raises(WrongUse, match=said):
         launch_hosts.find_hosts(names, index, None)
 
@@ -139,7 +139,7 @@ def start(hosts, folder, *options, **env):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_hosts, tmp_path):
+def test_a_lost_process_of_another_host_is_replaced(two_hosts, tmp_path):
     first, second = start(two_hosts, tmp_path, "--restarts", "1")
     with first, second:
         first.wait_for_step(10, of_all=True)
@@ -157,7 +157,7 @@ def test_a_process_of_another_host_is_lost_and_another_one_takes_its_place(two_h
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_host_whose_network_is_lost_is_done_without(two_hosts, tmp_path):
+def test_a_run_continues_without_a_host_that_lost_its_network(two_hosts, tmp_path):
     env = {"LINK_S": "6", "SUPERVISORS_S": "1", "STEPS": "14"}
     first, second = start(two_hosts, tmp_path, **env)
     with first, second:

@@ -1,4 +1,4 @@
-"""The hosts of a run: which there are, and which of them this is."""
+"""The hosts of a run, their addresses and ports, and the place of this host among them."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from tpudist.processes.peer_connections import is_ipv6
 
 SECRET = "TPUDIST_SECRET"
-"""A variable: what processes of one run know, and nobody else; the same on all hosts."""
+"""Environment variable: secret of the processes of a run, the same on all hosts."""
 PORT = 8470
 LOOPBACK = "127.0.0.1"
 
@@ -19,10 +19,10 @@ class Hosts:
     """The hosts of a run.
 
     Attributes:
-        names: Names or addresses, by which they reach each other.
-        index: Which is this one.
-        port: Where the first one is asked who belongs to the run; the processes of each host have
-            those that follow. 0 for any that are free, of one host.
+        names: Names or addresses by which the hosts reach each other.
+        index: Index of this host in `names`.
+        port: Port of the first host's supervisor. The processes of each host use the following
+            ports. 0 for any free ports, if there is one host.
     """
 
     names: Sequence[str] = (LOOPBACK,)
@@ -31,18 +31,20 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this host says who belongs to the run."""
+        """Whether this is the first host, whose supervisor manages the members of the run."""
         return self.index == 0
 
     def processes(self, per_host: int) -> list[str]:
-        """`host:port` of each process."""
+        """Returns `host:port` of each process."""
         if len(self.names) == 1:
             host = self.names[0]
             return [_join(host, port) for port in _free_ports(host, per_host)]
         return [_join(host, self.port + 1 + i) for host in self.names for i in range(per_host)]
 
     def numbers(self, per_host: int) -> Iterator[int]:
-        """Numbers for the processes of this host: first those of the run, then more."""
+        """Yields numbers for processes of this host: of the run first, then of additional ones."""
+        # Additional processes (spares, replacements) of different hosts must not collide, and hosts
+        # do not talk about numbers: each host takes every n-th number after those of the run.
         yield from range(self.index * per_host, (self.index + 1) * per_host)
         number = len(self.names) * per_host + self.index
         while True:
@@ -50,19 +52,21 @@ class Hosts:
             number += len(self.names)
 
     def secret(self) -> str | None:
-        """What the processes of several hosts know; None for one host, which makes one up."""
+        """Returns the secret of the run; None for one host, which creates a random one."""
         if len(self.names) == 1:
             return None
-        said = os.environ.get(SECRET) or ",".join(map(str, (*self.names, self.port)))
-        return hashlib.sha256(said.encode()).hexdigest()[:32]
+        # Without the variable the secret only tells runs apart: anybody can compute it.
+        text = os.environ.get(SECRET) or ",".join(map(str, (*self.names, self.port)))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def find_this_host(names: Sequence[str]) -> list[int]:
-    """Which of some names are this host's: those whose address is its own."""
+    """Returns the indices of the names that are addresses of this host."""
     return [i for i, name in enumerate(names) if _is_here(name)]
 
 
 def _is_here(name: str) -> bool:
+    # Only an address of this host can be bound.
     try:
         with socket.create_server((name, 0), family=_family(name)):
             return True
@@ -79,7 +83,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on; all are held until the last is found, so that they differ."""
+    """Returns different free ports: each stays bound until all are found."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Runs a program as several processes on this host, and starts them again if that may help.
+"""Runs a program as several processes on this host, and restarts them if that may help.
 
 Decisions depend on exit codes, which docs/fault_tolerance.md lists. A process that raised (1) would
 raise again. A process that lost another one (75), was killed by a signal, or saved after SIGTERM
@@ -14,7 +14,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from tpudist.processes import generations
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
@@ -27,27 +26,29 @@ from tpudist.xla import emulation
 EXIT_GAVE_UP = 70
 INTERRUPTED = 130
 END_S = 15.0
-"""How long the other processes may take to end by themselves, when one has failed."""
+"""Seconds for the other processes to end by themselves after one has failed."""
 GRACE_S = 30.0
-"""How long all may take to save, when this process is asked to end."""
+"""Seconds for all processes to save their state after this process is asked to end."""
 _POLL_S = 0.02
-_PATIENCE_S = 3.0
+_PATIENCE_S = 3.0  # for a process to connect, before the run is given up for lack of processes
 STOPPED_S = 3.0
-"""After which a process that its kernel says is stopped is ended, of a program that survives."""
+"""Seconds until a stopped process is killed, if the program survives losses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What to run.
+    """A program to run.
 
     Attributes:
-        command: The program and its arguments, of each process.
-        num_processes: How many, on each host.
-        devices_per_process: Emulated ones of each; None for what there is.
-        restarts: How often all may be started again, or one in the place of one that was lost.
-        write: Called with each line that a process prints, and its number; None is this one.
-        spares: How many more are started on each host, that wait until one is lost.
-        hosts: Of the run.
+        command: Program and arguments of each process.
+        num_processes: Number of processes on each host.
+        devices_per_process: Number of emulated devices of each process; None for the devices of
+            this host.
+        restarts: Number of restarts, of all processes or of a single lost process.
+        write: Called with the number of a process and a line that it printed; None
+            stands for this process.
+        spares: Number of additional processes on each host, which wait until one is lost.
+        hosts: Hosts of the run.
     """
 
     command: Sequence[str]
@@ -59,34 +60,34 @@ class Launch:
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
     def run(self) -> int:
-        """Runs until all have ended well, or cannot go on; the exit code for this process."""
+        """Runs the program to its end, with restarts; returns the exit code for this process."""
         left = self.restarts
-        with _signals() as asked, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
+        with _record_signals() as signals, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
             while True:
                 attempt = _Attempt(self, left, cache)
-                codes, left = attempt.run(asked), attempt.restarts_left
-                if asked:
-                    return INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
+                codes, left = attempt.run(signals), attempt.restarts_left
+                if signals:
+                    return INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
                 if attempt.gave_up:
                     self.write(None, attempt.gave_up)
                     return EXIT_GAVE_UP
                 if not any(codes.values()):
                     return 0
                 first, code = next((i, x) for i, x in codes.items() if x)
-                told = f"process {first} {_describe(code)}"
-                if attempt.has_survived:
-                    self.write(None, f"{told}, after tpudist.experimental.survive.")
+                end = f"process {first} {_describe(code)}"
+                if attempt.is_done:
+                    self.write(None, f"{end}, after tpudist.experimental.survive.")
                     return code if code > 0 else 128 - code
                 if not may_restart(code):
                     self.write(
                         None,
-                        f"{told}: this is an error of the program, so a restart would fail again.",
+                        f"{end}: this is an error of the program, so a restart would fail again.",
                     )
                     return code if code > 0 else 1
                 if not left:
-                    self.write(None, f"{told}: {self._last_words}")
+                    self.write(None, f"{end}: {self._last_words}")
                     return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
-                self.write(None, f"{told}: restarting all processes ({left} restart(s) left).")
+                self.write(None, f"{end}: restarting all processes ({left} restart(s) left).")
                 left -= 1
 
     @property
@@ -97,11 +98,13 @@ class Launch:
 
 
 class _Attempt:
-    """All processes, from their start to their end.
+    """One run of all processes, from their start to their end.
+
+    If the program survives losses, a lost process does not end the attempt.
 
     Attributes:
-        restarts_left: How many more may be started.
-        gave_up: Why those that are left cannot go on; empty where that is not so.
+        restarts_left: Number of restarts that are left.
+        gave_up: Reason why the remaining processes cannot continue, or "".
     """
 
     def __init__(self, launch: Launch, restarts_left: int, cache: str):
@@ -113,22 +116,26 @@ class _Attempt:
         self._numbers = launch.hosts.numbers(launch.num_processes)
         self._stopped_since_s: dict[int, float] = {}
 
-    def run(self, asked: list[int]) -> dict[int, int]:
-        """The exit codes, in the order in which the processes have ended; not of those replaced."""
+    def run(self, signals: list[int]) -> dict[int, int]:
+        """Returns the exit codes in the order in which processes ended, without replaced ones.
+
+        Args:
+            signals: Signals that ask this process to end; it grows meanwhile.
+        """
         launch = self._launch
-        self._membership = self._join_others()
+        self._membership = self._create_membership()
         try:
             self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
             for _ in range(launch.num_processes + launch.spares):
                 self._start()
-            self._wait(asked)
+            self._wait(signals)
         finally:
             for worker in self._workers:
                 worker.kill()
             self._membership.close()
         return self._codes
 
-    def _join_others(self) -> Membership | RemoteMembership:
+    def _create_membership(self) -> Membership | RemoteMembership:
         launch, hosts = self._launch, self._launch.hosts
         host, secret = hosts.names[0], hosts.secret()
 
@@ -142,8 +149,8 @@ class _Attempt:
         return RemoteMembership(host, hosts.port, secret, write)
 
     @property
-    def has_survived(self) -> bool:
-        """Whether the program has ended in all processes that it was to survive in."""
+    def is_done(self) -> bool:
+        """Whether a program that survives losses has returned in all of its processes."""
         return self._membership.is_done
 
     def _start(self) -> None:
@@ -159,8 +166,10 @@ class _Attempt:
             env |= emulation.environment_of(devices)
         self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
-    def _wait(self, asked: list[int]) -> None:
-        deadline, forwarded = math.inf, False
+    def _wait(self, signals: list[int]) -> None:
+        # Ends when every process has ended. `deadline` bounds that: it is set when a process fails
+        # for good, when the program is done, or by a signal. A second signal kills all at once.
+        deadline, is_forwarded = math.inf, False
         seen: set[int] = set()
         while len(seen) < len(self._workers) and not self.gave_up:
             for worker in list(self._workers):
@@ -168,24 +177,24 @@ class _Attempt:
                 if code is None or worker.index in seen:
                     continue
                 seen.add(worker.index)
-                if not asked and self._others_go_on(worker.index, code):
+                if not signals and self._handle_loss(worker.index, code):
                     continue
                 self._codes[worker.index] = code
                 if code:
                     deadline = min(deadline, time.monotonic() + END_S)
             if self._membership.is_done:
                 deadline = min(deadline, time.monotonic() + END_S)
-            self._look_whether_they_can_go_on()
-            self._end_stopped_ones()
-            if asked and not forwarded:
-                forwarded = True
+            self._check_membership()
+            self._kill_stopped()
+            if signals and not is_forwarded:
+                is_forwarded = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-                if asked[0] == signal.SIGTERM and self._membership.is_used:
+                if signals[0] == signal.SIGTERM and self._membership.is_used:
                     self._membership.end_all()
                 else:
                     for worker in self._workers:
-                        worker.send(signal.Signals(asked[0]))
-            if time.monotonic() > deadline or len(asked) > 1:
+                        worker.send(signal.Signals(signals[0]))
+            if time.monotonic() > deadline or len(signals) > 1:
                 for worker in self._workers:
                     if worker.exit_code is None:
                         self._launch.write(
@@ -194,39 +203,40 @@ class _Attempt:
                         worker.kill()
             time.sleep(_POLL_S)
 
-    def _others_go_on(self, index: int, code: int) -> bool:
-        """Whether the program survives that a process has ended; starts another in its place."""
+    def _handle_loss(self, index: int, code: int) -> bool:
+        """Returns whether the others continue without a process; may start a replacement."""
         membership = self._membership
         if code == 0 or not membership.is_used and not self._is_spare(index):
             return False
-        if membership.is_done:  # it may have been started for a run that has ended since
+        if membership.is_done:  # a replacement may have started when the program returned
             return not membership.has_finished(index)
-        told = f"process {index} {_describe(code)}"
+        end = f"process {index} {_describe(code)}"
         if not may_restart(code):
             if membership.is_member(index) or not self._is_spare(index):
                 return False
-            self._launch.write(None, f"{told} before it joined the others, which continue.")
+            self._launch.write(None, f"{end} before it joined the others, which continue.")
             return True
-        others_are_elsewhere = len(self._launch.hosts.names) > 1 and self.restarts_left > 0
-        if all(x.exit_code is not None for x in self._workers) and not others_are_elsewhere:
+        # A host without processes only helps if other hosts have some, and it may start one.
+        can_rejoin = len(self._launch.hosts.names) > 1 and self.restarts_left > 0
+        if all(x.exit_code is not None for x in self._workers) and not can_rejoin:
             return False
         if self.restarts_left:
             self._start()
             self._launch.write(
                 None,
-                f"{told}: the others continue, and process {self._workers[-1].index} starts "
+                f"{end}: the others continue, and process {self._workers[-1].index} starts "
                 f"({self.restarts_left} restart(s) left).",
             )
             self.restarts_left -= 1
         else:
-            self._launch.write(None, f"{told}: the others continue.")
+            self._launch.write(None, f"{end}: the others continue.")
         return True
 
     def _is_spare(self, index: int) -> bool:
         return index >= self._launch.num_processes * len(self._launch.hosts.names)
 
-    def _end_stopped_ones(self) -> None:
-        """Of a program that survives: the others do not wait for a process that is stopped."""
+    def _kill_stopped(self) -> None:
+        """Kills stopped processes if the program survives losses: the others do not wait."""
         now = time.monotonic()
         for worker in self._workers if self._membership.is_used else ():
             if not worker.is_stopped or not self._membership.is_member(worker.index):
@@ -239,7 +249,8 @@ class _Attempt:
                 )
                 worker.kill()
 
-    def _look_whether_they_can_go_on(self) -> None:
+    def _check_membership(self) -> None:
+        """Gives up if the remaining processes are too few and no other can join them."""
         membership = self._membership
         self.gave_up = membership.gave_up
         count = membership.waits_for_others()
@@ -267,19 +278,20 @@ def _describe(code: int) -> str:
 
 
 def may_restart(exit_code: int) -> bool:
-    """Whether a process that has ended so may do better when it is started again."""
+    """Whether a restart may help a process that ended with this code."""
     return exit_code < 0 or exit_code in (EXIT_PEER_LOST, EXIT_PREEMPTED)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Signals that ask this process to end, as they come."""
-    asked: list[int] = []
-    before: dict[int, Any] = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, lambda number, frame: asked.append(number))
+def _record_signals() -> Iterator[list[int]]:
+    """Yields a list to which SIGTERM and SIGINT are added as they arrive."""
+    signals: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: signals.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

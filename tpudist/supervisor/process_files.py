@@ -1,4 +1,7 @@
-"""Which processes hold a file, a device or a port, as far as /proc shows it to this user."""
+"""Finds the processes that use a file, a device or a port.
+
+Reads /proc, so it finds only processes that this user may inspect.
+"""
 
 import contextlib
 import os
@@ -6,24 +9,28 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_LISTENS = "0A"  # TCP_LISTEN in /proc/net/tcp
+_LISTENS = "0A"  # state TCP_LISTEN in the fourth column of /proc/net/tcp
 
 
-def holders(is_meant: Callable[[str], bool]) -> list[str]:
-    """The other processes that have such a file open, each as `process 12 (python train.py)`."""
-    found = {pid for pid, file in _open_files() if is_meant(file)} - {os.getpid()}
-    return [describe(pid) for pid in sorted(found)]
+def holders(matches: Callable[[str], bool]) -> list[str]:
+    """Returns other processes with certain files open, each as `process 12 (python train.py)`.
+
+    Args:
+        matches: Called with the path of an open file; returns whether it is one of them.
+    """
+    pids = {pid for pid, file in _open_files() if matches(file)} - {os.getpid()}
+    return [describe(pid) for pid in sorted(pids)]
 
 
 def listeners(port: int) -> list[str]:
-    """The processes that listen at a port of this host."""
-    sockets = {f"socket:[{inode}]" for inode in _sockets(port)}
-    found = {pid for pid, file in _open_files() if file in sockets}
-    return [describe(pid) for pid in sorted(found)]
+    """Returns the processes that listen at a port of this host."""
+    sockets = {f"socket:[{inode}]" for inode in _list_inodes(port)}
+    pids = {pid for pid, file in _open_files() if file in sockets}
+    return [describe(pid) for pid in sorted(pids)]
 
 
 def describe(pid: int) -> str:
-    """A process in words: its number, and how it was started."""
+    """Returns the number and the command of a process, as a text."""
     try:
         parts = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -35,7 +42,7 @@ def describe(pid: int) -> str:
 
 
 def _open_files() -> Iterator[tuple[int, str]]:
-    """Of each process that this user may look at, what it has open."""
+    """Yields pid and path of each open file of all processes that this user may inspect."""
     for folder in Path("/proc").glob("[0-9]*/fd"):
         try:
             numbers = os.listdir(folder)
@@ -46,13 +53,15 @@ def _open_files() -> Iterator[tuple[int, str]]:
                 yield int(folder.parent.name), os.readlink(folder / number)
 
 
-def _sockets(port: int) -> Iterator[str]:
+def _list_inodes(port: int) -> Iterator[str]:
+    """Yields the inodes of the sockets that listen at a port."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
         except OSError:
             continue
         for line in lines:
+            # "sl local_address rem_address st ... inode", an address as "0100007F:1F40".
             columns = line.split()
             number = re.search(r":([0-9A-F]{4})$", columns[1])
             if columns[3] == _LISTENS and number and int(number[1], 16) == port:

@@ -1,94 +1,102 @@
-"""Membership as a supervisor on another host than the first one knows it: it asks there."""
+"""RemoteMembership: the membership as the supervisors of hosts other than the first one see it."""
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tpudist.processes import json_lines
 
 CONNECT_S = 300.0
-_ASK_S = 0.1
+_POLL_S = 0.1
 _REPORT_S = 5.0
 
 
 class RemoteMembership:
-    """What the first host knows of the run, a moment ago; as `Membership`.
+    """A copy of the first host's `Membership`, at most about 0.1 s old.
+
+    Waits until the supervisor of the first host listens.
+
+    Args:
+        host: Address of the first host.
+        port: Port of its supervisor.
+        secret: Secret of the run.
+        report: Called with lines about the wait.
 
     Attributes:
         address: `host port secret`, for the processes.
-        ends_all: Whether this host has asked all to end.
+        ends_all: Whether this host has requested that all processes end.
+
+    Raises:
+        TimeoutError: If the supervisor does not answer; the message has its address.
     """
 
-    def __init__(self, host: str, port: int, secret: str, write: Callable[[str], None]):
-        """Connects to the first host's supervisor, once it is there.
-
-        Raises:
-            TimeoutError: It does not come; says where it was looked for.
-        """
+    def __init__(self, host: str, port: int, secret: str, report: Callable[[str], None]):
         self.address = f"{host} {port} {secret}"
         self.ends_all = False
         self._lost = ""
         self._closing = threading.Event()
-        self._line = _connect(host, port, secret, write)
-        self._known: Mapping[str, Any] = {}
+        self._line = _connect(host, port, secret, report)
+        self._state: dict[str, Any] = {}
         self._line.send(supervisor=True)
-        self._ask()
-        self._thread = threading.Thread(target=self._ask_often, args=(host,), daemon=True)
+        self._update()
+        self._thread = threading.Thread(target=self._update_often, args=(host,), daemon=True)
         self._thread.start()
 
     @property
     def is_used(self) -> bool:
-        """Whether a process of the run has ever connected."""
-        return self._known["is_used"]
+        """Whether any process of the run has ever connected."""
+        return self._state["is_used"]
 
     @property
     def is_done(self) -> bool:
-        """Whether the program has ended in all of them."""
-        return self._known["is_done"]
+        """Whether the program has returned in all processes."""
+        return self._state["is_done"]
 
     @property
     def gave_up(self) -> str:
-        """Why there is no other generation; empty while there may be."""
-        return self._known["gave_up"] or self._lost
+        """Reason why there is no other generation, or ""."""
+        return self._state["gave_up"] or self._lost
 
     def is_member(self, index: int) -> bool:
         """Whether the process that was started as number `index` has ever connected."""
-        return index in self._known["came"]
+        return index in self._state["arrived"]
 
     def has_finished(self, index: int) -> bool:
-        """Whether the program has ended in the process that was started as number `index`."""
-        return index in self._known["finished"]
+        """Whether the program has returned in the process that was started as number `index`."""
+        return index in self._state["finished"]
 
     def waits_for_others(self) -> int | None:
-        """None: the first host looks after that."""
+        """Returns None: the first host ends the run if its processes cannot continue."""
         return None
 
     def end_all(self) -> None:
-        """Has all processes end at the next commit, where they save their state."""
+        """Ends all processes at the next commit, where they save their state."""
         self.ends_all = True
 
     def close(self) -> None:
-        """Asks no more."""
+        """Stops the updates."""
         self._closing.set()
         self._thread.join(2.0)
         self._line.close()
 
-    def _ask(self) -> bool:
+    def _update(self) -> bool:
+        """Sends the request of this host and reads the state; returns whether it was answered."""
         self._line.send(end_all=self.ends_all)
-        known = self._line.read()
-        if known is None:
+        state = self._line.read()
+        if state is None:
             return False
-        self._known = known
+        self._state = state
         return True
 
-    def _ask_often(self, host: str) -> None:
-        while not self._closing.wait(_ASK_S):
+    def _update_often(self, host: str) -> None:
+        while not self._closing.wait(_POLL_S):
             try:
-                is_there = self._ask()
+                is_connected = self._update()
             except OSError:
-                is_there = False
-            if not is_there:
+                is_connected = False
+            if not is_connected:
+                # After the end of the run the first host closes the connection, as expected.
                 if self.is_used and not self.is_done:
                     self._lost = (
                         f"Cannot reach the supervisor on {host}, which coordinates this run: "
@@ -98,7 +106,7 @@ class RemoteMembership:
 
 
 def _connect(
-    host: str, port: int, secret: str, write: Callable[[str], None]
+    host: str, port: int, secret: str, report: Callable[[str], None]
 ) -> json_lines.JsonLines:
     start, next_report_s = time.monotonic(), _REPORT_S
     while True:
@@ -114,5 +122,7 @@ def _connect(
                 ) from error
             if waited_s > next_report_s:
                 next_report_s *= 2
-                write(f"waiting for the first host, {host}:{port}: {waited_s:.0f} s of 300.")
+                report(
+                    f"waiting for the first host, {host}:{port}: {waited_s:.0f} s of {CONNECT_S:g}."
+                )
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""One process of a run: started, its output read line by line, and ended with all it made."""
+"""WorkerProcess: a child process whose output is read by line and that ends with its children."""
 
 import os
 import signal
@@ -10,21 +10,35 @@ from typing import IO
 
 from tpudist.processes import process_state
 
-# Asks Linux to kill the process when the one that has started it dies, and becomes the program.
+# A small program that becomes the command. First it asks Linux to kill it when its parent dies
+# (PR_SET_PDEATHSIG is 1), even by SIGKILL. The setting survives exec. `preexec_fn` could do the
+# same, but is not safe in a process with threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 if os.getppid() != int(sys.argv[1]):
-    sys.exit(75)  # it has died already
+    sys.exit(75)  # the parent died before prctl
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
 class WorkerProcess:
-    """A process that runs a command, in a group of its own.
+    """A process that runs a command, in a process group of its own.
+
+    Create it in a thread that lives as long as the process is needed: Linux kills the process when
+    the thread that started it ends.
+
+    Args:
+        index: Number of the process in the run.
+        command: Program and arguments.
+        env: Environment variables to add to the environment of this process.
+        write: Called in a thread with `index` and each line of output, without the line's end.
 
     Attributes:
-        index: Its number in the run.
+        index: Number of the process in the run.
+
+    Raises:
+        OSError: If there is no such program.
     """
 
     def __init__(
@@ -34,20 +48,9 @@ class WorkerProcess:
         env: Mapping[str, str],
         write: Callable[[int, str], None],
     ):
-        """Starts it, from the thread that lives longest: on Linux it dies with that one.
-
-        Args:
-            index: Its number.
-            command: The program and its arguments.
-            env: More environment variables.
-            write: Called with its number and each line that it prints, without the line's end.
-
-        Raises:
-            OSError: There is no such program.
-        """
         if sys.platform == "linux":
-            leash = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-            command = [*leash, *command]
+            prefix = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+            command = [*prefix, *command]
         self.index = index
         self._write = write
         self._process = subprocess.Popen(
@@ -66,22 +69,22 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; the negative number of the signal that has ended it."""
+        """Exit code, or the negative number of the signal that ended it; None while it runs."""
         return self._process.poll()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its kernel says that it is stopped, by SIGSTOP or Ctrl-Z."""
+        """Whether the process is stopped, by SIGSTOP or Ctrl-Z."""
         place = process_state.here(self._process.pid)
         return process_state.find(place) is process_state.State.STOPPED
 
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal, if it runs still."""
+        """Sends a signal to the process if it is running."""
         if self.exit_code is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it, and what it has started and left behind."""
+        """Kills the process and all processes that it started."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:  # all have ended

@@ -49,7 +49,7 @@ def make_python(folder, *said, more=""):
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_sum_over_devices_is_what_it_must_be(count):
+def test_the_sum_over_devices_is_exact(count):
     import jax
 
     found = device_program.sum_over(jax.devices()[:count])
@@ -81,7 +81,7 @@ def test_devices_that_hang_are_ended_and_show_their_stack(tmp_path, monkeypatch)
     (info / "entry_points.txt").write_text("[jax_plugins]\nhanging = hanging_plugin\n")
     add_to_path(monkeypatch, tmp_path)
     start = time.monotonic()
-    (answer,) = device_check.look_at_devices(None, timeout_s=6)
+    (answer,) = device_check.check_devices(None, timeout_s=6)
     assert time.monotonic() - start < 6 + device_check.END_S + 20
     assert answer.verdict is Verdict.FAIL
     assert answer.found == "no answer within 6 s; its stack is below"
@@ -90,11 +90,11 @@ def test_devices_that_hang_are_ended_and_show_their_stack(tmp_path, monkeypatch)
 
 
 @processes
-def test_a_python_that_hangs_before_anything_shows_its_stack_too(tmp_path, monkeypatch):
+def test_a_python_that_hangs_at_its_start_shows_its_stack(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(1000)\n")
     add_to_path(monkeypatch, tmp_path)
     start = time.monotonic()
-    (answer,) = device_check.look_at_devices(2, timeout_s=1)
+    (answer,) = device_check.check_devices(2, timeout_s=1)
     assert time.monotonic() - start < 1 + device_check.END_S + 20
     assert answer.verdict is Verdict.FAIL
     assert "no answer within 1 s" in answer.found
@@ -103,12 +103,12 @@ def test_a_python_that_hangs_before_anything_shows_its_stack_too(tmp_path, monke
 
 @pytest.mark.slow
 @processes
-def test_nothing_is_left_of_a_program_that_cannot_be_asked_to_end(tmp_path):
+def test_a_program_that_ignores_signals_is_killed(tmp_path):
     """It ignores SIGABRT, and has started another one."""
     note = tmp_path / "pids"
     script = f"trap '' ABRT\nsleep 1000 & echo $$ $! > {note}\nwhile true; do wait; done"
     python = make_python(tmp_path, more=script)
-    (answer,) = device_check.look_at_devices(None, timeout_s=0.5, python=python)
+    (answer,) = device_check.check_devices(None, timeout_s=0.5, python=python)
     assert answer.verdict is Verdict.FAIL
     pids, deadline = note.read_text().split(), time.monotonic() + 5
     while any(is_running(int(x)) for x in pids) and time.monotonic() < deadline:
@@ -128,7 +128,7 @@ def is_running(pid):
 @processes
 def test_devices_that_cannot_start_give_the_error_of_jax(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-    (answer,) = device_check.look_at_devices(None, timeout_s=60)
+    (answer,) = device_check.check_devices(None, timeout_s=60)
     assert answer.verdict is Verdict.FAIL
     assert "nonsense" in answer.found
     assert "Error: " in answer.found
@@ -141,16 +141,16 @@ WRONG = {"is_exact": False, "wrong": [5], "total": [17], "expected": [18]}
 @processes
 def test_a_wrong_sum_is_a_failure(tmp_path):
     python = make_python(tmp_path, DEVICES, WRONG)
-    devices, total = device_check.look_at_devices(None, timeout_s=20, python=python)
+    devices, total = device_check.check_devices(None, timeout_s=20, python=python)
     assert devices.verdict is Verdict.OK
     assert total.verdict is Verdict.FAIL
     assert total.found == "element 5 of the sum is 17, but must be 18"
 
 
 @processes
-def test_devices_that_start_and_die_in_the_sum_are_told_apart(tmp_path):
+def test_devices_that_fail_in_the_sum_are_a_separate_failure(tmp_path):
     python = make_python(tmp_path, DEVICES, more="kill -9 $$")
-    devices, total = device_check.look_at_devices(None, timeout_s=20, python=python)
+    devices, total = device_check.check_devices(None, timeout_s=20, python=python)
     assert devices.verdict is Verdict.OK
     assert total.verdict is Verdict.FAIL
     assert "its process exited with code -9" in total.found
@@ -161,20 +161,20 @@ def test_devices_that_start_and_die_in_the_sum_are_told_apart(tmp_path):
     [("", Verdict.FAIL, "Install libtpu"), ("cpu", Verdict.WARNING, "unset it")],
 )
 @processes
-def test_cpus_where_a_tpu_is_expected_are_said(tmp_path, monkeypatch, platforms, verdict, told):
+def test_cpu_devices_on_a_tpu_host_are_reported(tmp_path, monkeypatch, platforms, verdict, told):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     python = make_python(tmp_path, DEVICES, {"is_exact": True, "wrong": []})
-    devices, _ = device_check.look_at_devices(None, timeout_s=20, python=python)
+    devices, _ = device_check.check_devices(None, timeout_s=20, python=python)
     assert devices.verdict is verdict
     assert told in devices.remedy
-    emulated, _ = device_check.look_at_devices(2, timeout_s=20, python=python)
+    emulated, _ = device_check.check_devices(2, timeout_s=20, python=python)
     assert emulated.verdict is Verdict.OK
 
 
 @pytest.mark.slow
 @processes
-def test_processes_of_which_one_does_not_come_are_ended(tmp_path):
+def test_processes_end_if_one_of_them_does_not_start(tmp_path):
     """The second hangs, and the first waits for it: both show where."""
     python = tmp_path / "python"
     python.write_text(
@@ -183,14 +183,14 @@ def test_processes_of_which_one_does_not_come_are_ended(tmp_path):
     )
     python.chmod(0o755)
     start = time.monotonic()
-    (answer,) = device_check.meet_locally(2, 1, timeout_s=8, python=str(python))
+    (answer,) = device_check.check_local_processes(2, 1, timeout_s=8, python=str(python))
     assert time.monotonic() - start < 8 + device_check.END_S + 20
     assert answer.verdict is Verdict.FAIL
     assert "no answer within 8 s" in answer.found
-    assert "in meet" in answer.details
+    assert "in join" in answer.details
 
 
-def test_emulation_is_that_of_launch():
+def test_emulation_uses_the_variables_of_launch():
     assert emulation.environment_of(4)["JAX_NUM_CPU_DEVICES"] == "4"
     assert emulation.environment_of(4)["JAX_PLATFORMS"] == "cpu"
 
@@ -205,7 +205,7 @@ def make_dev(folder, *names):
     return folder
 
 
-def test_a_tpu_is_expected_where_files_or_variables_say_so(tmp_path):
+def test_device_files_or_variables_are_signs_of_a_tpu(tmp_path):
     dev = make_dev(tmp_path, "vfio/vfio", "accelerated")
     assert tpu_check.signs_of_tpu(dev, {}) == []
     assert tpu_check.signs_of_tpu(dev, {"TPU_WORKER_ID": "0", "OTHER": "1"}) == ["TPU_WORKER_ID"]
@@ -222,30 +222,28 @@ def test_a_tpu_is_expected_where_files_or_variables_say_so(tmp_path):
         ("0.0.1", True, Verdict.WARNING, "0.0.1, but this jax was built for libtpu==0.0."),
     ],
 )
-def test_libtpu_must_be_there_where_a_tpu_is(
-    tmp_path, monkeypatch, version, has_tpu, verdict, told
-):
+def test_libtpu_is_required_on_a_tpu_host(tmp_path, monkeypatch, version, has_tpu, verdict, told):
     monkeypatch.setattr(versions, "version_of", lambda package: version)
     dev = make_dev(tmp_path, "accel0") if has_tpu else tmp_path
-    (answer,) = tpu_check.look_for_libtpu(dev)
+    (answer,) = tpu_check.check_libtpu(dev)
     assert answer.verdict is verdict
     assert told in answer.found
     assert bool(answer.remedy) is (verdict is not Verdict.OK)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_the_libtpu_that_is_installed_is_the_one_of_this_jax(tmp_path):
-    (answer,) = tpu_check.look_for_libtpu(tmp_path)
+def test_the_installed_libtpu_fits_this_jax(tmp_path):
+    (answer,) = tpu_check.check_libtpu(tmp_path)
     assert answer.verdict is Verdict.OK
     assert answer.found.startswith(versions.version_of("libtpu"))
 
 
-def test_a_libtpu_that_is_not_where_it_should_be_fails(tmp_path, monkeypatch):
+def test_a_missing_custom_libtpu_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    (answer,) = tpu_check.look_for_libtpu(tmp_path)
+    (answer,) = tpu_check.check_libtpu(tmp_path)
     assert answer.verdict is Verdict.FAIL
     (tmp_path / "libtpu.so").touch()
-    (answer,) = tpu_check.look_for_libtpu(tmp_path)
+    (answer,) = tpu_check.check_libtpu(tmp_path)
     assert answer.verdict is Verdict.OK
 
 
@@ -282,30 +280,30 @@ def hold():
 def test_the_process_that_has_the_device_open_is_named(tmp_path, hold):
     dev = make_dev(tmp_path / "dev", "accel0", "accel1")
     lock = tmp_path / "lock"
-    (answer,) = tpu_check.look_for_holders(dev, lock)
+    (answer,) = tpu_check.check_tpu_users(dev, lock)
     assert (answer.verdict, answer.found) == (Verdict.OK, "no, as far as this user can see")
     pid = hold(dev / "accel1", "open")
-    (answer,) = tpu_check.look_for_holders(dev, lock)
+    (answer,) = tpu_check.check_tpu_users(dev, lock)
     assert answer.verdict is Verdict.FAIL
     assert f"process {pid} (" in answer.found
     assert answer.found.endswith("uses the device")
 
 
 @processes
-def test_the_process_that_holds_the_lock_is_named_and_the_lock_left_alone(tmp_path, hold):
+def test_the_process_that_holds_the_lock_is_named_and_keeps_it(tmp_path, hold):
     dev, lock = make_dev(tmp_path / "dev", "accel0"), tmp_path / "lock"
     lock.touch()
     assert tpu_check.lock_holder(lock) is None
     pid = hold(lock, "lock")
     assert tpu_check.lock_holder(lock) == pid
-    (answer,) = tpu_check.look_for_holders(dev, lock)
+    (answer,) = tpu_check.check_tpu_users(dev, lock)
     assert answer.verdict is Verdict.FAIL
     assert f"process {pid} (" in answer.found
     with open(lock, "r+") as file, pytest.raises(BlockingIOError):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_what_this_user_may_not_open_fails_with_a_remedy(tmp_path, monkeypatch):
+def test_missing_permissions_fail_with_a_remedy(tmp_path, monkeypatch):
     """The tests may run as root, who may open everything; so the answers of the system are made."""
     dev = make_dev(tmp_path / "dev", "accel0")
 
@@ -314,11 +312,11 @@ def test_what_this_user_may_not_open_fails_with_a_remedy(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tpu_check, "lock_holder", refuse)
-        (answer,) = tpu_check.look_for_holders(dev)
+        (answer,) = tpu_check.check_tpu_users(dev)
     assert answer.verdict is Verdict.FAIL
     assert "sudo rm /tmp/libtpu_lockfile" in answer.remedy
     monkeypatch.setattr(os, "access", lambda file, how: False)
-    (answer,) = tpu_check.look_for_holders(dev)
+    (answer,) = tpu_check.check_tpu_users(dev)
     assert answer.verdict is Verdict.FAIL
     assert f"chmod a+rw {dev}/accel0" in answer.remedy
 
@@ -353,13 +351,13 @@ def test_a_fault_is_a_row_a_remedy_and_the_exit_code_1(capsys, monkeypatch):
     assert "1 failed, " in out
 
 
-def test_everything_has_an_end_though_everything_hangs(monkeypatch, capsys):
+def test_the_doctor_ends_even_if_every_check_hangs(monkeypatch, capsys):
     """The worst case, in small: no check answers, and the command still says so of each."""
     monkeypatch.setattr(device_check, "END_S", 0.2)
     hang = lambda *_: time.sleep(90)  # noqa: E731
     checks = [examination.Check(f"check {i}", hang, 0.3) for i in range(5)]
     monkeypatch.setattr(examination, "_quick_checks", lambda: checks)
-    for name in ("look_at_devices", "meet_locally"):
+    for name in ("check_devices", "check_local_processes"):
         monkeypatch.setattr(device_check, name, hang)
     start = time.monotonic()
     assert cli.main(["doctor", "--processes", "2", "--timeout-s", "1"]) == 1
@@ -383,7 +381,7 @@ def test_wrong_use_is_refused(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_emulation_that_is_no_number_is_refused(monkeypatch, capsys):
+def test_an_invalid_number_of_emulated_devices_is_rejected(monkeypatch, capsys):
     monkeypatch.setenv("TPUDIST_EMULATE", "many")
     assert cli.main(["doctor"]) == 2
     assert "TPUDIST_EMULATE requests 'many' devices" in capsys.readouterr().err

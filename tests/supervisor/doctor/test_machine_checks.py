@@ -35,7 +35,7 @@ def verdict_of(answers):
 # The checks themselves.
 
 
-def test_a_check_that_crashes_or_hangs_is_a_row_and_the_others_go_on():
+def test_a_check_that_crashes_or_hangs_becomes_a_row():
     def crash():
         raise KeyError("MemTotal")
 
@@ -57,7 +57,7 @@ def test_a_check_that_crashes_or_hangs_is_a_row_and_the_others_go_on():
     assert hung.verdict is Verdict.FAIL
 
 
-def test_all_are_asked_at_once_and_who_does_not_answer_is_a_timeout():
+def test_calls_run_at_once_and_hanging_ones_time_out():
     def ask(seconds):
         time.sleep(seconds)
         if not seconds:
@@ -65,7 +65,7 @@ def test_all_are_asked_at_once_and_who_does_not_answer_is_a_timeout():
         return seconds
 
     start = time.monotonic()
-    found = checks.ask_each(ask, [0.3, 0, 0.2, 60], timeout_s=1)
+    found = checks.call_each(ask, [0.3, 0, 0.2, 60], timeout_s=1)
     assert time.monotonic() - start < 25
     assert found[0.3] == 0.3
     assert isinstance(found[0], OSError)
@@ -106,7 +106,7 @@ def install(folder, name, version, *requires):
     (info / "METADATA").write_text("\n".join(lines) + "\n\n")
 
 
-def test_requirements_are_those_of_the_extra_that_is_meant(tmp_path, monkeypatch):
+def test_requirements_of_an_extra_are_selected(tmp_path, monkeypatch):
     lines = ["numpy>=2", 'a[b]>=1 ; extra == "tpu"', "c<3; python_version<'3'", "d (==1.*)", "e"]
     install(tmp_path, "sample", "1.0", *lines)
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,8 +116,8 @@ def test_requirements_are_those_of_the_extra_that_is_meant(tmp_path, monkeypatch
     assert version_check.requirements_of("not-there") == {}
 
 
-def test_what_is_installed_here_fits():
-    (answer,) = version_check.look_at_versions()
+def test_the_installed_versions_fit():
+    (answer,) = version_check.check_versions()
     assert answer.verdict is Verdict.OK, answer
     assert f"Python {sys.version_info[0]}.{sys.version_info[1]}" in answer.found
 
@@ -130,10 +130,10 @@ def test_what_is_installed_here_fits():
         ("jax", "99.0", "is imported from"),
     ],
 )
-def test_a_package_that_does_not_fit_is_named(tmp_path, monkeypatch, name, version, told):
+def test_a_package_outside_its_bounds_is_named(tmp_path, monkeypatch, name, version, told):
     install(tmp_path, name, version)
     monkeypatch.syspath_prepend(tmp_path)
-    answers = version_check.look_at_versions()
+    answers = version_check.check_versions()
     assert verdict_of(answers) is Verdict.FAIL
     assert told in answers[0].found
 
@@ -192,12 +192,12 @@ def make_machine(folder, available_kib, files, cgroup="0::/job"):
         ),
     ],
 )
-def test_memory_is_what_the_host_and_the_cgroup_leave(
+def test_free_memory_is_the_least_of_host_and_cgroup(
     tmp_path, available_gib, files, cgroup, verdict, told
 ):
     files = {name: f"{x:.0f}" if isinstance(x, float) else x for name, x in files.items()}
     machine = make_machine(tmp_path, int(available_gib * 2**20), files, cgroup)
-    answers = machine_checks.look_at_memory(**machine)
+    answers = machine_checks.check_memory(**machine)
     assert verdict_of(answers) is verdict
     assert told in answers[0].found
 
@@ -217,17 +217,17 @@ def test_memory_is_what_the_host_and_the_cgroup_leave(
 )
 def test_a_quota_of_less_than_two_cores_is_a_warning(tmp_path, monkeypatch, files, cgroup, told):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    answers = machine_checks.look_at_cores(**make_machine(tmp_path, 2**20, files, cgroup))
+    answers = machine_checks.check_cores(**make_machine(tmp_path, 2**20, files, cgroup))
     assert verdict_of(answers) is (Verdict.WARNING if told else Verdict.OK)
     assert told in answers[0].found
 
 
-def test_a_process_on_one_core_is_warned_of(tmp_path):
+def test_a_process_on_one_core_is_a_warning(tmp_path):
     allowed = os.sched_getaffinity(0)
     machine = make_machine(tmp_path, 2**20, {})
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        answers = machine_checks.look_at_cores(**machine)
+        answers = machine_checks.check_cores(**machine)
     finally:
         os.sched_setaffinity(0, allowed)
     assert verdict_of(answers) is Verdict.WARNING
@@ -238,9 +238,9 @@ def test_few_open_files_are_a_warning():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
-        few = machine_checks.look_at_open_files()
+        few = machine_checks.check_open_files()
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
-        enough = machine_checks.look_at_open_files()
+        enough = machine_checks.check_open_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert verdict_of(few) is Verdict.WARNING
@@ -249,17 +249,17 @@ def test_few_open_files_are_a_warning():
 
 
 def test_shared_memory_that_is_small_or_missing_is_a_warning(tmp_path, monkeypatch):
-    assert verdict_of(machine_checks.look_at_shared_memory(tmp_path / "x")) is Verdict.WARNING
-    assert verdict_of(machine_checks.look_at_shared_memory(tmp_path)) is Verdict.OK
+    assert verdict_of(machine_checks.check_shared_memory(tmp_path / "x")) is Verdict.WARNING
+    assert verdict_of(machine_checks.check_shared_memory(tmp_path)) is Verdict.OK
     monkeypatch.setattr(machine_checks, "_SHARED_BYTES", 2**60)
-    assert verdict_of(machine_checks.look_at_shared_memory(tmp_path)) is Verdict.WARNING
+    assert verdict_of(machine_checks.check_shared_memory(tmp_path)) is Verdict.WARNING
 
 
 # Disk.
 
 
 def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path):
-    (answer,) = disk_check.look_at_folder("folder", tmp_path)
+    (answer,) = disk_check.check_folder("folder", tmp_path)
     assert answer.found.startswith(f"{tmp_path}: ")
     assert answer.verdict is Verdict.OK
     assert os.listdir(tmp_path) == []
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_written_to_fails(tmp_path, kind):
     folder = Path("/proc") if kind == "not for writing" else tmp_path / "x"
     if kind == "a file":
         folder.write_text("")
-    answers = disk_check.look_at_folder("folder", folder)
+    answers = disk_check.check_folder("folder", folder)
     assert verdict_of(answers) is Verdict.FAIL
     assert f"cannot write to {folder}: " in answers[0].found
 
@@ -283,7 +283,7 @@ import resource, sys
 from pathlib import Path
 from tpudist.supervisor.doctor import disk_check
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-print(disk_check.look_at_folder("folder", Path(sys.argv[1])))
+print(disk_check.check_folder("folder", Path(sys.argv[1])))
 """
     said = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -313,7 +313,7 @@ def test_room_for_bytes_and_files_is_judged(
     stats = os.statvfs(tmp_path)
     fields = [1, 1, stats.f_blocks, free_bytes, free_bytes, files, free_files, free_files, 0, 255]
     monkeypatch.setattr(os, "statvfs", lambda folder: os.statvfs_result(fields))
-    assert verdict_of(disk_check.look_at_folder("folder", tmp_path)) is verdict
+    assert verdict_of(disk_check.check_folder("folder", tmp_path)) is verdict
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_the_folder_of_the_compilation_cache_may_be_made_later(
 ):
     name = name and name.format(tmp=tmp_path)
     monkeypatch.setattr(disk_check.Setting, "read", lambda self: name)
-    answers = disk_check.look_at_cache()
+    answers = disk_check.check_cache()
     assert verdict_of(answers) is verdict
     assert told.format(tmp=tmp_path) in answers[0].found
 
@@ -349,11 +349,13 @@ def test_the_folder_of_the_compilation_cache_may_be_made_later(
         (None, None, False, Verdict.WARNING, "unknown: no permission to ask the kernel"),
     ],
 )
-def test_a_clock_is_right_if_anybody_says_so(tmp_path, kernel, chrony, has_file, verdict, told):
+def test_any_time_service_makes_the_clock_synchronized(
+    tmp_path, kernel, chrony, has_file, verdict, told
+):
     file = tmp_path / "synchronized"
     if has_file:
         file.touch()
-    answers = clock_check.look_at_clock(lambda: kernel, lambda: chrony, file)
+    answers = clock_check.check_clock(lambda: kernel, lambda: chrony, file)
     assert verdict_of(answers) is verdict
     assert told in answers[0].found
 
@@ -367,19 +369,19 @@ def test_a_clock_is_right_if_anybody_says_so(tmp_path, kernel, chrony, has_file,
         ("sleep 30", None),
     ],
 )
-def test_chrony_is_asked_and_not_waited_for(tmp_path, monkeypatch, script, expected):
-    monkeypatch.setattr(clock_check, "_ASK_S", 1.0)
+def test_chrony_is_read_with_a_timeout(tmp_path, monkeypatch, script, expected):
+    monkeypatch.setattr(clock_check, "_CHRONY_S", 1.0)
     program = tmp_path / "chronyc"
     program.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert clock_check.ask_chrony() is expected
+    assert clock_check.read_chrony() is expected
 
 
-def test_the_kernel_can_be_asked():
+def test_the_kernel_clock_can_be_read():
     """As `adjtimex --print` would: an error in the layout of its structure gives nonsense."""
-    found = clock_check.ask_kernel()
-    assert found is None or 0 <= found.most_error_s <= 16.1  # where the kernel stops counting
+    found = clock_check.read_kernel_clock()
+    assert found is None or 0 <= found.max_error_s <= 16.1  # where the kernel stops counting
 
 
 # Variables.
@@ -403,7 +405,7 @@ def test_the_kernel_can_be_asked():
     ],
 )
 def test_a_proxy_between_the_processes_is_a_warning(environ, cluster, told):
-    answers = environment_check.look_at_proxies(cluster, environ)
+    answers = environment_check.check_proxies(cluster, environ)
     assert verdict_of(answers) is (Verdict.WARNING if told else Verdict.OK)
     assert told in answers[0].found
 
@@ -431,13 +433,13 @@ SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.
         ({"MEGASCALE_NUM_SLICES": "2"}, Verdict.FAIL, "without MEGASCALE_COORDINATOR_ADDRESS"),
     ],
 )
-def test_variables_that_are_left_over_or_wrong_are_named(environ, verdict, told):
-    answers = environment_check.look_at_variables(ON_TWO_HOSTS, environ)
+def test_stale_or_wrong_variables_are_named(environ, verdict, told):
+    answers = environment_check.check_variables(ON_TWO_HOSTS, environ)
     assert verdict_of(answers) is verdict
     assert told in answers[0].found
 
 
-def test_a_coordinator_without_a_cluster_is_left_over():
-    answers = environment_check.look_at_variables(Cluster(), {"JAX_COORDINATOR_ADDRESS": "a:1"})
+def test_a_coordinator_without_a_cluster_is_stale():
+    answers = environment_check.check_variables(Cluster(), {"JAX_COORDINATOR_ADDRESS": "a:1"})
     assert verdict_of(answers) is Verdict.WARNING
     assert answers[0].found == "JAX_COORDINATOR_ADDRESS=a:1 without a cluster"

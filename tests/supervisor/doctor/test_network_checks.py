@@ -13,7 +13,7 @@ from tpudist.supervisor.doctor import network_checks
 from tpudist.supervisor.doctor.checks import Verdict
 from tpudist.supervisor.doctor.cluster_environment import (
     Cluster,
-    look_at_cluster,
+    check_cluster,
     read_cluster,
 )
 
@@ -111,7 +111,7 @@ def test_the_cluster_is_read_from_the_environment(environ, addresses, index, env
 )
 def test_a_cluster_that_is_wrong_fails(environ, told, environment):
     environment(environ)
-    (answer,) = look_at_cluster()
+    (answer,) = check_cluster()
     assert answer.verdict is Verdict.FAIL
     assert told in answer.found
     assert answer.remedy
@@ -122,18 +122,18 @@ def test_a_cluster_that_is_wrong_fails(environ, told, environment):
 
 def test_hosts_that_are_unknown_are_named():
     cluster = Cluster("TF_CONFIG", ("localhost:1", "nowhere.invalid:1"), 0)
-    (answer,) = network_checks.look_up_hosts(cluster)
+    (answer,) = network_checks.check_host_names(cluster)
     assert answer.verdict is Verdict.FAIL
     assert answer.found.startswith("1 of 2 unknown: nowhere.invalid: ")
-    (answer,) = network_checks.look_up_hosts(Cluster("TF_CONFIG", ("localhost:1",), 0))
+    (answer,) = network_checks.check_host_names(Cluster("TF_CONFIG", ("localhost:1",), 0))
     assert (answer.verdict, answer.found) == (Verdict.OK, "1 known: localhost")
 
 
-def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_a_silent_name_server_times_out(monkeypatch):
     asked = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked.wait(60))
     start = time.monotonic()
-    (answer,) = network_checks.look_up_hosts(Cluster("TF_CONFIG", ("a:1",), 0), timeout_s=0.3)
+    (answer,) = network_checks.check_host_names(Cluster("TF_CONFIG", ("a:1",), 0), timeout_s=0.3)
     assert time.monotonic() - start < 25
     asked.set()
     assert answer.verdict is Verdict.FAIL
@@ -148,38 +148,38 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
         ("localhost", Verdict.OK, "localhost is "),
     ],
 )
-def test_the_name_of_this_host_must_lead_to_it(name, verdict, told):
-    (answer,) = network_checks.look_up_this_host(Cluster(), name)
+def test_the_name_of_this_host_must_resolve_to_it(name, verdict, told):
+    (answer,) = network_checks.check_host_name(Cluster(), name)
     assert answer.verdict is verdict
     assert told in answer.found
 
 
-def test_a_name_that_others_cannot_use_is_a_warning_where_there_are_others():
+def test_a_local_name_is_a_warning_with_other_hosts():
     several = Cluster("TF_CONFIG", ("a:1", "b:1"), 0)
-    (answer,) = network_checks.look_up_this_host(several, "localhost")
+    (answer,) = network_checks.check_host_name(several, "localhost")
     assert answer.verdict is Verdict.WARNING
 
 
 # Ports.
 
 
-def test_a_port_that_is_taken_fails_and_its_holder_is_named(listener):
+def test_a_taken_port_fails_and_names_its_listener(listener):
     addresses = (f"127.0.0.1:{port_of(listener)}", "127.0.0.1:1")
-    (answer,) = network_checks.try_port(Cluster("TF_CONFIG", addresses, 0))
+    (answer,) = network_checks.check_port(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.FAIL
     assert "Another program uses the port" in answer.found
     assert f"process {os.getpid()} (" in answer.remedy
 
 
-def test_a_port_that_no_cluster_asks_for_is_a_warning(listener):
-    (answer,) = network_checks.try_port(Cluster(), default_port=port_of(listener))
+def test_a_taken_default_port_is_a_warning(listener):
+    (answer,) = network_checks.check_port(Cluster(), default_port=port_of(listener))
     assert answer.verdict is Verdict.WARNING
 
 
-def test_a_port_that_is_free_is_free_afterwards(free_port):
+def test_a_free_port_stays_free(free_port):
     cluster = Cluster("TF_CONFIG", (f"127.0.0.1:{free_port}", "127.0.0.1:1"), 0)
     for _ in range(2):
-        (answer,) = network_checks.try_port(cluster)
+        (answer,) = network_checks.check_port(cluster)
         assert (answer.verdict, answer.found) == (
             Verdict.OK,
             f"127.0.0.1:{free_port} is free",
@@ -194,9 +194,11 @@ def test_a_port_that_is_free_is_free_afterwards(free_port):
         (("127.0.0.1:{port}", "10.0.0.2:1"), 0, Verdict.FAIL, "on other hosts cannot reach it"),
     ],
 )
-def test_the_coordinator_must_be_here_and_for_all(addresses, index, verdict, told, free_port):
+def test_the_address_of_the_coordinator_must_be_usable_by_all(
+    addresses, index, verdict, told, free_port
+):
     addresses = tuple(x.format(port=free_port) for x in addresses)
-    (answer,) = network_checks.try_port(Cluster("TF_CONFIG", addresses, index))
+    (answer,) = network_checks.check_port(Cluster("TF_CONFIG", addresses, index))
     assert answer.verdict is verdict
     assert told in answer.found
 
@@ -204,35 +206,35 @@ def test_the_coordinator_must_be_here_and_for_all(addresses, index, verdict, tol
 # The other processes.
 
 
-def test_a_host_that_refuses_is_reached(listener, free_port):
+def test_a_host_that_refuses_a_connection_is_reachable(listener, free_port):
     addresses = ("10.0.0.1:1", f"127.0.0.1:{port_of(listener)}", f"127.0.0.1:{free_port}")
-    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
+    (answer,) = network_checks.check_connections(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.OK
     assert answer.found == "2 reached; a program listens at 1 of them"
 
 
-def test_a_host_that_is_silent_is_not_reached(silent_address, free_port):
+def test_a_silent_host_is_unreachable(silent_address, free_port):
     addresses = ("10.0.0.1:1", silent_address, f"127.0.0.1:{free_port}")
     start = time.monotonic()
-    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0), timeout_s=0.5)
+    (answer,) = network_checks.check_connections(Cluster("TF_CONFIG", addresses, 0), timeout_s=0.5)
     assert time.monotonic() - start < 25
     assert answer.verdict is Verdict.FAIL
     assert answer.found.startswith(f"1 of 2 unreachable: {silent_address}: ")
     assert "timed out" in answer.found
 
 
-def test_a_host_of_an_unknown_name_is_one_failure_and_not_two(free_port):
+def test_an_unknown_host_fails_only_the_check_of_names(free_port):
     addresses = ("10.0.0.1:1", "nowhere.invalid:1", f"127.0.0.1:{free_port}")
-    (answer,) = network_checks.reach_others(Cluster("TF_CONFIG", addresses, 0))
+    (answer,) = network_checks.check_connections(Cluster("TF_CONFIG", addresses, 0))
     assert answer.verdict is Verdict.OK
     assert answer.found.startswith(
         "1 reached; a program listens at 0 of them; 1 with an unknown name"
     )
 
 
-def test_a_host_without_a_way_to_it_is_not_reached():
+def test_a_host_without_a_route_is_unreachable():
     cluster = Cluster("TF_CONFIG", ("10.0.0.1:1", "255.255.255.255:1"), 0)
-    (answer,) = network_checks.reach_others(cluster)
+    (answer,) = network_checks.check_connections(cluster)
     assert answer.verdict is Verdict.FAIL
 
 

@@ -1,23 +1,24 @@
-"""Checks of this machine: what is asked, what is found, and an end where no answer comes."""
+"""Runs checks of this machine in threads, each with a time limit, and collects the answers."""
 
 import enum
+import functools
 import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 QUICK_S = 10.0
-"""How long a check may take that only looks."""
+"""Seconds for a check that starts no devices."""
 
-Asked = TypeVar("Asked", bound=Hashable)
-Found = TypeVar("Found")
+Item = TypeVar("Item", bound=Hashable)
+Result = TypeVar("Result")
 
 
 class Verdict(enum.Enum):
-    """What an answer means for a run."""
+    """Consequence of an answer for a run."""
 
     OK = "ok"
     WARNING = "warning"
@@ -26,14 +27,14 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """One row.
+    """One row of the report. `tpudist doctor --json` prints these fields.
 
     Attributes:
-        asked: What was looked at.
-        found: What there is.
-        verdict: What that means.
-        remedy: What to do about it; "" where nothing is to be done.
-        details: Lines to read where that does not suffice, such as a stack.
+        asked: Subject of the check.
+        found: Result of the check.
+        verdict: Consequence for a run.
+        remedy: Recommended action, or "".
+        details: Additional lines, such as a stack, or "".
     """
 
     asked: str
@@ -45,12 +46,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """Something to look at.
+    """A check to run.
 
     Attributes:
-        asked: What, for the row of a check that crashes or does not end.
-        answer: Looks; called in a thread of its own.
-        timeout_s: How long it may take. One that takes longer is left alone, and is a failed row.
+        asked: Subject, for the row of a check that crashes or hangs.
+        answer: Called in a thread of its own; returns rows.
+        timeout_s: Seconds for the check. After that it becomes a failed row, and its thread is
+            abandoned.
     """
 
     asked: str
@@ -59,13 +61,13 @@ class Check:
 
 
 def run_checks(checks: Sequence[Check]) -> list[Answer]:
-    """The answers of all, which look at the same time, in the order of the checks."""
+    """Runs all checks at the same time; returns their answers in the order of the checks."""
     start = time.monotonic()
     running = [(check, _start(check.answer)) for check in checks]
     answers: list[Answer] = []
-    for check, said in running:
+    for check, outcome in running:
         try:
-            answers += _wait(said, start + check.timeout_s)
+            answers += _wait(outcome, start + check.timeout_s)
         except queue.Empty:
             found = f"no answer within {check.timeout_s:g} s"
             remedy = "A file system, a device or a name server does not answer."
@@ -78,45 +80,51 @@ def run_checks(checks: Sequence[Check]) -> list[Answer]:
     return answers
 
 
-def ask_each(
-    question: Callable[[Asked], Found], things: Iterable[Asked], timeout_s: float
-) -> dict[Asked, Found | Exception]:
-    """What a question that may hang says of each; its error, or TimeoutError where it says nothing.
+def call_each(
+    function: Callable[[Item], Result], items: Iterable[Item], timeout_s: float
+) -> dict[Item, Result | Exception]:
+    """Calls a function that may hang with each item, all at once; returns results and errors.
 
-    All are asked at once, each in a thread that nobody waits for: one in `getaddrinfo` cannot be
-    ended, and must not hold up the end of the process.
+    The result of a call that hangs is a `TimeoutError`.
     """
+    # Not a thread pool, which Python joins at its end: a thread in `getaddrinfo` cannot be ended.
     deadline = time.monotonic() + timeout_s
-    running = {x: _start(lambda x=x: question(x)) for x in dict.fromkeys(things)}
-    found: dict[Asked, Found | Exception] = {}
-    for x, said in running.items():
+    running = {x: _start(lambda x=x: function(x)) for x in dict.fromkeys(items)}
+    results: dict[Item, Result | Exception] = {}
+    for x, outcome in running.items():
         try:
-            found[x] = _wait(said, deadline)
+            results[x] = _wait(outcome, deadline)
         except queue.Empty:
-            found[x] = TimeoutError(f"no answer within {timeout_s:g} s")
+            results[x] = TimeoutError(f"no answer within {timeout_s:g} s")
         except Exception as error:
-            found[x] = error
-    return found
+            results[x] = error
+    return results
 
 
-_Said = queue.SimpleQueue[tuple[Found | None, Exception | None]]
+# A queue with one element: a function that returns the result or raises the error of the call.
+_Outcome = queue.SimpleQueue[Callable[[], Result]]
 
 
-def _start(question: Callable[[], Found]) -> _Said[Found]:
-    said: _Said[Found] = queue.SimpleQueue()
+def _start(function: Callable[[], Result]) -> _Outcome[Result]:
+    """Calls a function in a daemon thread."""
+    outcome: _Outcome[Result] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def run() -> None:
         try:
-            said.put((question(), None))
+            result = function()
         except Exception as error:
-            said.put((None, error))
+            outcome.put(functools.partial(_raise, error))
+        else:
+            outcome.put(lambda: result)
 
-    threading.Thread(target=ask, daemon=True).start()
-    return said
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
 
 
-def _wait(said: _Said[Found], deadline: float) -> Found:
-    found, error = said.get(timeout=max(deadline - time.monotonic(), 0.001))
-    if error is not None:
-        raise error
-    return found  # type: ignore[return-value]
+def _wait(outcome: _Outcome[Result], deadline: float) -> Result:
+    """Returns the result of a call, or raises its error; `queue.Empty` at the deadline."""
+    return outcome.get(timeout=max(deadline - time.monotonic(), 0.001))()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

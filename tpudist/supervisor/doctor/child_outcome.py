@@ -1,4 +1,4 @@
-"""What becomes of a command that may hang: its lines, and its stack where it had to be ended."""
+"""Runs a command that may hang; returns its output, and its stack if it had to be ended."""
 
 import signal
 import time
@@ -13,12 +13,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class ChildOutcome:
-    """How a command has ended.
+    """The result of a command.
 
     Attributes:
-        exit_code: As the system says; the negative number of a signal that has ended it.
-        hung: Whether it had to be ended.
-        lines: What it has printed, and its stack if it had to be ended.
+        exit_code: Exit code, or the negative number of the signal that ended it.
+        hung: Whether it was ended after the timeout.
+        lines: Output, with the stack if it was ended.
     """
 
     exit_code: int | None
@@ -26,7 +26,7 @@ class ChildOutcome:
     lines: Sequence[str]
 
     def last_lines(self, most: int = 40) -> str:
-        """The end of what it has printed."""
+        """Returns the last lines of the output."""
         return "\n".join(self.lines[-most:])
 
 
@@ -43,7 +43,7 @@ def run_to_end(
 
     Args:
         command: Program and arguments.
-        env: Environment variables, in addition to those of this process.
+        env: Environment variables to add to the environment of this process.
         timeout_s: Seconds until the command is ended.
         listen: Called with each line that the command prints.
 

@@ -1,6 +1,6 @@
-"""Check of the clock: whether something keeps it right.
+"""Checks whether a time service synchronizes the clock.
 
-Goodput compares the clocks of hosts, and certificates and access tokens are valid by them.
+Goodput compares the clocks of hosts, and certificates and access tokens are only valid for a time.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from pathlib import Path
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 
 TIMESYNC = Path("/run/systemd/timesync/synchronized")
-_UNSYNCHRONISED = 0x40  # STA_UNSYNC of <sys/timex.h>
-_ASK_S = 3.0
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of <sys/timex.h>
+_CHRONY_S = 3.0
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of `struct timex`; the rest is not read."""
+    """The beginning of C's `struct timex`, and room for the rest, which is not read."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -35,68 +35,66 @@ class _Timex(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelClock:
-    """What the kernel knows of its clock.
+    """State of the kernel's clock.
 
     Attributes:
-        is_synchronised: Whether a program has said lately that it keeps it right.
-        most_error_s: By how much it may be wrong, as that program says.
+        is_synchronized: Whether a time service has recently reported to the kernel.
+        max_error_s: Maximum error in seconds, as the service reported it.
     """
 
-    is_synchronised: bool
-    most_error_s: float
+    is_synchronized: bool
+    max_error_s: float
 
 
-def ask_kernel() -> KernelClock | None:
-    """What the kernel knows of its clock; None where it may not be asked."""
+def read_kernel_clock() -> KernelClock | None:
+    """Returns the state of the kernel's clock; None without permission to read it."""
     try:
         call = ctypes.CDLL(None, use_errno=True).adjtimex
     except (OSError, AttributeError):
         return None
-    found = _Timex()  # modes 0: nothing is changed
-    if call(ctypes.byref(found)) < 0:
+    timex = _Timex()  # modes is 0: the call only reads
+    if call(ctypes.byref(timex)) < 0:
         return None
-    return KernelClock(not found.status & _UNSYNCHRONISED, found.maxerror / 1e6)
+    return KernelClock(not timex.status & _UNSYNCHRONIZED, timex.maxerror / 1e6)
 
 
-def ask_chrony() -> bool | None:
-    """Whether chrony has a source that it follows; None where it cannot be asked.
-
-    It tells the kernel with the directive `rtcsync` only.
-    """
+def read_chrony() -> bool | None:
+    """Returns whether chrony follows a time source; None if chrony does not answer."""
+    # chrony reports to the kernel only if its configuration has the directive `rtcsync`.
     command = shutil.which("chronyc")
     if command is None:
         return None
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [command, "-n", "tracking"],
             env=os.environ | {"LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_ASK_S,
+            timeout=_CHRONY_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode:
+    if process.returncode:
         return None
-    lines = [x.partition(":") for x in done.stdout.splitlines()]
+    lines = [x.partition(":") for x in process.stdout.splitlines()]
     return any(x.strip() == "Leap status" and y.strip() == "Normal" for x, _, y in lines)
 
 
-def look_at_clock(
-    ask_kernel: Callable[[], KernelClock | None] = ask_kernel,
-    ask_chrony: Callable[[], bool | None] = ask_chrony,
+def check_clock(
+    read_kernel_clock: Callable[[], KernelClock | None] = read_kernel_clock,
+    read_chrony: Callable[[], bool | None] = read_chrony,
     timesync: Path = TIMESYNC,
 ) -> list[Answer]:
-    """Whether the kernel, systemd-timesyncd or chrony says that the clock is kept right."""
+    """Checks whether the kernel, systemd-timesyncd or chrony reports a synchronized clock."""
     asked = "clock"
-    kernel = ask_kernel()
-    if kernel is not None and kernel.is_synchronised:
-        error = f"at most {kernel.most_error_s:.3g} s wrong, as the kernel reports"
-        return [Answer(asked, f"synchronised; {error}")]
+    kernel = read_kernel_clock()
+    if kernel is not None and kernel.is_synchronized:
+        error = f"at most {kernel.max_error_s:.3g} s wrong, as the kernel reports"
+        return [Answer(asked, f"synchronized; {error}")]
     if timesync.exists():
         return [Answer(asked, f"synchronized by {timesync}")]
-    chrony = ask_chrony()
+    chrony = read_chrony()
     if chrony:
         return [Answer(asked, "synchronized by chrony")]
     remedy = "Run chrony or systemd-timesyncd on the host. In a container, ask its operator."
@@ -105,6 +103,6 @@ def look_at_clock(
     elif kernel is None:
         found = "unknown: no permission to ask the kernel"
     else:
-        # A virtual machine may have its host's clock, of which its kernel knows nothing.
+        # A virtual machine may use the clock of its host, which its kernel does not know.
         found = "unknown: no time service (chrony, ntpd) has reported to the kernel"
     return [Answer(asked, found, Verdict.WARNING, remedy)]

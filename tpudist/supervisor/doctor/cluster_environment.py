@@ -1,6 +1,6 @@
-"""The cluster that the environment names: TF_CONFIG, a TPU slice's hosts, or a Slurm job's nodes.
+"""Reads the cluster of the environment: TF_CONFIG, the hosts of a TPU slice, or nodes of Slurm.
 
-`tpudist.cluster_resolver` parses them. For checks, which report what it refuses.
+`tpudist.cluster_resolver` parses it, so a check accepts exactly what a strategy accepts.
 """
 
 import os
@@ -13,19 +13,19 @@ from tpudist.processes import startup_address
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 
 TPU_PORT = 8476
-"""Of the coordinator on TPU, where nothing says another one; JAX's."""
-_SLURM_PORT = 8888  # of SlurmClusterResolver
+"""JAX's default port of the coordinator on TPU."""
+_SLURM_PORT = 8888  # default of SlurmClusterResolver
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which processes take part.
+    """The processes of a run, as the environment names them.
 
     Attributes:
-        source: The variable that says so; "" if none does.
-        addresses: `host:port` of each, the first one's first.
-        index: Which of them this process is; None if that is not said.
-        problem: What is wrong with it; "" if nothing is.
+        source: Variable that names them, or "".
+        addresses: `host:port` of each process, in the order of their indices.
+        index: Index of this process; None if it is unknown.
+        problem: Problem of the variable, or "".
     """
 
     source: str = ""
@@ -35,15 +35,12 @@ class Cluster:
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts, each once."""
+        """Hosts of the processes, without repetitions."""
         return list(dict.fromkeys(startup_address.parse_address(x)[0] for x in self.addresses))
 
 
 def read_cluster() -> Cluster:
-    """Returns the cluster of the environment; without addresses if there is none, or it is wrong.
-
-    `tpudist.cluster_resolver` parses it, so a check accepts what a strategy accepts.
-    """
+    """Returns the cluster of the environment; without addresses if it is missing or wrong."""
     source = _find_source()
     try:
         if source == "TF_CONFIG":
@@ -60,7 +57,7 @@ def read_cluster() -> Cluster:
 
 
 def _find_source() -> str:
-    """The variable that names the cluster; "" if none does, but a TPU VM may know its slice."""
+    """Returns the variable that names the cluster; "" if the metadata server may know one."""
     if os.environ.get("TF_CONFIG"):
         return "TF_CONFIG"
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -96,8 +93,8 @@ def _of_tpu_slice() -> Cluster:
     return Cluster(hosts.source, addresses, hosts.index)
 
 
-def look_at_cluster() -> list[Answer]:
-    """Whether the environment names a cluster, and this process's place in it."""
+def check_cluster() -> list[Answer]:
+    """Checks whether the environment names a valid cluster, and this process in it."""
     asked, cluster = "cluster", read_cluster()
     if cluster.problem:
         remedy = "Correct it, or unset it to run a single process."

@@ -1,7 +1,7 @@
-"""Checks of devices: whether they start, and whether an all-reduce over them is right.
+"""Checks whether devices start, and whether an all-reduce over them is correct.
 
-Both are asked in processes of their own, which are ended after a while: libtpu waits for ever for a
-chip that another process holds, or for hosts that do not come.
+Both run in child processes, which are killed after a timeout: libtpu waits forever for a chip that
+another process uses, or for hosts that do not start.
 """
 
 import json
@@ -18,7 +18,7 @@ from tpudist.supervisor.doctor.tpu_check import signs_of_tpu
 from tpudist.xla import emulation
 
 END_S = 8.0
-"""How much longer than its timeout a check may take, to end what hangs."""
+"""Seconds that a check may take after its timeout, to end processes that hang."""
 _DEVICES, _SUM = "devices", "all-reduce"
 _DEVICES_HANG = (
     "On a TPU slice with several hosts, the devices of each host wait for the others: run "
@@ -28,51 +28,55 @@ _DEVICES_HANG = (
 _PROCESSES_HANG = "Read in the stacks what the processes wait for, or use a larger --timeout-s."
 
 
-def look_at_devices(
+def check_devices(
     num_emulated: int | None, timeout_s: float, python: str = sys.executable
 ) -> list[Answer]:
-    """Starts the devices of this host, or emulated ones, and sums over them."""
+    """Checks the devices of this host, or emulated ones: starts them and sums over them."""
     env = emulation.environment_of(num_emulated) if num_emulated else {}
     outcome = run_to_end(_program(python, device_program.ALONE, timeout_s), env, timeout_s + 1)
-    said = _read(outcome)
-    if not said:
+    reports = _read(outcome)
+    if not reports:
         return [_problem(_DEVICES, outcome, timeout_s)]
-    return [_devices(said[0], num_emulated), *_sum(_SUM, said, 1, outcome, timeout_s)]
+    return [
+        _describe_devices(reports[0], num_emulated),
+        *_check_sum(_SUM, reports, 1, outcome, timeout_s),
+    ]
 
 
-def meet_locally(
+def check_local_processes(
     num_processes: int, num_emulated: int, timeout_s: float, python: str = sys.executable
 ) -> list[Answer]:
-    """Starts processes of emulated devices as `tpudist launch` does, which meet and sum."""
+    """Checks whether local processes with emulated devices connect and sum, by `tpudist launch`."""
     asked = f"{num_processes} processes of {num_emulated}"
     program = _program(python, device_program.TOGETHER, timeout_s)
-    numbers = ["-n", str(num_processes), "--devices-per-process", str(num_emulated)]
-    command = [sys.executable, "-m", "tpudist", "launch", *numbers, *program]
+    options = ["-n", str(num_processes), "--devices-per-process", str(num_emulated)]
+    command = [sys.executable, "-m", "tpudist", "launch", *options, *program]
     outcome = run_to_end(command, {}, timeout_s + 3)
-    answers = _sum(asked, _read(outcome), num_processes, outcome, timeout_s)
+    answers = _check_sum(asked, _read(outcome), num_processes, outcome, timeout_s)
     if answers[0].verdict is Verdict.OK and outcome.exit_code:
         return [_problem(asked, outcome, timeout_s)]
     return answers
 
 
-def _program(python: str, way: str, timeout_s: float) -> list[str]:
-    """Its processes end by themselves, however late they are started, before this one ends them."""
-    return [python, "-c", device_program.START, str(time.monotonic() + timeout_s), way]
+def _program(python: str, mode: str, timeout_s: float) -> list[str]:
+    # The deadline is absolute: processes that start late still end, with their stacks, before this
+    # process kills them. The monotonic clock is the same in all processes of a host.
+    return [python, "-c", device_program.START, str(time.monotonic() + timeout_s), mode]
 
 
 def _read(outcome: ChildOutcome) -> list[dict[str, Any]]:
-    """What the program has said, by each of its processes."""
+    """Returns the reports of all processes, among other lines that libraries print."""
     parts = (line.partition(device_program.MARK) for line in outcome.lines)
-    return [json.loads(said) for _, mark, said in parts if mark]
+    return [json.loads(report) for _, mark, report in parts if mark]
 
 
-def _devices(said: dict[str, Any], num_emulated: int | None) -> Answer:
-    found = f"{said['count']} x {said['platform']} ({said['kind']})"
+def _describe_devices(report: dict[str, Any], num_emulated: int | None) -> Answer:
+    found = f"{report['count']} x {report['platform']} ({report['kind']})"
     if num_emulated:
         return Answer(_DEVICES, f"{found}, emulated")
     signs = signs_of_tpu()
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    if said["platform"] == "tpu" or not signs:
+    if report["platform"] == "tpu" or not signs:
         return Answer(_DEVICES, found)
     found += f", but this host seems to have a TPU: {', '.join(signs)}"
     if platforms:
@@ -82,30 +86,31 @@ def _devices(said: dict[str, Any], num_emulated: int | None) -> Answer:
     return Answer(_DEVICES, found, Verdict.FAIL, remedy)
 
 
-def _sum(
+def _check_sum(
     asked: str,
-    said: Sequence[dict[str, Any]],
+    reports: Sequence[dict[str, Any]],
     num_processes: int,
     outcome: ChildOutcome,
     timeout_s: float,
 ) -> list[Answer]:
-    sums = [x for x in said if "is_exact" in x]
-    for one in sums:
-        if not one["is_exact"]:
-            i, total, expected = one["wrong"][0], one["total"][0], one["expected"][0]
+    sums = [x for x in reports if "is_exact" in x]
+    for report in sums:
+        if not report["is_exact"]:
+            i, total, expected = (report[x][0] for x in ("wrong", "total", "expected"))
             found = f"element {i} of the sum is {total}, but must be {expected}"
             remedy = "Do not train on these devices: one device or link computes wrong results."
             return [Answer(asked, found, Verdict.FAIL, remedy, outcome.last_lines())]
     if len(sums) < num_processes:
         return [_problem(asked, outcome, timeout_s)]
-    count = next(x["count"] for x in said if "count" in x)
+    count = next(x["count"] for x in reports if "count" in x)
     return [Answer(asked, f"the sum over {count} device(s) is exact")]
 
 
 def _problem(asked: str, outcome: ChildOutcome, timeout_s: float) -> Answer:
-    """A program that hangs, or has ended before it had said everything."""
+    """Returns the row of a program that hung, or ended before it had reported everything."""
     text = outcome.last_lines()
-    # With `exit=True` faulthandler ends the process with 1, as an exception does.
+    # With `exit=True` faulthandler ends the process with code 1, like an exception, so the text
+    # tells them apart.
     if outcome.hung or "Timeout (" in text:
         found = f"no answer within {timeout_s:g} s; its stack is below"
         remedy = _DEVICES_HANG if asked in (_DEVICES, _SUM) else _PROCESSES_HANG

@@ -1,4 +1,4 @@
-"""What the doctor runs in processes of their own: starts the devices, and sums over all of them."""
+"""The program of the device check's child processes: starts devices and sums over them."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpudist.processes import connection
 
 MARK = "tpudist-doctor: "
-"""Stands before what it says, among what libraries print."""
-# Runs it with a clock that needs no Python to run: it shows where a thread hangs, also in an
-# import, and ends the process though its parent be gone. Arguments: until when, by the clock that
-# all processes of a host share and nobody sets, and for `main`.
+"""Prefix of the reports, among other lines that libraries print."""
+# Runs `main` under faulthandler's timer, which needs no Python thread: it prints the stack even if
+# an import hangs in C, and ends the process even if its parent is gone. Arguments: the deadline on
+# the monotonic clock, and the mode of `main`. Core files are switched off.
 START = """
 import faulthandler, resource, sys, time
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -26,23 +26,24 @@ ALONE, TOGETHER = "alone", "together"
 _LENGTH = 128
 
 
-def main(way: str) -> None:
-    """Says which devices there are, and what their sum is: this process's own, or of all of them.
+def main(mode: str) -> None:
+    """Reports the devices and their sum.
 
     Args:
-        way: `ALONE`, or `TOGETHER` with the processes of TF_CONFIG.
+        mode: `ALONE` for the devices of this process; `TOGETHER` for those of all processes of
+            TF_CONFIG.
     """
-    if way == TOGETHER:
+    if mode == TOGETHER:
         config = json.loads(os.environ["TF_CONFIG"])
         addresses = config["cluster"]["worker"]
         if len(addresses) > 1:
             connection.connect(addresses[0], len(addresses), config["task"]["index"])
-    devices = jax.devices() if way == TOGETHER else jax.local_devices()
-    _say(platform=devices[0].platform, kind=devices[0].device_kind, count=len(devices))
+    devices = jax.devices() if mode == TOGETHER else jax.local_devices()
+    _report(platform=devices[0].platform, kind=devices[0].device_kind, count=len(devices))
     total = sum_over(devices)
     expected = exact_sum(len(devices))
     wrong = np.flatnonzero(total != expected)
-    _say(
+    _report(
         is_exact=not wrong.size,
         wrong=[int(i) for i in wrong[:1]],
         total=[int(x) for x in total[wrong[:1]]],
@@ -51,24 +52,24 @@ def main(way: str) -> None:
 
 
 def sum_over(devices: list[jax.Device]) -> np.ndarray:
-    """What an all-reduce gives, of which device i has (i + 1) times the numbers 1 to 128."""
+    """Returns the all-reduce of int32 `[128]`; device i has (i + 1) times the numbers 1 to 128."""
     mesh = Mesh(np.array(devices), ("device",))
     rows = np.outer(np.arange(1, len(devices) + 1), np.arange(1, _LENGTH + 1)).astype(np.int32)
     split = NamedSharding(mesh, PartitionSpec("device"))
-    given = jax.make_array_from_callback(rows.shape, split, lambda index: rows[index])
+    array = jax.make_array_from_callback(rows.shape, split, lambda index: rows[index])
     reduce = jax.shard_map(
         lambda x: jax.lax.psum(x[0], "device"),
         mesh=mesh,
         in_specs=PartitionSpec("device"),
         out_specs=PartitionSpec(),
     )
-    return np.asarray(jax.jit(reduce)(given).addressable_data(0))
+    return np.asarray(jax.jit(reduce)(array).addressable_data(0))
 
 
 def exact_sum(num_devices: int) -> np.ndarray:
-    """What `sum_over` must give, exactly: they are whole numbers."""
+    """Returns the exact result of `sum_over`."""
     return np.arange(1, _LENGTH + 1, dtype=np.int32) * (num_devices * (num_devices + 1) // 2)
 
 
-def _say(**what: Any) -> None:
-    print(MARK + json.dumps(what), flush=True)
+def _report(**values: Any) -> None:
+    print(MARK + json.dumps(values), flush=True)

@@ -1,4 +1,4 @@
-"""Check of folders: whether a run can write there, and how much."""
+"""Checks folders: whether a run can write there, and how much space is free."""
 
 import os
 import tempfile
@@ -14,8 +14,8 @@ _WARNING_FILES, _FAIL_FILES = 10_000, 100
 _TRY_BYTES = 2**16
 
 
-def look_at_folder(asked: str, folder: Path) -> list[Answer]:
-    """Whether a file can be written to a folder, synced and renamed, and what is free there."""
+def check_folder(asked: str, folder: Path) -> list[Answer]:
+    """Checks whether a file can be written, synced and renamed in a folder, and the free space."""
     remedy = "Use another folder, or make it writable."
     try:
         _write_file(folder)
@@ -24,22 +24,22 @@ def look_at_folder(asked: str, folder: Path) -> list[Answer]:
         return [Answer(asked, found, Verdict.FAIL, remedy)]
     stats = os.statvfs(folder)
     free_bytes, free_files = stats.f_bavail * stats.f_frsize, stats.f_favail
-    counts_files = stats.f_files > 0  # btrfs and others make them as needed
+    has_file_limit = stats.f_files > 0  # btrfs and others have no fixed number of inodes
     found = f"{folder}: {format_bytes(free_bytes)} free"
-    if counts_files:
+    if has_file_limit:
         found += f", room for {free_files} more files"
     verdict = Verdict.OK
-    if free_bytes < WARNING_BYTES or (counts_files and free_files < _WARNING_FILES):
+    if free_bytes < WARNING_BYTES or (has_file_limit and free_files < _WARNING_FILES):
         verdict = Verdict.WARNING
-    if free_bytes < FAIL_BYTES or (counts_files and free_files < _FAIL_FILES):
+    if free_bytes < FAIL_BYTES or (has_file_limit and free_files < _FAIL_FILES):
         verdict = Verdict.FAIL
     return [
         Answer(asked, found, verdict, "Free disk space there." if verdict != Verdict.OK else "")
     ]
 
 
-def look_at_cache() -> list[Answer]:
-    """The folder in which JAX keeps compiled programs, if there is one."""
+def check_cache() -> list[Answer]:
+    """Checks the folder in which JAX keeps compiled programs, if one is set."""
     asked = "compilation cache"
     name = Setting.COMPILATION_CACHE_DIR.read()
     if not name:
@@ -48,19 +48,19 @@ def look_at_cache() -> list[Answer]:
         return [Answer(asked, f"{name}: on another machine, not checked")]
     folder = Path(name).absolute()
     if folder.exists():
-        return look_at_folder(asked, folder)
-    there = next(x for x in folder.parents if x.exists())  # JAX makes the rest
-    return look_at_folder(f"{asked} (does not exist yet)", there)
+        return check_folder(asked, folder)
+    parent = next(x for x in folder.parents if x.exists())  # JAX creates the rest
+    return check_folder(f"{asked} (does not exist yet)", parent)
 
 
-def look_at_temporary_folder() -> list[Answer]:
-    """The folder for temporary files, of which Python looks for one that can be written to."""
+def check_temporary_folder() -> list[Answer]:
+    """Checks the folder for temporary files: TMPDIR, or the one that Python chooses."""
     asked = "temporary folder"
     try:
         folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     except FileNotFoundError as error:
         return [Answer(asked, str(error), Verdict.FAIL, "Set TMPDIR to a writable folder.")]
-    return look_at_folder(asked, folder)
+    return check_folder(asked, folder)
 
 
 def _write_file(folder: Path) -> None:
@@ -76,5 +76,5 @@ def _write_file(folder: Path) -> None:
         for each in (name, after):
             try:
                 each.unlink()
-            except OSError:  # it was not made, or its folder is not one
+            except OSError:  # it was not created, or `folder` is not a folder
                 pass

@@ -1,4 +1,4 @@
-"""Check of the environment: variables that make processes wait for each other, or misbehave."""
+"""Checks environment variables that make processes hang or misbehave."""
 
 import os
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from tpudist.xla.settings import is_variable_of_jax
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
-def look_at_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
-    """Whether connections between processes may go to a proxy, where they would wait for ever."""
+def check_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
+    """Checks whether connections between processes may go to a proxy, where they would hang."""
     asked = "proxies"
     names = [x for name in _PROXIES for x in (name, name.upper()) if environ.get(x)]
     if not names:
@@ -28,17 +28,17 @@ def look_at_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -
     return [Answer(asked, found, Verdict.WARNING, remedy)]
 
 
-def look_at_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
-    """Whether variables of JAX and of several slices are left over, or contradict each other."""
+def check_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
+    """Checks whether variables of JAX and of several slices are stale or contradictory."""
     asked = "variables"
     failures, warnings = _slice_faults(environ), _jax_faults(cluster, environ)
     if failures:
         found = "; ".join(failures + warnings)
         remedy = "Set them like the scheduler does, or unset all MEGASCALE_ variables."
         return [Answer(asked, found, Verdict.FAIL, remedy)]
-    left = sorted(x for x in environ if x.startswith("MEGASCALE_"))
-    if left and not signs_of_tpu(environ=environ):
-        warnings.append(f"{', '.join(left)}, but this host does not seem to have a TPU")
+    stale = sorted(x for x in environ if x.startswith("MEGASCALE_"))
+    if stale and not signs_of_tpu(environ=environ):
+        warnings.append(f"{', '.join(stale)}, but this host does not seem to have a TPU")
     if warnings:
         remedy = "Unset variables that are left from another run."
         return [Answer(asked, "; ".join(warnings), Verdict.WARNING, remedy)]
@@ -85,7 +85,7 @@ def _jax_faults(cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
 
 
 def _is_excepted(host: str, no_proxy: str) -> bool:
-    """Whether `no_proxy` names a host: itself, a domain that it is in, or all."""
+    """Whether `no_proxy` contains a host, one of its domains, or `*`."""
     for name in filter(None, (x.strip() for x in no_proxy.split(","))):
         if name == "*" or host == name or host.endswith("." + name.lstrip("*").lstrip(".")):
             return True

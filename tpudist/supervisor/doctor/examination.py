@@ -1,4 +1,4 @@
-"""All checks of this machine before a run: first what only looks, then what starts devices."""
+"""Runs all checks of this machine: first the quick checks, then the checks of devices."""
 
 import functools
 import os
@@ -17,10 +17,10 @@ from tpudist.supervisor.doctor import (
     version_check,
 )
 from tpudist.supervisor.doctor.checks import Answer, Check, Verdict, run_checks
-from tpudist.supervisor.doctor.cluster_environment import look_at_cluster, read_cluster
+from tpudist.supervisor.doctor.cluster_environment import check_cluster, read_cluster
 
 DEVICES_PER_PROCESS = 2
-"""Of several local processes, where no number is given."""
+"""Default number of emulated devices of each local process."""
 
 
 def examine(
@@ -29,53 +29,54 @@ def examine(
     timeout_s: float = 60.0,
     python: str = sys.executable,
 ) -> list[Answer]:
-    """What the checks of this machine have found, within 15 s more than `timeout_s`.
+    """Returns the answers of all checks, within 15 s more than `timeout_s`.
 
     Args:
-        num_emulated: Emulated devices to start, of each process; None for those of this host.
-        num_processes: How many local processes of emulated devices meet; one does not.
-        timeout_s: How long devices, and processes, may take.
-        python: The Python that starts them.
+        num_emulated: Number of emulated devices to start in each process; None for the devices of
+            this host.
+        num_processes: Number of local processes that connect; 1 omits that check.
+        timeout_s: Seconds for devices, and for processes.
+        python: Python interpreter that starts them.
     """
     answers = run_checks(_quick_checks())
-    # Only now: libtpu in a child would hold the lock that was looked for.
-    look = functools.partial(device_check.look_at_devices, num_emulated, timeout_s, python)
-    slow = [Check("devices", look, timeout_s + device_check.END_S)]
+    # Afterwards, because libtpu in a child process holds the lock for which the quick checks look.
+    check = functools.partial(device_check.check_devices, num_emulated, timeout_s, python)
+    slow = [Check("devices", check, timeout_s + device_check.END_S)]
     if num_processes > 1:
         devices = num_emulated or DEVICES_PER_PROCESS
-        meet = functools.partial(
-            device_check.meet_locally, num_processes, devices, timeout_s, python
+        check = functools.partial(
+            device_check.check_local_processes, num_processes, devices, timeout_s, python
         )
-        slow.append(Check("processes", meet, timeout_s + device_check.END_S))
+        slow.append(Check("processes", check, timeout_s + device_check.END_S))
     return answers + run_checks(slow)
 
 
 def is_well(answers: Sequence[Answer]) -> bool:
-    """Whether nothing fails; a warning is no failure."""
+    """Whether no check failed; warnings are allowed."""
     return all(x.verdict is not Verdict.FAIL for x in answers)
 
 
 def _quick_checks() -> list[Check]:
     cluster = read_cluster()
     here = Path(os.getcwd())
-    looks: dict[str, Callable[[], Sequence[Answer]]] = {
-        "versions": version_check.look_at_versions,
-        "libtpu": tpu_check.look_for_libtpu,
-        "TPU in use": tpu_check.look_for_holders,
-        "cluster": look_at_cluster,
-        "host names": lambda: network_checks.look_up_hosts(cluster),
-        "this host's name": lambda: network_checks.look_up_this_host(cluster),
-        "coordinator's port": lambda: network_checks.try_port(cluster),
-        "other processes": lambda: network_checks.reach_others(cluster),
-        "proxies": lambda: environment_check.look_at_proxies(cluster),
-        "variables": lambda: environment_check.look_at_variables(cluster),
-        "clock": clock_check.look_at_clock,
-        "memory": machine_checks.look_at_memory,
-        "shared memory": machine_checks.look_at_shared_memory,
-        "open files": machine_checks.look_at_open_files,
-        "cores": machine_checks.look_at_cores,
-        "working folder": lambda: disk_check.look_at_folder("working folder", here),
-        "temporary folder": disk_check.look_at_temporary_folder,
-        "compilation cache": disk_check.look_at_cache,
+    checks: dict[str, Callable[[], Sequence[Answer]]] = {
+        "versions": version_check.check_versions,
+        "libtpu": tpu_check.check_libtpu,
+        "TPU in use": tpu_check.check_tpu_users,
+        "cluster": check_cluster,
+        "host names": lambda: network_checks.check_host_names(cluster),
+        "this host's name": lambda: network_checks.check_host_name(cluster),
+        "coordinator's port": lambda: network_checks.check_port(cluster),
+        "other processes": lambda: network_checks.check_connections(cluster),
+        "proxies": lambda: environment_check.check_proxies(cluster),
+        "variables": lambda: environment_check.check_variables(cluster),
+        "clock": clock_check.check_clock,
+        "memory": machine_checks.check_memory,
+        "shared memory": machine_checks.check_shared_memory,
+        "open files": machine_checks.check_open_files,
+        "cores": machine_checks.check_cores,
+        "working folder": lambda: disk_check.check_folder("working folder", here),
+        "temporary folder": disk_check.check_temporary_folder,
+        "compilation cache": disk_check.check_cache,
     }
-    return [Check(asked, look) for asked, look in looks.items()]
+    return [Check(asked, check) for asked, check in checks.items()]

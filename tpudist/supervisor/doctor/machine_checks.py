@@ -1,4 +1,4 @@
-"""Checks of the machine: memory, shared memory, open files and cores that this process may use."""
+"""Checks the memory, shared memory, open files and cores that this process may use."""
 
 import os
 import resource
@@ -12,13 +12,13 @@ WARNING_BYTES = 2 * 2**30
 FAIL_BYTES = 2**29
 _SHARED_BYTES = 64 * 2**20  # Docker's default, too little for loaders with worker processes
 _OPEN_FILES = 1024
-_UNLIMITED = 2**60  # cgroup v1 says 2**63 less a page
+_UNLIMITED = 2**60  # cgroup v1 reports 2**63 minus a page if there is no limit
 
 
-def look_at_memory(
+def check_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> list[Answer]:
-    """How much memory is left to this process, of the host and of its cgroup."""
+    """Checks the memory that is left, in the host and in this process's cgroup."""
     asked = "memory"
     lines = dict(x.split(":", 1) for x in (proc / "meminfo").read_text().splitlines())
     total, free = (int(lines[x].split()[0]) * 1024 for x in ("MemTotal", "MemAvailable"))
@@ -39,8 +39,8 @@ def look_at_memory(
     return [Answer(asked, found, Verdict.FAIL if free < FAIL_BYTES else Verdict.WARNING, remedy)]
 
 
-def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> list[Answer]:
-    """How large /dev/shm is, by which processes of a loader hand over batches."""
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> list[Answer]:
+    """Checks the size of /dev/shm, through which worker processes of a loader send batches."""
     asked = "shared memory"
     remedy = "Give the container more: docker run --shm-size=8g, or an emptyDir of medium Memory."
     try:
@@ -55,8 +55,8 @@ def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> list[Answer]:
     return [Answer(asked, found)]
 
 
-def look_at_open_files() -> list[Answer]:
-    """How many files and connections this process may have open."""
+def check_open_files() -> list[Answer]:
+    """Checks the limit of open files and connections."""
     asked = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"limit {_count(soft)}, can be raised to {_count(hard)}"
@@ -66,10 +66,8 @@ def look_at_open_files() -> list[Answer]:
     return [Answer(asked, found, Verdict.WARNING, remedy)]
 
 
-def look_at_cores(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> list[Answer]:
-    """On how many cores this process may run, and for how much of their time."""
+def check_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Answer]:
+    """Checks the number of cores, and the quota of their time."""
     asked = "cores"
     allowed = len(os.sched_getaffinity(0))
     found = f"{allowed} of {os.cpu_count()}"
@@ -77,7 +75,7 @@ def look_at_cores(
     if shares and min(shares) < allowed:
         found += f", limited to the time of {min(shares):.3g} by the cgroup's quota"
     if min([allowed, *shares]) < 2:
-        # One is enough to train, and not to read input beside it.
+        # One core can train, but not read input at the same time.
         remedy = (
             "Give the container or job at least two cores, because input is read while steps run."
         )
@@ -86,11 +84,10 @@ def look_at_cores(
 
 
 def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> list[Path]:
-    """The folders of this process's cgroup and those around it, of version 1 or 2.
-
-    In a container the path may be that of the host, which is not there: what is, is looked at.
-    """
-    found: list[Path] = []
+    """Returns the folders of this process's cgroup and of its parents, in version 1 or 2."""
+    # A limit of any parent applies, too. In a container, /proc may contain the path of the host,
+    # which does not exist there; then only the existing parents count.
+    folders: list[Path] = []
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -102,8 +99,8 @@ def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> list[Path]:
         roots = [cgroups / names, cgroups / controller] if names else [cgroups, cgroups / "unified"]
         for root in roots:
             here = root / path.lstrip("/")
-            found += [x for x in _folder_and_parents(here, root) if x.is_dir()]
-    return list(dict.fromkeys(found))
+            folders += [x for x in _folder_and_parents(here, root) if x.is_dir()]
+    return list(dict.fromkeys(folders))
 
 
 def _folder_and_parents(folder: Path, root: Path) -> Iterator[Path]:
@@ -112,7 +109,7 @@ def _folder_and_parents(folder: Path, root: Path) -> Iterator[Path]:
 
 
 def _limit_and_use(folder: Path) -> tuple[int, int]:
-    """What a cgroup may use, and uses; caches count as use, though they can be given up."""
+    """Returns the memory limit of a cgroup and its use, without caches that can be dropped."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -124,14 +121,14 @@ def _limit_and_use(folder: Path) -> tuple[int, int]:
 
 
 def _caches(folder: Path) -> int:
-    """What the kernel would give up first: `inactive_file`, as Kubernetes counts too."""
+    """Returns the size of `inactive_file`, which the kernel drops first; Kubernetes agrees."""
     lines = [x.split() for x in _read(folder / "memory.stat").splitlines()]
     sizes = {x[0]: int(x[1]) for x in lines if len(x) == 2}
     return sizes.get("total_inactive_file", sizes.get("inactive_file", 0))
 
 
 def _quota(folder: Path) -> float | None:
-    """How many cores' time a cgroup may have; None without a quota."""
+    """Returns the number of cores whose time a cgroup may use; None without a quota."""
     parts = _read(folder / "cpu.max").split()
     if not parts:
         parts = [_read(folder / f"cpu.cfs_{x}_us") for x in ("quota", "period")]

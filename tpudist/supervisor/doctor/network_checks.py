@@ -1,10 +1,10 @@
-"""Checks of the network: names of hosts, the coordinator's port, and whether hosts are reached."""
+"""Checks host names, the port of the coordinator, and connections to other hosts."""
 
 import socket
 
 from tpudist.processes import startup_address
 from tpudist.supervisor import process_files
-from tpudist.supervisor.doctor.checks import Answer, Verdict, ask_each
+from tpudist.supervisor.doctor.checks import Answer, Verdict, call_each
 from tpudist.supervisor.doctor.cluster_environment import TPU_PORT, Cluster
 
 NAMES_S = 6.0
@@ -12,12 +12,12 @@ CONNECT_S = 4.0
 _SHOWN = 4
 
 
-def look_up_hosts(cluster: Cluster, timeout_s: float = NAMES_S) -> list[Answer]:
-    """Whether the name of each host of the cluster is known here."""
+def check_host_names(cluster: Cluster, timeout_s: float = NAMES_S) -> list[Answer]:
+    """Checks whether this host can resolve the name of each host of the cluster."""
     asked = "host names"
     if not cluster.addresses:
         return [Answer(asked, "no name to look up")]
-    found = ask_each(_addresses, cluster.hosts, timeout_s)
+    found = call_each(_addresses, cluster.hosts, timeout_s)
     unknown = [f"{x}: {error}" for x, error in found.items() if isinstance(error, Exception)]
     if unknown:
         remedy = "Use names that this host knows, add them to /etc/hosts, or use IP addresses."
@@ -26,17 +26,17 @@ def look_up_hosts(cluster: Cluster, timeout_s: float = NAMES_S) -> list[Answer]:
     return [Answer(asked, f"{len(found)} known: {_list(list(found))}")]
 
 
-def look_up_this_host(
+def check_host_name(
     cluster: Cluster, name: str | None = None, timeout_s: float = NAMES_S
 ) -> list[Answer]:
-    """Whether this host's name leads to an address of its own, as gloo wants it between CPUs."""
+    """Checks whether this host's name resolves to its own address, which gloo needs for CPUs."""
     asked = "this host's name"
     name = socket.gethostname() if name is None else name
-    found = ask_each(_addresses, [name], timeout_s)[name]
+    found = call_each(_addresses, [name], timeout_s)[name]
     if isinstance(found, Exception):
         remedy = f"Add it to /etc/hosts with an address of this host, such as '10.0.0.1 {name}'."
         return [Answer(asked, f"{name} is unknown: {found}", Verdict.FAIL, remedy)]
-    ours = [x for x in found if is_of_this_host(x)]
+    ours = [x for x in found if is_local_address(x)]
     if not ours:
         remedy = f"Correct {name} in /etc/hosts or in the DNS."
         text = f"{name} is {_list(found)}, which is not an address of this host"
@@ -52,8 +52,8 @@ def look_up_this_host(
     return [Answer(asked, f"{name} is {_list(ours)}")]
 
 
-def try_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
-    """Whether the first process could listen for the others, if this is the first one."""
+def check_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
+    """Checks whether process 0 can listen for the others, if this is process 0."""
     asked = "coordinator's port"
     if cluster.addresses and cluster.index != 0:
         return [Answer(asked, f"{cluster.addresses[0]}: belongs to another process")]
@@ -61,9 +61,9 @@ def try_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
     host, port = startup_address.parse_address(address)
     problem = startup_address.problem_of_address(host, port)
     if problem:
-        who = process_files.listeners(port)
-        remedy = f"{', '.join(who)} listens there: end it, or choose another port."
-        remedy = remedy if who else "As root, find the program that listens: ss -ltnp"
+        listeners = process_files.listeners(port)
+        remedy = f"{', '.join(listeners)} listens there: end it, or choose another port."
+        remedy = remedy if listeners else "As root, find the program that listens: ss -ltnp"
         verdict = Verdict.FAIL if len(cluster.addresses) > 1 else Verdict.WARNING
         return [Answer(asked, problem, verdict, remedy)]
     if host.startswith(("127.", "localhost")) and len(cluster.hosts) > 1:
@@ -74,36 +74,35 @@ def try_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
     return [Answer(asked, f"{address}{default} is free")]
 
 
-def reach_others(cluster: Cluster, timeout_s: float = CONNECT_S) -> list[Answer]:
-    """Whether the hosts of the other processes answer; that nothing listens yet is no failure.
-
-    A port that a firewall closes with a refusal looks like one at which nothing listens.
-    """
+def check_connections(cluster: Cluster, timeout_s: float = CONNECT_S) -> list[Answer]:
+    """Checks whether the hosts of the other processes answer."""
+    # A refused connection is an answer: the host is up, and its process has not started yet. A
+    # firewall that refuses looks the same.
     asked = "other processes"
     others = [x for i, x in enumerate(cluster.addresses) if i != cluster.index]
     if not others:
         return [Answer(asked, "none")]
-    found = ask_each(lambda x: _connect(x, timeout_s), others, timeout_s + 1)
-    unknown = [x for x, said in found.items() if isinstance(said, socket.gaierror)]
-    problems = {x: said for x, said in found.items() if isinstance(said, Exception)}
-    silent = [f"{x}: {said}" for x, said in problems.items() if x not in unknown]
+    found = call_each(lambda x: _connect(x, timeout_s), others, timeout_s + 1)
+    unknown = [x for x, error in found.items() if isinstance(error, socket.gaierror)]
+    problems = {x: error for x, error in found.items() if isinstance(error, Exception)}
+    silent = [f"{x}: {error}" for x, error in problems.items() if x not in unknown]
     if silent:
         remedy = "Check that the host is up, and that no firewall closes this port."
         text = f"{len(silent)} of {len(found)} unreachable: {_list(silent)}"
         return [Answer(asked, text, Verdict.FAIL, remedy)]
     num_listen = sum(found[x] == "listens" for x in found)
     text = f"{len(found) - len(unknown)} reached; a program listens at {num_listen} of them"
-    if unknown:  # a failure of the names already
+    if unknown:  # the check of names has failed already
         text += f"; {len(unknown)} with an unknown name not tried"
     return [Answer(asked, text)]
 
 
-def is_of_this_host(address: str) -> bool:
-    """Whether an address is one of this host's: only then a socket can be bound to it."""
+def is_local_address(address: str) -> bool:
+    """Whether a socket can be bound to an address, so that it is an address of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.bind((address, 0))
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((address, 0))
     except OSError:
         return False
     return True

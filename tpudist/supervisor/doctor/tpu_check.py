@@ -1,6 +1,6 @@
-"""Checks of a TPU: whether one is expected here, whether libtpu is there, and who holds the chips.
+"""Checks whether a TPU is expected, libtpu is installed, and another process uses the chips.
 
-Nothing here starts libtpu: that may hang.
+Nothing here starts libtpu, because that may hang.
 """
 
 import errno
@@ -17,21 +17,21 @@ from tpudist.supervisor.doctor.version_check import is_met, requirements_of
 from tpudist.xla import versions
 
 LOCK = Path("/tmp/libtpu_lockfile")
-"""Which libtpu holds for as long as it holds the chips."""
-# What Cloud TPU and GKE set on the hosts of a slice.
+"""File that libtpu locks while it uses the chips."""
+# Variables that Cloud TPU and GKE set on the hosts of a slice.
 _VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 
 def signs_of_tpu(dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Why a TPU is expected on this host: its device files, or variables; empty if it is not."""
+    """Returns signs of a TPU on this host: device files and variables; empty without a TPU."""
     files = [str(x) for x in device_files(dev)]
     shown = files if len(files) < 3 else [f"{files[0]} to {files[-1]}"]
     return shown + [name for name in _VARIABLES if environ.get(name)]
 
 
-def look_for_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
-    """Whether libtpu is installed, as this jax wants it, and whether a TPU is expected at all."""
+def check_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
+    """Checks whether libtpu is installed in the right version, if a TPU is expected."""
     asked = "libtpu"
     signs = signs_of_tpu(dev)
     why = (
@@ -50,25 +50,25 @@ def look_for_libtpu(dev: Path = Path("/dev")) -> list[Answer]:
         verdict = Verdict.FAIL if signs else Verdict.OK
         remedy = 'python -m pip install "tpudist[tpu]"' if signs else ""
         return [Answer(asked, f"not installed{why}", verdict, remedy)]
-    wanted = requirements_of("jax", extra="tpu").get("libtpu", "")
-    if not is_met(version, wanted):
-        found = f"{version}, but this jax was built for libtpu{wanted}{why}"
-        return [Answer(asked, found, Verdict.WARNING, f'python -m pip install "libtpu{wanted}"')]
+    bounds = requirements_of("jax", extra="tpu").get("libtpu", "")
+    if not is_met(version, bounds):
+        found = f"{version}, but this jax was built for libtpu{bounds}{why}"
+        return [Answer(asked, found, Verdict.WARNING, f'python -m pip install "libtpu{bounds}"')]
     return [Answer(asked, f"{version}{why}")]
 
 
-def look_for_holders(dev: Path = Path("/dev"), lock: Path = LOCK) -> list[Answer]:
-    """Whether another process holds the TPU, or a lock file keeps this one from it."""
+def check_tpu_users(dev: Path = Path("/dev"), lock: Path = LOCK) -> list[Answer]:
+    """Checks whether another process uses the TPU, or a lock file blocks it."""
     asked = "TPU in use"
     files = device_files(dev)
-    closed = [str(x) for x in files if not os.access(x, os.R_OK | os.W_OK)]
-    if closed:
-        remedy = f"Give this user access: sudo chmod a+rw {' '.join(closed)}"
-        return [Answer(asked, f"no permission to open {closed[0]}", Verdict.FAIL, remedy)]
-    who = process_files.holders({str(x) for x in files}.__contains__)
-    found = f"{', '.join(who)} uses the device" if who else ""
+    forbidden = [str(x) for x in files if not os.access(x, os.R_OK | os.W_OK)]
+    if forbidden:
+        remedy = f"Give this user access: sudo chmod a+rw {' '.join(forbidden)}"
+        return [Answer(asked, f"no permission to open {forbidden[0]}", Verdict.FAIL, remedy)]
+    holders = process_files.holders({str(x) for x in files}.__contains__)
+    found = f"{', '.join(holders)} uses the device" if holders else ""
     remedy = "End it, or wait: only one process at a time can use a chip."
-    if not who:
+    if not holders:
         try:
             pid = lock_holder(lock)
         except PermissionError:
@@ -83,10 +83,10 @@ def look_for_holders(dev: Path = Path("/dev"), lock: Path = LOCK) -> list[Answer
 
 
 def lock_holder(lock: Path) -> int | None:
-    """Which process holds a lock file; None if nobody does. The lock itself is not touched.
+    """Returns the pid of the process that has locked a file, or None; does not lock it.
 
     Raises:
-        PermissionError: This user may not open it.
+        PermissionError: If this user may not open the file.
     """
     try:
         file = os.open(lock, os.O_RDWR)
@@ -95,8 +95,10 @@ def lock_holder(lock: Path) -> int | None:
             return None
         raise
     try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        # F_GETLK asks whether a lock would be possible; the answer has the process that prevents
+        # it.
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
     finally:
         os.close(file)
     return None if kind == fcntl.F_UNLCK else pid

@@ -1,6 +1,7 @@
-"""Check of versions: what is installed against what the installed packages say that they need."""
+"""Checks the installed versions against the requirements of the installed packages."""
 
 import importlib.metadata
+import operator
 import platform
 import re
 
@@ -12,17 +13,25 @@ from tpudist.xla import versions
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_COMPARISONS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 _BOUND = re.compile(r"(>=|<=|==|!=|~=|>|<)\s*([\w.*+!-]+)")
 
 
-def look_at_versions() -> list[Answer]:
-    """Whether Python and the packages are new enough, and jax has the jaxlib that it needs."""
+def check_versions() -> list[Answer]:
+    """Checks whether Python, the packages and jaxlib have the required versions."""
     asked = "versions"
-    found = [f"Python {platform.python_version()}"]
-    found += [f"{name} {versions.version_of(name) or 'missing'}" for name in SHOWN]
-    shown = ", ".join(found)
-    wanted = _needs()
-    if wanted is None:
+    installed = [f"Python {platform.python_version()}"]
+    installed += [f"{name} {versions.version_of(name) or 'missing'}" for name in SHOWN]
+    shown = ", ".join(installed)
+    requirements = _list_requirements()
+    if requirements is None:
         remedy = (
             "Install it: python -m pip install tpudist, or in its folder: python -m pip install "
             "-e ."
@@ -31,16 +40,17 @@ def look_at_versions() -> list[Answer]:
         return [Answer(asked, shown, Verdict.WARNING, remedy)]
     wrong = [
         f"{name} {versions.version_of(name) or 'is missing'}, but {who} needs {name}{bounds}"
-        for who, name, bounds in wanted
+        for who, name, bounds in requirements
         if name != "python" and not is_met(versions.version_of(name), bounds)
     ]
     wrong += [
         f"Python {platform.python_version()}, but {who} needs Python{bounds}"
-        for who, name, bounds in wanted
+        for who, name, bounds in requirements
         if name == "python" and not is_met(platform.python_version(), bounds)
     ]
     if jax.__version__ != versions.version_of("jax"):
-        # Two of them lie on sys.path: the module of one is found, and the metadata of the other.
+        # Two installations are on sys.path: Python imports one, and finds the metadata of the
+        # other.
         wrong.append(
             f"jax {jax.__version__} is imported from {jax.__file__}, which is another installation"
         )
@@ -50,8 +60,8 @@ def look_at_versions() -> list[Answer]:
     return [Answer(asked, shown)]
 
 
-def _needs() -> list[tuple[str, str, str]] | None:
-    """Who needs which package, within which bounds; None if tpudist's metadata is not there."""
+def _list_requirements() -> list[tuple[str, str, str]] | None:
+    """Returns package, requirement and bounds; None if tpudist is not installed as a package."""
     if not versions.version_of("tpudist"):
         return None
     found = [("tpudist", name, bounds) for name, bounds in requirements_of("tpudist").items()]
@@ -61,12 +71,12 @@ def _needs() -> list[tuple[str, str, str]] | None:
 
 
 def requirements_of(package: str, extra: str = "") -> dict[str, str]:
-    """The bounds of what an installed package needs, by name: `{"numpy": ">=2.0"}`.
+    """Returns the bounds of a package's requirements, by name: `{"numpy": ">=2.0"}`.
 
     Args:
-        package: Its name. One that is not installed needs nothing.
-        extra: Which of its extras is meant; "" for what it needs without one. Requirements with
-            other conditions, such as a platform, are left out.
+        package: Name of the package. If it is not installed, the result is empty.
+        extra: Extra whose requirements to return; "" for those without an extra. Requirements with
+            other conditions, such as a platform, are omitted.
     """
     try:
         lines = importlib.metadata.requires(package) or []
@@ -83,33 +93,26 @@ def requirements_of(package: str, extra: str = "") -> dict[str, str]:
 
 
 def is_met(version: str, bounds: str) -> bool:
-    """Whether a version lies within bounds such as `>=0.11,<=0.12.0.1` or `==0.0.50.*`.
+    """Whether a version is within bounds such as `>=0.11,<=0.12.0.1` or `==0.0.50.*`.
 
-    By its numbers alone: 0.13.0.dev1 counts as 0.13.0. What has another form is not judged.
+    Only numbers count: 0.13.0.dev1 is 0.13.0. Bounds in another form are ignored.
     """
     if not version:
         return False
     here = _numbers(version)
-    return all(_holds(here, op, limit) for op, limit in _BOUND.findall(bounds))
+    return all(_is_within(here, op, limit) for op, limit in _BOUND.findall(bounds))
 
 
-def _holds(here: list[int], op: str, limit: str) -> bool:
+def _is_within(here: list[int], op: str, limit: str) -> bool:
     there = _numbers(limit)
     if limit.endswith(".*"):
         same = here[: len(there)] == there
         return same if op == "==" else not same if op == "!=" else True
     length = max(len(here), len(there))
-    one, other = (x + [0] * (length - len(x)) for x in (here, there))
-    if op == "~=":
-        return one >= other and here[: len(there) - 1] == there[:-1]
-    return {
-        ">=": one >= other,
-        "<=": one <= other,
-        "==": one == other,
-        "!=": one != other,
-        ">": one > other,
-        "<": one < other,
-    }[op]
+    padded, bound = (x + [0] * (length - len(x)) for x in (here, there))
+    if op == "~=":  # "~=1.4" means ">=1.4, ==1.*"
+        return padded >= bound and here[: len(there) - 1] == there[:-1]
+    return _COMPARISONS[op](padded, bound)
 
 
 def _numbers(version: str) -> list[int]:
