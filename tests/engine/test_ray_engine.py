@@ -251,8 +251,8 @@ def test_who_waits_asks_ray_now_and_then_whether_the_actor_lives(engine, monkeyp
     monkeypatch.setattr(ray_calls, "LOOK_S", 0.05)
     worker, _ = spawn(engine, "worker")
     engine.result(call_by_line(engine, worker))
-    pings, ping = [], ray_calls.Calls.ping
-    monkeypatch.setattr(ray_calls.Calls, "ping", lambda *a: pings.append(1) or ping(*a))
+    pings, ping = [], ray_calls.RayCalls.ping
+    monkeypatch.setattr(ray_calls.RayCalls, "ping", lambda *a: pings.append(1) or ping(*a))
     engine.result(engine.call(worker, "nap", 0.5))
     assert len(pings) > 1
     napping = engine.call(worker, "nap", 60)
@@ -260,7 +260,7 @@ def test_who_waits_asks_ray_now_and_then_whether_the_actor_lives(engine, monkeyp
     def find_dead(self, ping, timeout_s):
         raise self._death(ping.actor, "its machine is gone")
 
-    monkeypatch.setattr(ray_calls.Calls, "_ask", find_dead)
+    monkeypatch.setattr(ray_calls.RayCalls, "_ask", find_dead)
     with pytest.raises(ActorDied, match="worker 0 has died: its machine is gone"):
         engine.result(napping)
 

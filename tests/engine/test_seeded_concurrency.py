@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tpudist.engine.seeded_concurrency import LEAST_S, AllWait, SeededConcurrency
+from tpudist.engine.seeded_concurrency import MIN_WAIT_S, AllWait, SeededConcurrency
 from tpudist.engine.thread_engine import ThreadEngine
 
 
@@ -146,4 +146,4 @@ def test_who_waits_until_a_moment_comes_there_whatever_rounding_leaves():
         assert concurrency.now_s() > began_s
         assert not changed.wait_for(lambda: False, 0.0)
     concurrency.sleep(0.0)
-    assert concurrency.now_s() == pytest.approx(began_s + LEAST_S, abs=1e-6)
+    assert concurrency.now_s() == pytest.approx(began_s + MIN_WAIT_S, abs=1e-6)

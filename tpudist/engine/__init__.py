@@ -1,1 +1,1 @@
-"""What runs the parts of an asynchronous run: actors that are called, watched and replaced."""
+"""Engines: run actors in threads or processes, call them, and report when one has died."""

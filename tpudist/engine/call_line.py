@@ -1,4 +1,4 @@
-"""CallLine: calls of an actor in another process by a connection of one's own."""
+"""CallLine: a direct connection over which one process calls an actor in another process."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from typing import Any
 from tpudist.engine.call_messages import Line, Message, dump, receive, send
 
 END_S = 1.0
-"""How long the thread that reads has to end when the line is closed."""
+"""Seconds for which `close` waits for the reading thread."""
 
 
 class Reply:
-    """What a call will give.
+    """The future answer to a message.
 
     Attributes:
-        is_here: Whether it has come.
+        has_arrived: Whether the answer has arrived.
     """
 
     def __init__(self):
-        """Not yet."""
-        self.is_here = False
+        self.has_arrived = False
         self._message: Message | None = None
         self._value: Any = None
 
     def value(self, load: Callable[..., Any]) -> Any:
-        """What has come, as `pickle.loads` makes it of bytes and buffers."""
+        """Returns the answer, which `load` reads like `pickle.loads` from bytes and buffers."""
         message = self._message
         if message is not None:
             pickled, arrays = message
@@ -39,32 +38,36 @@ class Reply:
         return self._value
 
     def take(self, message: Message) -> None:
-        """Has come."""
-        self._message, self.is_here = message, True
+        """Stores the answer."""
+        self._message, self.has_arrived = message, True
 
 
 class CallLine:
-    """Calls go out in their order, and replies come back in it, to a thread that reads them."""
+    """Sends messages in order, and receives the answers in the same order in a thread.
+
+    Connects at once, which takes as long as the network needs.
+
+    Args:
+        address: Address of a `CallListener`.
+        secret: Secret of that listener.
+        make_pickler: See `call_messages.dump`.
+
+    Raises:
+        OSError: If the listener does not answer, or has a different secret.
+    """
 
     def __init__(self, address: tuple[str, int], secret: bytes, make_pickler: Callable[..., Any]):
-        """Connects, which may take as long as the network makes it.
-
-        Args:
-            address: Of a `CallListener`.
-            secret: That of its listener.
-            make_pickler: See `call_messages.dump`.
-
-        Raises:
-            OSError: It does not answer, or knows another secret.
-        """
         try:
-            self._connection: Any = Client(address, authkey=secret)  # not a pipe of Windows
+            self._connection: Any = Client(address, authkey=secret)  # typed as a pipe on Windows
         except (AuthenticationError, EOFError) as error:
             raise ConnectionRefusedError(
                 f"Authentication failed at {address}: that process has a different secret. {error}"
             ) from None
         self._make_pickler = make_pickler
         self._line = Line(self._connection)
+        # Lock order: `_sending`, then `_changed`. `_sending` makes the order of `_awaited` that of
+        # the messages on the wire: the n-th answer belongs to the n-th message. `_changed` is not
+        # held while sending, which may wait, because the reading thread needs it.
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._awaited: collections.deque[Reply] = collections.deque()
@@ -72,14 +75,14 @@ class CallLine:
         self._reader = threading.Thread(target=self._read, name="tpudist replies", daemon=True)
         self._reader.start()
 
-    def call(self, message: Any) -> Reply:
-        """Sends a message; what will be answered.
+    def call(self, message: object) -> Reply:
+        """Sends a message; returns its future answer.
 
-        The other side reads at all times. Should its process be stopped, what does not fit into the
-        buffers of the system waits, for `call_messages.SILENCE_S` at most.
+        The other side reads at all times. If its process is stopped, a message that exceeds the
+        buffers of the operating system waits, at most `call_messages.SILENCE_S`.
 
         Raises:
-            Exception: It cannot be pickled; nothing was sent then.
+            Exception: If the message cannot be pickled; nothing was sent then.
         """
         parts, reply = dump(message, self._make_pickler), Reply()
         with self._sending:
@@ -94,19 +97,21 @@ class CallLine:
         return reply
 
     def wait(self, reply: Reply, timeout_s: float | None = None) -> bool:
-        """Waits for a reply; whether it has come in time.
+        """Waits for an answer, at most `timeout_s`; returns whether it has arrived.
 
         Raises:
-            OSError: The other side is gone.
+            OSError: If the other side is gone.
         """
         with self._changed:
-            self._changed.wait_for(lambda: reply.is_here or self._error is not None, timeout_s)
-            if not reply.is_here and self._error is not None:
-                raise copy.copy(self._error)  # no frame of who waits is kept by the line
-            return reply.is_here
+            self._changed.wait_for(lambda: reply.has_arrived or self._error is not None, timeout_s)
+            if not reply.has_arrived and self._error is not None:
+                raise copy.copy(
+                    self._error
+                )  # otherwise its traceback would keep the caller's frames
+            return reply.has_arrived
 
     def close(self) -> None:
-        """Ends it; who waits is told."""
+        """Closes the connection; waiting callers get an error."""
         self._end(ConnectionAbortedError("This process has closed the connection."))
         if threading.current_thread() is not self._reader:
             self._reader.join(END_S)
@@ -122,14 +127,14 @@ class CallLine:
             self._end(ConnectionResetError("The other process has closed the connection."))
         except OSError as error:
             self._end(error)
-        except Exception as error:  # no memory for it, say: nobody waits for what does not come
+        except Exception as error:  # such as MemoryError: no caller may wait forever
             self._end(ConnectionAbortedError(f"Cannot read a reply: {error!r}"))
         finally:
             self._connection.close()
 
     def _end(self, error: OSError) -> None:
         with self._changed:
-            # A copy has neither traceback nor context, which would keep the frames of who called.
+            # A copy has no traceback and no context, which would keep the caller's frames alive.
             self._error = self._error or copy.copy(error)
             self._changed.notify_all()
         self._line.close()

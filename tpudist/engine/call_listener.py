@@ -1,4 +1,4 @@
-"""CallListener: takes calls from other processes, and answers them one after the other."""
+"""CallListener: accepts connections of other processes, and answers their calls in order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ from typing import Any
 from tpudist.engine.call_messages import Line, Message, dump, receive, send
 
 HANDSHAKE_S = 5.0
-"""How long who connects may say nothing before it has shown that it knows the secret."""
+"""Seconds of silence after which a connection without authentication is closed."""
 _log = logging.getLogger("tpudist")
 
 
 class CallListener:
-    """Listens at a port of this machine for as long as this process lives.
+    """Listens at a port of this machine as long as this process lives.
+
+    Args:
+        host: Address of this machine at which it listens.
+        secret: Secret that callers must know. It is never sent.
+        answer: Called with a message, in one thread per caller; returns the answer.
+        fail: Called with the error if a message cannot be read or an answer cannot be sent; returns
+            the answer.
+        load: Reads a message, like `pickle.loads`.
+        make_pickler: See `call_messages.dump`.
 
     Attributes:
         address: Host and port.
@@ -31,29 +40,19 @@ class CallListener:
         self,
         host: str,
         secret: bytes,
-        answer: Callable[[Any], Any],
-        fail: Callable[[Exception], Any],
+        answer: Callable[[Any], object],
+        fail: Callable[[Exception], object],
         load: Callable[..., Any],
         make_pickler: Callable[..., Any],
     ):
-        """Begins to listen.
-
-        Args:
-            host: The address of this machine at which it listens.
-            secret: Who does not know it is not heard, and it is not sent.
-            answer: What is answered to a message, from a thread for each who calls.
-            fail: What is answered where a message cannot be read, or an answer not sent.
-            load: As `pickle.loads`.
-            make_pickler: See `call_messages.dump`.
-        """
         self._secret, self._answer, self._fail = secret, answer, fail
         self._load, self._make_pickler = load, make_pickler
-        # Without the secret: each who connects is asked for it in a thread of its own, so that one
-        # who says nothing holds up nobody.
+        # Not `Listener(authkey=...)`: it would authenticate inside of `accept`, so that a
+        # connection which sends nothing blocks all others.
         self._listener = Listener((host, 0), backlog=128)
         self._is_over = False
-        # What runs here when the process ends finds files that are closed already: nobody may hear
-        # of that, but that the process has ended. Run before what was registered earlier.
+        # At exit, calls that still run find closed files. Callers must not get these errors, only
+        # the end of the process. atexit runs this handler before all that were registered earlier.
         atexit.register(self._end)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._listen, name="tpudist listener", daemon=True).start()
@@ -73,7 +72,7 @@ class CallListener:
             ).start()
 
     def _serve(self, connection: Connection) -> None:
-        """Reads ahead: who calls need not wait for answers before it calls again."""
+        """Authenticates a caller, and answers its messages."""
         with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
             line = Line(connection)
             with contextlib.closing(line):
@@ -84,6 +83,8 @@ class CallListener:
                 self._read(connection)
 
     def _read(self, connection: Connection) -> None:
+        # Reads ahead in this thread, and runs calls in another one: a caller may send many calls
+        # without waiting for answers, and its socket never blocks.
         messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         runner = threading.Thread(
             target=self._run, args=(connection, messages), name="tpudist actor", daemon=True
@@ -100,13 +101,13 @@ class CallListener:
         while (message := messages.get()) is not None:
             try:
                 parts = self._reply(message)
-            except BaseException:  # SystemExit, as a rule: who runs in a process of its own ends it
+            except BaseException:  # usually SystemExit: a function may end its own process
                 _log.exception("The process ends.")
                 os._exit(1)
             del message
             if self._is_over:
                 return
-            with contextlib.suppress(OSError):  # it is gone; what it has called for runs
+            with contextlib.suppress(OSError):  # the caller is gone; its remaining calls still run
                 send(connection, parts)
 
     def _reply(self, message: Message) -> list[Any]:

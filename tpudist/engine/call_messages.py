@@ -1,6 +1,6 @@
-"""Messages between two processes of a run, by a connection of `multiprocessing`.
+"""Messages between two processes of a run, over a connection of `multiprocessing`.
 
-A message is a pickle, and the arrays in it, as they are: each goes as bytes of its own.
+A message is a pickle, followed by the bytes of its arrays, which are not copied into the pickle.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from pickle import PickleBuffer, Pickler
 
 SILENCE_S = 60.0
-"""After which one who takes nothing of what it is sent cannot be reached."""
-_HEAD = struct.Struct("<I")  # how many arrays follow the pickle
+"""Seconds without progress after which a receiver counts as unreachable."""
+_HEAD = struct.Struct("<I")  # number of arrays after the pickle
 
 Message = tuple[memoryview, list[bytes]]
-"""A pickle, and the arrays that it refers to."""
+"""A pickle, and the arrays to which it refers."""
 
 
-def dump(value: Any, make_pickler: Callable[..., Any]) -> list[Any]:
-    """The parts of a message.
+def dump(value: object, make_pickler: Callable[..., Pickler]) -> list[bytes | memoryview]:
+    """Returns the parts of a message.
 
     Args:
-        value: What is sent.
-        make_pickler: Such as `pickle.Pickler`.
+        value: Value to send.
+        make_pickler: Class such as `pickle.Pickler`.
     """
-    arrays: list[Any] = []
+    arrays: list[PickleBuffer] = []
     file = io.BytesIO()
-    file.write(_HEAD.pack(0))
+    file.write(_HEAD.pack(0))  # overwritten when the number of arrays is known
     make_pickler(file, protocol=5, buffer_callback=arrays.append).dump(value)
     file.seek(0)
     file.write(_HEAD.pack(len(arrays)))
     return [file.getvalue(), *(x.raw() for x in arrays)]
 
 
-def send(connection: Connection, parts: Sequence[Any]) -> None:
+def send(connection: Connection, parts: Sequence[bytes | memoryview]) -> None:
     """Sends a message.
 
     Raises:
-        OSError: The other side is gone, or takes nothing for `SILENCE_S`.
+        OSError: If the other side is gone, or receives nothing for `SILENCE_S`.
     """
     for part in parts:
         connection.send_bytes(part)
@@ -52,8 +52,8 @@ def receive(connection: Connection) -> Message:
     """Waits for a message.
 
     Raises:
-        OSError: The other side is gone.
-        EOFError: It has closed the connection.
+        OSError: If the other side is gone.
+        EOFError: If it has closed the connection.
     """
     first = connection.recv_bytes()
     (num_arrays,) = _HEAD.unpack_from(first)
@@ -61,21 +61,21 @@ def receive(connection: Connection) -> Message:
 
 
 class Line:
-    """The socket of a connection: small messages go at once, and silence has an end."""
+    """The socket of a TCP connection: sends small messages at once, and limits silence."""
 
     def __init__(self, connection: Connection):
-        """Of a connection over TCP."""
+        # A second descriptor of the same socket, because `Connection` does not offer its options.
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._limit(socket.SO_SNDTIMEO, SILENCE_S)
 
     def limit_silence(self, seconds: float | None) -> None:
-        """After how many seconds without a byte reading is an error."""
+        """Sets the seconds without a byte after which reading is an error; None for no limit."""
         self._limit(socket.SO_RCVTIMEO, seconds or 0.0)
 
     def close(self) -> None:
-        """Ends the connection, also under a thread that reads from it."""
+        """Closes the connection, even while a thread reads from it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,7 +1,7 @@
-"""Threads, conditions and time: those of the system, behind the few words that an engine needs.
+"""Threads, conditions and time, as small interfaces that an engine can replace.
 
-What is written with them alone can be replayed: `seeded_concurrency` has the same words, and a seed
-decides who goes on where several could.
+Code that uses only these can be replayed: `seeded_concurrency` implements them so that a seed
+chooses which thread continues.
 """
 
 import contextlib
@@ -12,70 +12,70 @@ from typing import Protocol
 
 
 class Condition(contextlib.AbstractContextManager["Condition"], Protocol):
-    """A lock, and waiting until somebody says that what it guards has changed.
+    """A lock, and a way to wait until what it guards has changed. Reentrant.
 
-    As `threading.Condition`; all of its methods are for who has entered it.
+    Like `threading.Condition`; call its methods only while you hold it.
     """
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Waits until a predicate holds; whether it does, after at most `timeout_s`."""
+        """Waits until a predicate holds, at most `timeout_s`; returns whether it does."""
         ...
 
     def notify_all(self) -> None:
-        """Has all that wait look again."""
+        """Wakes all waiting threads, which check their predicates again."""
         ...
 
 
 class Thread(Protocol):
-    """A thread that was started."""
+    """A started thread."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the thread."""
         ...
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for its end; whether it has ended, after at most `timeout_s`."""
+        """Waits for the end of the thread, at most `timeout_s`; returns whether it has ended."""
         ...
 
 
 class Concurrency(Protocol):
-    """What gives threads, conditions and time."""
+    """Provides threads, conditions and time."""
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
-        """Starts a thread, for which Python does not wait when it ends."""
+        """Starts a daemon thread: Python does not wait for it at exit."""
         ...
 
     def condition(self) -> Condition:
-        """A new one."""
+        """Returns a new condition."""
         ...
 
     def now_s(self) -> float:
-        """Seconds since some moment."""
+        """Returns monotonic time in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Lets others go on for a while."""
+        """Pauses this thread."""
         ...
 
 
 class SystemConcurrency:
-    """The threads and the time of the system."""
+    """Threads and time of the operating system."""
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
-        """Starts a thread."""
+        """Starts a daemon thread."""
         return _SystemThread(name, run)
 
     def condition(self) -> Condition:
-        """A new one."""
+        """Returns a new condition."""
         return _SystemCondition()
 
     def now_s(self) -> float:
-        """Seconds that do not go back."""
+        """Returns monotonic time in seconds."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Pauses this thread."""
         time.sleep(seconds)
 
 
@@ -89,7 +89,7 @@ class _SystemThread:
         return self._thread.name
 
     def join(self, timeout_s: float | None = None) -> bool:
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():  # a thread cannot wait for itself
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -1,9 +1,12 @@
-"""What an engine is: eight methods that run actors somewhere, and say when one has died.
+"""Engine: an interface with eight methods that run actors somewhere, and report when one has died.
 
-An actor is an object that lives in a thread or process of its own and is called from elsewhere: a
-worker, or a shard of what parameter servers hold. Who uses an engine decides what to do when one
-dies; an engine repeats nothing.
+An actor is an object with a thread or process of its own that others call: a worker, or a shard of
+the parameter servers. An engine repeats no call and replaces no actor: its user decides that.
 """
+
+# Contract, which `tests/engine/test_engine_contract.py` checks for every engine: the calls of one
+# caller to one actor run in order; a call runs at most once; after a death each outstanding result
+# raises `ActorDied`; `kill` and `shutdown` may be repeated.
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -14,12 +17,12 @@ from tpudist.engine.concurrency import Concurrency
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-    """A handle of an actor, which may be given to other actors.
+    """A reference to an actor, which may be sent to other actors.
 
     Attributes:
-        role: What it does, such as `worker` or `ps`.
-        index: Which of that role.
-        incarnation: How many there were of this role and index before it.
+        role: Role of the actor, such as `worker` or `ps`.
+        index: Number of the actor in its role.
+        incarnation: Number of earlier actors with this role and index.
     """
 
     role: str
@@ -37,16 +40,15 @@ class ActorDied(RuntimeError):
     Attributes:
         actor: The actor.
         why: Description of the cause.
-        was_made: Whether it has lived; else its factory has raised, as it would again.
+        was_made: Whether the actor was created. If not, its factory raised an error, as it would
+            again.
     """
 
     def __init__(self, actor: Actor, why: str, was_made: bool = True):
-        """Says why."""
         super().__init__(f"{actor} has died: {why}")
         self.actor, self.why, self.was_made = actor, why, was_made
 
-    def __reduce__(self) -> tuple:
-        """For engines that send it."""
+    def __reduce__(self) -> tuple[object, ...]:  # an exception is pickled by its message otherwise
         return ActorDied, (self.actor, self.why, self.was_made)
 
 
@@ -55,44 +57,44 @@ class ResultTimeout(TimeoutError):
 
 
 class ActorKilled(BaseException):
-    """Raised in an actor that was killed, when it asks the engine for something.
+    """Raised in a killed actor when it calls the engine.
 
-    No `Exception`, so that the functions of users do not take it for one of theirs.
+    It is not an `Exception`, so that users' functions do not catch it as one of their own errors.
     """
 
 
 class Future(Protocol):
-    """What a call will give; see `Engine.result`."""
+    """The future result of a call; see `Engine.result`."""
 
     @property
     def actor(self) -> Actor:
-        """Who was called."""
+        """The called actor."""
         ...
 
 
 class Ref(Protocol):
-    """A value that was put where actors are, to be an argument of calls."""
+    """A value that was sent to where actors are, as an argument of later calls."""
 
 
 class Serializer(Protocol):
-    """Makes bytes of what is sent to actors, and that of bytes; only for those of one's own run."""
+    """Serializes messages to actors. It trusts its peers: use it within one run only."""
 
-    def dumps(self, value: Any) -> bytes:
-        """The bytes of a value; functions may be among it.
+    def dumps(self, value: object) -> bytes:
+        """Returns the bytes of a value, which may contain functions.
 
         Raises:
-            TypeError: Something in it cannot be sent.
+            TypeError: If a part of the value cannot be sent.
         """
         ...
 
     @property
     def modules_by_value(self) -> Collection[str]:
-        """Modules whose functions are sent as they are, and not by their names."""
+        """Modules whose functions are serialized completely, and not by name."""
         ...
 
     @property
     def loads(self) -> Callable[[bytes], Any]:
-        """What makes a value of bytes, and can be sent itself."""
+        """Function that returns the value of bytes, and can be sent itself."""
         ...
 
 
@@ -100,10 +102,10 @@ class Engine(Protocol):
     """Runs actors.
 
     Attributes:
-        concurrency: What who uses the engine has its own threads from.
-        serializer: How values are sent; None where actors share them.
-        actors_may_hang: Whether an actor may stop as a whole while this program goes on, as a
-            process may, and a thread of this one may not.
+        concurrency: Provides threads and time for the users of the engine.
+        serializer: Serializes values; None if actors share them with the program.
+        actors_may_hang: Whether an actor may stop while this program continues, as a process may
+            and a thread may not.
     """
 
     concurrency: Concurrency
@@ -111,44 +113,44 @@ class Engine(Protocol):
     actors_may_hang: bool
 
     def start(self) -> None:
-        """Gets ready to spawn actors."""
+        """Prepares to spawn actors."""
         ...
 
-    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
-        """Starts an actor: the object that `factory(*args)` makes where it lives.
+    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: object) -> Actor:
+        """Starts an actor: the object that `factory(*args)` returns in its thread or process.
 
-        Returns at once. Should the factory raise, the actor has died, and says why.
+        Returns at once. If the factory raises an error, the actor has died, with that cause.
         """
         ...
 
-    def call(self, actor: Actor, method: str, *args: Any) -> Future:
-        """Calls a method, at most once, after all that the same caller has called before.
+    def call(self, actor: Actor, method: str, *args: object) -> Future:
+        """Calls a method, at most once, after all earlier calls of the same caller.
 
-        Never waits, and raises nothing if the actor has died: the result does. A `Ref` among the
-        arguments stands for its value.
+        Never waits. If the actor has died, `result` raises the error. A `Ref` among the arguments
+        is replaced by its value.
         """
         ...
 
     def result(self, future: Any, timeout_s: float | None = None) -> Any:
-        """What a call has given; as often as it is asked for.
+        """Waits for the result of a call. It may be requested several times.
 
         Raises:
-            ActorDied: Its actor died before it had a result.
-            ResultTimeout: It takes longer.
-            Exception: What the method has raised.
+            ActorDied: If the actor died before it had a result.
+            ResultTimeout: If the call takes longer than `timeout_s`.
+            Exception: If the method raised it.
         """
         ...
 
     def ping(self, actor: Actor) -> Future:
-        """Asks an actor whether it is there; it answers None, also in the midst of a call."""
+        """Asks an actor whether it is alive; it answers None, even during a call."""
         ...
 
-    def put(self, value: Any) -> Ref:
-        """Puts a value where actors are: once, for many calls."""
+    def put(self, value: object) -> Ref:
+        """Sends a value to where actors are: once, for many calls."""
         ...
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
-        """Ends an actor, be it in the midst of a call, or again: nothing it does has effect."""
+        """Ends an actor, even during a call or again. Its later actions have no effect."""
         ...
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
-"""Ends what a command has started, and removes its folder, when this program ends: however it ends.
+"""Ends the processes that a command has started, and removes its folder, when this program ends.
 
-Servers that put themselves in the background outlive a program that is killed. So a small process
-of its own starts them: orphans become its children (PR_SET_CHILD_SUBREAPER of prctl(2), Linux), so
-that none of them is lost sight of, and it waits for this program to end, or to say that it is done.
+Servers in the background outlive a program that is killed. So a small separate process starts
+them: it adopts orphans (PR_SET_CHILD_SUBREAPER of prctl(2), Linux), so that it loses none of them.
+It waits until this program ends or closes the guard, and then kills them.
 
 The guard is this file, run as a script: it imports neither tpudist nor JAX.
 """
@@ -20,58 +20,59 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 LOG = "start.log"
-"""What the command has printed, in its folder."""
+"""Name of the file with the command's output, in its folder."""
 END_S = 20.0
-"""How long the processes of the command have to go, once they are killed."""
-_POLL_S = 0.5  # a program that is killed is seen so late
+"""Maximum seconds until killed processes are gone."""
+_POLL_S = 0.5  # delay until the guard notices that the program was killed
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
 class ProcessGuard:
-    """A command whose processes and folder go with this program."""
+    """A command whose processes and folder end with this program.
+
+    Runs the command to its end; processes that it leaves in the background stay.
+
+    Args:
+        command: Words of the command.
+        folder: Existing folder, which is removed in the end.
+        env: Environment of the command.
+        timeout_s: Maximum seconds for the command.
+
+    Raises:
+        RuntimeError: If the command fails or takes longer; the message contains its output.
+    """
 
     def __init__(
         self, command: Sequence[str], folder: Path, env: Mapping[str, str], *, timeout_s: float
     ):
-        """Runs the command to its end; what it leaves in the background stays.
-
-        Args:
-            command: Its words.
-            folder: Removed in the end. Exists already.
-            env: The environment of the command.
-            timeout_s: How long the command may take.
-
-        Raises:
-            RuntimeError: It fails, or takes longer; with what it has printed.
-        """
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=dict(env),
-            start_new_session=True,  # a Ctrl-C is for the program
+            start_new_session=True,  # so that Ctrl-C reaches only the program
             bufsize=0,
         )
         assert self._process.stdout is not None
-        poll = select.poll()  # `select.select` has no room for numbers above 1023
+        poll = select.poll()  # `select.select` does not support descriptors above 1023
         poll.register(self._process.stdout, select.POLLIN)
-        came = poll.poll(timeout_s * 1000)
-        code = self._process.stdout.readline().decode().strip() if came else ""
+        is_ready = poll.poll(timeout_s * 1000)
+        code = self._process.stdout.readline().decode().strip() if is_ready else ""
         if code != "0":
             text = ""
             with contextlib.suppress(OSError):
                 text = (folder / LOG).read_text(errors="replace")[-2000:]
             self.close()
-            how = f"ended with {code}" if code else f"did not finish within {timeout_s:g} s"
-            raise RuntimeError(f"`{' '.join(command)}` {how}.\n{text}".rstrip())
+            outcome = f"ended with {code}" if code else f"did not finish within {timeout_s:g} s"
+            raise RuntimeError(f"`{' '.join(command)}` {outcome}.\n{text}".rstrip())
 
     def close(self) -> None:
         """Ends all processes and removes the folder; may be called again."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
         with contextlib.suppress(OSError):
-            self._process.stdin.write(b"\n")  # a fork of this program may hold the pipe open
+            self._process.stdin.write(b"\n")  # a fork may keep the pipe open, so a byte is sent
         self._process.wait(END_S + 10.0)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -82,9 +83,10 @@ class ProcessGuard:
 
 
 def main(program: int, folder: str, command: list[str]) -> None:
-    """Runs the command, waits for the program, and ends what there is."""
+    """Runs the command, waits for the program, and ends everything."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Who ends all processes of a job means this one last. SIG_IGN would be inherited.
+    # A signal to all processes of a job must not end the guard before the others. Handlers, because
+    # the command would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     with open(os.path.join(folder, LOG), "wb") as log:
@@ -94,7 +96,7 @@ def main(program: int, folder: str, command: list[str]) -> None:
     while process.poll() is None and _is_wanted(program, 0.05):
         pass
     if process.returncode is not None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the program may be gone
             os.write(1, f"{process.returncode}\n".encode())
     while _is_wanted(program, _POLL_S):
         with contextlib.suppress(ChildProcessError):
@@ -104,12 +106,15 @@ def main(program: int, folder: str, command: list[str]) -> None:
 
 
 def _is_wanted(program: int, wait_s: float) -> bool:
-    said_so, _, _ = select.select([0], [], [], wait_s)
-    return not said_so and os.getppid() == program
+    # The program writes to stdin to close the guard. If it dies, the guard gets another parent.
+    is_closed, _, _ = select.select([0], [], [], wait_s)
+    return not is_closed and os.getppid() == program
 
 
 def _end_descendants() -> None:
-    """Kills until there is nobody: who was about to start a process may have done so."""
+    """Kills descendants until none is left."""
+    # Repeats, because a process may have forked just before it was killed. Ends when the guard has
+    # no children: orphans become its children.
     end_s = time.monotonic() + END_S
     while time.monotonic() < end_s:
         for pid in _descendants(os.getpid()):
@@ -117,7 +122,7 @@ def _end_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         try:
             _reap()
-        except ChildProcessError:  # there are no children
+        except ChildProcessError:  # no children
             return
         time.sleep(0.02)
 
@@ -128,19 +133,19 @@ def _reap() -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Children, their children, and so on."""
+    """Yields all descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/stat") as file:
-                # After the name of the program, which may hold anything: the state, the parent.
+                # State and parent follow the program's name, which may contain any character.
                 parent = int(file.read().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(name))
     left = [pid]
     while left:
-        found = children.get(left.pop(), [])
-        yield from found
-        left += found
+        of_process = children.get(left.pop(), [])
+        yield from of_process
+        left += of_process
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Threads of which one runs at a time, chosen by a seed: every race can be replayed.
+"""SeededConcurrency: runs one thread at a time, chosen by a seed, to replay any race.
 
-A thread runs until it enters a condition, waits or ends; then a random generator of the seed
-chooses who goes on among all that could. So the same seed gives the same order of events, whatever
-the machine does, and other seeds give other orders. Time stands still while anybody can go on: it
-jumps to the next end of a wait when all wait.
+A thread runs until it enters a condition, waits or ends. Then a random generator chooses among all
+threads that can continue. So one seed gives one order of events, whatever the machine does. Time
+stands still while any thread can continue; when all wait, it jumps to the end of the next timeout.
 """
+
+# Invariant: exactly one participant is `_running`; all others block in `turn.acquire()`. `_choose`
+# hands over: it releases the turn of the chosen thread, and then waits for its own. `_mutex` only
+# guards `_choose` against threads that have just been started and are not chosen yet.
 
 import random
 import threading
@@ -13,26 +16,28 @@ from typing import NoReturn
 
 from tpudist.engine.concurrency import Condition, Thread
 
-LEAST_S = 1e-6
-"""How much time passes at least in a wait, so that who waits until a moment comes there."""
+MIN_WAIT_S = 1e-6
+"""Minimum seconds that pass in a wait, so that rounding cannot stop time before its end."""
 
 
 class AllWait(RuntimeError):
-    """All threads wait, none of them with an end: a deadlock, which says who waits for what."""
+    """Deadlock: all threads wait without a timeout. The message names what each waits for."""
 
 
 class SeededConcurrency:
-    """Threads, conditions and time of a seed.
+    """Threads, conditions and time in an order that a seed determines.
 
-    The thread that makes it takes part, as `main`. Threads that were started otherwise may not use
-    its conditions.
+    The creating thread takes part as `main`. Threads that were started otherwise may not use its
+    conditions.
+
+    Args:
+        seed: Seed of the order.
 
     Attributes:
-        history: Who was chosen to go on, each time.
+        history: Names of the chosen threads, in order.
     """
 
     def __init__(self, seed: int):
-        """Begins with the thread of the caller."""
         self.history: list[str] = []
         self._random = random.Random(seed)
         self._now_s = 0.0
@@ -63,15 +68,15 @@ class SeededConcurrency:
         return _SeededThread(self, new)
 
     def condition(self) -> Condition:
-        """A new one."""
+        """Returns a new condition."""
         return _SeededCondition(self)
 
     def now_s(self) -> float:
-        """Seconds that have passed while all waited."""
+        """Returns the seconds that have passed while all threads waited."""
         return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """Lets others go on, and time pass."""
+        """Waits while other threads run, or time passes."""
         me = self._me()
         self._wait(me, lambda: False, seconds, f"sleeps for {seconds:g} s")
 
@@ -90,10 +95,10 @@ class SeededConcurrency:
     def _wait(
         self, me: "_Participant", can_go_on: Callable[[], bool], limit_s: float | None, why: str
     ) -> bool:
-        """Lets others go on until this one is chosen, which it can be when `can_go_on()` holds.
+        """Runs other threads until this one is chosen, once `can_go_on()` holds.
 
         Returns:
-            Whether that was so; else the time was over.
+            Whether it holds; False after the timeout.
         """
         me.can_go_on, me.why = can_go_on, why
         me.until_s = self._until_s(limit_s)
@@ -104,13 +109,13 @@ class SeededConcurrency:
     def _until_s(self, limit_s: float | None) -> float | None:
         if limit_s is None:
             return None
-        return self._now_s + (max(limit_s, LEAST_S) if limit_s > 0 else 0.0)
+        return self._now_s + (max(limit_s, MIN_WAIT_S) if limit_s > 0 else 0.0)
 
     def _choose(self, me: "_Participant") -> None:
         with self._mutex:
             chosen = self._next()
             if isinstance(chosen, str):
-                # The main thread is told, since nobody else waits for an answer.
+                # Raised in the main thread, where a test or a program expects errors.
                 self._participants[0].deadlock = chosen
                 chosen = self._participants[0]
             else:
@@ -130,6 +135,7 @@ class SeededConcurrency:
             waiting = [x for x in self._participants if x.until_s is not None]
             if not waiting:
                 return "; ".join(f"{x.name} {x.why}" for x in self._participants)
+            # The next event can only be a timeout, so the clock jumps to the earliest one.
             first_s = min(x.until_s or 0.0 for x in waiting)
             self._now_s = max(self._now_s, first_s)
             able = [x for x in waiting if (x.until_s or 0.0) <= self._now_s]
@@ -198,7 +204,7 @@ class _SeededCondition(Condition):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._owner is not self._concurrency._me():  # a deadlock ended its wait
+        if self._owner is not self._concurrency._me():  # a deadlock ended its wait without the lock
             return
         self._depth -= 1
         if not self._depth:
@@ -212,6 +218,7 @@ class _SeededCondition(Condition):
             left_s = None if until_s is None else until_s - now_s()
             if left_s is not None and left_s <= 0:
                 return False
+            # Released completely, also if entered several times, and restored below.
             seen, self._owner, self._depth = self._num_changes, None, 0
 
             def has_changed(seen: int = seen) -> bool:
@@ -232,6 +239,6 @@ class _SeededCondition(Condition):
         why: str,
     ) -> None:
         self._concurrency._wait(me, can_go_on, limit_s, why)
-        while self._owner is not None:  # it was late, and another one has entered
+        while self._owner is not None:  # after its timeout, another thread may own it
             self._concurrency._wait(me, lambda: self._owner is None, None, why)
         self._owner = me

@@ -1,8 +1,8 @@
-"""The engine in one process: each actor is a thread.
+"""ThreadEngine: runs each actor as a thread of this process.
 
-Values are shared, not copied: an actor that keeps what it was given, or gives what it keeps, must
-copy it if it changes it later. A thread cannot be killed, so a killed actor is fenced off: its
-calls are refused, its results are not looked at, and its thread ends when it comes back.
+Values are shared, not copied: an actor must copy what it receives or returns before it changes it.
+A thread cannot be killed, so a killed actor is fenced off: its calls are rejected, its results are
+ignored, and its thread ends when it next calls the engine.
 """
 
 import collections
@@ -19,45 +19,44 @@ from tpudist.engine.engine import Actor, ActorDied, ActorKilled, ResultTimeout, 
 from tpudist.engine.seeded_concurrency import SeededConcurrency
 
 END_S = 5.0
-"""How long `shutdown` waits for what actors are doing."""
+"""Seconds for which `shutdown` waits for running actors."""
 _log = logging.getLogger("tpudist")
-_here = threading.local()  # `record`: the actor whose thread this is
+_here = threading.local()  # `record`: the actor of this thread, if any
 
 
 class ThreadEngine:
     """Runs actors as threads of this process.
 
+    Args:
+        seed: Seed of the order of all events, in which one thread runs at a time; None lets the
+            operating system decide.
+
     Attributes:
-        concurrency: Of the threads; who uses the engine has its own threads from there, so that
-            those are replayed, too.
-        serializer: None: actors share values.
-        actors_may_hang: False: a thread is there as long as the program is.
+        concurrency: Provides the threads. Users of the engine take their threads from it too, so
+            that those are replayed.
+        serializer: None, because actors share values.
+        actors_may_hang: False: a thread exists as long as the program.
     """
 
     actors_may_hang = False
 
     def __init__(self, seed: int | None = None):
-        """No actor yet.
-
-        Args:
-            seed: Has the order of all events be that of this seed, whatever the machine does: one
-                thread runs at a time, and a generator chooses which.
-        """
         self.serializer: Serializer | None = None
         self.concurrency: Concurrency = (
             SystemConcurrency() if seed is None else SeededConcurrency(seed)
         )
+        # Lock order: never hold `_lock` together with a record's `changed`.
         self._lock = self.concurrency.condition()
         self._records: dict[Actor, _Record] = {}
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
         self._is_over = False
 
     def start(self) -> None:
-        """Nothing is to be done."""
+        """Does nothing."""
 
-    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: Any) -> Actor:
+    def spawn(self, role: str, index: int, factory: Callable[..., Any], *args: object) -> Actor:
         """Starts a thread."""
-        self._refuse_killed()
+        self._check_not_killed()
         with self._lock:
             if self._is_over:
                 raise RuntimeError("The engine was shut down. Create another engine.")
@@ -70,22 +69,23 @@ class ThreadEngine:
         )
         return actor
 
-    def call(self, actor: Actor, method: str, *args: Any) -> "_Future":
-        """Puts a message into the actor's queue."""
-        self._refuse_killed()
+    def call(self, actor: Actor, method: str, *args: object) -> "_Future":
+        """Adds a call to the actor's queue."""
+        self._check_not_killed()
         record = self._record_of(actor)
         args = tuple(x.value if isinstance(x, _Ref) else x for x in args)
         return record.add(method, args)
 
     def result(self, future: "_Future", timeout_s: float | None = None) -> Any:
-        """Waits for the thread to have called the method."""
-        self._refuse_killed()
+        """Waits until the thread has called the method."""
+        self._check_not_killed()
         record = self._record_of(future.actor)
-        mine = getattr(_here, "record", None)
+        mine = _own_record()
         with record.changed:
-            came = record.changed.wait_for(lambda: future.is_done or _is_killed(mine), timeout_s)
-            self._refuse_killed()
-            if not came:
+            # An actor that waits for another one must notice that it was killed itself.
+            is_over = record.changed.wait_for(lambda: future.is_done or _is_killed(mine), timeout_s)
+            self._check_not_killed()
+            if not is_over:
                 raise ResultTimeout(
                     f"{future.method} of {future.actor} has no result after {timeout_s:g} s."
                 )
@@ -94,23 +94,24 @@ class ThreadEngine:
         return future.value
 
     def ping(self, actor: Actor) -> "_Future":
-        """Says at once whether an actor is alive."""
+        """Reports at once whether an actor is alive."""
         return self._record_of(actor).ping()
 
-    def put(self, value: Any) -> "_Ref":
-        """The value itself."""
+    def put(self, value: object) -> "_Ref":
+        """Returns a reference to the value itself."""
         return _Ref(value)
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
         """Fences an actor off."""
         self._record_of(actor).end(why)
-        with self._lock:  # one that waits for the result of another one is to see it
+        # The killed actor may wait for a result of any other actor (`result`).
+        with self._lock:
             records = list(self._records.values())
         for record in records:
             record.wake()
 
     def shutdown(self) -> None:
-        """Ends all threads that come back to the engine; names those that do not."""
+        """Ends all threads that return to the engine, and logs the names of the others."""
         with self._lock:
             self._is_over = True
             records, self._records = list(self._records.values()), {}
@@ -137,32 +138,32 @@ class ThreadEngine:
             record.end("the engine was shut down")
         return record
 
-    def _refuse_killed(self) -> None:
-        if _is_killed(getattr(_here, "record", None)):
+    def _check_not_killed(self) -> None:
+        if _is_killed(_own_record()):
             raise ActorKilled
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ref:
-    value: Any
+    value: object
 
 
 class _Future:
-    def __init__(self, actor: Actor, method: str, args: tuple):
+    def __init__(self, actor: Actor, method: str, args: tuple[object, ...]):
         self.actor, self.method, self.args = actor, method, args
         self.is_done = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
 
-    def finish(self, value: Any, error: BaseException | None) -> None:
+    def finish(self, value: object, error: BaseException | None) -> None:
         self.value, self.error, self.args = value, error, ()
         self.traceback = None if error is None else error.__traceback__
         self.is_done = True
 
 
 class _Record:
-    """An actor: its thread, what it is to do, and whether it is alive."""
+    """An actor: its thread, its queue of calls, and whether it is alive."""
 
     def __init__(self, actor: Actor, concurrency: Concurrency):
         self.actor = actor
@@ -173,7 +174,7 @@ class _Record:
         self._why, self._was_made = "", True
         self._queue: collections.deque[_Future] = collections.deque()
 
-    def add(self, method: str, args: tuple) -> _Future:
+    def add(self, method: str, args: tuple[object, ...]) -> _Future:
         future = _Future(self.actor, method, args)
         with self.changed:
             if self.is_killed:
@@ -203,32 +204,35 @@ class _Record:
         with self.changed:
             self.changed.notify_all()
 
-    def run(self, factory: Callable[..., Any], args: tuple) -> None:
-        """The life of the thread."""
+    def run(self, factory: Callable[..., Any], args: tuple[object, ...]) -> None:
+        """Creates the actor, and answers its calls."""
         _here.record = self
         if self.is_killed:
             return
         try:
-            made = factory(*args)
+            instance = factory(*args)
         except ActorKilled:
             return
-        except BaseException:  # reported by all that it is called for
+        except BaseException:  # all its calls report the error
             self.end(f"it could not be created.\n{traceback.format_exc()}", was_made=False)
             return
-        while self._answer_next(made):
+        while self._answer_next(instance):
             pass
 
-    def _answer_next(self, made: Any) -> bool:
-        """Does what comes next, and holds nothing of it: it may hold what ends this thread."""
+    def _answer_next(self, instance: object) -> bool:
+        """Answers the next call; returns False when the actor was killed."""
+        # A function of its own, so that this thread keeps no call while it waits: a call may be the
+        # last reference to an object whose end stops this thread.
         future = self._next()
         if future is None:
             return False
         value, error = None, None
         try:
-            value = getattr(made, future.method)(*future.args)
+            # The interface calls methods of users' objects by name.
+            value = getattr(instance, future.method)(*future.args)
         except ActorKilled:
             pass
-        except BaseException as raised:  # the caller's
+        except BaseException as raised:  # `result` raises it for the caller
             error = raised
         with self.changed:
             if not future.is_done:
@@ -237,7 +241,7 @@ class _Record:
                 self._queue.popleft()
             self.running = ""
             self.changed.notify_all()
-        del error  # which holds this frame
+        del error  # its traceback refers to this frame
         return True
 
     def _next(self) -> _Future | None:
@@ -246,7 +250,11 @@ class _Record:
             if self.is_killed:
                 return None
             self.running = self._queue[0].method
-            return self._queue[0]  # it stays there, so that `end` finishes it
+            return self._queue[0]  # it stays in the queue, so that `end` finishes it
+
+
+def _own_record() -> _Record | None:
+    return getattr(_here, "record", None)  # thread-local attributes are missing in other threads
 
 
 def _is_killed(record: _Record | None) -> bool:

@@ -1,13 +1,13 @@
-"""Addresses of Ray's services: of this machine, and whether somebody answers at one."""
+"""Addresses of Ray's services: whether they belong to this machine, and whether they answer."""
 
 import socket
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`.
+    """Splits `host:port`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: If `address` does not have this form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -19,9 +19,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def find_local_ip(host: str) -> str | None:
-    """The IP address of this machine that a name stands for.
+    """Returns the IP address of this machine that a name stands for.
 
-    None where it stands for another one, such as that of a load balancer.
+    None if the name belongs to another machine, such as a load balancer.
     """
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -30,7 +30,7 @@ def find_local_ip(host: str) -> str | None:
     for *_, address in found:
         ip = str(address[0])
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
+            try:  # only an address of this machine can be bound
                 probe.bind((ip, 0))
             except OSError:
                 continue
@@ -39,9 +39,9 @@ def find_local_ip(host: str) -> str | None:
 
 
 def is_answered(host: str, port: int, timeout_s: float = 3.0) -> bool | None:
-    """Whether somebody takes connections; None where that cannot be found out.
+    """Returns whether a service accepts connections; None if that is unknown.
 
-    False is certain: the host is there, and refuses.
+    False is certain: the host exists, and refuses the connection.
     """
     try:
         with socket.create_connection((host, port), timeout_s):

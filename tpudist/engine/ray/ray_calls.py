@@ -1,8 +1,8 @@
-"""Calls of actors that are processes of Ray.
+"""RayCalls: calls of actors that are processes of Ray.
 
-The first calls of an actor go by Ray. Once it has answered, and says where it listens, a caller
-connects to it, and what it calls later goes that way, for a tenth of the time (`call_line`). Where
-that cannot be, all goes by Ray. It is Ray that knows whether an actor lives.
+The first calls of an actor go through Ray. Once the actor listens, the caller connects to it, and
+sends later calls directly, which takes a tenth of the time (`call_line`). If it cannot connect, all
+calls go through Ray. Ray decides whether an actor is alive.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tpudist.engine.call_line import CallLine, Reply
 from tpudist.engine.concurrency import Concurrency
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
 from tpudist.engine.ray.ray_host import Failure
-from tpudist.engine.ray.ray_pickle import name_what_cannot_be_pickled, references, values
+from tpudist.engine.ray.ray_pickle import ObjectRef, explain_pickle_errors, references, values
 from tpudist.engine.ray.ray_session import import_ray
 
 END_S = 5.0
-"""How long a killed process has to be gone, and who waits for results to see that it is over."""
+"""Seconds until a killed process must be gone, and until waiting callers must see the end."""
 PINGS = "pings"
-"""The thread of an actor that answers while another one runs its calls, as Ray names it."""
+"""Ray's name of the actor's thread that answers pings while another thread runs calls."""
 LOOK_S = 5.0
-"""How often Ray is asked whether an actor lives that was called by a line and has not answered."""
+"""Seconds between two questions to Ray whether an actor is alive that does not answer."""
 OVER = "the engine was shut down"
-"""Why all actors have died in the end."""
+"""Cause of death of all actors at the end."""
 _log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
 class RayFuture:
-    """A call: by Ray, which gives a reference, or by a line; neither if the actor is dead."""
+    """A call through Ray (`reference`) or over a line (`reply`); neither if the actor is dead."""
 
     actor: Actor
     method: str
-    reference: Any = None
+    reference: ObjectRef | None = None
     line: CallLine | None = None
     reply: Reply | None = None
 
@@ -52,40 +52,43 @@ def _warn(actor: Actor, why: str) -> None:
 
 
 class _Peer:
-    """An actor as one caller sees it.
+    """An actor, as one caller sees it.
 
     Attributes:
-        handle: Ray's.
-        lock: Of what follows, and so that calls go out in their order.
-        address: What Ray is to say of where it listens; None before it was asked.
-        last: The last call that went by Ray.
-        line: How it is called, once it was found out; None for by Ray.
+        handle: Ray's handle of the actor.
+        lock: Guards the other attributes, and keeps calls in order.
+        address: Ray's reference to the address of the actor's listener; None before the request.
+        last: Ray's reference to the last call through Ray.
+        line: Direct connection, if there is one.
     """
 
-    def __init__(self, handle: Any):
-        """By Ray at first."""
+    def __init__(self, handle: Any):  # ray.actor.ActorHandle, whose methods are dynamic
         self.handle, self.lock = handle, threading.Lock()
-        self.address: Any = None
-        self.last: Any = None
+        self.address: ObjectRef | None = None
+        self.last: ObjectRef | None = None
         self.line: CallLine | None = None
         self._found: queue.SimpleQueue[CallLine | None] = queue.SimpleQueue()
         self._is_connecting = self._is_decided = False
 
     def find_line(self, actor: Actor, secret: bytes) -> CallLine | None:
-        """The line, which is taken when no call by Ray is under way, so that none is overtaken."""
+        """Returns the line, or None while calls go through Ray."""
+        # Calls must not overtake each other, so the switch happens only when all calls through Ray
+        # have finished. It happens once: `_is_decided` ends the search, with a line or without.
         if self._is_decided:
             return self.line
         ray = import_ray()
         if self.address is None:
             self.address = self.handle.listen.options(concurrency_group=PINGS).remote()
-        wanted = [x for x in (self.address, self.last) if x is not None]
-        if len(ray.wait(wanted, num_returns=len(wanted), timeout=0)[0]) < len(wanted):
+        pending = [x for x in (self.address, self.last) if x is not None]
+        if len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) < len(pending):
             return None
         if not self._is_connecting:
             self._is_connecting = True
             try:
                 address = ray.get(self.address)
-            except ray.exceptions.RayActorError:  # it has died, as Ray will say of the next call
+            except (
+                ray.exceptions.RayActorError
+            ):  # it has died; the next call through Ray reports it
                 self._is_decided = True
                 return None
             except ray.exceptions.RayError as error:
@@ -100,7 +103,7 @@ class _Peer:
         return self.line
 
     def _connect(self, actor: Actor, address: tuple[str, int], secret: bytes) -> None:
-        """In a thread: who calls does not wait for the network."""
+        """Connects, in a thread, because callers must not wait for the network."""
         try:
             self._found.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
         except OSError as error:
@@ -108,7 +111,7 @@ class _Peer:
             self._found.put(None)
 
     def close(self) -> None:
-        """Ends the line."""
+        """Closes the line."""
         while not self._found.empty():
             line = self._found.get()
             if line is not None:
@@ -117,33 +120,35 @@ class _Peer:
             self.line.close()
 
 
-class Calls:
-    """Calls by one process, and what they give.
+class RayCalls:
+    """Calls by one process, and their results.
 
-    Attributes:
-        namespace: Of the run, in which Ray knows actors by their names.
+    Args:
+        namespace: Namespace of the run, in which Ray finds actors by name.
+        secret: Secret of the run's processes.
+        concurrency: Provides the condition.
     """
 
     def __init__(self, namespace: str, secret: bytes, concurrency: Concurrency):
-        """None yet."""
         self.namespace, self.secret = namespace, secret
+        # `_changed` guards the attributes below. A peer's lock is never taken while holding it.
         self._peers: dict[Actor, _Peer] = {}
-        self._why: dict[Actor, str] = {}
-        self._num_waiting = 0
+        self._why: dict[Actor, str] = {}  # causes of death of killed actors
+        self._num_waiting = 0  # threads in `result`
         self._is_over = False
         self._changed = concurrency.condition()
 
-    def add(self, actor: Actor, handle: Any) -> _Peer:
-        """Has Ray's handle of an actor, which lives no longer than that one."""
+    def add(self, actor: Actor, handle: Any) -> _Peer:  # ray.actor.ActorHandle
+        """Registers Ray's handle of an actor."""
         with self._changed:
             return self._peers.setdefault(actor, _Peer(handle))
 
-    def call(self, actor: Actor, method: str, args: tuple) -> RayFuture:
-        """As `RayEngine.call`."""
+    def call(self, actor: Actor, method: str, args: tuple[object, ...]) -> RayFuture:
+        """Calls a method; see `RayEngine.call`."""
         peer = self._find(actor)
         if peer is None:
             return RayFuture(actor, method)
-        with name_what_cannot_be_pickled(f"{method} of {actor}", args), peer.lock:
+        with explain_pickle_errors(f"{method} of {actor}", args), peer.lock:
             line = peer.find_line(actor, self.secret)
             if line is None:
                 peer.last = peer.handle.call.remote(method, *references(args))
@@ -152,21 +157,23 @@ class Calls:
             return RayFuture(actor, method, line=line, reply=reply)
 
     def ping(self, actor: Actor) -> RayFuture:
-        """As `RayEngine.ping`."""
+        """Pings an actor; see `RayEngine.ping`."""
         peer = self._find(actor)
         if peer is None:
             return RayFuture(actor, "ping")
-        return RayFuture(actor, "ping", _ping(peer.handle))
+        return RayFuture(actor, "ping", peer.handle.ping.options(concurrency_group=PINGS).remote())
 
     def result(self, future: RayFuture, timeout_s: float | None) -> Any:
-        """As `RayEngine.result`."""
+        """Waits for a result; see `RayEngine.result`."""
         with self._changed:
             if (future.reference is None and future.reply is None) or self._is_over:
                 raise self._death(future.actor, "Ray no longer has an actor with this name")
             self._num_waiting += 1
         try:
-            by_ray = future.reply is None
-            value = (self._get if by_ray else self._wait)(future, timeout_s)
+            if future.reply is None:
+                value = self._get(future, timeout_s)
+            else:
+                value = self._wait(future, timeout_s)
         finally:
             with self._changed:
                 self._num_waiting -= 1
@@ -176,7 +183,7 @@ class Calls:
         return value
 
     def kill(self, actor: Actor, why: str) -> bool:
-        """Asks Ray to end an actor; whether it was alive, as far as this process knows."""
+        """Asks Ray to end an actor; returns whether it was alive, as far as this process knows."""
         with self._changed:
             if actor in self._why:
                 return False
@@ -188,13 +195,14 @@ class Calls:
         return peer is not None
 
     def close(self) -> None:
-        """Refuses what comes later, and lets go who waits: Ray may not end under a call of it."""
+        """Rejects new calls and releases waiting callers."""
         with self._changed:
             self._is_over = True
             peers = list(self._peers.values())
         for peer in peers:
             peer.close()
         with self._changed:
+            # Ray must not shut down while a thread is in one of its calls.
             self._changed.wait_for(lambda: not self._num_waiting, END_S)
 
     def _get(self, future: RayFuture, timeout_s: float | None) -> Any:
@@ -204,22 +212,22 @@ class Calls:
         except ray.exceptions.GetTimeoutError:
             raise _timeout(future, timeout_s) from None
         except ray.exceptions.RayTaskError as error:
-            # Not raised by the method: an argument, or what it gives, cannot be read or sent.
+            # Not an error of the method (`Failure`): an argument or the result cannot be sent.
             raise error.cause from error
         except ray.exceptions.ActorUnavailableError as error:
             why = f"it was unreachable, so it was killed.\n{error}"
             self.kill(actor, why)
             raise self._death(actor, why) from None
         except ray.exceptions.RayActorError as error:
-            how = "it could not be created.\n" if error.actor_init_failed else ""
             was_made = not error.actor_init_failed
-            raise self._death(actor, f"{how}{error}", was_made) from None
+            prefix = "" if was_made else "it could not be created.\n"
+            raise self._death(actor, f"{prefix}{error}", was_made) from None
         except ray.exceptions.RayError as error:
-            # Whatever else Ray says, such as of a machine that is gone: there is no result.
+            # Any other error of Ray, such as a lost machine, also means that there is no result.
             raise self._death(actor, f"{type(error).__name__}: {error}") from None
 
     def _wait(self, future: RayFuture, timeout_s: float | None) -> Any:
-        """As `_get`, of a call by a line, which may not hear that a machine is gone."""
+        """Waits for the result of a call over a line."""
         line, reply = future.line, future.reply
         assert line is not None
         assert reply is not None
@@ -235,27 +243,28 @@ class Calls:
             if end_s is not None and time.monotonic() >= end_s:
                 raise _timeout(future, timeout_s)
             ping = ping or self.ping(future.actor)
-            with contextlib.suppress(ResultTimeout):  # it hangs, or works
+            # A connection does not notice that a machine is gone; Ray does. A ping that is not
+            # answered yet shows nothing: the actor may hang, or work. It stays in flight.
+            with contextlib.suppress(ResultTimeout):
                 self._ask(ping, 0.0)
                 ping = None
 
     def _find_death(self, actor: Actor, broken: OSError) -> ActorDied:
-        """What Ray says of an actor of which the line has ended; if it lives, it does not any more.
-
-        What it was called for may have run or not, and what it is called for later could overtake.
-        """
+        """Returns why an actor died whose line has ended; kills it if Ray says that it lives."""
         with self._changed:
             peer = self._peers.get(actor)
         if peer is not None:
             peer.close()
         try:
             self._ask(self.ping(actor), END_S)
-            seen = "Ray says that it lives"
+            # It cannot stay alive: the call may have run or not, and a call through Ray could
+            # overtake it.
+            status = "Ray says that it lives"
         except ActorDied as died:
             return died
         except ResultTimeout:
-            seen = "it does not answer"
-        why = f"the connection to it ended, {seen}, and it was killed.\n{broken}"
+            status = "it does not answer"
+        why = f"the connection to it ended, {status}, and it was killed.\n{broken}"
         self.kill(actor, why)
         return self._death(actor, why)
 
@@ -265,7 +274,7 @@ class Calls:
         self._get(ping, timeout_s)
 
     def _find(self, actor: Actor) -> _Peer | None:
-        """What is known of an actor; None if it is not alive."""
+        """Returns the peer of an actor; None if it is not alive."""
         with self._changed:
             if actor in self._why or self._is_over:
                 return None
@@ -281,10 +290,6 @@ class Calls:
     def _death(self, actor: Actor, why: str, was_made: bool = True) -> ActorDied:
         why = self._why.get(actor, OVER if self._is_over else why)
         return ActorDied(actor, why, was_made)
-
-
-def _ping(handle: Any) -> Any:
-    return handle.ping.options(concurrency_group=PINGS).remote()
 
 
 def _timeout(future: RayFuture, timeout_s: float | None) -> ResultTimeout:

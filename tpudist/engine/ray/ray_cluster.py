@@ -1,8 +1,8 @@
-"""RayCluster: machines that join the Ray of a program by themselves, each for one actor by name.
+"""RayCluster: machines that join the Ray of a program, each for one named actor.
 
-A machine brings one resource, `tpudist:<role>:<index>`, and the actor of that role and index runs
-where it is. So whoever starts the machines decides what runs where, and one that comes back gets
-its actor back.
+A machine provides one resource, `tpudist:<role>:<index>`, and the actor with that role and index
+runs there. So the start of machines decides where actors run, and a machine that returns gets its
+actor again.
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ import collections
 import dataclasses
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Protocol
 
 from tpudist.engine.ray.ray_session import import_ray
 
 _REPORT_S = 10.0
-_STEP_S = 1  # a Ctrl-C is heard so late
+_STEP_S = 1  # delay of Ctrl-C
 _log = logging.getLogger("tpudist")
+
+
+class PlacementGroup(Protocol):
+    """`ray.util.placement_group.PlacementGroup`."""
+
+    def wait(self, timeout_seconds: int) -> bool:
+        """Waits until the resources are reserved; returns whether they are."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RayCluster:
-    """Who takes part.
+    """The machines of a program.
 
     Attributes:
-        head: Where the program starts Ray for the others to join, `host:port`.
-        machines: The role and the index of each machine that joins.
-        wait_s: How long the program waits for them.
+        head: Address `host:port` at which the program starts Ray for the others.
+        machines: Role and index of each machine.
+        wait_s: Maximum seconds for which the program waits for them.
     """
 
     head: str
@@ -35,40 +44,41 @@ class RayCluster:
     wait_s: float = 300.0
 
     def find_resources(self, role: str, index: int) -> dict[str, float]:
-        """What an actor needs to be on its machine; nothing if it has none."""
+        """Returns the resource that places an actor on its machine; empty if it has none."""
         return {name_resource(role, index): 1.0} if (role, index) in self.machines else {}
 
     def wait(self) -> None:
         """Waits until all machines have joined.
 
         Raises:
-            TimeoutError: Some have not in time; says which.
+            TimeoutError: If machines are missing; the message names them.
         """
         util = import_ray().util
-        # Room that is set aside on a machine shows that it is there, and starts nothing on it.
-        rooms = {
+        # A placement group that gets its resource shows that the machine has joined, and starts
+        # nothing there.
+        groups = {
             f"{role} {index}": util.placement_group([{name_resource(role, index): 1.0}])
             for role, index in sorted(self.machines)
         }
         try:
-            self._wait_for(rooms)
+            self._wait_for(groups)
         finally:
-            for room in rooms.values():
-                util.remove_placement_group(room)
+            for group in groups.values():
+                util.remove_placement_group(group)
 
-    def _wait_for(self, rooms: dict[str, Any]) -> None:
-        began = reported = time.monotonic()
-        missing = collections.deque(rooms)
+    def _wait_for(self, groups: Mapping[str, PlacementGroup]) -> None:
+        start = reported = time.monotonic()
+        missing = collections.deque(groups)
         while missing:
-            # One after the other: Ray waits for whole seconds, and not for one that is there.
-            if rooms[missing[0]].wait(_STEP_S):
+            # Ray can wait for one group only, and for whole seconds.
+            if groups[missing[0]].wait(_STEP_S):
                 missing.popleft()
                 continue
             missing.rotate(-1)
             now = time.monotonic()
-            if now - began > self.wait_s:
+            if now - start > self.wait_s:
                 raise TimeoutError(
-                    f"{', '.join(sorted(missing))} of {len(rooms)} servers did not join the "
+                    f"{', '.join(sorted(missing))} of {len(groups)} servers did not join the "
                     f"program at {self.head} within {self.wait_s:g} s. Run "
                     f"tpudist.Server(cluster_spec, job_name, task_index).join() on each of them, "
                     f"with the same RAY_AUTH_TOKEN, and check that they can reach that address."
@@ -79,5 +89,5 @@ class RayCluster:
 
 
 def name_resource(role: str, index: int) -> str:
-    """What the machine of an actor has, and no other one."""
+    """Returns the name of the resource that only the machine of an actor has."""
     return f"tpudist:{role}:{index}"

@@ -1,6 +1,6 @@
-"""RayNode: this machine in the Ray of a program that runs elsewhere, until that program ends.
+"""RayNode: this machine as a node of the Ray of a program elsewhere, until that program ends.
 
-The processes of Ray, and what they run here, go with this process, however it ends.
+Ray's processes, and the actors in them, end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from tpudist.engine.ray.ray_session import (
 )
 
 _LOOK_S = 0.5
-_NUM_REFUSED = 3  # times in a row, so that no restart of a network is taken for an end
-_SILENT_S = 60.0  # as long as Ray itself bears with a head that does not answer
+_NUM_REFUSED = 3  # consecutive refusals, so that a restart of the network does not count as the end
+_SILENT_S = 60.0  # the same limit as Ray's for a head that does not answer
 _REPORT_S = 30.0
 _log = logging.getLogger("tpudist")
 
 
 class RayNode:
-    """This machine, for the actor of one role and index."""
+    """This machine, for the actor with one role and index.
+
+    Waits for the program, and joins its Ray.
+
+    Args:
+        head: Address `host:port` at which the program starts Ray.
+        role: Role of the actor that will run here.
+        index: Index of the actor that will run here.
+        address: Address of this machine, `host:port`; Ray uses the port.
+        timeout_s: Maximum seconds to wait for the program.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If there is no token, or tokens are disabled.
+        TimeoutError: If nothing answers at `head`.
+        ConnectionError: If Ray rejects this machine.
+    """
 
     def __init__(self, head: str, role: str, index: int, address: str, *, timeout_s: float):
-        """Waits for the program, and joins its Ray.
-
-        Args:
-            head: Where the program starts Ray, `host:port`.
-            role: Of the actor that is to run here.
-            index: Of the actor that is to run here.
-            address: Of this machine, `host:port`. Ray takes its calls at the port.
-            timeout_s: How long to wait for the program.
-
-        Raises:
-            ModuleNotFoundError: Ray is not installed.
-            RuntimeError: There is no token, or tokens are off.
-            TimeoutError: Nobody answers at the address of the head.
-            ConnectionError: Ray there lets this machine not join.
-        """
         self._name, self._head = f"{role} {index}", split_address(head)
         host, port = split_address(address)
         require_token(True)
         choose_token(head, was_imported=False)
-        import_ray()  # so that its lack is named; nothing here uses it
+        import_ray()  # only for its ModuleNotFoundError
         self._wait_for_head(timeout_s)
         folder = make_folder()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}"]
@@ -72,21 +73,22 @@ class RayNode:
             ) from error
 
     def join(self) -> None:
-        """Waits until the program has ended, and ends what is here.
+        """Waits until the program has ended, and ends the processes here.
 
         Raises:
-            RuntimeError: Ray has ended here, and the program has not.
+            RuntimeError: If Ray has ended here, but the program has not.
         """
         try:
             num_refused = num_refused_here = 0
-            heard = time.monotonic()
-            while num_refused < _NUM_REFUSED and time.monotonic() - heard < _SILENT_S:
+            last_answer = time.monotonic()
+            while num_refused < _NUM_REFUSED and time.monotonic() - last_answer < _SILENT_S:
                 time.sleep(_LOOK_S)
                 answer = is_answered(*self._head)
                 num_refused = num_refused + 1 if answer is False else 0
-                heard = time.monotonic() if answer is not None else heard
+                last_answer = time.monotonic() if answer is not None else last_answer
                 here = is_answered(*self._here)
                 num_refused_here = num_refused_here + 1 if here is False else 0
+                # Twice as often, because Ray here ends by itself soon after the program.
                 if num_refused_here > 2 * _NUM_REFUSED and answer:
                     raise RuntimeError(
                         f"Ray of {self._name} ended on this machine, but the program did not. "
@@ -100,10 +102,10 @@ class RayNode:
         self._guard.close()
 
     def _wait_for_head(self, timeout_s: float) -> None:
-        began = reported = time.monotonic()
+        start = reported = time.monotonic()
         while not is_answered(*self._head):
             now = time.monotonic()
-            if now - began > timeout_s:
+            if now - start > timeout_s:
                 raise TimeoutError(
                     f"{self._name} has waited {timeout_s:g} s for the program of the chief, which "
                     f"does not answer at {':'.join(map(str, self._head))}. That program creates a "

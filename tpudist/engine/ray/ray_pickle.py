@@ -1,4 +1,4 @@
-"""What goes to processes of Ray and comes back, as bytes: functions, values and errors."""
+"""Serializes functions, values and errors for processes of Ray."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from tpudist.engine.ray.ray_session import import_ray
+
+# ray.ObjectRef; Ray is an optional dependency without types here.
+ObjectRef: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,72 +19,73 @@ class RayRef:
     """A value in Ray's memory.
 
     Attributes:
-        reference: Ray's.
+        reference: Ray's reference to it.
     """
 
-    reference: Any
+    reference: ObjectRef
 
 
 class RaySerializer:
-    """Makes bytes as Ray makes them of functions and arguments."""
+    """Serializes like Ray serializes functions and arguments."""
 
-    def dumps(self, value: Any) -> bytes:
-        """The bytes of a value.
+    def dumps(self, value: object) -> bytes:
+        """Returns the bytes of a value.
 
         Raises:
-            TypeError: Something in it cannot be pickled.
+            TypeError: If a part of it cannot be pickled.
         """
-        name = getattr(value, "__qualname__", type(value).__name__)
-        with name_what_cannot_be_pickled(f"'{name}'", (value,)):
+        name = getattr(value, "__qualname__", type(value).__name__)  # a user's callable
+        with explain_pickle_errors(f"'{name}'", (value,)):
             return import_ray().cloudpickle.dumps(value)
 
     @property
     def modules_by_value(self) -> Collection[str]:
-        """Those that the program has told Ray to send by value."""
+        """Modules that the program has registered with Ray to be sent by value."""
         return import_ray().cloudpickle.list_registry_pickle_by_value()
 
     @property
     def loads(self) -> Callable[[bytes], Any]:
-        """What makes a value of them."""
+        """Function that returns the value of bytes."""
         return load
 
 
 def load(data: bytes) -> Any:
-    """What was pickled, by a process of the same run."""
+    """Returns a value that a process of the same run has pickled."""
     return import_ray().cloudpickle.loads(data)
 
 
-def put(value: Any) -> RayRef:
+def put(value: object) -> RayRef:
     """Puts a value into Ray's memory."""
-    with name_what_cannot_be_pickled("put", (value,)):
+    with explain_pickle_errors("put", (value,)):
         return RayRef(import_ray().put(value))
 
 
-def references(args: tuple) -> tuple:
-    """The arguments as Ray takes them."""
+def references(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns arguments for a call through Ray, which resolves references."""
     return tuple(x.reference if isinstance(x, RayRef) else x for x in args)
 
 
-def values(args: tuple) -> tuple:
-    """The arguments as a line takes them, which Ray does not see."""
+def values(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns arguments for a call over a line, which does not."""
     return tuple(import_ray().get(x.reference) if isinstance(x, RayRef) else x for x in args)
 
 
 @contextlib.contextmanager
-def name_what_cannot_be_pickled(of: str, args: tuple) -> Iterator[None]:
-    """Raises a short TypeError where Ray raises one of pages."""
+def explain_pickle_errors(subject: str, args: tuple[object, ...]) -> Iterator[None]:
+    """Replaces Ray's long error by a short TypeError that names the argument."""
     try:
         yield
     except Exception:
         for i, x in enumerate(args):
             if (why := _why_not_pickled(x)) is not None:
                 raise TypeError(
-                    f"Argument {i} of {of} cannot be sent to another process: {x!r:.200}\n{why}"
+                    f"Argument {i} of {subject} cannot be sent to another process: "
+                    f"{x!r:.200}\n{why}"
                 ) from None
         raise
 
 
-def _why_not_pickled(x: Any) -> str | None:
+def _why_not_pickled(x: object) -> str | None:
     try:
         import_ray().cloudpickle.dumps(x)
     except Exception as error:
@@ -89,10 +93,10 @@ def _why_not_pickled(x: Any) -> str | None:
     return None
 
 
-def as_it_travels(error: Exception) -> Exception:
-    """The error, or a RuntimeError of its text if the other side could not read it."""
+def make_picklable(error: Exception) -> Exception:
+    """Returns the error, or a RuntimeError with its text if it cannot be pickled."""
     pickle = import_ray().cloudpickle
-    try:
+    try:  # some errors can be pickled, but not read again
         pickle.loads(pickle.dumps(error))
     except Exception as why:
         text = "".join(traceback.format_exception(error))

@@ -1,6 +1,6 @@
-"""Ray under a program: used where it runs, joined, or started on this machine, with tokens.
+"""RaySession: uses a running Ray, joins one, or starts one on this machine, with tokens.
 
-Only what Ray calls public and stable is used, and only this file imports it.
+It uses only Ray's public and stable API, and only this file imports Ray.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from tpudist.engine.process_guard import ProcessGuard
 from tpudist.engine.ray.ray_addresses import find_local_ip, split_address
 
 START_S = 120.0
-"""How long Ray may take to start on this machine; 4 s where nothing else runs."""
+"""Maximum seconds for Ray to start on this machine; it takes 4 s on an idle one."""
 _TOKEN_FILE = Path("~/.ray/auth_token")
 _TOKEN_PLACES = f"it is in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or {_TOKEN_FILE}"
-_MAX_FOLDER = 40  # characters: Ray's sockets add 66, and a path of a socket may have 107
+_MAX_FOLDER = 40  # characters: Ray's sockets add 66, and the path of a socket may have 107
 _log = logging.getLogger("tpudist")
 
 
 class RaySession:
-    """A program's connection to Ray."""
+    """A program's connection to Ray.
+
+    Args:
+        address: See `RayEngine`.
+        needs_token: See `RayEngine`.
+        log_to_driver: See `RayEngine`.
+        head: Address at which to start Ray for other machines, if any.
+    """
 
     def __init__(
         self,
@@ -40,7 +47,6 @@ class RaySession:
         log_to_driver: bool,
         head: str | None = None,
     ):
-        """None yet; the arguments are those of `RayEngine`, and where to start Ray for others."""
         self._address, self._needs_token, self._head = address, needs_token, head
         self._log_to_driver = log_to_driver
         self._lock = threading.RLock()
@@ -49,29 +55,31 @@ class RaySession:
 
     @property
     def has_started_ray(self) -> bool:
-        """Whether Ray, and all of its processes, end with it."""
+        """Whether Ray, with all of its processes, ends with this session."""
         return self._guard is not None
 
     def connect(self) -> None:
-        """Starts Ray, or joins it; leaves it alone where the program has done so."""
+        """Starts or joins Ray, unless the program has done so."""
         require_token(self._needs_token)
         if "ray" in sys.modules and import_ray().is_initialized():
             return
         address = None if self._head else self._address or os.environ.get("RAY_ADDRESS")
-        address = None if address == "local" else address  # Ray's word for one of its own
+        address = (
+            None if address == "local" else address
+        )  # Ray's name for a new Ray on this machine
         if self._needs_token:
             choose_token(self._head or address, was_imported="ray" in sys.modules)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray = import_ray()
         options: dict[str, Any] = {"log_to_driver": self._log_to_driver, "logging_level": "ERROR"}
-        with _as_it_was():
+        with _restore_process_state():
             try:
                 if address:
                     _join(address, options)
                 else:
                     folder = self._start()
-                    # `auto`, and not the address: so Ray looks for a token also where it was
-                    # imported before it could know that there is one.
+                    # With `auto` instead of the address, Ray looks for a token even if it was
+                    # imported before the token was chosen.
                     ray.init("auto", _temp_dir=str(folder), **options)
                 self._has_joined = True
             except BaseException:
@@ -81,7 +89,7 @@ class RaySession:
     def _start(self) -> Path:
         host, port = split_address(self._head) if self._head else ("", 0)
         folder = make_folder()
-        # Ray lets everybody write to the folder that it is given, so it is one inside of ours.
+        # Ray makes its folder writable for all users, so it is inside of a private folder.
         inner = folder / "r"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"]
         command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={inner}"]
@@ -105,10 +113,10 @@ class RaySession:
 
 
 def import_ray() -> ModuleType:
-    """The module.
+    """Returns the module `ray`.
 
     Raises:
-        ModuleNotFoundError: It is not installed; says how to.
+        ModuleNotFoundError: If Ray is not installed.
     """
     try:
         import ray
@@ -124,10 +132,10 @@ def import_ray() -> ModuleType:
 
 
 def require_token(needs_token: bool) -> None:
-    """Refuses to run Ray without tokens where they are needed.
+    """Checks that Ray requires tokens, if they are needed.
 
     Raises:
-        RuntimeError: The environment turns them off.
+        RuntimeError: If the environment disables them.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
     if needs_token and mode != "token":
@@ -138,11 +146,13 @@ def require_token(needs_token: bool) -> None:
 
 
 def choose_token(address: str | None, *, was_imported: bool) -> None:
-    """Has Ray use tokens, and sees that there is one.
+    """Makes Ray use tokens, and checks that there is one.
 
-    Ray reads RAY_AUTH_MODE when it is imported, and keeps the token that it first has. So both stay
-    for as long as this process lives; no file holds the token.
+    Raises:
+        RuntimeError: If there is no token for `address`, or Ray was imported without one.
     """
+    # Ray reads RAY_AUTH_MODE when it is imported, and keeps its first token. So both stay for the
+    # life of this process. The token is not written to a file.
     if not was_imported:
         os.environ["RAY_AUTH_MODE"] = "token"
     elif address and "RAY_AUTH_MODE" not in os.environ:
@@ -176,11 +186,9 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Puts back what SIGTERM does, for which `ray.init` has a handler of its own.
-
-    And hides RAY_ADDRESS, which would be heard instead of `auto`.
-    """
+def _restore_process_state() -> Iterator[None]:
+    """Restores the handler of SIGTERM and RAY_ADDRESS, which `ray.init` changes or reads."""
+    # `ray.init` installs a handler of SIGTERM, and prefers RAY_ADDRESS to `auto`.
     before, address = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)
     try:
         yield
@@ -192,8 +200,8 @@ def _as_it_was() -> Iterator[None]:
 
 
 def make_folder() -> Path:
-    """A new folder of a short name, that only this user may enter."""
-    place = tempfile.gettempdir()
-    if len(place) > _MAX_FOLDER - len("/tpudist-ray-xxxxxxxx/r"):
-        place = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="tpudist-ray-", dir=place))
+    """Returns a new folder with a short name that only this user may enter."""
+    parent = tempfile.gettempdir()
+    if len(parent) > _MAX_FOLDER - len("/tpudist-ray-xxxxxxxx/r"):
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="tpudist-ray-", dir=parent))
