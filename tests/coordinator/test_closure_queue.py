@@ -28,13 +28,12 @@ class Setting:
         self.queue.stop()
         assert all(thread.join(10) for thread in self.threads)
 
-    def closure(self, fn=lambda: None, worker=None):
-        number = None if worker is not None else self.count
-        self.count += worker is None
-        return Closure(number, fn, (), {}, RemoteValue(changed=self.queue.changed), worker)
+    def closure(self, fn=lambda: None):
+        self.count += 1
+        return Closure(self.count - 1, fn, (), {}, RemoteValue(changed=self.queue.changed))
 
-    def put(self, fn=lambda: None, worker=None):
-        closure = self.closure(fn, worker)
+    def put(self, fn=lambda: None):
+        closure = self.closure(fn)
         self.queue.put(closure)
         return closure
 
@@ -253,24 +252,6 @@ def test_an_error_ends_the_wait_for_a_place():
     assert thread.join(10)
     assert len(seen) == 1
     assert setting.queue.is_done()
-
-
-def test_what_one_worker_is_to_run_only_that_one_gets(setting):
-    own, common = setting.put(worker=1), setting.put()
-    assert setting.queue.get(0) is common
-    assert setting.queue.get(0, 0.01) is None
-    assert setting.queue.get(1) is own
-    setting.queue.finish(common, 0, None)
-    assert setting.queue.wait()  # which does not wait for what is of one worker
-    setting.queue.put_back(own, 1, "again")
-    assert setting.queue.get(1) is own
-    setting.queue.finish(own, 1, 5)
-    assert own.output.get() == 5
-    dropped = setting.put(worker=1)
-    setting.queue.clear(1)
-    with pytest.raises(CancelledError, match="worker 1 was replaced"):
-        dropped.output.get()
-    assert setting.queue.get(1, 0.01) is None
 
 
 def test_a_queue_that_was_stopped_gives_nothing_and_takes_nothing(setting):

@@ -11,6 +11,9 @@ from typing import Any
 from tpudist.coordinator.function_store import StoredFunction
 from tpudist.coordinator.remote_value import RemoteValue
 
+NOT_PLACED = -1
+"""Number of a closure that waits for a place in the queue."""
+
 
 @dataclasses.dataclass(eq=False)
 class Closure:
@@ -18,13 +21,12 @@ class Closure:
 
     Attributes:
         number: Position in the order of scheduling. Every update that the closure sends to a server
-            carries this number, and a server applies a number once. None before the closure has a
-            place in the queue, and for closures that only set up one worker.
+            carries this number, and a server applies a number once. `NOT_PLACED` before the closure
+            has a place in the queue.
         fn: Function to call.
         args: Positional arguments.
         kwargs: Keyword arguments.
         output: Receives the result or the error.
-        worker: Number of the worker that must run the closure; None for any worker.
         stored: Copy of the function that workers keep; None if each call sends the function.
         per_worker_values: Arguments with a different value on each worker. The closure keeps them
             alive, because a worker deletes an iterator when its last reference is gone.
@@ -35,12 +37,11 @@ class Closure:
         is_claimed: Whether a worker has completed the closure. Later results are ignored.
     """
 
-    number: int | None
+    number: int
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     output: RemoteValue
-    worker: int | None = None
     stored: StoredFunction | None = None
     per_worker_values: Sequence[Any] = ()
     retries: list[str] = dataclasses.field(default_factory=list)
@@ -70,5 +71,5 @@ class Closure:
         return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
 
     def __str__(self) -> str:
-        subject = "A closure" if self.number is None else f"closure {self.number}"
+        subject = "A closure" if self.number == NOT_PLACED else f"closure {self.number}"
         return f"{subject}, '{self._name}'{self._place}"

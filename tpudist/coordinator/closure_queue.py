@@ -1,8 +1,8 @@
 """ClosureQueue: the closures that wait for workers, and the first error.
 
-There is one bounded queue for all workers, and one queue per worker for closures that only this
-worker may run. An error empties the queues: waiting closures are cancelled and running ones finish.
-Then the next `put`, `wait` or `is_done` raises the error, once, and the queue is usable again.
+There is one bounded queue for all workers. An error empties it: waiting closures are cancelled and
+running ones finish. Then the next `put`, `wait` or `is_done` raises the error, once, and the queue
+is usable again.
 
 Mirrors the queue of `tf.distribute.coordinator.ClusterCoordinator` and passes its tests. In
 addition it reports long waits, runs a closure that was put back next, bounds how far workers run
@@ -86,8 +86,7 @@ class ClosureQueue:
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
-        self._of_workers: dict[int, collections.deque[Closure]] = {}
-        self._running: dict[int, Closure] = {}  # by `id`: a closure may have no number
+        self._running: dict[int, Closure] = {}  # by number
         self._error: BaseException | None = None
         self.is_stopped = False
 
@@ -106,24 +105,21 @@ class ClosureQueue:
             CancelledError: If the queue was stopped.
         """
         with self.changed:
-            if closure.worker is not None:
-                self._of_workers.setdefault(closure.worker, collections.deque()).append(closure)
+            self._wait(
+                lambda: len(self._waiting) < self._max_size or self._must_raise(),
+                lambda: f"schedule waits for one of the {self._max_size} places in the queue",
+            )
+            self._raise_if_error()
+            if self.is_stopped:
+                raise CancelledError(f"{closure} was scheduled after its run ended.")
+            if next_number is not None:
+                closure.number = next_number()
+            self.num_scheduled = max(self.num_scheduled, closure.number + 1)
+            if closure.number in self.withdrawn:
+                closure.output._is_withdrawn = True
+                self._cancel(closure, "an earlier program with this log canceled it")
             else:
-                self._wait(
-                    lambda: len(self._waiting) < self._max_size or self._must_raise(),
-                    lambda: f"schedule waits for one of the {self._max_size} places in the queue",
-                )
-                self._raise_if_error()
-                if self.is_stopped:
-                    raise CancelledError(f"{closure} was scheduled after its run ended.")
-                if next_number is not None:
-                    closure.number = next_number()
-                self.num_scheduled = max(self.num_scheduled, _number(closure) + 1)
-                if closure.number in self.withdrawn:
-                    closure.output._is_withdrawn = True
-                    self._cancel(closure, "an earlier program with this log canceled it")
-                else:
-                    self._waiting.append(closure)
+                self._waiting.append(closure)
             self.changed.notify_all()
 
     def withdraw(self, output: RemoteValue) -> int | None:
@@ -139,7 +135,7 @@ class ClosureQueue:
                     self._waiting.remove(closure)
                     output._is_withdrawn = True
                     self._cancel(closure, "cancel() of its RemoteValue was called")
-                    return _number(closure)
+                    return closure.number
             return None
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -205,7 +201,7 @@ class ClosureQueue:
                 now_s = self._concurrency.now_s()
                 if closure is not None or (end_s is not None and now_s >= end_s):
                     return closure
-                self._wait_for_work(worker, is_wanted, end_s)
+                self._wait_for_work(is_wanted, end_s)
             return None
 
     def claim(self, closure: Closure, worker: int) -> bool:
@@ -231,12 +227,12 @@ class ClosureQueue:
             closure.is_claimed = True
             since_s = closure.workers.get(worker, 0.0)
             self._leave(closure, worker, "finish")
-            del self._running[id(closure)]
+            del self._running[closure.number]
             duration_s = self._concurrency.now_s() - since_s
             if self._stragglers is not None:
                 self._stragglers.record(closure, duration_s)
             closure.output._set(value)
-            if self._record_finished(closure):
+            if self.finished.add(closure.number):
                 self.tally.record_result(worker, duration_s)
 
     def fail(self, closure: Closure, worker: int, error: BaseException) -> None:
@@ -247,9 +243,9 @@ class ClosureQueue:
         with self.changed:
             if not self._leave(closure, worker, "fail"):
                 return
-            del self._running[id(closure)]
+            del self._running[closure.number]
             closure.output._fail(error)
-            if self._record_finished(closure):
+            if self.finished.add(closure.number):
                 self.tally.record_error(worker, error)
             if self._error is None:
                 self._error = error
@@ -269,27 +265,19 @@ class ClosureQueue:
         with self.changed:
             if not self._leave(closure, worker, "put back"):
                 return
-            del self._running[id(closure)]
+            del self._running[closure.number]
             _log.warning("%s runs again. %s", closure, why)
             closure.retries.append(why)
-            if closure.worker is not None:
-                self._of_workers.setdefault(closure.worker, collections.deque()).appendleft(closure)
-            elif self._error is not None or self.is_stopped:
+            if self._error is not None or self.is_stopped:
                 self._cancel(closure, "another closure failed")
             else:
                 # `_waiting` stays sorted by number, so that its head is the oldest unfinished
-                # closure (`_queue_for`). This exceeds `max_size` by at most the number of workers;
+                # closure (`_may_start`). This exceeds `max_size` by at most the number of workers;
                 # to wait for a place here would deadlock the only threads that free places.
-                later = (i for i, x in enumerate(self._waiting) if _number(x) > _number(closure))
+                later = (i for i, x in enumerate(self._waiting) if x.number > closure.number)
                 self._waiting.insert(next(later, len(self._waiting)), closure)
                 self.tally.record_retry(worker, cause)
             self.changed.notify_all()
-
-    def clear(self, worker: int) -> None:
-        """Cancels the closures that only a removed worker may run."""
-        with self.changed:
-            for closure in self._of_workers.pop(worker, ()):
-                self._cancel(closure, f"worker {worker} was replaced")
 
     # For observers; they hold `changed`.
 
@@ -300,8 +288,8 @@ class ClosureQueue:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of waiting and running closures; closures of a single worker do not count."""
-        return len(self._waiting) + sum(x.worker is None for x in self._running.values())
+        """Number of waiting and running closures."""
+        return len(self._waiting) + len(self._running)
 
     @property
     def running(self) -> list[RunningClosure]:
@@ -315,11 +303,11 @@ class ClosureQueue:
     # The methods below run under `changed`.
 
     def _take(self, worker: int) -> Closure | None:
-        queue, now_s = self._queue_for(worker), self._concurrency.now_s()
-        if queue is not None:
-            closure = queue.popleft()
+        now_s = self._concurrency.now_s()
+        if self._may_start():
+            closure = self._waiting.popleft()
             closure.is_claimed = False
-            self._running[id(closure)] = closure
+            self._running[closure.number] = closure
         else:
             slow = self._next_slow()
             if slow is None or slow[0] > now_s:
@@ -334,19 +322,14 @@ class ClosureQueue:
         self.changed.notify_all()
         return closure
 
-    def _wait_for_work(
-        self, worker: int, is_wanted: Callable[[], bool], end_s: float | None
-    ) -> None:
+    def _wait_for_work(self, is_wanted: Callable[[], bool], end_s: float | None) -> None:
         # A worker without work sleeps until the next closure becomes slow. It must also wake if
         # that moment moves, because another closure started, or a median became known.
         slow = self._next_slow()
         until_s = min((x for x in (slow and slow[0], end_s) if x is not None), default=None)
         self.changed.wait_for(
             lambda: (
-                self.is_stopped
-                or not is_wanted()
-                or self._queue_for(worker) is not None
-                or self._next_slow() != slow
+                self.is_stopped or not is_wanted() or self._may_start() or self._next_slow() != slow
             ),
             self._left_s(until_s),
         )
@@ -359,19 +342,15 @@ class ClosureQueue:
             return None
         return self._stragglers.find_next(self._running.values())
 
-    def _queue_for(self, worker: int) -> collections.deque[Closure] | None:
-        """Returns the queue from which a worker takes its next closure; None if it must wait."""
-        own = self._of_workers.get(worker)
-        if own:
-            return own
+    def _may_start(self) -> bool:
+        """Returns whether a worker may start the next closure."""
         if not self._waiting:
-            return None
+            return False
         # The head of the queue has the lowest waiting number. All numbers below `finished.low` have
         # finished, so at most `ahead` older closures are unfinished. `max_staleness=0` runs one
         # closure at a time; no bound can deadlock, because the oldest one has `ahead == 0`.
-        ahead = _number(self._waiting[0]) - self.finished.low
-        may_start = self._max_staleness is None or ahead <= self._max_staleness
-        return self._waiting if may_start else None
+        ahead = self._waiting[0].number - self.finished.low
+        return self._max_staleness is None or ahead <= self._max_staleness
 
     def _is_done(self) -> bool:
         return not self.num_unfinished
@@ -387,13 +366,9 @@ class ClosureQueue:
         self.changed.notify_all()
         return not closure.workers and not closure.is_claimed
 
-    def _record_finished(self, closure: Closure) -> bool:
-        """Returns whether the closure has a number that had not finished before."""
-        return closure.number is not None and self.finished.add(closure.number)
-
     def _cancel(self, closure: Closure, why: str) -> None:
         closure.output._fail(CancelledError(f"{closure} was canceled before it ran: {why}."))
-        if self._record_finished(closure):
+        if self.finished.add(closure.number):
             self.tally.cancelled += 1
         self.changed.notify_all()
 
@@ -410,9 +385,7 @@ class ClosureQueue:
         if self._error is None:
             return True
         is_idle = self._wait(
-            lambda: (
-                self._error is None or not any(x.worker is None for x in self._running.values())
-            ),
+            lambda: self._error is None or not self._running,
             lambda: "the error of a closure is raised when no other one runs any more",
             timeout_s,
         )
@@ -435,8 +408,3 @@ class ClosureQueue:
             return f"{describe()}: {waited_s:.0f} s. Running: {running}."
 
         return wait_and_report(self.changed, self._concurrency, predicate, report, timeout_s)
-
-
-def _number(closure: Closure) -> int:
-    assert closure.number is not None, "only closures of one worker have no number"
-    return closure.number

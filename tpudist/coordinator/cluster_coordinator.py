@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 import jax
 
 from tpudist.array_types import PyTree
-from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure import NOT_PLACED, Closure
 from tpudist.coordinator.closure_queue import ClosureQueue
 from tpudist.coordinator.coordinator_options import CoordinatorOptions
 from tpudist.coordinator.dispatcher import Dispatcher
@@ -29,7 +29,8 @@ from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_
 from tpudist.coordinator.run_records import RunRecords, withdraw
 from tpudist.coordinator.stragglers import Stragglers
 from tpudist.coordinator.worker import ResourceRef, Worker
-from tpudist.engine.engine import Engine
+from tpudist.coordinator.worker_resources import WorkerResources
+from tpudist.engine.engine import Engine, Serializer
 from tpudist.ps.server_figures import ServerSurvey
 from tpudist.ps.servers import Servers
 from tpudist.ps.worker_session import WorkerSession
@@ -108,6 +109,9 @@ class ClusterCoordinator:
                 f"tpudist.ParameterServerStrategy. Other strategies run all replicas in step, "
                 f"without a coordinator."
             )
+        # One coordinator per strategy: two would number closures independently, and servers
+        # identify closures by number. The strategy's reference is weak, so that dropping the last
+        # user's reference ends the run.
         with _creation_lock:
             coordinator = None if strategy.coordinator is None else strategy.coordinator()
             if coordinator is None:
@@ -146,6 +150,7 @@ class ClusterCoordinator:
         self._records = RunRecords(self._queue, servers, max_staleness, strategy.num_numbered)
         # A RemoteValue may outlive the strategy, so it must not refer to the servers.
         self._withdraw = functools.partial(withdraw, self._queue, self._records.file)
+        # A restarted program schedules its functions again from the first unfinished one.
         self._next_number = self._next_batch = self._queue.finished.low
         self._dispatcher = Dispatcher(
             engine,
@@ -156,10 +161,7 @@ class ClusterCoordinator:
             describe_run=self._records.describe_run,
             on_finished=self._records.record_finished,
         )
-        resources, serializer = self._dispatcher.resources, engine.serializer
-        self._functions = None  # actors that share memory with the program use it directly
-        if serializer is not None:
-            self._functions = FunctionStore(serializer, resources.add, resources.remove)
+        self._functions = _make_function_store(engine.serializer, self._dispatcher.resources)
         self._progress: set[CoordinatorProgress] = set()
         # No callback above refers to `self`: the garbage collection of `self` ends the run.
         self._ending = weakref.finalize(
@@ -201,26 +203,14 @@ class ClusterCoordinator:
                 f"its arguments separately: schedule(fn, args=(...))."
             )
         per_worker_values: list[PerWorkerValue] = []
-
-        def convert(x: Any) -> Any:
-            if isinstance(x, PerWorkerValue):
-                per_worker_values.append(x)
-            return _convert_argument(x)
-
+        convert = functools.partial(_convert_argument, per_worker_values)
         positional = map_nest(convert, tuple(args or ()))
         named = map_nest(convert, dict(kwargs or {}))
         with self._queue.changed:
             stored = None if self._functions is None else self._functions.store(fn)
         output = RemoteValue(changed=self._queue.changed, withdraw=self._withdraw)
-        closure = Closure(
-            None,
-            fn,
-            positional,
-            named,
-            output,
-            stored=stored,
-            per_worker_values=per_worker_values,
-        )
+        closure = Closure(NOT_PLACED, fn, positional, named, output)
+        closure.stored, closure.per_worker_values = stored, per_worker_values
         self._queue.put(closure, self._take_number)
         return output
 
@@ -427,6 +417,15 @@ def _make_worker(index: int, make_session: Callable[[int], WorkerSession]) -> Wo
     return Worker(index, devices[index % len(devices)], make_session)
 
 
+def _make_function_store(
+    serializer: Serializer | None, resources: WorkerResources
+) -> FunctionStore | None:
+    # Actors that share memory with the program have no serializer, and use its functions directly.
+    if serializer is None:
+        return None
+    return FunctionStore(serializer, resources.add, resources.remove)
+
+
 def _end(dispatcher: Dispatcher, file: FinishedFile, progress: set[CoordinatorProgress]) -> None:
     dispatcher.close()
     for display in list(progress):  # after the workers, so that the last sample shows the end
@@ -434,7 +433,10 @@ def _end(dispatcher: Dispatcher, file: FinishedFile, progress: set[CoordinatorPr
     file.close()
 
 
-def _convert_argument(x: Any) -> Any:
+def _convert_argument(per_worker_values: list[PerWorkerValue], x: object) -> object:
+    """Checks an argument, and collects values that differ between workers."""
+    if isinstance(x, PerWorkerValue):
+        per_worker_values.append(x)
     if isinstance(x, RemoteValue):
         raise ValueError(
             "schedule() does not accept a RemoteValue as an argument, because workers do not "

@@ -129,7 +129,6 @@ class Dispatcher:
             self._active.discard(index)
             self._changed.notify_all()
         self._threads[index].join(timeout_s)
-        self._queue.clear(index)
 
     def close(self) -> None:
         """Ends all workers after their current closures, or kills them after `END_S`."""

@@ -26,6 +26,8 @@ class FinishedFile:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Records: {"low": n} means that all numbers below n have finished; {"finished": n} that n
+        # has, with "withdrawn" if it never ran.
         if path.exists():
             for facts, _ in read_records(path):
                 if "low" in facts:

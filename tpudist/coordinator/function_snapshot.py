@@ -28,6 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 _MISSING = object()
 _OF_GLOBALS = {dis.opmap[x] for x in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")}
 _Compiled = type(jax.jit(lambda: None))
+# Cache: disassembling takes longer than all other steps of a snapshot.
 _globals_of_code: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = (
     weakref.WeakKeyDictionary()
 )
@@ -83,6 +84,13 @@ class _Array:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
+# A snapshot is a flat list: the kinds, lengths and leaves that a depth-first walk meets. Two walks
+# give equal lists only if they met the same structure. An object that was met before is replaced by
+# its position, so cycles end, and two references to one list differ from two equal lists: changing
+# one of them would have another effect. Wrong "equal" would run stale code; wrong "different" only
+# costs a serialization, so every doubt returns False.
+
+
 class _Walk:
     """Appends what it finds to a list, in a fixed order."""
 
@@ -122,6 +130,7 @@ class _Walk:
         if kind is types.MethodType:
             self._parts.append(kind)
             return self.add(x.__func__) and self.add(x.__self__)
+        # Compared by identity (`_are_same`), which is exact for both.
         if self._is_immutable(x) or self._is_of_module(x):
             self._parts.append(x)
             return True
@@ -134,6 +143,7 @@ class _Walk:
             self._parts += [x.__code__, *x.__annotations__, *x.__annotations__.values()]
             return all(map(self.add, _contents(x)))
         if kind is _Compiled:
+            # A jitted function: the same object, but what its Python function captures may change.
             self._parts.append(x)
             wrapped = x.__wrapped__
             return type(wrapped) is types.FunctionType and all(map(self.add, _contents(wrapped)))
@@ -186,6 +196,7 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # a variable that the enclosing function assigns later
             yield "\0 unbound"
+    # Only names that the code looks up are serialized with a function, not all of its module.
     for name in _names_of_globals(function.__code__):
         yield function.__globals__.get(name, "\0 none")
 

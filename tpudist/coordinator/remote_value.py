@@ -31,6 +31,7 @@ class RemoteValue:
         changed: Condition | None = None,
         withdraw: Callable[[RemoteValue], bool] = lambda output: False,
     ):
+        # Shared with the queue, so that one notification wakes `join` and all `fetch` calls.
         self._changed = SystemConcurrency().condition() if changed is None else changed
         self._withdraw = withdraw
         self._is_done = self._is_withdrawn = False

@@ -54,12 +54,11 @@ class RunRecords:
 
     def record_finished(self, closure: Closure, completion: Completion) -> None:
         """Records a completed closure, before its result is visible."""
-        if closure.number is not None and closure.retries:
+        if closure.retries:
             # Another worker may still run it and send updates. From here on, servers reject them.
             self._servers.seal(closure.number)
         with self._queue.changed:
-            if closure.number is not None:
-                self.file.write(closure.number)
+            self.file.write(closure.number)
             if completion.staleness is not None:
                 self.staleness[completion.staleness] += 1
 

@@ -93,6 +93,7 @@ class Server:
             task.address,
             timeout_s=self._start_timeout_s,
         )
+        # Also at exit: Ray's processes must not outlive this one.
         self._ending = weakref.finalize(self, self._node.close)
 
     def join(self) -> None:
@@ -157,6 +158,7 @@ def _find_head(task: ServerDef) -> str | None:
         ValueError: If the address is unknown, or the task is not a server of the program.
     """
     cluster = task.cluster
+    # Without a chief, workers and servers are threads of the program, so no task may be elsewhere.
     if PROGRAM not in cluster.jobs:
         other = find_other_host(cluster, cluster.jobs)
         if other is not None:

@@ -121,7 +121,7 @@ class Worker:
 
     def run(
         self,
-        number: int | None,
+        number: int,
         status: RunStatus,
         fn: Callable[..., PyTree] | ResourceRef,
         args: Sequence[Any],
@@ -158,13 +158,13 @@ class Worker:
 
     def _call(
         self,
-        number: int | None,
+        number: int,
         status: RunStatus,
         fn: Callable[..., PyTree],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[PyTree, int | None]:
-        if self._session is None or number is None:
+        if self._session is None:
             with self._enter(ClosurePlace(self._index, number, self._session)):
                 return jax.block_until_ready(read_now(fn(*args, **kwargs))), None
         state = self._session.begin(number, status.low, status.servers, fn, status.num_scheduled)

@@ -120,7 +120,7 @@ class ClosureState:
         self._num_seen: dict[int, int] = {}
         self._homes = copies.homes_read.setdefault(_key_of(function), {})
         missing = [x for x in self._homes.values() if not self._was_read_ahead(x)]
-        copies.ahead = None
+        copies.ahead = None  # valid for the next closure only
         if missing:
             self._pull(missing)
 
@@ -149,6 +149,7 @@ class ClosureState:
         value = self._values[home.number]
         if not count:
             return value
+        # The server has not applied these updates yet, so the worker computes their result.
         with traces.run_eagerly(), jax.default_device(self._copies.device):
             for change in self._pending.get(home.number, ())[:count]:
                 value = change.apply(value)

@@ -134,6 +134,7 @@ class Table:
         So the rows do not contain the updates of the functions in between. Use it in the function
         of `create_per_worker_dataset`.
         """
+        # Invariant: `waiting` has the next elements whose rows are requested, `ahead` at most.
         source = iter(elements)
         waiting = [(x, self.prefetch(ids_of(x))) for x in itertools.islice(source, ahead)]
         while waiting:
@@ -180,6 +181,7 @@ class Table:
     def state(self) -> dict[str, np.ndarray]:
         """Returns all rows and their optimizer state, as NumPy arrays by name."""
         parts = self._ask_all("state_of_table")
+        # Each server counts its own calls; ages of rows are differences to one clock.
         clock = max(part["clock"] for part in parts)
         names = [name for name in parts[0] if name != "clock"]
         return {n: np.concatenate([part[n] for part in parts]) for n in names} | {"clock": clock}
@@ -273,6 +275,7 @@ class Table:
         """Returns the servers of ids, each with the positions of its ids; None for all ids."""
         if self._num_servers == 1:
             return [(0, None)]
+        # Positions instead of booleans, because both `flat` and gradients are indexed with them.
         owners = shard_of(flat, self._num_servers)
         divided = ((i, np.flatnonzero(owners == i)) for i in range(self._num_servers))
         return [(i, positions) for i, positions in divided if positions.size]

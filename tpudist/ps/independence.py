@@ -91,6 +91,7 @@ def prove(tx: optax.GradientTransformation, parameters: Mapping[str, HasShape]) 
     mixed, whole = set(), set()
     results = jax.tree.leaves((updates, new_state))
     for name, result, reach in zip(outputs, results, output_reaches, strict=True):
+        # `name` is empty for state that belongs to no variable: it must not depend on any.
         others = reach.variables - {name}
         if others:
             mixed |= reach.variables | ({name} - {""})
@@ -123,12 +124,15 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
     # equations, loops among them, join all operands and `spread`, which is always on the safe side.
     known: dict[Any, _Reach] = dict(zip(jaxpr.invars, inputs, strict=True))
 
+    # Literals (which have `val`) and constants depend on no variable.
     def reach(atom: Any) -> _Reach:
         return _Reach() if hasattr(atom, "val") else known.get(atom, _Reach())
 
     for eqn in jaxpr.eqns:
         operands = [reach(x) for x in eqn.invars]
         structure = jaxprs.structure_of(eqn)
+        # Calls (such as jit) and conditionals are followed into their bodies. A branch that depends
+        # on a variable would make every result depend on it, so only other conditionals are.
         if isinstance(structure, Call) and structure.copies == 1:
             results = _read(structure.body, operands)
         elif isinstance(structure, Cond) and not operands[0].variables:

@@ -70,6 +70,7 @@ class OptimizerSlots:
             for part in parts:
                 self._of_server.setdefault(part.home.server, []).append((name, part))
         self._check_groups()
+        # The state as it would be in one place, only as shapes.
         whole = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in variables.items()}
         self._state = jax.eval_shape(tx.init, whole)
         self._slots = self._find_slots(tx, whole)
@@ -97,6 +98,8 @@ class OptimizerSlots:
         parts = [self._arrays[server][index] for server, index in slot.places]
         if slot.starts is not None:
             return np.concatenate(parts)
+        # Such as a count of steps. Servers count separately, and agree between closures if each
+        # closure updates all of them.
         for (server, _), x in zip(slot.places, parts, strict=True):
             if not np.array_equal(x, parts[0], equal_nan=x.dtype.kind in "fc"):
                 raise ValueError(

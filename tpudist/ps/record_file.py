@@ -135,6 +135,7 @@ def _read_record(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, n
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
+    # Lengths are checked before anything is read: a damaged header must not ask for 2^64 bytes.
     magic, num_text, num_data, crc = _HEADER.unpack(header)
     left = size - file.tell()
     if magic != _MAGIC or num_text > _MAX_TEXT or num_text + num_data > left:

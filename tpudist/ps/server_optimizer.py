@@ -38,6 +38,7 @@ class ServerOptimizer:
     def __init__(self, tx: optax.GradientTransformation):
         self._tx = tx
         self.states: dict[tuple[int, ...], PyTree] = {}
+        # Donating saves a copy of all states and values, but makes the old ones unusable.
         self._update = jax.jit(self._compute)
         self._update_in_place = jax.jit(self._compute, donate_argnums=(0, 2))
 
@@ -141,6 +142,7 @@ def _find_rows(
     have no effect, and padded values belong to no row.
     """
     indices, values = indices.reshape(-1), np.asarray(values)
+    # A row with several gradients is updated once, by their sum: momenta must see one gradient.
     unique, inverse = np.unique(indices, return_inverse=True)
     size, length = _round_up(len(unique)), _round_up(len(indices))
     where = np.concatenate([unique, num_rows + np.arange(size - len(unique))]).astype(np.int32)

@@ -52,6 +52,7 @@ class ServerWatch:
     def _run(self) -> None:
         while True:
             actors = self._actors()
+            # Forget actors that were replaced.
             self._pings = {x: call for x, call in self._pings.items() if x in actors}
             for actor in actors:
                 self._look(actor)

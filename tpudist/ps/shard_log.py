@@ -92,6 +92,8 @@ class ShardLog:
                 value = arrays["value"]
                 self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
         self._base_bytes = 0
+        # Records survive the process without `fsync`, because the kernel has them. The thread syncs
+        # them every `sync_s`, so that only a crash of the host can lose the last ones.
         # The thread has only a weak reference, so that it ends when the log is garbage.
         target = weakref.WeakMethod(self._sync), self._ended, sync_s
         self._thread = threading.Thread(
@@ -102,6 +104,7 @@ class ShardLog:
 
     def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
         """Yields the facts, arrays and updates of each record that was not revoked."""
+        # Two passes, because a record is revoked by a later one. `place` counts records.
         path = self._path(self._number)
         revoked = {facts.get("revoke") for facts, _ in read_records(path)}
         for place, (facts, arrays) in enumerate(read_records(path)):

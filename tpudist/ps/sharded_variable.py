@@ -127,6 +127,8 @@ class ShardedVariable(ServerVariable):
             counts = self._change_rows(change)
         if not read_value:
             return None
+        # In a closure, the parts may be updated again before the result is used: remember how many
+        # updates each part has had by now.
         if current_state() is None:
             return self.read_value()
         return LaterRead(self, lambda v, _: v._read_after(counts), 0)

@@ -188,6 +188,7 @@ def _captures_equal(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
     return _are_same(*contents)
 
 
+# `is` for objects of the user, whose equality may be arbitrary; plain values may be equal copies.
 def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(ones) == len(others) and all(
         a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)

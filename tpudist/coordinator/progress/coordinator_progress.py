@@ -143,6 +143,9 @@ class CoordinatorProgress:
         if self._tensorboard is not None:
             self._events = ProgressEvents(self._tensorboard)
 
+    # Each step is guarded by `_try`: an error of a terminal, file or server must not end the
+    # thread, nor reach the program. Each action warns once.
+
     def _look(self, wait_s: float) -> None:
         self._last = self._sampler.take(wait_s)
 

@@ -157,6 +157,7 @@ def median_of_workers(tallies: Iterable[WorkerTally]) -> float | None:
     Of two workers it is the faster one, because the other may be slow.
     """
     medians = [x for x in map(median_of, tallies) if x is not None]
+    # `median_low`, so that of two workers the faster one is the measure.
     return statistics.median_low(medians) if medians else None
 
 
@@ -171,6 +172,7 @@ def is_slow(tally: WorkerTally, running_s: float | None, usual_s: float | None) 
     return has_several and median_s is not None and median_s > SLOW * usual_s
 
 
+# Microseconds are enough for readers of the file, and shorten its lines.
 def _round_all(x: Any) -> Any:  # dicts, lists and numbers of `as_json`
     if isinstance(x, dict):
         return {key: _round_all(value) for key, value in x.items()}

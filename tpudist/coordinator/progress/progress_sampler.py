@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 
 from tpudist.coordinator.closure_queue import ClosureQueue, RunningClosure
-from tpudist.coordinator.closure_tally import WorkerTally
+from tpudist.coordinator.closure_tally import ClosureTally, WorkerTally
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.progress.progress_sample import (
     ProgressSample,
@@ -26,13 +26,18 @@ NUM_COMPARED = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class _Counts:
-    """Totals at one moment. A rate is the difference of two totals."""
+class _Moment:
+    """All counts at one moment. A rate is the difference of two moments."""
 
     now_s: float
-    done: Mapping[int, int]
-    staleness: tuple[int, int]
-    traffic: Mapping[int, tuple[int, int]]
+    tally: ClosureTally
+    num_finished: int
+    num_waiting: int
+    running: Mapping[int, RunningClosure]  # by worker
+    restarts: Mapping[int, int]  # by worker, without removed ones
+    starting: Set[int]
+    staleness: Mapping[int, int]
+    servers: Sequence[ServerFigures]
 
 
 class ProgressSampler:
@@ -59,85 +64,69 @@ class ProgressSampler:
         self._queue, self._dispatcher, self._survey = queue, dispatcher, survey
         self._staleness, self._concurrency = staleness, concurrency
         self._start_s = concurrency.now_s()
-        self._turn = (
-            concurrency.condition()
-        )  # held while a sample is taken: any thread may ask for one
-        self._earlier: collections.deque[_Counts] = collections.deque(maxlen=NUM_COMPARED)
+        # Lock order: `_turn`, then the condition of the queue. `_turn` is held while servers are
+        # asked, so that several threads may take samples.
+        self._turn = concurrency.condition()
+        self._earlier: collections.deque[_Moment] = collections.deque(maxlen=NUM_COMPARED)
 
     def take(self, timeout_s: float) -> ProgressSample:
         """Returns a sample; waits at most `timeout_s` for servers."""
         with self._turn:
-            return self._take(self._survey.ask(timeout_s))
-
-    def _take(self, servers: list[ServerFigures]) -> ProgressSample:
-        queue = self._queue
-        with queue.changed:  # reentrant: the dispatcher's properties take it too
-            now_s = self._concurrency.now_s()
-            tally, finished, waiting = queue.tally.copy(), len(queue.finished), queue.num_waiting
-            running = {x.worker: x for x in queue.running}
-            restarts, starting = self._dispatcher.restarts, self._dispatcher.starting
-            staleness = dict(sorted(self._staleness.items()))
-        counts = _Counts(
-            now_s,
-            {worker: x.done for worker, x in tally.workers.items()},
-            (sum(staleness.values()), sum(ahead * n for ahead, n in staleness.items())),
-            {x.server: (x.bytes_in, x.bytes_out) for x in servers if x.age_s is not None},
-        )
-        rates = _Rates(self._earlier[0] if self._earlier else counts, counts)
-        self._earlier.append(counts)
-        usual_s = median_of_workers(tally.workers.values())
-
-        def make_figures(worker: int) -> WorkerFigures:
-            state = "idle" if worker in restarts else "left"
-            if worker in starting:
-                state = "starts"
-            figures = _make_figures(
-                worker,
-                state,
-                tally.workers.get(worker, WorkerTally()),
-                running.get(worker),
-                now_s,
-                usual_s,
-            )
-            return dataclasses.replace(
-                figures, restarts=restarts.get(worker, 0), per_s=rates.of_worker(worker)
-            )
-
-        workers = sorted(tally.workers.keys() | restarts.keys() | running.keys())
+            now = self._look(self._survey.ask(timeout_s))
+            rates = _Rates(self._earlier[0] if self._earlier else now, now)
+            self._earlier.append(now)
+        workers = now.tally.workers
+        usual_s = median_of_workers(workers.values())
+        numbers = sorted(workers.keys() | now.restarts.keys() | now.running.keys())
         return ProgressSample(
             time=time.time(),
-            elapsed_s=now_s - self._start_s,
-            finished=finished,
-            done=sum(x.done for x in tally.workers.values()),
-            failed=sum(x.failed for x in tally.workers.values()),
-            cancelled=tally.cancelled,
+            elapsed_s=now.now_s - self._start_s,
+            finished=now.num_finished,
+            done=sum(x.done for x in workers.values()),
+            failed=sum(x.failed for x in workers.values()),
+            cancelled=now.tally.cancelled,
             per_s=rates.of_all(),
-            in_flight=len(running),
-            waiting=waiting,
-            retries=dict(sorted(tally.retries.items())),
-            errors=dict(sorted(tally.errors.items())),
-            staleness=staleness,
+            in_flight=len(now.running),
+            waiting=now.num_waiting,
+            retries=dict(sorted(now.tally.retries.items())),
+            errors=dict(sorted(now.tally.errors.items())),
+            staleness=now.staleness,
             staleness_of_late=rates.staleness(),
-            workers=tuple(map(make_figures, workers)),
-            servers=tuple(ServerProgress(x, *rates.traffic(x.server)) for x in servers),
+            workers=tuple(_make_figures(x, now, rates, usual_s) for x in numbers),
+            servers=tuple(ServerProgress(x, *rates.traffic(x.server)) for x in now.servers),
         )
 
+    def _look(self, servers: Sequence[ServerFigures]) -> _Moment:
+        queue = self._queue
+        with queue.changed:  # reentrant: the dispatcher's properties take it too
+            return _Moment(
+                self._concurrency.now_s(),
+                queue.tally.copy(),
+                len(queue.finished),
+                queue.num_waiting,
+                {x.worker: x for x in queue.running},
+                self._dispatcher.restarts,
+                self._dispatcher.starting,
+                dict(sorted(self._staleness.items())),
+                servers,
+            )
 
-def _make_figures(
-    worker: int,
-    idle_state: str,
-    tally: WorkerTally,
-    running: RunningClosure | None,
-    now_s: float,
-    usual_s: float | None,
-) -> WorkerFigures:
-    running_s = None if running is None else now_s - running.since_s
+
+def _make_figures(worker: int, now: _Moment, rates: _Rates, usual_s: float | None) -> WorkerFigures:
+    tally, running = now.tally.workers.get(worker, WorkerTally()), now.running.get(worker)
+    running_s = None if running is None else now.now_s - running.since_s
+    if worker in now.starting:
+        state = "starts"
+    else:
+        state = "idle" if worker in now.restarts else "left"
     return WorkerFigures(
         worker,
-        idle_state if running is None else "runs",
+        state if running is None else "runs",
         done=tally.done,
         failed=tally.failed,
         retries=tally.retries,
+        restarts=now.restarts.get(worker, 0),
+        per_s=rates.of_worker(worker),
         median_s=median_of(tally),
         closure=None if running is None else running.closure.number,
         function="" if running is None else running.closure.function,
@@ -149,31 +138,38 @@ def _make_figures(
 class _Rates:
     """Rates between two moments; None if they are unknown."""
 
-    def __init__(self, before: _Counts, now: _Counts):
+    def __init__(self, before: _Moment, now: _Moment):
         self._before, self._now = before, now
-        self._seconds = now.now_s - before.now_s
 
     def of_worker(self, worker: int) -> float | None:
         """Returns the closures per second of a worker."""
-        return self._rate(self._now.done.get(worker, 0) - self._before.done.get(worker, 0))
+        none = WorkerTally()
+        counts = (x.tally.workers.get(worker, none).done for x in (self._before, self._now))
+        return self._rate(*counts)
 
     def of_all(self) -> float | None:
         """Returns the closures per second of all workers."""
-        return self._rate(sum(self._now.done.values()) - sum(self._before.done.values()))
+        moments = (self._before, self._now)
+        return self._rate(*(sum(w.done for w in x.tally.workers.values()) for x in moments))
 
     def staleness(self) -> float | None:
         """Returns the mean staleness."""
-        count, total = (
-            x - y for x, y in zip(self._now.staleness, self._before.staleness, strict=True)
-        )
-        return total / count if count else None
+        before, now = self._before.staleness, self._now.staleness
+        counts = {ahead: count - before.get(ahead, 0) for ahead, count in now.items()}
+        num_updates = sum(counts.values())
+        total = sum(ahead * count for ahead, count in counts.items())
+        return total / num_updates if num_updates else None
 
     def traffic(self, server: int) -> tuple[float | None, float | None]:
         """Returns the bytes in and out per second of a server."""
-        now, before = self._now.traffic.get(server), self._before.traffic.get(server)
-        if now is None or before is None:
+        before, now = self._before.servers[server], self._now.servers[server]
+        if before.age_s is None or now.age_s is None:  # it has not answered by then
             return None, None
-        return self._rate(now[0] - before[0]), self._rate(now[1] - before[1])
+        return (
+            self._rate(before.bytes_in, now.bytes_in),
+            self._rate(before.bytes_out, now.bytes_out),
+        )
 
-    def _rate(self, count: float) -> float | None:
-        return count / self._seconds if self._seconds > 0 else None
+    def _rate(self, before: int, now: int) -> float | None:
+        seconds = self._now.now_s - self._before.now_s
+        return (now - before) / seconds if seconds > 0 else None

@@ -84,6 +84,7 @@ class Listener:
                 f"machine does not have it. {error}"
             ) from None
         server.start()
+        # Handlers must not refer to `self`: its garbage collection stops the server.
         weakref.finalize(self, server.stop, None)
 
 
@@ -126,6 +127,7 @@ class Connection:
     def call(self, method: str, request: bytes, timeout_s: float | None) -> Callable[[], Answer]:
         """Sends a request; returns a function that waits for the answer."""
         call = self._channel.unary_unary(f"/{_SERVICE}/{method}")
+        # `wait_for_ready`: a server that is not up yet is not an error before the timeout.
         future = call.future(request, timeout=timeout_s, wait_for_ready=True)
         return lambda: _wait(self, future)
 

@@ -150,7 +150,7 @@ class GrpcClient(Client):
             listing = self._send(
                 "List", b"", 0, f"The request for the functions of {address}", None
             )
-            listing.get_value()  # raises
+            listing.get_value()  # raises an error of the server
             facts, _ = rpc_messages.decode(listing._result().data)
             for method_name in facts["methods"]:
                 self._add_methods(str(method_name))

@@ -119,6 +119,7 @@ class _Registry:
         self._lock = threading.Lock()  # held while a function runs: gRPC calls in 16 threads
 
     def add(self, name: str, func: Callable[..., Any]) -> None:
+        # Clients have the methods `name` and `name_blocking`, so neither may collide.
         taken = {*self._functions, *(f"{x}_blocking" for x in self._functions), *RESERVED}
         if name in taken or f"{name}_blocking" in self._functions:
             raise ValueError(
@@ -144,6 +145,7 @@ class _Registry:
                 value = func(*args)
         except Exception as error:
             _log.warning("%s failed for a client.", facts["method"], exc_info=True)
+            # The caller gets the type of error that a local call with wrong arguments would raise.
             is_input = isinstance(error, ValueError | TypeError)
             code = grpc_layer.INVALID_ARGUMENT if is_input else grpc_layer.UNKNOWN
             raise CallError(code, f"{type(error).__name__}: {error}") from None
