@@ -1,4 +1,4 @@
-"""The queue of closures, as TensorFlow tests its own: in each size, and in replayed threads too."""
+"""ClosureQueue: TensorFlow's tests of its queue, for several sizes, threads and seeds."""
 
 import threading
 import time
@@ -62,7 +62,7 @@ def setting(request):
     made.close()
 
 
-def test_all_that_was_put_is_run_once_and_gives_its_result(setting):
+def test_each_closure_runs_once_and_sets_its_result(setting):
     threads = setting.start(3)
     ran = []
     closures = [setting.put(lambda i=i: ran.append(i) or i * i) for i in range(30)]
@@ -75,7 +75,7 @@ def test_all_that_was_put_is_run_once_and_gives_its_result(setting):
     assert all(thread.join(10) for thread in threads)
 
 
-def test_waiting_is_idempotent_and_ends_in_time(setting):
+def test_wait_is_idempotent_and_obeys_its_timeout(setting):
     setting.start(1)
     assert setting.queue.wait()
     assert setting.queue.wait()
@@ -85,7 +85,7 @@ def test_waiting_is_idempotent_and_ends_in_time(setting):
     assert setting.queue.wait()
 
 
-def test_what_is_put_back_is_the_next(setting):
+def test_a_closure_that_is_put_back_runs_next(setting):
     first, second = setting.put(), setting.put()
     got = setting.queue.get(0)
     assert got is first
@@ -102,7 +102,7 @@ def test_what_is_put_back_is_the_next(setting):
     assert setting.queue.wait()
 
 
-def test_what_waits_to_be_begun_can_be_withdrawn(setting):
+def test_only_closures_that_never_started_can_be_withdrawn(setting):
     first, second = setting.put(), setting.put()
     assert setting.queue.get(0) is first
     assert setting.queue.withdraw(first.output) is None
@@ -121,7 +121,7 @@ def test_what_waits_to_be_begun_can_be_withdrawn(setting):
     assert not RemoteValue().cancel()  # of no queue
 
 
-def test_a_place_in_the_queue_is_free_when_a_closure_is_withdrawn():
+def test_withdrawing_a_closure_frees_its_place():
     setting = Setting(max_size=1, seed=0)
     first = setting.put()
     putting = setting.concurrency.start("schedule", setting.put)
@@ -131,7 +131,7 @@ def test_a_place_in_the_queue_is_free_when_a_closure_is_withdrawn():
     setting.close()
 
 
-def test_what_is_not_under_way_cannot_finish(setting):
+def test_only_running_closures_can_finish(setting):
     closure = setting.closure()
     for leave in (
         lambda: setting.queue.finish(closure, 0, 1),
@@ -143,7 +143,7 @@ def test_what_is_not_under_way_cannot_finish(setting):
 
 
 @pytest.mark.parametrize("raise_by", ["wait", "is_done", "put"])
-def test_an_error_is_raised_once_and_then_all_is_well(setting, raise_by):
+def test_an_error_is_raised_once_and_the_queue_is_usable_again(setting, raise_by):
     failing = setting.put(lambda: 1 / 0)
     closure = setting.queue.get(0)
     setting.queue.fail(closure, 0, ZeroDivisionError("of closure 0"))
@@ -160,7 +160,7 @@ def test_an_error_is_raised_once_and_then_all_is_well(setting, raise_by):
     assert after.output.fetch() == 7
 
 
-def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
+def test_the_first_error_is_raised_when_no_closure_runs(setting):
     first, second, third = setting.put(), setting.put(), None
     running = [setting.queue.get(i) for i in range(2)]
     assert running == [first, second]
@@ -186,7 +186,7 @@ def test_the_first_error_wins_and_nothing_runs_when_it_is_raised(setting):
     assert setting.queue.wait()
 
 
-def test_what_is_put_back_after_an_error_is_cancelled(setting):
+def test_a_closure_that_is_put_back_after_an_error_is_cancelled(setting):
     first, second = setting.put(), setting.put()
     for i in range(2):
         setting.queue.get(i)
@@ -199,7 +199,7 @@ def test_what_is_put_back_after_an_error_is_cancelled(setting):
     assert setting.queue.is_done()
 
 
-def test_putting_waits_for_a_place():
+def test_put_waits_for_a_free_place():
     for seed in (None, 0, 1, 2):
         setting = Setting(2, seed)
         put = []
@@ -218,7 +218,7 @@ def test_putting_waits_for_a_place():
         setting.close()
 
 
-def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
+def test_a_full_queue_reports_why_it_waits(monkeypatch, caplog):
     monkeypatch.setattr("tpudist.coordinator.condition_wait.REPORT_S", 0.05)
     setting = Setting(1)
     setting.put()
@@ -233,7 +233,7 @@ def test_a_full_queue_says_for_what_it_waits(monkeypatch, caplog):
     setting.close()
 
 
-def test_an_error_ends_the_wait_for_a_place():
+def test_an_error_ends_put():
     setting = Setting(1, 0)
     setting.put()
     running = setting.queue.get(0)
@@ -254,7 +254,7 @@ def test_an_error_ends_the_wait_for_a_place():
     assert setting.queue.is_done()
 
 
-def test_a_queue_that_was_stopped_gives_nothing_and_takes_nothing(setting):
+def test_a_stopped_queue_rejects_put_and_get(setting):
     waiting = setting.put()
     threads = []
     setting.queue.stop()
@@ -267,7 +267,7 @@ def test_a_queue_that_was_stopped_gives_nothing_and_takes_nothing(setting):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_workers_are_no_further_ahead_than_they_may(staleness):
+def test_max_staleness_bounds_how_far_workers_run_ahead(staleness):
     for seed in range(10):
         setting = Setting(256, seed, max_staleness=staleness)
         queue, ahead, order = setting.queue, [], []
@@ -288,7 +288,7 @@ def test_workers_are_no_further_ahead_than_they_may(staleness):
         setting.close()
 
 
-def test_ten_threads_of_twenty_closures_each(setting):
+def test_ten_threads_schedule_twenty_closures_each(setting):
     if isinstance(setting.concurrency, SeededConcurrency):
         pytest.skip("with threads of the system")
     setting.start(4)
@@ -317,7 +317,7 @@ def test_ten_threads_of_twenty_closures_each(setting):
     assert len(ran) == len(made) == 200
 
 
-def test_nests_of_remote_values_are_fetched():
+def test_fetch_replaces_remote_values_in_nested_structures():
     import jax.numpy as jnp
     import numpy as np
 

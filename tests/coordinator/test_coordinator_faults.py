@@ -1,11 +1,10 @@
 """TensorFlow's tests of faults and of its coordinator, by their names, on each engine.
 
-Of `fault_tolerance_test_base`, `cluster_coordinator_test` and `elastic_test`. Where they assert
-that a closure has had effect at least once, these assert once.
+From `fault_tolerance_test_base`, `cluster_coordinator_test` and `elastic_test`. Where they assert
+that a closure takes effect at least once, these assert exactly once.
 
-All tests of an engine share a cluster with a log, as TensorFlow's ClusterStateNotDisrupted wants
-to: what one has killed must not disturb the next. Those of a cluster whose server has died for good
-have one of their own.
+All tests of an engine share a cluster with a log, as in TensorFlow's ClusterStateNotDisrupted: the
+victims of one test must not disturb the next. Tests whose server dies for good share another one.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from tpudist.errors import CancelledError, UnavailableError
 
 
 class Run:
-    """A cluster, as one test uses it."""
+    """The shared cluster, as one test uses it."""
 
     def __init__(self, cluster, folder):
         self.cluster, self.folder = cluster, folder
@@ -49,7 +48,7 @@ class Run:
         return self.gates[-1]
 
     def use_all_workers(self):
-        """So that each of them is there."""
+        """Waits until every worker has run a closure."""
         gate = self.gate()
         for _ in self.coordinator.workers:
             self.schedule(gate.wait_here)
@@ -60,12 +59,12 @@ class Run:
         self.coordinator.join()
 
     def wait_for_error(self):
-        """Until a closure has failed, which nobody has heard of yet."""
+        """Waits until a closure has failed, without raising its error."""
         wait_until(lambda: self.coordinator._queue._error is not None, "an error")
 
 
-# Processes of Ray take seconds to start. What concerns processes is always tried on them as well,
-# of all other tests a share.
+# Processes of Ray take seconds to start. Tests about processes always run on Ray as well; of all
+# other tests, a share does.
 SOMETIMES_RAY = pytest.param("ray", marks=(pytest.mark.slow, pytest.mark.exhaustive))
 on_both_engines = pytest.mark.parametrize(
     "engine",
@@ -103,14 +102,14 @@ def run(cluster, tmp_path):
 
 @pytest.fixture(scope="module")
 def unlogged(engine):
-    """A cluster that does not survive its servers."""
+    """A cluster that does not survive the death of a server."""
     cluster = Cluster(engine, num_workers=1, num_servers=1)
     yield cluster
     cluster.coordinator.shutdown()
 
 
 class Model:
-    """Closures that add what two iterators give, and count themselves."""
+    """Closures that add the elements of two iterators, and count themselves."""
 
     def __init__(self, run):
         self.run = run
@@ -139,7 +138,7 @@ class Model:
             self.run.schedule(train, self.iterators)
 
     def join(self, expected):
-        """All have finished, and each has had effect once, on both servers."""
+        """Checks that all closures have finished, and took effect once on both servers."""
         assert self.run.coordinator.join(timeout_s=120)
         assert self.iterations.numpy() == expected
         np.testing.assert_array_equal(self.w.numpy(), expected)
@@ -163,8 +162,8 @@ def test_worker_preemption_between_functions(run):
 def test_worker_preemption_midst_function(run):
     """WorkerPreemptionMidstFunction.
 
-    TensorFlow's function spins on a variable, until the program changes it. Here a variable is read
-    once in a closure, so that this one would spin for ever: it waits for a file.
+    TensorFlow's function spins on a variable until the program changes it. Here a closure reads a
+    variable once, so it waits for a file instead.
     """
     model, gate = Model(run), run.gate()
     model.schedule(4, gate)
@@ -176,7 +175,7 @@ def test_worker_preemption_midst_function(run):
 
 
 def test_one_worker_preemption_with_cancellation(run):
-    """OneWorkerPreemptionWithCancellation: a closure whose worker dies after an error elsewhere."""
+    """OneWorkerPreemptionWithCancellation: the worker dies after an error of another closure."""
     gate = run.gate()
 
     def fail():
@@ -199,7 +198,7 @@ def test_one_worker_preemption_with_cancellation(run):
 
 
 @pytest.mark.parametrize("what", ["dataset function", "dataset"])
-def test_a_worker_dies_while_datasets_are_made(run, what):
+def test_a_worker_dies_while_it_creates_datasets(run, what):
     """HandleDatasetCreationFailureWithDatasetFn and HandleDatasetCreationFailureWithDataset."""
     model, gate = Model(run), run.gate()
 
@@ -220,9 +219,9 @@ def test_a_worker_dies_while_datasets_are_made(run, what):
 
 
 def test_worker_preemption_error_type(run, caplog):
-    """WorkerPreemptionErrorType: it names the worker, and no server."""
+    """WorkerPreemptionErrorType: the message names the worker, and no server."""
     gate = run.gate()
-    # What was killed for the test before may be found dead only now, and would be told of here.
+    # Notice the victims of the previous test now, so that their messages do not count.
     run.use_all_workers()
     caplog.clear()
     output = run.schedule(gate.wait_here)
@@ -249,7 +248,7 @@ def test_two_workers_preempted(run):
 
 
 def test_worker_continuous_failure(run):
-    """WorkerContinuousFailure: the worker in the place of a lost one is lost, too."""
+    """WorkerContinuousFailure: the successor of a lost worker is lost, too."""
     model, gate = Model(run), run.gate()
     model.schedule(10, gate)
     gate.wait_for(2)
@@ -261,7 +260,7 @@ def test_worker_continuous_failure(run):
     model.join(10)
 
 
-def test_values_outlive_the_workers_that_gave_them(run):
+def test_results_survive_their_workers(run):
     """NumpyFetchedAfterWorkerFailure and TensorGotAfterWorkerFailure."""
     v = run.make(0)
     output = run.schedule(lambda: (v + 1, v - 1))
@@ -275,7 +274,7 @@ def test_values_outlive_the_workers_that_gave_them(run):
     assert all(isinstance(x, jax.Array) for x in output.get())
 
 
-def test_variables_are_read_while_workers_die(run):
+def test_variables_can_be_read_while_workers_die(run):
     """FetchFromPSAfterWorkerFailure."""
     model = Model(run)
     for epoch in range(1, 7):
@@ -286,12 +285,11 @@ def test_variables_are_read_while_workers_die(run):
         model.join(epoch)
 
 
-def test_nothing_else_waits_for_a_lost_worker(run):
+def test_effects_barrier_ignores_a_lost_worker(run):
     """AsyncWaitIsNoOp.
 
-    `tf.config.experimental.async_wait` waits for operations that were begun from this program, and
-    must not raise of a lost worker. Here a program begins none on workers; the nearest thing, that
-    waits for JAX's, says nothing, and neither does `done`.
+    `tf.config.experimental.async_wait` waits for operations of this program, and must not raise the
+    error of a lost worker. The nearest function of JAX is `effects_barrier`.
     """
     model, gate = Model(run), run.gate()
     model.schedule(10, gate)
@@ -303,8 +301,8 @@ def test_nothing_else_waits_for_a_lost_worker(run):
     model.join(10)
 
 
-def test_positions_outlive_workers_also_after_errors(run):
-    """Beyond TensorFlow, where an iterator begins anew with its worker."""
+def test_iterator_positions_survive_workers_even_after_errors(run):
+    """Beyond TensorFlow, where an iterator starts again with its worker."""
     seen = []
 
     def use(iterator, fail=False):
@@ -331,7 +329,7 @@ def test_positions_outlive_workers_also_after_errors(run):
     by_worker = {i: [x for j, x in seen if j == i] for i in (0, 1)}
     taken = sorted([*by_worker[0], *by_worker[1], failed])
     lengths = [len(by_worker[i]) for i in (0, 1)]
-    # Each worker reads all: which of them has taken what failed is not known, but nobody twice.
+    # Each worker reads all elements. Either of them may have taken the element that failed.
     ways = [[*range(lengths[0] + a), *range(lengths[1] + 1 - a)] for a in (0, 1)]
     assert taken in [sorted(way) for way in ways]
 
@@ -340,7 +338,7 @@ def test_positions_outlive_workers_also_after_errors(run):
 
 
 def test_server_failure_while_recovering_from_worker_failure(run):
-    """PSFailureWhileRecoveryFromWorkerFailure: TensorFlow's expects an error."""
+    """PSFailureWhileRecoveryFromWorkerFailure, where TensorFlow expects an error."""
     model, gate = Model(run), run.gate()
     model.schedule(10, gate)
     gate.wait_for(2)
@@ -352,10 +350,10 @@ def test_server_failure_while_recovering_from_worker_failure(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray"], indirect=True, scope="module")
-def test_a_server_that_hangs_is_replaced(run, monkeypatch):
-    """Whoever waits for it: workers, and the program itself; also one that has just begun.
+def test_a_hanging_server_is_replaced(run, monkeypatch):
+    """Workers and the program notice it, also if the server has just started.
 
-    A thread cannot be stopped; test_server_watch has what follows.
+    Threads cannot be stopped; see test_server_watch for them.
     """
     model = Model(run)
     assert run.kill("ps", 0)
@@ -366,13 +364,13 @@ def test_a_server_that_hangs_is_replaced(run, monkeypatch):
     monkeypatch.setattr(run.strategy.servers._watch, "_timeout_s", 2.0)
     model.schedule(4)
     v = run.make(0)
-    w = run.make(1)  # one of both on the stopped server
+    w = run.make(1)  # one of the two is on the stopped server
     assert (v.numpy(), w.numpy()) == (0, 1)
     model.join(6)
     assert run.cluster.actor("ps", 0).incarnation == stopped.incarnation + 1
 
 
-def test_what_waits_can_be_cancelled(run):
+def test_waiting_closures_can_be_cancelled(run):
     """Beyond TensorFlow."""
     v, gate = run.make(np.zeros(8)), run.gate()
     running = [run.schedule(gate.wait_here) for _ in run.coordinator.workers]
@@ -407,7 +405,9 @@ def fail_for_want_of_a_server(cluster):
 
 
 def test_join_raises_unavailable_error_at_server_failure(unlogged):
-    """JoinRaisesUnavailableErrorAtPsFailure, and PSPreemptionErrorType: it names the server."""
+    """JoinRaisesUnavailableErrorAtPsFailure, and PSPreemptionErrorType: the message names the
+    server.
+    """
     output = fail_for_want_of_a_server(unlogged)
     with pytest.raises(UnavailableError, match="^ps 0 has died: ") as caught:
         unlogged.coordinator.join()
@@ -444,7 +444,7 @@ def fail_with(message):
 
 
 def test_join_raises_once(run):
-    """ErrorReporting: testJoinRaiseError, and what `done` says."""
+    """ErrorReporting: testJoinRaiseError, also for `done`."""
     for ask in (run.coordinator.join, run.coordinator.done):
         run.schedule(fail_with, ("a row",))
         run.wait_for_error()
@@ -466,7 +466,7 @@ def test_schedule_raises_once_and_schedules_nothing(run):
     assert v.numpy() == 10
 
 
-def test_what_runs_beside_an_error_ends_before_it_is_raised(run):
+def test_running_closures_finish_before_an_error_is_raised(run):
     """ErrorReporting: testScheduleRaiseErrorWithMultipleFailure, testErrorWillbeCancelled."""
     model, gate = Model(run), run.gate()
     run.use_all_workers()
@@ -475,9 +475,7 @@ def test_what_runs_beside_an_error_ends_before_it_is_raised(run):
     run.schedule(fail_with, ("the first",))
     run.wait_for_error()
     waited = time.monotonic()
-    assert not run.coordinator.join(
-        timeout_s=0.3
-    )  # it may not raise yet, and does not wait for ever
+    assert not run.coordinator.join(timeout_s=0.3)  # it neither raises yet nor hangs
     assert time.monotonic() - waited < 10
     threading.Timer(0.3, gate.open).start()
     with pytest.raises(KeyError, match="the first"):
@@ -486,8 +484,8 @@ def test_what_runs_beside_an_error_ends_before_it_is_raised(run):
     model.join(1)
 
 
-def test_what_waits_is_cancelled_and_has_no_effect(run):
-    """ErrorReporting: what is in the queue when a closure fails."""
+def test_an_error_cancels_waiting_closures_without_effect(run):
+    """ErrorReporting: closures in the queue when another one fails."""
     model, gate = Model(run), run.gate()
 
     def fail_later():
@@ -510,7 +508,7 @@ def test_what_waits_is_cancelled_and_has_no_effect(run):
     model.join(5)
 
 
-def test_an_error_of_a_dataset_is_that_of_who_reads_it(run):
+def test_an_error_of_a_dataset_is_raised_in_its_reader(run):
     """ErrorReporting: testInputError."""
 
     def make_dataset():
@@ -530,7 +528,7 @@ def test_an_error_of_a_dataset_is_that_of_who_reads_it(run):
         run.coordinator.join()
 
 
-def test_a_dataset_that_cannot_be_made_hurts_who_uses_it_only(run):
+def test_a_dataset_that_fails_affects_only_its_users(run):
     """ErrorReporting: testErroredInputNotUsed."""
 
     def make_dataset():
@@ -545,8 +543,8 @@ def test_a_dataset_that_cannot_be_made_hurts_who_uses_it_only(run):
     assert run.schedule(lambda: 2).fetch() == 2
 
 
-def test_iterators_can_be_used_after_a_cancellation(run):
-    """ErrorReporting: what workers keep outlives an error elsewhere."""
+def test_iterators_survive_a_cancellation(run):
+    """ErrorReporting: resources of workers survive an error of a closure."""
     model = Model(run)
     model.schedule(3)
     model.join(3)
@@ -557,7 +555,7 @@ def test_iterators_can_be_used_after_a_cancellation(run):
     model.join(6)
 
 
-def test_an_error_that_is_raised_again_is_no_longer_for_it(run):
+def test_raising_an_error_again_does_not_lengthen_its_traceback(run):
     outputs = [run.schedule(fail_with, ("x",))]
     with pytest.raises(KeyError):
         run.coordinator.join()
@@ -570,11 +568,11 @@ def test_an_error_that_is_raised_again_is_no_longer_for_it(run):
     assert len(caught.value.__notes__) <= 2
 
 
-# What cannot be sent.
+# Objects that cannot be sent.
 
 
 @on_both_engines
-def test_what_cannot_be_sent_is_an_error_that_names_it(run):
+def test_objects_that_cannot_be_sent_raise_errors_that_name_them(run):
     lock, v = threading.Lock(), run.make(0)
     if not run.cluster.is_ray:
         assert run.schedule(lambda: lock.locked()).fetch() is False
@@ -592,8 +590,8 @@ def test_what_cannot_be_sent_is_an_error_that_names_it(run):
     assert isinstance(run.schedule(lambda: v + 1).fetch(), np.generic)
 
 
-def test_many_functions_may_wait_at_once(run):
-    """More than workers keep: what was sent first is sent again."""
+def test_more_functions_than_workers_keep_may_wait(run):
+    """The functions that were evicted first are sent again."""
     gate, total = run.gate(), run.make(0)
     for _ in range(2):
         run.schedule(gate.wait_here)
@@ -607,7 +605,7 @@ def test_many_functions_may_wait_at_once(run):
 # Datasets.
 
 
-def test_a_dataset_is_read_whole_by_each_worker(run):
+def test_each_worker_reads_the_complete_dataset(run):
     """testCreatePerWorkerDatasetFromFunction, ...FromDataset, testMultipleDatasets."""
     strategy = run.strategy
     data = [np.full(2, i, np.float32) for i in range(4)]
@@ -630,8 +628,8 @@ def test_a_dataset_is_read_whole_by_each_worker(run):
         assert taken == [[float(i)] * 3 for i in range(len(taken))]
 
 
-def test_a_shuffled_dataset_has_the_same_order_on_each_worker_and_each_time(run):
-    """A worker in place of a lost one passes over what that one has taken."""
+def test_a_shuffled_dataset_has_one_order_on_all_workers(run):
+    """The successor of a lost worker skips the elements that it has consumed."""
     data = tpudist.NumpyDataset(np.arange(100)).shuffle(seed=0).batch(100)
     dataset = run.coordinator.create_per_worker_dataset(data)
     first = next(iter(data)).tolist()
@@ -648,8 +646,8 @@ def count_iterators():
     return sum(type(x) is WorkerIterator for x in gc.get_objects())
 
 
-def test_iterators_that_nobody_uses_are_forgotten(run):
-    """testRepeatedIteratorCreation: no live iterators are left of those that came before."""
+def test_workers_delete_unused_iterators(run):
+    """testRepeatedIteratorCreation: no earlier iterators are alive."""
     dataset = run.coordinator.create_per_worker_dataset(lambda: range(1000))
 
     def use(iterator):
@@ -669,7 +667,7 @@ def test_iterators_that_nobody_uses_are_forgotten(run):
     assert run.schedule(count_iterators).fetch() <= before
 
 
-def test_an_iterator_is_for_workers_only(run):
+def test_per_worker_iterators_work_only_on_workers(run):
     """testIteratingOverPerWorkerIterator..."""
     iterator = iter(run.coordinator.create_per_worker_dataset([1, 2]))
     for use in (next, iter, lambda x: x.get_next()):
@@ -680,8 +678,8 @@ def test_an_iterator_is_for_workers_only(run):
 # Scheduling.
 
 
-def test_nests_are_fetched_and_given(run):
-    """testFetch of nests, testScheduleWithKwargs, testInputFunctionWithNestedArgs."""
+def test_arguments_and_results_may_be_nested(run):
+    """testFetch of nested structures, testScheduleWithKwargs, testInputFunctionWithNestedArgs."""
     v = run.make(2.0)
 
     def work(x, *, scale, more):
@@ -693,7 +691,7 @@ def test_nests_are_fetched_and_given(run):
     }
 
 
-def test_each_worker_sees_its_own_value(run):
+def test_each_worker_gets_its_own_per_worker_value(run):
     """testScheduleWithPerWorkerValue."""
     values = PerWorkerValue([run.schedule(lambda i=i: 10 * i) for i in (1, 2)])
 
@@ -709,7 +707,7 @@ def test_each_worker_sees_its_own_value(run):
         run.coordinator.join()
 
 
-def test_a_remote_value_is_no_argument(run):
+def test_schedule_rejects_remote_values(run):
     """testDisallowRemoteValueAsInput."""
     output = run.schedule(lambda: 1)
     for args, kwargs in (((output,), {}), (([{"x": output}],), {}), ((), {"x": output})):
@@ -717,8 +715,8 @@ def test_a_remote_value_is_no_argument(run):
             run.schedule(lambda x: x, args, kwargs)
 
 
-def test_there_is_one_coordinator(run):
-    """testClusterCoordinatorOnlyInitOnce, and of another strategy: testNotPSStrategy."""
+def test_a_strategy_has_one_coordinator(run):
+    """testClusterCoordinatorOnlyInitOnce, and testNotPSStrategy for another strategy."""
     assert ClusterCoordinator(run.strategy) is run.coordinator
     with pytest.raises(ValueError, match="the options differ"):
         ClusterCoordinator(run.strategy, queue_size=3)
@@ -726,12 +724,12 @@ def test_there_is_one_coordinator(run):
         ClusterCoordinator(tpudist.OneDeviceStrategy())
 
 
-# Workers that hang, come and go.
+# Workers that hang, are added and are removed.
 
 
 @on_both_engines
-def test_a_worker_that_hangs_is_given_up_if_there_is_a_limit(run, monkeypatch):
-    """Without one `join` says that it has waited long enough; TensorFlow's never returns."""
+def test_a_hanging_worker_is_given_up_after_closure_timeout_s(run, monkeypatch):
+    """Without it, `join` returns False after its timeout; TensorFlow's never returns."""
     model, gate = Model(run), run.gate()
     w, iterations = model.w, model.iterations
 
@@ -755,7 +753,7 @@ def test_a_worker_that_hangs_is_given_up_if_there_is_a_limit(run, monkeypatch):
     assert first.fetch() is None
 
     monkeypatch.setattr(run.coordinator._dispatcher, "_timeout_s", 1.5)
-    for index in run.coordinator.workers:  # the time that new ones take to be there does not count
+    for index in run.coordinator.workers:  # the start of their successors does not count
         run.kill("worker", index)
     gate = run.gate()
     for _ in range(10):
@@ -767,7 +765,7 @@ def test_a_worker_that_hangs_is_given_up_if_there_is_a_limit(run, monkeypatch):
     gate.open()
 
 
-def test_workers_come_and_go_while_closures_run(run):
+def test_workers_can_be_added_and_removed_while_closures_run(run):
     """elastic_test: a cluster that grows and shrinks."""
     model, gate = Model(run), run.gate()
     model.schedule(3, gate)
@@ -793,12 +791,12 @@ def test_workers_come_and_go_while_closures_run(run):
     assert set(run.coordinator.fetch(numbers)) <= {0, 1}
 
 
-# Progress, which is ours.
+# Progress.
 
 
 @on_both_engines
-def test_progress_adds_up_through_the_deaths_of_a_worker_and_a_server(run, tmp_path, caplog):
-    """A server dies while it is asked, and the one in its place counts from 0."""
+def test_progress_adds_up_when_a_worker_and_a_server_die(run, tmp_path, caplog):
+    """The server dies while it is asked, and its successor counts from 0."""
     lines, v = tmp_path / "lines", run.make(np.zeros(1000, np.float32))
     server = v.home.server
     before = run.coordinator.progress().sample()
@@ -823,9 +821,9 @@ def test_progress_adds_up_through_the_deaths_of_a_worker_and_a_server(run, tmp_p
     assert last["workers"][0]["restarts"] == first["workers"][0]["restarts"] + 1
     assert last["servers"][server]["restarts"] == first["servers"][server]["restarts"] + 1
     traffic = last["servers"][server]["bytes_in"] - first["servers"][server]["bytes_in"]
-    # What the dead one had counted since it answered last is not known.
+    # Counts of the dead server since its last answer are lost.
     assert 4000 * 14 <= traffic <= 4000 * 60
     states = {line["servers"][server]["state"] for line in written}
     assert "answers" in states
-    if run.cluster.is_ray:  # else it takes no time
+    if run.cluster.is_ray:  # threads die and start too fast to see
         assert states & {"starts", "dead"}

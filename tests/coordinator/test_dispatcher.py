@@ -1,4 +1,4 @@
-"""Closures on workers that die, hang, come and go: each has its effect once."""
+"""Dispatcher: closures take effect once while workers die, hang, are added and are removed."""
 
 import random
 import threading
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def num_lost(self):
-        """How often a closure was begun in vain."""
+        """Number of repeated starts."""
         return sum(len(closure.retries) for closure in self.closures)
 
     def join(self):
@@ -73,7 +73,7 @@ def run(request):
     assert not [x for x in threading.enumerate() if x.name.startswith("tpudist worker")]
 
 
-def test_functions_run_on_some_worker_each_on_its_device(run):
+def test_functions_run_on_the_device_of_their_worker(run):
     def where(x, scale=1):
         y = jnp.ones(2) * x * scale
         return experimental_get_current_worker_index(), y.devices(), y.sum()
@@ -89,14 +89,14 @@ def test_functions_run_on_some_worker_each_on_its_device(run):
         experimental_get_current_worker_index()
 
 
-def test_an_error_of_a_function_comes_with_its_closure_and_worker(run):
+def test_errors_name_their_closure_and_worker(run):
     def fail(x):
         raise KeyError(f"no row {x}")
 
     output = run.schedule(fail, 3)
     with pytest.raises(KeyError, match="no row 3") as caught:
         run.join()
-    assert "Raised in closure 0, 'test_an_error_of" in caught.value.__notes__[0]
+    assert "Raised in closure 0, 'test_errors_name" in caught.value.__notes__[0]
     assert "in fail" in caught.value.__notes__[0]
     with pytest.raises(KeyError):
         output.fetch()
@@ -104,7 +104,7 @@ def test_an_error_of_a_function_comes_with_its_closure_and_worker(run):
     run.join()
 
 
-def test_what_workers_keep_is_each_ones_own_and_made_again(run):
+def test_each_worker_creates_its_resources_again_after_a_loss(run):
     made = []
 
     def make(start):
@@ -131,8 +131,8 @@ def test_what_workers_keep_is_each_ones_own_and_made_again(run):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_who_is_made_anew_holds_no_closure_that_another_one_could_run(seed):
-    """Processes take seconds to start, and what they keep may take longer to be made."""
+def test_a_starting_worker_takes_no_closure(seed):
+    """Processes take seconds to start, and their resources may take longer."""
     run = Run(seed=seed)
     clock, made, killed = run.engine.concurrency, [], []
 
@@ -156,7 +156,7 @@ def test_who_is_made_anew_holds_no_closure_that_another_one_could_run(seed):
     assert len(made) == 3
 
 
-def test_what_could_not_be_made_is_the_error_of_who_uses_it(run):
+def test_an_error_in_creating_a_resource_is_raised_in_its_users(run):
     def make():
         raise OSError("no such data")
 
@@ -168,7 +168,7 @@ def test_what_could_not_be_made_is_the_error_of_who_uses_it(run):
 
 
 class Shard:
-    """Counts what closures have added, each at most once."""
+    """Counts closures, each at most once."""
 
     def __init__(self, size):
         self.rows, self.ledger, self.num_repeated = [0] * size, ClosureLedger(), 0
@@ -187,8 +187,8 @@ class Shard:
     "seed",
     [None, 0, 1, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in range(2, 8))],
 )
-def test_each_row_is_counted_once_through_kills(seed):
-    """Closure i adds 1 to row i of two shards, not at once; workers die at any moment."""
+def test_each_row_is_counted_once_while_actors_are_killed(seed):
+    """Closure i adds 1 to row i of two shards, one after the other; workers die at any moment."""
     size, num_kills = 400, 40
     run = Run(3, seed)
     engine, chance = run.engine, random.Random(seed or 0)
@@ -218,7 +218,7 @@ def test_each_row_is_counted_once_through_kills(seed):
     run.close()
 
 
-def test_a_worker_that_hangs_is_given_up():
+def test_a_hanging_worker_is_given_up():
     run = Run(2, timeout_s=0.3)
     hang = threading.Event()
     begun = []
@@ -236,7 +236,7 @@ def test_a_worker_that_hangs_is_given_up():
     run.close()
 
 
-def test_a_function_that_ends_its_workers_is_given_up(monkeypatch):
+def test_a_closure_that_kills_its_workers_fails(monkeypatch):
     monkeypatch.setattr(dispatcher_module, "MAX_RETRIES", 3)
     run = Run(2, seed=0)
 
@@ -257,7 +257,7 @@ def test_a_function_that_ends_its_workers_is_given_up(monkeypatch):
     run.close()
 
 
-def test_workers_come_and_go(run):
+def test_workers_can_be_added_and_removed(run):
     seen = set()
 
     def work():
@@ -282,7 +282,7 @@ def test_workers_come_and_go(run):
             run.dispatcher.remove_worker(index)
 
 
-def test_an_actor_other_than_the_worker_is_the_error_or_what_is_mended():
+def test_the_death_of_another_actor_is_raised_or_repaired():
     for mend in (False, True):
         lost = []
         run = Run(1, 0, on_lost=lost.append if mend else None)

@@ -58,8 +58,8 @@ def use_and_forget(engine):
     return started
 
 
-def test_nothing_is_left_of_a_coordinator_that_is_forgotten(engine):
-    """ClusterCoordinatorDestroyed, also after errors, and functions that hold it."""
+def test_garbage_collection_of_a_coordinator_ends_its_threads_and_processes(engine):
+    """ClusterCoordinatorDestroyed, also after errors, and for functions that refer to it."""
     threads = set(threading.enumerate())
     started = use_and_forget(engine)
 

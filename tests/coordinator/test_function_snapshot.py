@@ -1,4 +1,4 @@
-"""Functions are known by what they capture; where that may have changed they are sent anew."""
+"""FunctionSnapshot: functions are serialized again only if a captured value may have changed."""
 
 import enum
 import functools
@@ -63,13 +63,13 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("captured", PLAIN, ids=lambda x: type(x).__name__)
-def test_another_object_of_one_definition_that_captures_the_same_is_the_same(captured):
+def test_functions_with_equal_captures_have_equal_snapshots(captured):
     assert equal(make(captured), make(captured))
     assert equal(make(1, default=captured), make(1, default=captured))
     assert not equal(make(captured), make("another one"))
 
 
-def test_what_is_equal_and_not_the_same_is_seen():
+def test_equal_objects_of_different_types_differ():
     assert not equal(make(0.0), make(-0.0))
     assert equal(make(float("nan")), make(float("nan")))
     assert not equal(make(1), make(True))
@@ -77,7 +77,7 @@ def test_what_is_equal_and_not_the_same_is_seen():
     assert take(make(local.a)) is None
 
 
-def test_handles_are_what_they_are_of(handles):
+def test_handles_compare_by_identity(handles):
     for handle in handles:
         assert equal(make(handle), make(handle))
     for handle in handles[1:]:
@@ -119,7 +119,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_in_what_is_captured_is_seen(change):
+def test_changes_inside_of_captured_objects_are_found(change):
     captured = {
         "list": [],
         "dict": {"inner": {"a": 1}},
@@ -133,7 +133,7 @@ def test_what_changes_in_what_is_captured_is_seen(change):
     assert not before.equals(take(function))
 
 
-def test_globals_are_captured_also_by_functions_inside(monkeypatch):
+def test_inner_functions_capture_globals(monkeypatch):
     names = {"__name__": "__main__", "rate": 1.0}
     exec("def step():\n  return lambda: rate", names)
     before = take(names["step"])
@@ -142,7 +142,7 @@ def test_globals_are_captured_also_by_functions_inside(monkeypatch):
     assert not before.equals(take(names["step"]))
 
 
-def test_what_is_found_by_its_name_is_sent_as_that():
+def test_objects_of_modules_are_compared_by_name():
     assert equal(change_list, change_list)
     assert not equal(change_list, change_inner)
     assert take(change_list, by_value=[__name__]).equals(take(change_list, by_value=[__name__]))
@@ -151,7 +151,7 @@ def test_what_is_found_by_its_name_is_sent_as_that():
 
 
 class Model:
-    """Of a user."""
+    """A class of the user."""
 
     def __call__(self):
         return 1
@@ -172,12 +172,12 @@ class Model:
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_of_what_may_hold_anything_nothing_is_said(captured):
+def test_unknown_objects_have_no_snapshot(captured):
     assert take(make(captured)) is None
     assert take(make([captured])) is None
 
 
-def test_what_contains_itself_comes_to_an_end():
+def test_cyclic_containers_have_a_snapshot():
     captured = [1]
     captured.append(captured)
     assert equal(make(captured), make(captured))
@@ -189,7 +189,7 @@ def test_what_contains_itself_comes_to_an_end():
 
 
 class Serializer:
-    """Counts what it makes bytes of."""
+    """Counts serializations."""
 
     modules_by_value = ()
 
@@ -204,7 +204,7 @@ class Serializer:
         return data
 
 
-def test_bytes_are_made_of_a_function_when_it_has_changed():
+def test_only_changed_functions_are_serialized_again():
     serializer, forgotten, keys = Serializer(), [], iter(range(10_000))
     store = FunctionStore(serializer, lambda make, args: next(keys), forgotten.append)
     captured = np.arange(3)

@@ -1,4 +1,4 @@
-"""Server: which task it is, what it joins, and processes that serve a program."""
+"""Server: its task, the program that it joins, and processes that serve a program."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ CLUSTER = {"chief": ["10.0.0.1:6379"], "worker": ["10.0.0.2:1", "10.0.0.3:1"], "
 
 
 class Node:
-    """Stands for Ray."""
+    """Replaces Ray."""
 
     made: list
 
@@ -46,7 +46,7 @@ def nodes(monkeypatch):
     return Node.made
 
 
-def test_a_server_of_a_chief_joins_it_where_the_cluster_says(nodes):
+def test_a_server_joins_the_chief_at_the_address_of_the_cluster(nodes):
     spec = ClusterSpec(CLUSTER)
     server = tpudist.Server(spec, job_name="worker", task_index=1, protocol="grpc", start=True)
     assert nodes[0].asked == ("10.0.0.1:6379", "worker", 1, "10.0.0.3:1", 300.0)
@@ -63,7 +63,7 @@ def test_a_server_of_a_chief_joins_it_where_the_cluster_says(nodes):
     assert nodes[1].done == ["close"]
 
 
-def test_a_server_may_be_started_later(nodes):
+def test_a_server_may_start_later(nodes):
     server = tpudist.Server(CLUSTER, "ps", start=False, start_timeout_s=3)
     assert nodes == []
     with pytest.raises(RuntimeError, match=r"Server\(ps 0, .*\) was not started. Call start\(\)"):
@@ -72,8 +72,8 @@ def test_a_server_may_be_started_later(nodes):
     assert nodes[0].asked == ("10.0.0.1:6379", "ps", 0, "10.0.0.4:1", 3)
 
 
-def test_a_cluster_on_this_machine_without_a_chief_is_the_program_itself(nodes):
-    """As TensorFlow's tutorials make it: servers and the strategy in one process."""
+def test_a_local_cluster_without_a_chief_runs_in_the_program(nodes):
+    """TensorFlow's tutorials run servers and the strategy in one process."""
     servers = [tpudist.Server(LOCAL, "worker", i, "grpc") for i in range(2)]
     servers.append(tpudist.Server(LOCAL, "ps"))
     strategy = tpudist.ParameterServerStrategy(
@@ -87,7 +87,7 @@ def test_a_cluster_on_this_machine_without_a_chief_is_the_program_itself(nodes):
     strategy.shutdown()
 
 
-def test_a_local_server_listens_to_nobody(nodes):
+def test_a_local_server_opens_no_port(nodes):
     server = tpudist.Server.create_local_server()
     server.start()
     assert server.server_def == ServerDef(
@@ -101,7 +101,7 @@ def test_a_local_server_listens_to_nobody(nodes):
         tpudist.Server.create_local_server({"a": 1}, start=False)
 
 
-def test_arguments_go_before_a_definition():
+def test_arguments_override_a_definition():
     given = ServerDef(ClusterSpec(LOCAL), "worker", 1)
     assert tpudist.Server(given).server_def == given
     assert tpudist.Server(given, task_index=0).target == "grpc://localhost:1"
@@ -151,13 +151,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_server_is_refused(case):
+def test_invalid_tasks_raise_errors(case):
     make, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         make()
 
 
-def test_the_strategy_of_a_chief_has_the_machines_of_its_servers(monkeypatch):
+def test_the_strategy_of_a_chief_uses_the_machines_of_its_servers(monkeypatch):
     resolver = SimpleClusterResolver(ClusterSpec(CLUSTER), task_type="chief", task_id=0)
     engine = parameter_server._make_engine(None, resolver)
     assert engine._cluster.head == "10.0.0.1:6379"
@@ -168,7 +168,7 @@ def test_the_strategy_of_a_chief_has_the_machines_of_its_servers(monkeypatch):
         tpudist.ParameterServerStrategy(unnamed)
 
 
-# In the shape of programs for TensorFlow: one file, which TF_CONFIG tells what to be.
+# In the shape of programs for TensorFlow: one file, whose role TF_CONFIG determines.
 PROGRAM = """
 import os, sys
 import numpy as np
@@ -218,7 +218,7 @@ if __name__ == "__main__":
 
 
 def free_addresses(count):
-    """Of this machine, below the ports that systems give to connections in the meantime."""
+    """Returns addresses of this machine, below the ports that systems give to connections."""
     found = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -231,8 +231,8 @@ def free_addresses(count):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_ray")
-def test_one_program_on_all_machines_goes_on_when_one_is_killed(tmp_path):
-    """And nothing is left of it, on any of them."""
+def test_a_program_on_all_machines_survives_a_killed_machine(tmp_path):
+    """It leaves no processes on any machine."""
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(tempfile.mkdtemp(prefix="left", dir="/tmp"))
     addresses = free_addresses(3)

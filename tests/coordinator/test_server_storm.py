@@ -1,4 +1,4 @@
-"""Storms: closures that count once each while workers, servers and the program are killed."""
+"""Storms: closures count once each while workers, servers and the program are killed."""
 
 import json
 import os
@@ -38,16 +38,16 @@ def begin(folder, engine, num_closures, num_kills, seed):
 
 
 def finish(program):
-    """The figures of a storm that was survived."""
+    """Runs a storm to its end; returns its counts."""
     out, error = program.communicate(timeout=200)
     assert program.returncode == 0, f"{out[-4000:]}\n{error[-4000:]}"
     return json.loads(out.splitlines()[-1])
 
 
-def test_a_program_that_is_killed_in_a_storm_goes_on_when_it_is_started_again(tmp_path, engine):
-    """With the first closure that had not finished, and through a storm of its own.
+def test_a_killed_program_resumes_from_its_log(tmp_path, engine):
+    """It resumes with the first unfinished closure, and survives another storm.
 
-    Nothing is left of the program that was killed.
+    The killed program leaves no processes.
     """
     size, num_kills = 300, 6
     folder = tmp_path / "log"

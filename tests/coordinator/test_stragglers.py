@@ -1,4 +1,4 @@
-"""Closures that are slow are begun again by workers with nothing else to do, and count once."""
+"""Stragglers: idle workers start slow closures again, which count once."""
 
 import threading
 
@@ -20,7 +20,7 @@ from tpudist.strategies.parameter_server import ParameterServerStrategy
 
 
 class Setting:
-    """A queue whose time stands still unless a test sleeps, and closures that have taken 2 s."""
+    """A queue whose time passes only while a test sleeps, and closures that have taken 2 s."""
 
     def __init__(self, **options):
         self.concurrency = SeededConcurrency(0)
@@ -49,7 +49,7 @@ class Setting:
         return closure
 
 
-def test_a_slow_closure_is_begun_again_after_some_times_the_median():
+def test_a_slow_closure_starts_again_after_a_multiple_of_the_median():
     setting = Setting()
     closure, began_s = setting.begin(), setting.concurrency.now_s()
     assert setting.queue.get(1, 5.9) is None
@@ -64,7 +64,7 @@ def test_a_slow_closure_is_begun_again_after_some_times_the_median():
     )
 
 
-def test_what_waits_goes_first_unless_it_must_wait_for_the_slow_one():
+def test_waiting_closures_start_before_slow_ones_unless_they_must_wait():
     setting = Setting()
     setting.begin()
     setting.concurrency.sleep(10)
@@ -77,7 +77,7 @@ def test_what_waits_goes_first_unless_it_must_wait_for_the_slow_one():
     assert setting.queue.get(1, 60.0) is waiting
 
 
-def test_a_worker_that_waits_hears_of_what_begins_later():
+def test_an_idle_worker_notices_closures_that_start_later():
     setting = Setting()
     found = []
     thread = setting.concurrency.start("1", lambda: found.append(setting.queue.get(1, 60.0)))
@@ -90,7 +90,7 @@ def test_a_worker_that_waits_hears_of_what_begins_later():
 
 
 @pytest.mark.parametrize("case", ["another function", "an iterator of each worker", "short ones"])
-def test_what_is_not_known_to_be_slow_runs_once(case):
+def test_closures_that_are_not_slow_run_once(case):
     setting = Setting()
     if case == "another function":
         setting.begin(lambda: None)
@@ -105,7 +105,7 @@ def test_what_is_not_known_to_be_slow_runs_once(case):
     assert setting.queue.get(1, 60.0) is None
 
 
-def test_the_first_to_finish_counts_and_the_other_has_nothing_to_say():
+def test_the_first_of_two_results_counts():
     setting = Setting()
     closure = setting.begin_twice()
     assert setting.queue.claim(closure, 0)
@@ -127,7 +127,7 @@ def test_the_first_to_finish_counts_and_the_other_has_nothing_to_say():
     assert setting.queue.finished.low == setting.count
 
 
-def test_an_error_counts_if_nobody_else_runs_the_closure():
+def test_an_error_counts_if_no_other_worker_runs_the_closure():
     setting = Setting()
     closure = setting.begin_twice()
     setting.queue.fail(closure, 0, KeyError("of the first"))
@@ -147,7 +147,7 @@ def test_an_error_counts_if_nobody_else_runs_the_closure():
     setting.queue.finish(closure, 2, 1)
 
 
-def test_who_comes_to_the_end_and_cannot_finish_leaves_it_to_others():
+def test_a_result_that_cannot_be_recorded_leaves_the_closure_to_others():
     setting = Setting()
     closure = setting.begin_twice()
     assert setting.queue.claim(closure, 0)
@@ -159,7 +159,7 @@ def test_who_comes_to_the_end_and_cannot_finish_leaves_it_to_others():
     assert setting.queue.get(2) is closure
 
 
-def test_nothing_is_begun_again_after_an_error_or_the_end():
+def test_no_closure_starts_again_after_an_error_or_stop():
     setting = Setting()
     setting.begin()
     setting.queue.fail(setting.begin(), 0, KeyError())
@@ -198,10 +198,10 @@ class Run:
         ),
     ],
 )
-def test_each_row_is_counted_once_through_speculation_and_deaths(tmp_path, seed, max_staleness):
-    """Each closure adds 1 to a row of two variables; some are slow, some workers and servers die.
+def test_each_row_is_counted_once_with_speculation_and_deaths(tmp_path, seed, max_staleness):
+    """Each closure adds 1 to a row of two variables; some are slow, and workers and servers die.
 
-    What it adds to a third one depends on who runs it: only one of them may.
+    Its update of a third variable depends on the worker: only one run may apply it.
     """
     size, num_kills = 100, 8
     run = Run(tmp_path, seed, max_staleness=max_staleness)
@@ -241,8 +241,8 @@ def test_each_row_is_counted_once_through_speculation_and_deaths(tmp_path, seed,
     run.coordinator.shutdown()
 
 
-def test_what_the_slower_one_changes_elsewhere_is_refused(tmp_path):
-    """And after the death of the server, whose log says so."""
+def test_updates_of_the_slower_run_are_rejected_on_other_servers(tmp_path):
+    """Even after the death of the server, because its log contains the seal."""
     run = Run(tmp_path, num_workers=2)
     first, second = run.make(jnp.zeros(()), "first"), run.make(jnp.zeros(()), "second")
     assert {first.home.server, second.home.server} == {0, 1}
@@ -277,7 +277,7 @@ def test_what_the_slower_one_changes_elsewhere_is_refused(tmp_path):
     run.coordinator.shutdown()
 
 
-def test_the_end_of_a_run_does_not_wait_for_who_is_slower(tmp_path):
+def test_shutdown_does_not_wait_for_the_slower_run(tmp_path):
     run = Run(tmp_path, seed=1, num_workers=2)
     begun = []
 

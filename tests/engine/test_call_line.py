@@ -1,4 +1,4 @@
-"""Calls by a connection of one's own: in their order, once, and only of who knows the secret."""
+"""CallLine: ordered calls that run once, only from callers that know the secret."""
 
 import contextlib
 import gc
@@ -59,7 +59,7 @@ def line(listener):
     made.close()
 
 
-def test_replies_come_in_the_order_of_the_calls_and_as_often_as_one_asks(line, seen):
+def test_replies_arrive_in_order_and_can_be_read_again(line, seen):
     replies = [line.call(i) for i in range(300)]
     assert get(line, replies[-1]) == 299
     assert [get(line, x) for x in replies] == list(range(300)) == seen
@@ -68,7 +68,7 @@ def test_replies_come_in_the_order_of_the_calls_and_as_often_as_one_asks(line, s
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
 @pytest.mark.parametrize("count", [1, 700])  # of arrays
-def test_arrays_come_as_they_were(line, size, count):
+def test_arrays_arrive_unchanged(line, size, count):
     size = size // count
     arrays = [np.arange(i, i + size, dtype=np.int32).reshape(-1, 1) for i in range(count)]
     found = get(line, line.call({"arrays": arrays, "order": np.asfortranarray(np.eye(3))}))
@@ -76,8 +76,8 @@ def test_arrays_come_as_they_were(line, size, count):
     assert found["order"].flags.f_contiguous
 
 
-def test_calls_do_not_wait_for_replies_that_nobody_reads(line, seen):
-    """Else both sides would wait for each other, with what is larger than the system's buffers."""
+def test_calls_do_not_wait_for_unread_replies(line, seen):
+    """Otherwise both sides would wait for each other if messages exceed the system's buffers."""
     big = np.zeros(4_000_000, np.uint8)
     replies = [line.call(big) for _ in range(8)]
     for reply in replies:
@@ -85,8 +85,8 @@ def test_calls_do_not_wait_for_replies_that_nobody_reads(line, seen):
     assert len(seen) == 8
 
 
-def test_one_who_takes_nothing_cannot_be_reached(monkeypatch):
-    """As a process that was stopped; who has called waits no longer than `SILENCE_S`."""
+def test_a_receiver_that_reads_nothing_is_unreachable(monkeypatch):
+    """Like a stopped process: callers wait at most `SILENCE_S`."""
     monkeypatch.setattr(call_messages, "SILENCE_S", 0.2)
     with silent_listener() as address:
         line = CallLine(address, SECRET, pickle.Pickler)
@@ -99,7 +99,7 @@ def test_one_who_takes_nothing_cannot_be_reached(monkeypatch):
 
 @contextlib.contextmanager
 def silent_listener(secret=SECRET):
-    """One that takes a connection, and then nothing."""
+    """Returns the address of a listener that accepts a connection and never answers."""
     listener, go_on = Listener(("127.0.0.1", 0), authkey=secret), threading.Event()
 
     def serve():
@@ -115,12 +115,12 @@ def silent_listener(secret=SECRET):
 
 
 class Big:
-    """What the frame of one who waits has."""
+    """A large local variable of a waiting caller."""
 
 
 @pytest.mark.parametrize("when", ["it waits", "it calls"])
-def test_a_line_that_is_broken_keeps_nothing_of_who_was_told(when, monkeypatch):
-    """Else a worker of a dead server would keep the arguments of each function that met it."""
+def test_a_broken_line_keeps_no_frames_of_callers(when, monkeypatch):
+    """Otherwise a worker would keep the arguments of each function that a dead server failed."""
 
     def broken(*_):
         raise BrokenPipeError("as if the other process were gone")
@@ -143,7 +143,7 @@ def test_a_line_that_is_broken_keeps_nothing_of_who_was_told(when, monkeypatch):
     assert [x() for x in held] == [None, None]
 
 
-def test_who_does_not_know_the_secret_is_not_heard(listener, seen, monkeypatch):
+def test_callers_with_a_wrong_secret_are_rejected(listener, seen, monkeypatch):
     monkeypatch.setattr(call_listener, "HANDSHAKE_S", 0.3)
     with pytest.raises(ConnectionRefusedError, match="has a different secret"):
         connect(listener, b"another one")
@@ -156,7 +156,7 @@ def test_who_does_not_know_the_secret_is_not_heard(listener, seen, monkeypatch):
     assert seen == []
 
 
-def test_one_who_says_nothing_holds_up_nobody(listener, monkeypatch):
+def test_a_silent_connection_does_not_block_others(listener, monkeypatch):
     monkeypatch.setattr(call_listener, "HANDSHAKE_S", 0.3)
     with socket.create_connection(listener.address) as stranger:
         line = connect(listener)
@@ -167,7 +167,7 @@ def test_one_who_says_nothing_holds_up_nobody(listener, monkeypatch):
             pass
 
 
-def test_a_listener_that_does_not_know_the_secret_is_not_called():
+def test_a_listener_with_a_wrong_secret_is_rejected():
     with (
         silent_listener(b"another one") as address,
         pytest.raises(ConnectionRefusedError, match="has a different secret"),
@@ -175,7 +175,7 @@ def test_a_listener_that_does_not_know_the_secret_is_not_called():
         CallLine(address, SECRET, pickle.Pickler)
 
 
-def test_what_cannot_be_sent_or_read_is_an_error_and_the_line_goes_on(line):
+def test_pickle_errors_do_not_end_the_line(line):
     with pytest.raises(Exception, match="lock"):
         line.call(threading.Lock())
     assert "cannot pickle '_thread.lock' object" in get(line, line.call(make_lock))
@@ -196,7 +196,7 @@ class Unreadable:
         return refuse, ()
 
 
-def test_a_reply_that_takes_too_long_comes_later(line):
+def test_a_late_reply_arrives_after_a_timeout(line):
     reply = line.call(0.2)
     assert not line.wait(reply, 0.0)
     assert not line.wait(reply, 0.02)
@@ -204,7 +204,7 @@ def test_a_reply_that_takes_too_long_comes_later(line):
     assert line.wait(reply, 0.0)
 
 
-def test_who_waits_is_told_that_the_line_has_ended(line):
+def test_the_end_of_the_line_is_raised_in_waiting_callers(line):
     reply, later = line.call(0.3), line.call(1)
     threading.Timer(0.05, line.close).start()
     for one in (reply, later, line.call(2)):
@@ -212,7 +212,7 @@ def test_who_waits_is_told_that_the_line_has_ended(line):
             line.wait(one, 20.0)
 
 
-def test_a_reply_that_cannot_be_taken_ends_the_line(line, monkeypatch):
+def test_a_reply_that_cannot_be_stored_ends_the_line(line, monkeypatch):
     def receive(connection):
         raise MemoryError("too large")
 
@@ -224,7 +224,7 @@ def test_a_reply_that_cannot_be_taken_ends_the_line(line, monkeypatch):
         line.wait(second, 20.0)
 
 
-def test_who_is_called_may_be_gone():
+def test_connecting_to_a_dead_listener_raises_an_error():
     with silent_listener() as address:
         line = CallLine(address, SECRET, pickle.Pickler)
     replies = [line.call(np.zeros(9_000_000, np.uint8)) for _ in range(3)]
@@ -234,7 +234,7 @@ def test_who_is_called_may_be_gone():
     line.close()
 
 
-def test_many_threads_call_and_wait(line):
+def test_many_threads_use_one_line(line):
     found = []
 
     def work(k):

@@ -1,4 +1,4 @@
-"""What each engine promises, tried on all of them."""
+"""The contract of engines, for each engine."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def engine(request):
 
 
 class Counter:
-    """An actor that remembers what it was called with."""
+    """An actor that records its calls."""
 
     def __init__(self, start=0, sleep=time.sleep):
         self.seen, self.sleep = [start], sleep
@@ -61,13 +61,13 @@ def spawn(engine, role, index, start=0, kind=Counter):
 
 
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_calls_of_one_caller_come_in_their_order_and_once(engine):
+def test_calls_of_one_caller_run_in_order_and_once(engine):
     actor = spawn(engine, "ps", 1, -1)
     assert (actor.role, actor.index, actor.incarnation) == ("ps", 1, 0)
     futures = [engine.call(actor, "add", i) for i in range(300)]
     assert engine.result(engine.call(actor, "get")) == list(range(-1, 300))
     assert [engine.result(x) for x in futures] == list(range(2, 302))
-    assert engine.result(futures[7]) == 9  # as often as it is asked for
+    assert engine.result(futures[7]) == 9  # as often as requested
 
 
 def test_actors_call_each_other(engine):
@@ -77,7 +77,7 @@ def test_actors_call_each_other(engine):
     assert engine.result(engine.call(second, "get")) == [0, 5]
 
 
-def test_an_exception_comes_with_its_type_and_message_and_the_actor_goes_on(engine):
+def test_exceptions_keep_type_and_message_and_the_actor_continues(engine):
     actor = spawn(engine, "worker", 0)
     failed = engine.call(actor, "fail", "no such row")
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_an_exception_comes_with_its_type_and_message_and_the_actor_goes_on(engi
         engine.result(engine.call(actor, "nothing"))
 
 
-def test_a_value_that_was_put_is_an_argument_of_many_calls(engine):
+def test_a_put_value_is_an_argument_of_many_calls(engine):
     actors = [spawn(engine, "worker", i) for i in range(2)]
     ref = engine.put([1, 2])
     for actor in actors:
@@ -96,7 +96,7 @@ def test_a_value_that_was_put_is_an_argument_of_many_calls(engine):
         assert engine.result(engine.call(actor, "get")) == [0, [1, 2]]
 
 
-def test_all_that_a_dead_actor_was_called_for_says_so(engine):
+def test_all_calls_of_a_dead_actor_raise_actor_died(engine):
     actor = spawn(engine, "worker", 2)
     done = engine.call(actor, "add", 1)
     assert engine.result(done) == 2
@@ -115,7 +115,7 @@ def test_all_that_a_dead_actor_was_called_for_says_so(engine):
     assert engine.result(engine.call(again, "get")) == [0]
 
 
-def test_an_actor_says_that_it_is_there_in_the_midst_of_a_call(engine):
+def test_an_actor_answers_pings_during_a_call(engine):
     actor = spawn(engine, "ps", 0)
     engine.result(engine.call(actor, "get"))
     napping = engine.call(actor, "nap", 1.0)
@@ -128,7 +128,7 @@ def test_an_actor_says_that_it_is_there_in_the_midst_of_a_call(engine):
 
 
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_who_waits_for_a_dead_actor_is_told(engine):
+def test_an_actor_that_waits_for_a_dead_one_gets_actor_died(engine):
     first, second = (spawn(engine, "worker", i) for i in range(2))
     asked = engine.call(first, "ask", engine, second, "nap", 0.3)
     engine.kill(second, "for a test")
@@ -139,7 +139,7 @@ def test_who_waits_for_a_dead_actor_is_told(engine):
 
 
 class Late(Counter):
-    """Does what it was asked for after it was killed."""
+    """Continues a call after it was killed."""
 
     def work(self, engine, shard):
         self.sleep(0.2)
@@ -150,7 +150,7 @@ class Late(Counter):
 
 
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_what_a_killed_actor_does_has_no_effect(engine):
+def test_actions_of_a_killed_actor_have_no_effect(engine):
     shard, worker = spawn(engine, "ps", 0), spawn(engine, "worker", 0, kind=Late)
     asked = engine.call(worker, "work", engine, shard)
     engine.concurrency.sleep(0.05)
@@ -161,7 +161,7 @@ def test_what_a_killed_actor_does_has_no_effect(engine):
     assert engine.result(engine.call(shard, "get")) == [0]
 
 
-def test_an_actor_that_cannot_be_made_has_died_and_says_why(engine):
+def test_an_actor_whose_factory_fails_has_died_with_that_cause(engine):
     def make():
         raise OSError("no memory for the table")
 
@@ -173,7 +173,7 @@ def test_an_actor_that_cannot_be_made_has_died_and_says_why(engine):
     assert not died.value.was_made
 
 
-def test_a_result_that_takes_too_long_is_an_error_and_comes_later(engine):
+def test_a_result_times_out_and_can_be_requested_again(engine):
     actor = spawn(engine, "worker", 0)
     asked = engine.call(actor, "nap", 0.4)
     with pytest.raises(ResultTimeout, match=r"nap of worker 0 has no result after 0.05 s"):
@@ -182,7 +182,7 @@ def test_a_result_that_takes_too_long_is_an_error_and_comes_later(engine):
 
 
 @pytest.mark.parametrize("engine", WITH_REAL_THREADS, indirect=True)
-def test_a_thousand_calls_of_eight_threads_are_each_done_once(engine):
+def test_a_thousand_calls_of_eight_threads_run_once_each(engine):
     actors = [spawn(engine, "ps", i) for i in range(3)]
 
     def work(k):
@@ -198,7 +198,7 @@ def test_a_thousand_calls_of_eight_threads_are_each_done_once(engine):
     assert sorted(seen) == [(k, i) for k in range(8) for i in range(125)]
 
 
-def test_nothing_is_left_after_shutdown(engine):
+def test_shutdown_leaves_nothing_behind(engine):
     before = {x for x in threading.enumerate() if x.name.startswith("tpudist ")}
     actors = [spawn(engine, "worker", i) for i in range(4)]
     future = engine.call(actors[0], "nap", 0.1)
@@ -214,7 +214,7 @@ def test_nothing_is_left_after_shutdown(engine):
         spawn(engine, "worker", 9)
 
 
-def test_a_thread_that_does_not_come_back_is_named(monkeypatch, caplog):
+def test_shutdown_names_threads_that_still_run(monkeypatch, caplog):
     monkeypatch.setattr("tpudist.engine.thread_engine.END_S", 0.1)
     engine = ThreadEngine()
     actor = spawn(engine, "worker", 5)
@@ -224,6 +224,6 @@ def test_a_thread_that_does_not_come_back_is_named(monkeypatch, caplog):
     assert "worker 5 still runs nap" in caplog.text
 
 
-def test_handles_say_what_they_are():
+def test_actors_describe_themselves():
     assert str(Actor("ps", 2, 0)) == "ps 2"
     assert str(Actor("ps", 2, 3)) == "ps 2 (incarnation 3)"

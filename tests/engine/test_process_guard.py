@@ -1,4 +1,4 @@
-"""What a command leaves in the background goes with the program, however that ends."""
+"""ProcessGuard: background processes of a command end with the program, however it ends."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def wait_for(how_many, of):
-    """What has descended from a process, once there are so many."""
+    """Waits for a number of descendants of a process, and returns them."""
     end_s = time.monotonic() + 10
     while len(found := descendants(of)) < how_many and time.monotonic() < end_s:
         time.sleep(0.02)
@@ -44,7 +44,7 @@ def wait_for(how_many, of):
     return found
 
 
-def test_close_ends_what_the_command_has_left_and_removes_the_folder(folder):
+def test_close_ends_background_processes_and_removes_the_folder(folder):
     before = descendants(os.getpid())
     guard = ProcessGuard([sys.executable, "-c", COMMAND], folder, os.environ, timeout_s=30)
     assert (folder / LOG).read_text() == "it runs\n"
@@ -56,7 +56,7 @@ def test_close_ends_what_the_command_has_left_and_removes_the_folder(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_program_that_is_killed_takes_them_along(folder, number):
+def test_a_killed_program_takes_its_processes_along(folder, number):
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, COMMAND, str(folder)],
         stdin=subprocess.PIPE,
@@ -65,21 +65,21 @@ def test_a_program_that_is_killed_takes_them_along(folder, number):
     with program:
         assert program.stdout.readline() == b"ready\n"
         started = wait_for(3, program.pid)
-        for process in started:  # whoever ends a whole job asks all of it
+        for process in started:  # a signal to a job reaches all of its processes
             os.kill(process.pid, signal.SIGTERM if process.name.startswith("python") else 0)
         program.send_signal(number)
     assert are_gone(started, within_s=10)
     assert not folder.exists()
 
 
-def test_a_command_that_fails_says_what_it_has_printed(folder):
+def test_the_error_of_a_command_contains_its_output(folder):
     command = [sys.executable, "-c", "print('no such port'); raise SystemExit(3)"]
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3\.\nno such port"):
         ProcessGuard(command, folder, os.environ, timeout_s=30)
     assert not folder.exists()
 
 
-def test_a_command_that_takes_too_long_is_ended(folder):
+def test_a_command_times_out(folder):
     before = descendants(os.getpid())
     with pytest.raises(RuntimeError, match="`sleep 600` did not finish within 0.3 s"):
         ProcessGuard(["sleep", "600"], folder, os.environ, timeout_s=0.3)

@@ -1,4 +1,4 @@
-"""What is Ray's own: processes that others kill, tokens, and what a program leaves behind."""
+"""RayEngine: processes that are killed from outside, tokens, lines, and leftovers."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ def engine(running_ray, strangers):
 
 
 class Part:
-    """An actor that others do things to."""
+    """An actor that tests manipulate."""
 
     def __init__(self):
         self.seen = []
@@ -73,13 +73,13 @@ def test_tpudist_does_not_import_ray():
     assert "ray_engine" not in done.stdout
 
 
-def test_who_has_no_ray_is_told_how_to_get_it(monkeypatch):
+def test_missing_ray_raises_an_error_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tpudist\[ray\]'"):
         RayEngine().start()
 
 
-def test_resources_say_where_actors_run_and_nothing_else():
+def test_resources_accept_only_options_of_placement():
     RayEngine(resources={"worker": {"num_cpus": 1, "resources": {"TPU": 4}}})
     with pytest.raises(
         ValueError, match=r"of 'ps' have unknown names: max_restarts, name. Only these .*num_cpus"
@@ -87,7 +87,7 @@ def test_resources_say_where_actors_run_and_nothing_else():
         RayEngine(resources={"ps": {"num_cpus": 1, "name": "x", "max_restarts": 3}})
 
 
-def test_ray_without_tokens_is_refused(monkeypatch):
+def test_ray_without_tokens_raises_an_error(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(ray_session, "import_ray", lambda: pytest.fail("Ray was imported"))
     monkeypatch.delitem(sys.modules, "ray", raising=False)
@@ -95,7 +95,7 @@ def test_ray_without_tokens_is_refused(monkeypatch):
         RayEngine().start()
 
 
-def test_a_token_that_others_can_read_is_reported(monkeypatch, tmp_path, caplog):
+def test_a_readable_token_file_is_a_warning(monkeypatch, tmp_path, caplog):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.setenv(name, "")  # so that it is as it was afterwards
         monkeypatch.delenv(name)
@@ -119,7 +119,7 @@ def test_a_token_that_others_can_read_is_reported(monkeypatch, tmp_path, caplog)
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
-def test_ray_that_was_imported_too_early_cannot_join(monkeypatch):
+def test_ray_that_was_imported_too_early_raises_an_error(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "")
     monkeypatch.delenv("RAY_AUTH_MODE")
     with pytest.raises(RuntimeError, match="imported before the engine .* for 10.0.0.1:6379"):
@@ -137,7 +137,7 @@ def test_the_folder_is_private_and_its_name_short(monkeypatch, tmp_path):
 # Actors that die.
 
 
-def test_all_that_a_process_was_called_for_says_that_it_was_killed_from_outside(engine):
+def test_calls_of_a_process_killed_from_outside_raise_actor_died(engine):
     worker, pid, shard, _ = spawn(engine, "worker", "ps")
     napping = [engine.call(worker, "nap", 60), *(engine.call(worker, "add", i) for i in range(9))]
     asking = engine.call(shard, "ask", engine, worker, "add", 9)
@@ -156,7 +156,7 @@ def test_all_that_a_process_was_called_for_says_that_it_was_killed_from_outside(
 
 
 @slow
-def test_a_process_that_hangs_is_killed(engine):
+def test_a_hanging_process_is_killed(engine):
     worker, pid = spawn(engine, "worker")
     os.kill(pid, signal.SIGSTOP)
     future = engine.call(worker, "add", 1)
@@ -168,7 +168,7 @@ def test_a_process_that_hangs_is_killed(engine):
     assert time.monotonic() - began < 30
 
 
-def test_who_waits_when_the_engine_is_shut_down_is_told(engine):
+def test_shutdown_raises_actor_died_in_waiting_callers(engine):
     worker, pid = spawn(engine, "worker")
     found = []
 
@@ -198,11 +198,11 @@ def test_who_waits_when_the_engine_is_shut_down_is_told(engine):
         ("NodeDiedError", ("the machine is gone",), "NodeDiedError: the machine is gone"),
     ],
 )
-def test_what_ray_does_not_know_the_end_of_has_died(engine, monkeypatch, name, args, why):
+def test_an_unreachable_actor_is_killed(engine, monkeypatch, name, args, why):
     import ray
 
     worker, pid = spawn(engine, "worker")
-    future = engine.ping(worker)  # which goes by Ray, as do calls for which there is no line
+    future = engine.ping(worker)  # which goes through Ray, like all calls without a line
     with monkeypatch.context() as context:
         error = getattr(ray.exceptions, name)(*args)
         context.setattr(ray, "get", lambda *_, **__: (_ for _ in ()).throw(error))
@@ -219,7 +219,7 @@ def test_what_ray_does_not_know_the_end_of_has_died(engine, monkeypatch, name, a
 
 
 def call_by_line(engine, actor):
-    """Calls until one goes by a line."""
+    """Calls until a call uses a line."""
     end_s = time.monotonic() + 30
     while (future := engine.call(actor, "add", 1)).line is None:
         engine.result(future)
@@ -228,8 +228,8 @@ def call_by_line(engine, actor):
 
 
 @slow
-def test_an_actor_whose_line_has_ended_lives_no_more(engine):
-    """A call may be under way in it that nobody hears of, and a later one could overtake it."""
+def test_the_end_of_a_line_kills_its_actor(engine):
+    """A call may still run in it, and a later call could overtake it."""
     worker, pid = spawn(engine, "worker")
     future = call_by_line(engine, worker)
     assert engine.result(future) > 0
@@ -246,8 +246,8 @@ def test_an_actor_whose_line_has_ended_lives_no_more(engine):
 
 
 @slow
-def test_who_waits_asks_ray_now_and_then_whether_the_actor_lives(engine, monkeypatch):
-    """No line hears of a machine that is gone."""
+def test_waiting_callers_ask_ray_whether_the_actor_is_alive(engine, monkeypatch):
+    """A line does not notice that a machine is gone."""
     monkeypatch.setattr(ray_calls, "LOOK_S", 0.05)
     worker, _ = spawn(engine, "worker")
     engine.result(call_by_line(engine, worker))
@@ -266,7 +266,7 @@ def test_who_waits_asks_ray_now_and_then_whether_the_actor_lives(engine, monkeyp
 
 
 @slow
-def test_who_cannot_be_connected_to_is_called_by_ray(engine, monkeypatch, caplog):
+def test_actors_without_a_line_are_called_through_ray(engine, monkeypatch, caplog):
     def refuse(*args):
         raise TimeoutError("a firewall")
 
@@ -286,14 +286,14 @@ def test_who_cannot_be_connected_to_is_called_by_ray(engine, monkeypatch, caplog
 
 
 class Unreadable(Exception):
-    """Pickled by a text, which is not what it is made of."""
+    """An error that can be pickled, but not read."""
 
     def __init__(self, row, column):
         super().__init__(f"row {row}, column {column}")
 
 
 @slow
-def test_what_cannot_be_sent_is_named(engine):
+def test_errors_name_the_object_that_cannot_be_sent(engine):
     worker, _ = spawn(engine, "worker")
     lock = threading.Lock()
     match = r"Argument 1 of add of worker 0 cannot be sent to another process: .*lock"
@@ -325,7 +325,7 @@ def test_what_cannot_be_sent_is_named(engine):
 
 
 @slow
-def test_an_actor_has_an_engine_that_calls_and_does_no_more(engine):
+def test_the_engine_in_an_actor_only_calls(engine):
     worker, _, shard, _ = spawn(engine, "worker", "ps")
     assert engine.result(engine.call(worker, "ask", engine, shard, "add", 1)) == 1
     for what, args in (("spawn", ("ps", 1, Part)), ("kill", (shard,)), ("shutdown", ())):
@@ -339,7 +339,7 @@ def test_an_actor_has_an_engine_that_calls_and_does_no_more(engine):
 
 
 @slow
-def test_actors_have_the_variables_of_the_program(running_ray, monkeypatch):
+def test_actors_get_the_environment_of_the_program(running_ray, monkeypatch):
     monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "off")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     engine = RayEngine(environment={"XLA_FLAGS": "", "COLOUR": "blue"})
@@ -350,7 +350,7 @@ def test_actors_have_the_variables_of_the_program(running_ray, monkeypatch):
     engine.shutdown()
 
 
-# Who may join, and what is left.
+# Tokens, and leftovers.
 
 JOIN = """
 import sys, ray
@@ -385,7 +385,7 @@ def start(folder, *command, **variables):
 
 @pytest.fixture(scope="module")
 def strangers(running_ray, tmp_path_factory):
-    """Programs without the token. Ray has them try for 20 s, during which other tests run."""
+    """Programs without the token. Ray lets them try for 20 s, during which other tests run."""
     import ray
 
     folder = tmp_path_factory.mktemp("strangers")
@@ -405,7 +405,7 @@ def strangers(running_ray, tmp_path_factory):
 
 
 @slow
-def test_a_program_joins_with_the_token_only_and_leaves_ray_as_it_is(engine, strangers, tmp_path):
+def test_joining_ray_needs_the_token_and_leaves_ray_running(engine, strangers, tmp_path):
     import ray
 
     (tmp_path / "join.py").write_text(JOIN)
@@ -454,7 +454,7 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("needs_ray")
 @pytest.mark.parametrize("ray", ["imports ray", "imports no ray"])
 @pytest.mark.parametrize("end", ["shutdown", "SIGKILL", "SIGTERM"])
-def test_nothing_is_left(tmp_path, end, ray):
+def test_a_program_leaves_no_processes_and_files(tmp_path, end, ray):
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(tempfile.mkdtemp(prefix="left", dir="/tmp"))
     without = {x: value for x, value in os.environ.items() if not x.startswith("RAY_")}

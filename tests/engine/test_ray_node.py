@@ -1,4 +1,4 @@
-"""Machines that join the Ray of a program: how they wait, what they are told, and how they end."""
+"""RayNode: machines that join the Ray of a program: waiting, errors and the end."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from tpudist.engine.ray.ray_node import RayNode
 
 
 class Guard:
-    """Stands for the processes of Ray, which a test does not start."""
+    """Replaces the processes of Ray, which these tests do not start."""
 
     def __init__(self, command, folder, env, *, timeout_s):
         folder.rmdir()
@@ -44,7 +44,7 @@ def no_ray(monkeypatch):
 
 
 class Port:
-    """Somebody who answers."""
+    """A port that accepts connections."""
 
     def __init__(self):
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -80,30 +80,30 @@ def join(head, here):
         ("a.b:65535", ("a.b", 65535)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(address, found):
+def test_split_address(address, found):
     assert split_address(address) == found
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:0", "host:70000", "host:x"])
-def test_what_is_no_address_is_refused(address):
+def test_split_address_rejects_invalid_addresses(address):
     with pytest.raises(ValueError, match="is not a host and a port. Use cluster addresses"):
         split_address(address)
 
 
-def test_only_addresses_of_this_machine_are_its_own():
+def test_find_local_ip_knows_addresses_of_this_machine():
     assert find_local_ip("localhost") == "127.0.0.1"
     assert find_local_ip("198.51.100.7") is None  # for documentation only, RFC 5737
     assert find_local_ip("no such host") is None
 
 
-def test_a_port_is_answered_refused_or_unknown(head):
+def test_is_answered(head):
     assert is_answered(*split_address(head.address)) is True
     head.close()
     assert is_answered(*split_address(head.address)) is False
     assert is_answered("no such host", 1) is None
 
 
-def test_a_machine_brings_the_resource_of_its_actor(head, here):
+def test_a_machine_provides_the_resource_of_its_actor(head, here):
     join(head, here)
     (guard,) = Guard.made
     port = here.address.rpartition(":")[2]
@@ -116,7 +116,7 @@ def test_a_machine_brings_the_resource_of_its_actor(head, here):
     assert "RAY_ADDRESS" not in guard.env
 
 
-def test_an_actor_is_where_its_machine_is_and_others_are_anywhere():
+def test_actors_run_on_their_machines():
     cluster = RayCluster("10.0.0.1:6379", frozenset({("worker", 0), ("ps", 0)}))
     engine = RayEngine(cluster=cluster, resources={"ps": {"num_cpus": 1, "resources": {"disk": 1}}})
     found = [
@@ -133,7 +133,7 @@ def test_an_actor_is_where_its_machine_is_and_others_are_anywhere():
         RayEngine("10.0.0.1:6379", cluster=cluster)
 
 
-def test_a_machine_waits_for_the_program_and_then_gives_up(here, monkeypatch, caplog):
+def test_a_machine_times_out_while_it_waits_for_the_program(here, monkeypatch, caplog):
     late = Port()
     late.close()
     monkeypatch.setattr(ray_node, "_REPORT_S", 0.05)
@@ -146,13 +146,13 @@ def test_a_machine_waits_for_the_program_and_then_gives_up(here, monkeypatch, ca
     assert Guard.made == []
 
 
-def test_a_machine_that_is_not_let_in_is_told(head, here):
+def test_a_rejected_machine_raises_connection_error(head, here):
     Guard.refuses = True
     with pytest.raises(ConnectionError, match="worker 1 cannot join Ray at .*a different token"):
         join(head, here)
 
 
-def test_a_machine_without_a_token_joins_nobody(head, here, monkeypatch, tmp_path):
+def test_a_machine_without_a_token_raises_an_error(head, here, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setattr(ray_session, "_TOKEN_FILE", tmp_path / "none")
     with pytest.raises(RuntimeError, match=f"No token for Ray at {head.address}"):
@@ -163,7 +163,7 @@ def test_a_machine_without_a_token_joins_nobody(head, here, monkeypatch, tmp_pat
     assert Guard.made == []
 
 
-def test_a_machine_serves_until_the_program_has_ended(head, here):
+def test_join_returns_when_the_program_has_ended(head, here):
     node = join(head, here)
     ended = threading.Event()
     thread = threading.Thread(target=lambda: (node.join(), ended.set()))
@@ -176,7 +176,7 @@ def test_a_machine_serves_until_the_program_has_ended(head, here):
     thread.join()
 
 
-def test_a_program_that_falls_silent_has_ended(head, here, monkeypatch):
+def test_a_silent_program_counts_as_ended(head, here, monkeypatch):
     node = join(head, here)
     monkeypatch.setattr(ray_node, "is_answered", lambda *_: None)
     monkeypatch.setattr(ray_node, "_SILENT_S", 0.1)
@@ -184,7 +184,7 @@ def test_a_program_that_falls_silent_has_ended(head, here, monkeypatch):
     assert Guard.made[0].num_closed == 1
 
 
-def test_a_machine_whose_ray_has_ended_says_so(head, here):
+def test_join_raises_an_error_if_only_the_local_ray_ended(head, here):
     node = join(head, here)
     here.close()
     with pytest.raises(RuntimeError, match="Ray of worker 1 ended on this machine, but the pro"):
@@ -192,7 +192,7 @@ def test_a_machine_whose_ray_has_ended_says_so(head, here):
     assert Guard.made[0].num_closed == 1
 
 
-def test_a_ctrl_c_ends_what_runs_here(head, here, monkeypatch):
+def test_ctrl_c_ends_all_processes_here(head, here, monkeypatch):
     node = join(head, here)
     # A shell has programs in the background ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,7 +205,7 @@ def test_a_ctrl_c_ends_what_runs_here(head, here, monkeypatch):
     assert Guard.made[0].num_closed == 1
 
 
-def test_a_program_names_the_machines_that_do_not_join(monkeypatch, caplog):
+def test_the_program_names_machines_that_do_not_join(monkeypatch, caplog):
     here, removed = {"tpudist:worker:0"}, []
 
     class Room:

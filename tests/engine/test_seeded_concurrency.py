@@ -1,4 +1,4 @@
-"""Races that are replayed from a seed."""
+"""SeededConcurrency: races that are replayed from a seed."""
 
 import threading
 from collections import Counter
@@ -34,7 +34,7 @@ class Adder:
 
 
 def race(seed, count=20):
-    """What two workers make of a cell, and the order of all events."""
+    """Returns the result of two workers that add to a cell, and the order of all events."""
     engine = ThreadEngine(seed)
     cell = engine.spawn("ps", 0, Cell)
     workers = [engine.spawn("worker", i, Adder, engine, cell) for i in range(2)]
@@ -45,14 +45,14 @@ def race(seed, count=20):
     return value, list(engine.concurrency.history)
 
 
-def test_the_same_seed_gives_the_same_thousand_events():
+def test_one_seed_gives_one_order_of_a_thousand_events():
     value, history = race(7, count=130)
     assert len(history) > 1000
     for _ in range(3):
         assert race(7, count=130) == (value, history)
 
 
-def test_a_hundred_seeds_give_many_orders():
+def test_a_hundred_seeds_give_many_orders_of_events():
     found = [race(seed, count=4) for seed in range(100)]
     assert len({tuple(history) for _, history in found}) > 90
     values = Counter(value for value, _ in found)
@@ -61,7 +61,7 @@ def test_a_hundred_seeds_give_many_orders():
     assert all(race(seed, count=4) == found[seed] for seed in range(0, 100, 10))
 
 
-def test_time_passes_when_all_wait():
+def test_time_passes_only_when_all_threads_wait():
     concurrency = SeededConcurrency(0)
     condition = concurrency.condition()
     events = []
@@ -86,7 +86,7 @@ def test_time_passes_when_all_wait():
     assert concurrency.now_s() == 650.0
 
 
-def test_a_condition_guards_what_is_in_it():
+def test_a_condition_excludes_other_threads():
     for seed in range(20):
         concurrency = SeededConcurrency(seed)
         condition = concurrency.condition()
@@ -105,7 +105,7 @@ def test_a_condition_guards_what_is_in_it():
         assert most == [1] * 9
 
 
-def test_a_deadlock_is_told_to_the_main_thread():
+def test_a_deadlock_is_raised_in_the_main_thread():
     concurrency = SeededConcurrency(0)
     first = concurrency.condition()
 
@@ -120,7 +120,7 @@ def test_a_deadlock_is_told_to_the_main_thread():
         first.wait_for(lambda: False)
 
 
-def test_threads_of_others_are_refused():
+def test_foreign_threads_raise_an_error():
     concurrency = SeededConcurrency(0)
     found = []
 
@@ -136,8 +136,8 @@ def test_threads_of_others_are_refused():
     assert "The thread 'of somebody' uses objects that are replayed from a seed" in found[0]
 
 
-def test_who_waits_until_a_moment_comes_there_whatever_rounding_leaves():
-    """Else `while now < end: wait(end - now)` would go on for ever, with no time passing."""
+def test_waits_until_a_moment_end_despite_rounding():
+    """Otherwise `while now < end: wait(end - now)` would never end, because no time passes."""
     concurrency = SeededConcurrency(0)
     concurrency.sleep(1e9)
     changed, began_s = concurrency.condition(), concurrency.now_s()

@@ -560,7 +560,7 @@ elsewhere(
     "`coordinator.ClusterCoordinator`",
     "Ends when the last",
     "coordinator/test_forgotten_coordinator.py::"
-    "test_nothing_is_left_of_a_coordinator_that_is_forgotten",
+    "test_garbage_collection_of_a_coordinator_ends_its_threads_and_processes",
 )
 elsewhere(
     "Variables in a scheduled function",
@@ -578,10 +578,9 @@ elsewhere(
 elsewhere(
     "`Server`",
     "Joins the program at",
-    "coordinator/test_server.py::test_a_server_of_a_chief_joins_it_where_the_cluster_says",
-    "coordinator/test_server.py::"
-    "test_a_cluster_on_this_machine_without_a_chief_is_the_program_itself",
-    "coordinator/test_server.py::test_a_local_server_listens_to_nobody",
+    "coordinator/test_server.py::test_a_server_joins_the_chief_at_the_address_of_the_cluster",
+    "coordinator/test_server.py::test_a_local_cluster_without_a_chief_runs_in_the_program",
+    "coordinator/test_server.py::test_a_local_server_opens_no_port",
 )
 
 
@@ -597,7 +596,7 @@ def _(s):
 elsewhere(
     "`experimental.rpc.Server.register`",
     "Accepts any function of",
-    "coordinator/rpc/test_rpc.py::test_calls_at_once_change_a_variable_one_after_the_other",
+    "coordinator/rpc/test_rpc.py::test_concurrent_calls_run_one_at_a_time",
 )
 elsewhere(
     "`tf.train.Checkpoint.restore`",
@@ -609,7 +608,7 @@ elsewhere(
 elsewhere(
     "`experimental.rpc.Client.call`",
     "Returns a value with",
-    "coordinator/rpc/test_rpc.py::test_a_value_comes_back_as_it_was_given",
+    "coordinator/rpc/test_rpc.py::test_values_keep_their_structure_and_types",
 )
 
 

@@ -1,4 +1,4 @@
-"""A ledger is a set of numbers that forgets what it need not know."""
+"""ClosureLedger: a set of numbers in little memory."""
 
 from hypothesis import given, strategies as st
 
@@ -6,7 +6,7 @@ from tpudist.ps.closure_ledger import ClosureLedger
 
 
 @given(st.lists(st.integers(0, 30)), st.permutations(range(31)))
-def test_it_is_the_set_of_what_was_added(some, all_numbers):
+def test_ledger_behaves_like_a_set(some, all_numbers):
     ledger, expected = ClosureLedger(), set()
     for number in some + all_numbers:
         assert ledger.add(number) == (number not in expected)

@@ -1,4 +1,4 @@
-"""Tables of rows by id on the servers of a strategy: looked up and changed by closures."""
+"""Table: rows by id on the servers of a strategy, which closures look up and change."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ def make(strategy, dim=4, optimizer=None, **options):
         return Table(dim, optimizer or optax.sgd(0.5), **options)
 
 
-def test_rows_are_the_same_whatever_the_servers(start):
+def test_rows_do_not_depend_on_the_number_of_servers(start):
     rows = []
     for num_servers in (1, 3, 8):
         strategy, coordinator = start(num_servers)
@@ -51,7 +51,7 @@ def test_rows_are_the_same_whatever_the_servers(start):
     np.testing.assert_array_equal(rows[0][0, 0], rows[0][1, 1])
 
 
-def test_gradients_of_one_id_are_summed_and_others_stay(start):
+def test_gradients_of_one_id_are_summed_and_other_rows_stay(start):
     strategy, coordinator = start()
     table = make(strategy)
     before = np.asarray(table.lookup(IDS))
@@ -68,7 +68,7 @@ def test_gradients_of_one_id_are_summed_and_others_stay(start):
     np.testing.assert_allclose(table.lookup(IDS), expected, rtol=1e-6)
 
 
-def test_what_a_closure_has_changed_it_cannot_look_up(start):
+def test_a_closure_cannot_look_up_rows_that_it_changed(start):
     strategy, coordinator = start()
     table = make(strategy, name="users")
 
@@ -106,7 +106,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_refused(start, case):
+def test_invalid_calls_of_tables_raise_errors(start, case):
     table = make(start()[0], name="users")
     act, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
@@ -114,8 +114,8 @@ def test_what_is_wrong_is_refused(start, case):
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_each_update_has_effect_once_through_deaths(start, tmp_path, seed):
-    """Closure i counts id i, and an id that all count, through deaths of workers and servers."""
+def test_each_update_takes_effect_once_while_actors_die(start, tmp_path, seed):
+    """Closure i counts id i and a shared id, while workers and servers die."""
     size, common = 120, -1
     strategy, coordinator = start(seed=seed, log=tmp_path)
     table = make(
@@ -146,7 +146,7 @@ def test_each_update_has_effect_once_through_deaths(start, tmp_path, seed):
     np.testing.assert_array_equal(table.lookup([common]), size)
 
 
-def test_a_server_without_room_refuses_a_closure_and_changes_nothing(start, tmp_path):
+def test_a_full_server_fails_the_closure_and_changes_nothing(start, tmp_path):
     options = {"dim": 4, "capacity": 16, "max_bytes": 4000, "optimizer": optax.sgd(1.0)}
     strategy, coordinator = start(num_servers=1, log=tmp_path)
     table, other = make(strategy, **options), make(strategy)
@@ -177,7 +177,7 @@ def test_a_server_without_room_refuses_a_closure_and_changes_nothing(start, tmp_
             fuller.lookup(np.arange(100))
 
 
-def test_rows_outlive_the_program_and_go_to_other_servers(start, tmp_path):
+def test_rows_survive_the_program_and_move_to_other_servers(start, tmp_path):
     adagrad = rowwise_adagrad(0.1)
     ids, gradients = np.arange(50) * 7919, np.random.default_rng(0).normal(size=(50, 4))
 
@@ -207,7 +207,7 @@ def test_rows_outlive_the_program_and_go_to_other_servers(start, tmp_path):
     assert len(table) == 0
 
 
-def test_rows_are_looked_up_ahead(start):
+def test_prefetch_looks_rows_up_ahead(start):
     strategy, coordinator = start(num_workers=1)
     table = make(strategy, initializer=lambda *_: jnp.zeros((1, 4)))
     asked = []

@@ -1,4 +1,4 @@
-"""What a transformation does to one variable is proved not to depend on others, or refused."""
+"""Proofs that a transformation treats variables separately."""
 
 import jax.numpy as jnp
 import optax
@@ -32,27 +32,27 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_each_element_on_its_own(name):
+def test_elementwise_transformations_are_independent(name):
     found = prove(ELEMENTWISE[name], PARAMETERS)
     assert (found.mixed, found.whole) == ((), ())
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_each_variable_on_its_own(name):
+def test_transformations_of_one_variable_need_all_of_it(name):
     found = prove(WHOLE[name], PARAMETERS)
     assert (found.mixed, found.whole) == ((), ("a", "b"))
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_variables_that_depend_on_others(name):
+def test_transformations_of_all_variables_are_mixed(name):
     assert prove(MIXED[name], PARAMETERS).mixed == ("a", "b")
 
 
-def test_one_variable_has_no_others():
+def test_one_variable_is_never_mixed():
     assert prove(MIXED["clip by global norm"], {"a": jnp.ones(3)}).mixed == ()
 
 
-def test_an_update_of_another_place_is_seen():
+def test_updates_at_other_places_need_all_of_the_variable():
     def swap(updates, state, parameters=None):
         return {"a": updates["a"], "b": updates["b"][::-1]}, state
 

@@ -1,4 +1,4 @@
-"""Records outlive their process, and no damage is read for a record."""
+"""RecordFile: records survive their process, and damage is never read as a record."""
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ def require_same(found, expected):
             np.testing.assert_array_equal(x, others[name])
 
 
-def test_what_was_appended_is_read(tmp_path):
+def test_records_are_read_as_appended(tmp_path):
     write(tmp_path / "log", RECORDS[:2])
     write(tmp_path / "log", RECORDS[2:])
     require_same(list(read_records(tmp_path / "log")), RECORDS)
@@ -41,7 +41,7 @@ def test_what_was_appended_is_read(tmp_path):
     require_same(list(read_records(tmp_path / "other")), other)
 
 
-def test_a_record_that_was_not_written_to_its_end_is_left_out(tmp_path):
+def test_an_incomplete_record_at_the_end_is_removed(tmp_path):
     sizes = write(tmp_path / "log")
     data = (tmp_path / "log").read_bytes()
     ends = np.cumsum(sizes)
@@ -50,13 +50,13 @@ def test_a_record_that_was_not_written_to_its_end_is_left_out(tmp_path):
         whole = int(np.searchsorted(ends, length, "right"))
         require_same(list(read_records(tmp_path / "log")), RECORDS[:whole])
         if length % 7 == 0:
-            write(tmp_path / "log", RECORDS[whole:])  # goes on where it is whole
+            write(tmp_path / "log", RECORDS[whole:])  # continues after the last complete record
             require_same(list(read_records(tmp_path / "log")), RECORDS)
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_damage_is_never_read_for_a_record(tmp_path_factory, where, change):
+def test_damaged_records_are_never_read(tmp_path_factory, where, change):
     folder = tmp_path_factory.mktemp("log")
     sizes = write(folder / "log")
     data = bytearray((folder / "log").read_bytes())
@@ -71,7 +71,7 @@ def test_damage_is_never_read_for_a_record(tmp_path_factory, where, change):
         require_same(list(read_records(folder / "log")), RECORDS[:damaged])
 
 
-def test_a_record_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "log"
     file = RecordFile(path)
     file.append(*RECORDS[0])

@@ -1,4 +1,4 @@
-"""Servers that give no sign of life are replaced; those that take long are not."""
+"""ServerWatch: silent servers are replaced, and busy ones are not."""
 
 import logging
 
@@ -18,7 +18,7 @@ LONG_S = 100.0
 
 
 class HangingEngine(ThreadEngine):
-    """Threads of a seed that seem to hang, as processes do: they are there, and do not answer."""
+    """Seeded threads that seem to hang like processes: they exist, and do not answer."""
 
     actors_may_hang = True
 
@@ -31,7 +31,7 @@ class HangingEngine(ThreadEngine):
 
 
 class Run:
-    """A strategy whose servers take long for the fourth of all pushes."""
+    """A strategy whose servers take long for the fourth push."""
 
     def __init__(self, monkeypatch, log, *, is_silent):
         self.engine = HangingEngine()
@@ -73,8 +73,8 @@ class Run:
         return self.strategy.servers.actors[0].incarnation
 
 
-def test_a_server_without_a_sign_of_life_is_replaced(monkeypatch, tmp_path, caplog):
-    """In the midst of a push, which it does when it comes back: that has no effect."""
+def test_a_silent_server_is_replaced(monkeypatch, tmp_path, caplog):
+    """During a push, which it completes later without effect."""
     run = Run(monkeypatch, tmp_path, is_silent=True)
     run.add_to_each_row()
     assert TIMEOUT_S < run.now_s() < 1.5 * TIMEOUT_S
@@ -87,7 +87,7 @@ def test_a_server_without_a_sign_of_life_is_replaced(monkeypatch, tmp_path, capl
     run.coordinator.shutdown()
 
 
-def test_a_server_that_takes_long_is_left_alone(monkeypatch, tmp_path):
+def test_a_busy_server_is_not_replaced(monkeypatch, tmp_path):
     run = Run(monkeypatch, tmp_path, is_silent=False)
     run.add_to_each_row()
     assert run.now_s() >= LONG_S
@@ -96,7 +96,7 @@ def test_a_server_that_takes_long_is_left_alone(monkeypatch, tmp_path):
     run.coordinator.shutdown()
 
 
-def test_without_a_log_a_server_that_hangs_is_the_end(monkeypatch):
+def test_a_hanging_server_without_a_log_raises_unavailable(monkeypatch):
     run = Run(monkeypatch, None, is_silent=True)
     with pytest.raises(UnavailableError, match="ps 0 has died: it did not answer for 4 s"):
         run.add_to_each_row()
@@ -105,8 +105,8 @@ def test_without_a_log_a_server_that_hangs_is_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
-def test_a_server_is_given_up_when_it_has_been_there(after_s, caplog):
-    """A log may take long to be read; who has answered once is there."""
+def test_only_servers_that_have_started_are_given_up(after_s, caplog):
+    """Reading a log may take long; a server that has answered once has started."""
     engine = HangingEngine()
     spawn, spawned = engine.spawn, []
 
@@ -127,8 +127,8 @@ def test_a_server_is_given_up_when_it_has_been_there(after_s, caplog):
     strategy.shutdown()
 
 
-def test_a_server_that_no_look_has_seen_is_given_up(tmp_path, caplog):
-    """It hangs between two looks, after it was made in the place of another one."""
+def test_a_server_that_answered_only_calls_is_given_up(tmp_path, caplog):
+    """It hangs between two looks, just after it replaced another one."""
     engine = HangingEngine()
     strategy = ParameterServerStrategy(
         engine=engine, num_workers=1, log=tmp_path, server_timeout_s=TIMEOUT_S

@@ -1,7 +1,4 @@
-"""A server's variables: what it gives, what changes them, and what its log says afterwards."""
-
-import re
-from pathlib import Path
+"""Shard: values that a server sends, updates that it applies, and its log."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +7,6 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import tpudist.ps
 from tpudist.ps import shard_log
 from tpudist.ps.changes import Assignment, Gradients, RowChange, pack, unpack
 from tpudist.ps.record_file import RecordError
@@ -34,7 +30,7 @@ def value(shard, number):
     return shard.pull({number: -1}).arrays[number][1]
 
 
-def test_what_has_not_changed_is_not_given_again():
+def test_unchanged_values_are_not_sent_again():
     shard = make_shard()
     found = shard.pull({0: -1, 3: -1}).arrays
     known = {number: version for number, (version, _) in found.items()}
@@ -43,7 +39,7 @@ def test_what_has_not_changed_is_not_given_again():
     assert list(shard.pull(known).arrays) == [0]
 
 
-def test_what_was_given_is_not_overwritten():
+def test_returned_arrays_are_not_overwritten():
     shard = make_shard(tx=optax.adam(0.1))
     before, table = value(shard, 0), value(shard, 3)
     shard.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
@@ -56,7 +52,7 @@ def test_what_was_given_is_not_overwritten():
     assert not np.array_equal(value(shard, 3), table)
 
 
-def test_a_closure_has_effect_once():
+def test_a_closure_takes_effect_once():
     shard = make_shard()
     change = [Assignment(0, "add", np.ones(4, np.float32))]
     assert shard.push(5, 0, change) == 0
@@ -71,7 +67,7 @@ def test_a_closure_has_effect_once():
     np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 4)
 
 
-def test_changes_of_one_closure_come_in_their_order():
+def test_updates_of_one_closure_apply_in_order():
     shard = make_shard()
     ones = np.ones(4, np.float32)
     changes = [Assignment(0, "assign", ones * 3), Assignment(0, "sub", ones)]
@@ -80,7 +76,7 @@ def test_changes_of_one_closure_come_in_their_order():
     np.testing.assert_array_equal(value(shard, 0), [10, 2, 2, 2])
 
 
-def test_changes_survive_packing():
+def test_pack_and_unpack_keep_changes():
     changes = [
         Assignment(0, "add", np.ones(3, np.float32)),
         RowChange(1, "max", np.array([2]), np.ones((1, 2), jnp.bfloat16)),
@@ -92,7 +88,7 @@ def test_changes_survive_packing():
             jax.tree.map(np.testing.assert_array_equal, x, getattr(other, name))
 
 
-def test_a_change_that_does_not_fit_changes_nothing(tmp_path):
+def test_an_invalid_update_changes_nothing(tmp_path):
     shard = make_shard(tmp_path)
     changes = [Assignment(0, "add", np.ones(4, np.float32)), Assignment(0, "add", np.ones(3))]
     with pytest.raises(TypeError):
@@ -113,7 +109,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_dense_gradients_are_those_of_optax_in_one_place(name):
+def test_dense_gradients_match_optax(name):
     tx = TRANSFORMATIONS[name]
     shard = make_shard(tx=tx)
     parameters = {"0": jnp.arange(4.0), "3": jnp.ones((5, 2))}
@@ -131,8 +127,8 @@ def test_dense_gradients_are_those_of_optax_in_one_place(name):
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=4), st.booleans())
-def test_rows_that_have_no_gradient_stay_as_they_are(batches, viewed):
-    """Each row is updated as if it were alone, when it has a gradient; duplicates add up."""
+def test_rows_without_gradients_do_not_change(batches, viewed):
+    """A row with a gradient is updated as if it were the only one; duplicates are summed."""
     tx = TRANSFORMATIONS["adagrad"]
     optimizer = ServerOptimizer(tx)
     rng = np.random.default_rng(len(batches))
@@ -171,8 +167,8 @@ def run_closures(shard, first, last):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
-def test_a_server_goes_on_where_its_log_ends(tmp_path, monkeypatch, long):
-    if long:  # the log begins anew with a base, several times
+def test_a_server_continues_from_its_log(tmp_path, monkeypatch, long):
+    if long:  # the log is compacted several times
         monkeypatch.setattr(shard_log, "MIN_BYTES", 2000)
     tx = TRANSFORMATIONS["adam"]
     alone = make_shard(tx=tx)
@@ -195,7 +191,7 @@ def test_a_server_goes_on_where_its_log_ends(tmp_path, monkeypatch, long):
     shard.close()
 
 
-def test_a_log_of_another_program_is_refused(tmp_path):
+def test_a_log_of_another_program_raises_an_error(tmp_path):
     make_shard(tmp_path).close()
     again = Shard(0, 1, tmp_path)
     with pytest.raises(ValueError, match="the log of server 0 has 'a' float32"):
@@ -205,7 +201,7 @@ def test_a_log_of_another_program_is_refused(tmp_path):
     again.close()
 
 
-def test_an_optimizer_that_is_not_made_again_is_named(tmp_path):
+def test_a_missing_optimizer_raises_an_error_that_names_it(tmp_path):
     shard = make_shard(tmp_path, tx=TRANSFORMATIONS["adam"])
     run_closures(shard, 0, 2)
     shard.close()
@@ -217,7 +213,7 @@ def test_an_optimizer_that_is_not_made_again_is_named(tmp_path):
     again.close()
 
 
-def test_one_that_was_replaced_writes_no_more(tmp_path):
+def test_a_replaced_server_writes_no_more(tmp_path):
     first = make_shard(tmp_path)
     second = make_shard(tmp_path, 1)
     with pytest.raises(ValueError, match="closed file"):
@@ -226,13 +222,3 @@ def test_one_that_was_replaced_writes_no_more(tmp_path):
         make_shard(tmp_path)  # whose thread was late
     assert second.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))]) == 0
     second.close()
-
-
-def test_readme_example_applies_an_update_once(tmp_path, monkeypatch):
-    readme = Path(tpudist.ps.__file__).with_name("README.md").read_text()
-    namespace = {}
-    monkeypatch.chdir(tmp_path)
-    exec(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1], namespace)
-    successor = namespace["successor"]
-    np.testing.assert_array_equal(successor.pull({0: -1}).arrays[0][1], [1.0, 1.0])
-    assert successor.report()["repeated"] == 1

@@ -168,6 +168,7 @@ class _Walk:
         module, name = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             return False
+        # The path that `pickle` follows when it reads a name.
         found: object = sys.modules.get(module, _MISSING)
         for part in name.split("."):
             found = getattr(found, part, _MISSING)
@@ -179,6 +180,7 @@ class _Walk:
 
 
 def _is_named_tuple(x: Any) -> bool:
+    # A subclass of tuple without attributes of its own: its elements are all of its state.
     return isinstance(x, tuple) and not getattr(x, "__dict__", None)
 
 

@@ -80,7 +80,7 @@ class ThreadEngine:
         """Waits until the thread has called the method."""
         self._check_not_killed()
         record = self._record_of(future.actor)
-        mine = _own_record()
+        mine = _current_record()
         with record.changed:
             # An actor that waits for another one must notice that it was killed itself.
             is_over = record.changed.wait_for(lambda: future.is_done or _is_killed(mine), timeout_s)
@@ -139,7 +139,7 @@ class ThreadEngine:
         return record
 
     def _check_not_killed(self) -> None:
-        if _is_killed(_own_record()):
+        if _is_killed(_current_record()):
             raise ActorKilled
 
 
@@ -253,7 +253,7 @@ class _Record:
             return self._queue[0]  # it stays in the queue, so that `end` finishes it
 
 
-def _own_record() -> _Record | None:
+def _current_record() -> _Record | None:
     return getattr(_here, "record", None)  # thread-local attributes are missing in other threads
 
 

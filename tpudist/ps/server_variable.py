@@ -363,6 +363,8 @@ def find_variable(
     kind: type[ServerVariable], strategy: Any, key: Hashable, contents: dict[str, Any]
 ) -> ServerVariable:
     """Returns the variable with this number; each process has one object per number."""
+    # Every message that contains a variable creates it here. One object per process keeps its
+    # identity, by which closures and optimizers recognize it.
     variable = strategy.variables_by_number.get(key)
     if variable is None:
         variable = object.__new__(kind)

@@ -6,7 +6,7 @@ replaces servers that have died. A server with a log continues where it was.
 
 # `_lock` guards the lists of definitions and actors. Unlike the queue's condition, it is held while
 # servers are called: a new variable must not be defined while its server is replaced. Therefore
-# nothing that runs inside of a server, or that finds servers which hang (`ServerWatch`, `look`),
+# nothing that runs inside of a server, or that finds servers which hang (`ServerWatch`, `peek`),
 # may take it.
 #
 # Exactly-once outside of closures: each server counts direct changes. `_change_once` sends the

@@ -273,6 +273,7 @@ class Shard:
         self._catch_up()
         if number <= self._direct:
             return
+        # Leaves that the checkpoint does not have keep their values.
         leaves = dict(enumerate(self._variables.state(optimizer, variables))) | dict(arrays)
         self._variables.restore_state(optimizer, variables, [*leaves.values()])
         self._direct = number
@@ -361,6 +362,8 @@ class Shard:
     def _save(self) -> None:
         """Compacts the log: replaces it by a description of the current contents."""
         assert self._log is not None
+        # `_replay` reads these records in order: state needs its variables, and the ledger comes
+        # last, so that an incomplete description would not be taken for a complete one.
         records: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
         for number, name, value in self._variables.values():
             records.append(({"define": number, "name": name}, {"value": value}))

@@ -152,6 +152,7 @@ class ShardVariables:
                 else:
                     number = change.variable
                     new[number] = jnp.array(change.apply(current(number)), copy=True)
+        # Everything has succeeded: make the new values visible. Nothing below can raise.
         for (optimizer, numbers), state in states.items():
             self._optimizers[optimizer].states[numbers] = state
         for number, value in new.items():

@@ -1,4 +1,4 @@
-"""Progress of a coordinator's run: figures that add up, and that hold nothing up."""
+"""Progress of a run: counts that add up, displays and files that never stop the run."""
 
 import gc
 import io
@@ -38,7 +38,7 @@ class Run:
             return tpudist.Variable(value, **options)
 
     def sample(self):
-        """One for which all servers had time to answer."""
+        """Returns a sample to which all servers have contributed."""
         progress = self.coordinator.progress()
         while True:
             sample = progress.sample()
@@ -81,7 +81,7 @@ def gate(tmp_path):
     "seed",
     [None, 0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))],
 )
-def test_figures_add_up_in_each_sample_through_deaths(start, tmp_path, seed):
+def test_counts_of_every_sample_add_up_while_actors_die(start, tmp_path, seed):
     size, num_kills = 120, 12
     run = start(seed=seed, num_workers=3, log=tmp_path / "log")
     chance = np.random.default_rng(seed or 0)
@@ -129,7 +129,7 @@ def test_figures_add_up_in_each_sample_through_deaths(start, tmp_path, seed):
     assert sum(restarts) + sum(x["restarts"] for x in last["workers"]) > num_kills / 2
 
 
-def test_retries_have_causes(start, tmp_path, gate, caplog):
+def test_retries_are_counted_by_cause(start, tmp_path, gate, caplog):
     run = start(log=tmp_path / "log", num_workers=1, num_servers=1)
     v = run.make(0.0)
 
@@ -150,14 +150,14 @@ def test_retries_have_causes(start, tmp_path, gate, caplog):
     assert sample.workers[0].restarts == sample.servers[0].figures.restarts == 1
 
 
-def test_a_closure_that_took_too_long_is_a_cause(start, gate, caplog):
+def test_a_closure_timeout_counts_as_too_late(start, gate, caplog):
     run = start(closure_timeout_s=0.1)
     run.schedule(gate.come_here_once)
     run.join()
     assert set(run.sample().retries) == {"too late"}
 
 
-def test_errors_have_types_and_what_they_cancel_is_counted(start, gate):
+def test_errors_are_counted_by_type_with_the_closures_that_they_cancel(start, gate):
     run = start(num_workers=1)
 
     def fail():
@@ -176,7 +176,7 @@ def test_errors_have_types_and_what_they_cancel_is_counted(start, gate):
     assert sample.finished == run.coordinator.num_finished == 4
 
 
-def test_what_a_worker_runs_and_for_how_long(start, gate):
+def test_sample_shows_the_running_closure_and_its_duration(start, gate):
     run = start()
     run.schedule(gate.wait_here)
     [worker] = gate.wait_for(1)
@@ -189,7 +189,7 @@ def test_what_a_worker_runs_and_for_how_long(start, gate):
     assert "0 Gate.wait_here" in str(run.coordinator.progress())
 
 
-def test_rates_are_of_the_time_since_an_earlier_sample(start):
+def test_rates_cover_the_time_since_an_earlier_sample(start):
     run = start(seed=0, num_workers=1)
     progress = run.coordinator.progress()
     assert progress.sample().per_s is None
@@ -202,7 +202,7 @@ def test_rates_are_of_the_time_since_an_earlier_sample(start):
     assert sample.workers[0].per_s == sample.per_s
 
 
-def test_a_worker_that_was_removed_has_left(start):
+def test_a_removed_worker_has_the_state_left(start):
     run = start()
     run.schedule(len, ("abc",)).fetch()
     done = {x.worker: x.done for x in run.sample().workers}
@@ -232,7 +232,7 @@ def tally(*durations_s):
         ([1.0] * 5, None, [4.0] * 5, False),
     ],
 )
-def test_who_is_slow(durations_s, running_s, others_s, slow):
+def test_is_slow(durations_s, running_s, others_s, slow):
     worker, other = tally(*durations_s), tally(*others_s)
     assert is_slow(worker, running_s, median_of_workers([worker, other])) == slow
 
@@ -241,7 +241,7 @@ def test_who_is_slow(durations_s, running_s, others_s, slow):
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_arrays(start):
+def test_servers_count_the_bytes_of_arrays(start):
     run = start(num_workers=1, num_servers=1)
     v = run.make(np.zeros((10, 5), np.float32))  # 200 bytes
     with run.strategy.scope():
@@ -268,7 +268,7 @@ def test_bytes_are_those_of_arrays(start):
     assert (after.rows, after.variables) == (3, 1)
 
 
-def test_a_server_that_hangs_is_silent_and_holds_nothing_up(start):
+def test_a_hanging_server_is_silent_and_delays_no_sample(start):
     run = start(num_workers=1)
     is_open, is_there = threading.Event(), threading.Event()
 
@@ -301,7 +301,7 @@ def test_a_server_that_hangs_is_silent_and_holds_nothing_up(start):
     assert w.numpy() == 1
 
 
-def test_a_server_that_is_dead_is_said_to_be(start, caplog):
+def test_a_dead_server_has_the_state_dead(start, caplog):
     run = start()
     v = run.make(1.0)
     run.engine.kill(run.strategy.servers.actors[0])
@@ -310,7 +310,7 @@ def test_a_server_that_is_dead_is_said_to_be(start, caplog):
         v.numpy()
 
 
-def test_a_server_in_the_place_of_another_one_is_not_asked_before_it_is_there(start, monkeypatch):
+def test_a_starting_server_is_not_asked(start, monkeypatch):
     run = start()
     monkeypatch.setattr(run.strategy.servers, "_incarnations", [1, 0])
     assert [x.figures.state for x in run.sample().servers] == ["starts", "answers"]
@@ -324,7 +324,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_table_is_drawn_anew(start, monkeypatch):
+def test_a_terminal_redraws_the_table(start, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "20")
@@ -346,7 +346,7 @@ def test_on_a_terminal_the_table_is_drawn_anew(start, monkeypatch):
     assert last.endswith("\n")
 
 
-def test_in_a_pipe_there_is_a_line_now_and_then(start, capsys):
+def test_a_pipe_gets_a_line_at_intervals(start, capsys):
     run = start()
     with run.coordinator.progress(every_s=0.005):
         time.sleep(0.1)
@@ -357,7 +357,7 @@ def test_in_a_pipe_there_is_a_line_now_and_then(start, capsys):
     assert last.startswith("tpudist: 1 done")
 
 
-def test_below_a_cell_of_a_notebook_the_table_is_drawn_anew(start, monkeypatch):
+def test_a_notebook_cell_redraws_the_table(start, monkeypatch):
     IPython = pytest.importorskip("IPython")
     shown = []
 
@@ -375,7 +375,7 @@ def test_below_a_cell_of_a_notebook_the_table_is_drawn_anew(start, monkeypatch):
     assert "worker  done" in shown[-1]
 
 
-def test_lines_of_json_go_on_after_one_that_was_cut(start, tmp_path):
+def test_json_lines_continue_after_an_incomplete_line(start, tmp_path):
     run, path = start(), tmp_path / "new" / "progress.jsonl"
     for _ in range(2):
         with run.coordinator.progress(every_s=60, show=False, json_lines=path):
@@ -389,7 +389,7 @@ def test_lines_of_json_go_on_after_one_that_was_cut(start, tmp_path):
     assert all(json.loads(line)["finished"] == 0 for line in lines)
 
 
-def test_tensorboard_has_scalars(start, tmp_path):
+def test_tensorboard_events_contain_the_scalars(start, tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event  # type: ignore
 
@@ -410,7 +410,7 @@ def test_tensorboard_has_scalars(start, tmp_path):
     assert {"closures/per_s", "server_1/bytes_in_per_s", "retries/all"} <= set(found)
 
 
-def test_tensorboard_without_its_library_is_refused(start, monkeypatch):
+def test_tensorboard_requires_tensorboardX(start, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = start()
@@ -421,12 +421,12 @@ def test_tensorboard_without_its_library_is_refused(start, monkeypatch):
 
 
 @pytest.mark.parametrize("every_s", [0, -1.0])
-def test_the_time_between_samples_is_more_than_none(start, every_s):
+def test_every_s_must_be_positive(start, every_s):
     with pytest.raises(ValueError, match="every_s=.* seconds above 0"):
         start().coordinator.progress(every_s=every_s)
 
 
-def test_one_is_entered_once(start):
+def test_a_display_can_be_entered_once(start):
     progress = start().coordinator.progress(show=False)
     with progress:
         pass
@@ -434,9 +434,7 @@ def test_one_is_entered_once(start):
         progress.__enter__()
 
 
-def test_what_cannot_be_written_or_shown_is_a_warning_once_and_the_run_goes_on(
-    start, tmp_path, caplog
-):
+def test_a_failing_file_or_stream_warns_once_and_the_run_continues(start, tmp_path, caplog):
     pytest.importorskip("tensorboardX")
     run, closed, file = start(), io.StringIO(), tmp_path / "file"
     closed.close()
@@ -454,7 +452,7 @@ def test_what_cannot_be_written_or_shown_is_a_warning_once_and_the_run_goes_on(
     assert any(f"could not write events to {file / 'below'}" in x for x in failures)
 
 
-def test_a_sample_that_fails_is_a_warning_once(start, caplog, monkeypatch):
+def test_a_failing_sample_warns_once(start, caplog, monkeypatch):
     run = start()
     progress = run.coordinator.progress(every_s=0.005, show=False)
     monkeypatch.setattr(progress._sampler, "take", lambda timeout_s: 1 / 0)
@@ -466,7 +464,7 @@ def test_a_sample_that_fails_is_a_warning_once(start, caplog, monkeypatch):
     ]
 
 
-def test_a_terminal_that_fails_is_given_back(start, caplog, monkeypatch):
+def test_a_failing_terminal_is_restored(start, caplog, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
 
     class Broken(Terminal):
@@ -484,8 +482,8 @@ def test_a_terminal_that_fails_is_given_back(start, caplog, monkeypatch):
     ]
 
 
-def test_what_does_not_end_is_left_behind(start, caplog, monkeypatch):
-    """A file system that hangs holds up the end for a while, and not for ever."""
+def test_a_hanging_sample_delays_the_end_only_for_a_while(start, caplog, monkeypatch):
+    """A file system may hang, for example."""
     monkeypatch.setattr(coordinator_progress, "END_S", 0.05)
     run, is_open = start(), threading.Event()
     progress = run.coordinator.progress(every_s=0.01, show=False)
@@ -508,7 +506,7 @@ def watchers():
     return [x for x in threading.enumerate() if x.name == "tpudist progress"]
 
 
-def test_it_ends_with_its_coordinator(start, tmp_path):
+def test_shutdown_of_the_coordinator_ends_the_display(start, tmp_path):
     before = set(watchers())
     run = start()
     progress = run.coordinator.progress(every_s=60, show=False, json_lines=tmp_path / "lines")
@@ -520,7 +518,7 @@ def test_it_ends_with_its_coordinator(start, tmp_path):
     progress.close()
 
 
-def test_it_ends_when_its_coordinator_is_forgotten():
+def test_garbage_collection_of_the_coordinator_ends_the_display():
     before = set(watchers())
     run = Run()
     progress = run.coordinator.progress(every_s=60, show=False).__enter__()
@@ -531,7 +529,7 @@ def test_it_ends_when_its_coordinator_is_forgotten():
     del progress
 
 
-def test_no_thread_watches_unless_it_is_asked_to(start):
+def test_a_display_that_is_not_entered_starts_no_thread(start):
     before = set(watchers())
     run = start()
     run.coordinator.progress()

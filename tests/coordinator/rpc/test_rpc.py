@@ -1,4 +1,4 @@
-"""Functions that other programs call by name; after TensorFlow's rpc_ops_test."""
+"""Functions that other programs call by name; based on TensorFlow's rpc_ops_test."""
 
 import gc
 import socket
@@ -37,7 +37,7 @@ def connect(server, timeout_in_ms=30_000, **options):
     return rpc.Client.create("grpc", server.address, timeout_in_ms=timeout_in_ms, **options)
 
 
-def test_who_has_no_grpc_is_told_how_to_get_it(monkeypatch):
+def test_missing_grpc_raises_an_error_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tpudist\[rpc\]'"):
         rpc.Server.create("grpc", "localhost:0")
@@ -46,12 +46,12 @@ def test_who_has_no_grpc_is_told_how_to_get_it(monkeypatch):
 
 
 @pytest.mark.parametrize("create", [rpc.Server.create, rpc.Client.create])
-def test_another_layer_is_refused(create):
+def test_rpc_layer_must_be_grpc(create):
     with pytest.raises(ValueError, match="rpc_layer='mpi' is not supported"):
         create("mpi", "localhost:0")
 
 
-def test_a_function_is_called_by_name_by_method_and_blocking():
+def test_functions_are_called_by_name_by_method_and_blocking():
     server = start(multiply=jax.jit(lambda a, b: a * b))
     client = connect(server, name="learner")
     for asked in (client.call("multiply", [2, 3]), client.multiply(2, 3)):
@@ -85,7 +85,7 @@ def echo():
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_a_value_comes_back_as_it_was_given(echo, case):
+def test_values_keep_their_structure_and_types(echo, case):
     given = VALUES[case]
     found = echo.echo_blocking(given)
     assert jax.tree.structure(found) == jax.tree.structure(given)
@@ -100,11 +100,11 @@ def test_a_value_comes_back_as_it_was_given(echo, case):
             np.testing.assert_array_equal(a, np.asarray(b))
 
 
-def test_a_variable_is_sent_as_its_value(echo):
+def test_variables_are_sent_as_values(echo):
     assert echo.echo_blocking(tpudist.Variable(jnp.float32(3))) == 3
 
 
-def test_output_specs_say_the_structure(echo):
+def test_output_specs_determine_the_structure(echo):
     scalar = jax.ShapeDtypeStruct((), np.int64)
     value = np.int64(4)
     assert echo.call("echo", [value], output_specs=scalar).get_value() == 4
@@ -133,14 +133,14 @@ UNSENDABLE = {
 
 
 @pytest.mark.parametrize("case", UNSENDABLE)
-def test_what_cannot_be_sent_is_named(echo, case):
+def test_errors_name_the_object_that_cannot_be_sent(echo, case):
     value, message = UNSENDABLE[case]
     with pytest.raises(TypeError, match=message):
         echo.echo(value)
 
 
-def test_code_is_not_run():
-    """A server is reached by anybody."""
+def test_messages_cannot_run_code():
+    """Anybody may reach a server."""
     ran = []
 
     class Trap:
@@ -163,7 +163,7 @@ def test_code_is_not_run():
     assert connection.call("Call", good, 30)().code == grpc_layer.OK
 
 
-def test_the_error_of_a_function_has_a_code_and_a_text(caplog):
+def test_errors_of_functions_have_a_code_and_a_text(caplog):
     def fail(x):
         if x == 0:
             raise ValueError("no zeros")
@@ -188,7 +188,7 @@ def test_the_error_of_a_function_has_a_code_and_a_text(caplog):
         client.give_blocking()
 
 
-def test_calls_at_once_change_a_variable_one_after_the_other():
+def test_concurrent_calls_run_one_at_a_time():
     count = tpudist.Variable(jnp.zeros((), jnp.int32))
 
     def add(x):
@@ -201,7 +201,7 @@ def test_calls_at_once_change_a_variable_one_after_the_other():
     assert client.add(1).get_value() is None
 
 
-def test_a_client_may_be_there_before_the_server():
+def test_a_client_may_start_before_the_server():
     address = free_address()
     early = GrpcClient(address)
     with pytest.raises(
@@ -224,7 +224,7 @@ def test_a_client_may_be_there_before_the_server():
         server.register("read", lambda: 0)
 
 
-def test_a_call_that_takes_too_long_is_given_up():
+def test_a_call_times_out():
     asked = threading.Event()
     server = start(nap=lambda: asked.wait(10))
     client = connect(server, timeout_in_ms=100)
@@ -236,7 +236,7 @@ def test_a_call_that_takes_too_long_is_given_up():
     assert client.nap_blocking(timeout_in_ms=10_000)
 
 
-def test_a_name_is_given_once():
+def test_a_method_name_must_be_unique():
     server = rpc.Server.create("grpc", "localhost:0")
     server.register("assign", lambda x: x)
     for name in ("assign", "assign_blocking", "call"):
@@ -250,28 +250,28 @@ def test_a_name_is_given_once():
             server.register(name, func)
 
 
-def test_names_that_python_has_are_reached_by_call_only():
+def test_reserved_method_names_are_available_only_by_call():
     server = start(__class__=lambda: 1, _send=lambda: 2)
     client = connect(server)
     assert type(client) is GrpcClient
     assert client.call("_send").get_value() == 2
 
 
-def test_a_taken_address_is_named():
+def test_an_address_in_use_raises_an_error_that_names_it():
     server = start(f=lambda: 0)
     again = rpc.Server.create("grpc", server.address)
     with pytest.raises(RuntimeError, match=f"cannot listen at {server.address}: another program"):
         again.start()
 
 
-def test_only_the_address_that_was_asked_for_is_listened_to():
+def test_the_server_listens_only_at_its_address():
     server = start(f=lambda: 0)
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), 5)
 
 
-def test_a_server_that_nobody_holds_ends():
+def test_garbage_collection_of_a_server_stops_it():
     server = start(f=lambda: 0)
     client = connect(server)
     assert client.f_blocking() == 0
@@ -284,7 +284,7 @@ def test_a_server_that_nobody_holds_ends():
     assert is_answered("127.0.0.1", int(address[2])) is False
 
 
-def test_a_server_that_goes_in_the_midst_of_a_call_is_unavailable():
+def test_the_death_of_a_server_during_a_call_raises_unavailable():
     inside, end = threading.Event(), threading.Event()
 
     def hold():

@@ -1,4 +1,4 @@
-"""Large pages hold what small ones would."""
+"""Arrays in huge pages behave like other arrays."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tpudist.ps.tables.row_arrays import RowArrays
 
 
 @pytest.mark.parametrize("platform", [sys.platform, "darwin"])
-def test_zeros_are_zeros_and_stay_where_they_are(monkeypatch, platform):
+def test_zeros_are_zeros_and_keep_their_address(monkeypatch, platform):
     monkeypatch.setattr(sys, "platform", platform)
     huge_pages._madvise.cache_clear()
     set_rows = jax.jit(lambda x, rows, values: x.at[rows].set(values), donate_argnums=0)

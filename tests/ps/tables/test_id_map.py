@@ -1,4 +1,4 @@
-"""A map of ids is a dict of rows, whatever the ids are, and shards are fair."""
+"""IdMap: a dict of rows for arbitrary ids; and shards of equal size."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), st.lists(
 
 @settings(max_examples=60)
 @given(CALLS)
-def test_it_is_a_dict_of_rows_that_no_two_ids_share(calls):
+def test_id_map_behaves_like_a_dict_with_distinct_rows(calls):
     ids_to_rows, expected = IdMap(), {}
     for what, ids in calls:
         array = np.array(ids, np.int64)
@@ -41,7 +41,7 @@ def test_it_is_a_dict_of_rows_that_no_two_ids_share(calls):
         assert all(row < ids_to_rows.num_rows for row in expected.values())
 
 
-def test_many_ids_are_found_while_it_grows_and_after_half_of_them_have_gone():
+def test_many_ids_are_found_while_growing_and_after_removing_half():
     random = np.random.default_rng(0)
     ids = np.unique(random.integers(-(1 << 63), 1 << 63, 50_000))
     random.shuffle(ids)
@@ -64,8 +64,8 @@ def test_many_ids_are_found_while_it_grows_and_after_half_of_them_have_gone():
 
 @pytest.mark.parametrize("start", [0, -3, (1 << 63) - 5000])
 @pytest.mark.parametrize("step", [1, 1 << 20, 1 << 32, 0x9E3779B97F4A7C15])
-def test_ids_in_steps_do_not_crowd(start, step):
-    """A bad hash would probe through all of them."""
+def test_ids_at_equal_distances_do_not_cluster(start, step):
+    """A search with a bad hash would probe all of them."""
     with np.errstate(over="ignore"):
         steps = np.arange(5000, dtype=np.uint64) * np.uint64(step)
         ids = (steps + np.uint64(start % (1 << 64))).view(np.int64)
@@ -76,7 +76,7 @@ def test_ids_in_steps_do_not_crowd(start, step):
     assert distance.max() < 200
 
 
-def test_an_unsigned_id_is_the_signed_one_of_the_same_bits():
+def test_unsigned_and_signed_ids_with_equal_bits_are_equal():
     ids_to_rows = IdMap()
     rows = ids_to_rows.find_or_add(np.array([(1 << 64) - 1, 7], np.uint64))
     np.testing.assert_array_equal(ids_to_rows.find(np.array([-1, 7])), rows)
@@ -101,7 +101,7 @@ def test_an_unsigned_id_is_the_signed_one_of_the_same_bits():
         (3, ValueError, r"ids of table rows have shape \[\]"),
     ],
 )
-def test_what_are_no_ids_is_refused(ids, error, message):
+def test_invalid_ids_raise_errors(ids, error, message):
     for call in (as_ids, IdMap().find, IdMap().find_or_add, IdMap().remove):
         with pytest.raises(error, match=message):
             call(ids)
@@ -109,7 +109,7 @@ def test_what_are_no_ids_is_refused(ids, error, message):
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5, 8, 1000])
 @pytest.mark.parametrize("step", [1, 1000, 1 << 32])
-def test_each_shard_has_its_share_of_the_ids(num_shards, step):
+def test_shards_have_equal_shares_of_the_ids(num_shards, step):
     shards = shard_of(np.arange(-50_000, 50_000) * step, num_shards)
     counts = np.bincount(shards, minlength=num_shards)
     mean = 100_000 / num_shards
@@ -117,8 +117,8 @@ def test_each_shard_has_its_share_of_the_ids(num_shards, step):
     assert np.abs(counts - mean).max() < 6 * np.sqrt(mean) + 1
 
 
-def test_the_shard_of_an_id_stays_the_same_in_all_versions():
-    """Tables that were saved are split by it."""
+def test_shard_of_is_stable_across_versions():
+    """Saved tables are divided by it."""
     ids = np.array([0, 1, -1, 123456789, -(1 << 63)])
     assert shard_of(ids, 1000).tolist() == [0, 704, 393, 560, 560]
     for num_shards in (0, -1, (1 << 31) + 1):

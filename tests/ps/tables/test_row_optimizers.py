@@ -1,4 +1,4 @@
-"""Optimizers of rows are Optax, and a row sees none but itself."""
+"""RowOptimizer: Optax on each row separately."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def random_rows(*shape):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_rows_that_are_always_touched_are_as_optax_has_them(name):
+def test_rows_that_always_have_gradients_match_optax(name):
     optimizer = RowOptimizer(ELEMENTWISE[name])
     values, touched = random_rows(NUM_ROWS, DIM), jnp.array([7, 0, 3])
     table, dense = table_of(optimizer, values), values[touched]
@@ -54,8 +54,8 @@ def test_rows_that_are_always_touched_are_as_optax_has_them(name):
 
 
 @pytest.mark.slow
-def test_the_bias_correction_of_a_row_counts_its_own_updates():
-    """The first step of Adam is of size `learning_rate`, however late it comes."""
+def test_bias_correction_counts_the_updates_of_a_row():
+    """The first step of Adam has the size `learning_rate`, however late it comes."""
     optimizer = RowOptimizer(optax.adam(0.1))
     table = table_of(optimizer, jnp.zeros((2, DIM)))
     for _ in range(5):
@@ -65,7 +65,7 @@ def test_the_bias_correction_of_a_row_counts_its_own_updates():
 
 
 @pytest.mark.slow
-def test_a_global_norm_is_that_of_a_row():
+def test_global_norm_clipping_uses_the_norm_of_a_row():
     optimizer = RowOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     table = table_of(optimizer, jnp.zeros((2, DIM)))
     gradients = jnp.array([[3.0, 4.0, 0.0, 0.0], [0.3, 0.4, 0.0, 0.0]])
@@ -93,7 +93,7 @@ def test_rowwise_adagrad_has_one_accumulator_per_row():
     np.testing.assert_array_equal(table.values, values)
 
 
-def test_rows_past_the_end_have_no_effect():
+def test_rows_beyond_the_end_have_no_effect():
     optimizer = RowOptimizer(optax.adam(0.1))
     table = table_of(optimizer, random_rows(NUM_ROWS, DIM))
     past = jnp.array([NUM_ROWS, NUM_ROWS + 1])
@@ -105,7 +105,7 @@ def test_rows_past_the_end_have_no_effect():
 
 
 @pytest.mark.slow
-def test_rows_of_bfloat16_are_computed_in_float32_and_rounded_once():
+def test_bfloat16_rows_are_computed_in_float32_and_rounded_once():
     optimizer = RowOptimizer(optax.adam(0.1))
     values = random_rows(NUM_ROWS, DIM).astype(jnp.bfloat16)
     rows, gradients = jnp.arange(NUM_ROWS), random_rows(NUM_ROWS, DIM)
@@ -116,7 +116,7 @@ def test_rows_of_bfloat16_are_computed_in_float32_and_rounded_once():
     jax.tree.map(np.testing.assert_array_equal, table.slots, exact.slots)
 
 
-def test_what_cannot_be_applied_to_rows_is_refused():
+def test_transformations_that_rows_cannot_use_raise_errors():
     with pytest.raises(ValueError, match="The optimizer of a table draws random numbers"):
         RowOptimizer(optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)))
     with pytest.raises(TypeError, match="The optimizer of a table is 0.1 of type float"):

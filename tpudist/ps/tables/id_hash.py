@@ -7,7 +7,7 @@ id and the number of shards, so that every process finds it, and a table can be 
 import numpy as np
 from jax.typing import ArrayLike
 
-_MAX_SHARDS = 1 << 31  # so that `upper * num_shards` fits into 64 bits
+_MAX_SHARDS = 1 << 31  # shard numbers are int32
 
 
 def as_ids(ids: ArrayLike) -> np.ndarray:

@@ -46,6 +46,7 @@ def initial_rows(ids: np.ndarray, seed: np.ndarray, options: TableOptions) -> np
 
 
 def _draw(id_words: jax.Array, seed: jax.Array, initializer: Initializer, dim: int) -> jax.Array:
+    # A fixed generator, so that a row does not depend on the program's JAX configuration.
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
 
     def draw(halves: jax.Array) -> jax.Array:

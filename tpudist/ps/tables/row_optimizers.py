@@ -53,6 +53,7 @@ class RowOptimizer:
                 f"{type(self.transformation).__name__}, but must be an Optax transformation. Pass "
                 f"one, such as optax.adagrad(0.1)."
             )
+        # Traced once with a small row, only to look for random numbers in the program.
         row = jax.ShapeDtypeStruct((2,), jnp.float32)
         closed = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
         if any(eqn.primitive.name in _DRAW for eqn in jaxprs.walk(closed)):
