@@ -47,7 +47,7 @@ def test_before_batching_the_elements_are_examples():
 
 
 def test_a_list_is_one_array_with_its_elements_stacked():
-    """As tf.data does; tuples and dicts are structure."""
+    """Tuples and dicts are structure, as in tf.data."""
     (x, y), *_ = NumpyDataset(([np.zeros(3), np.ones(3)], [[1], [2]])).batch(2)
     np.testing.assert_array_equal(x, [[0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(y, [[1], [2]])
@@ -158,7 +158,7 @@ def _two():
 
 
 def _real_rows(value):
-    """The rows of a batch, in global order, whichever replica they are on."""
+    """Returns the real rows of all replicas, in global order."""
     if not isinstance(value, PerReplica):
         return np.asarray(value)
     parts = np.asarray(value.array)
@@ -176,7 +176,7 @@ def _real_rows(value):
 def test_replicas_together_hold_each_batch_exactly(
     num_rows, global_batch, num_replicas, seed, as_iterable
 ):
-    """On any number of replicas the real rows are those of the batch, in its order."""
+    """For any number of replicas, the real rows are the rows of the batch, in its order."""
     x = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
     dataset = NumpyDataset({"x": x, "id": np.arange(num_rows)})
     dataset = (dataset if seed is None else dataset.shuffle(seed)).batch(global_batch)
@@ -198,7 +198,7 @@ def test_replicas_together_hold_each_batch_exactly(
 
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 def test_a_partial_batch_is_split_as_in_tensorflow(num_replicas):
-    """Replicas have ceil(rows / n) rows, as far as they go; their arrays are those of full ones."""
+    """Replicas have ceil(rows / n) rows until the rows end, in arrays of the full shape."""
     full, mesh = np.arange(40), make_mesh(jax.devices()[:num_replicas])
     for rows in range(1, 41):
         _, element = DistributedDataset([full, full[:rows]], mesh)
@@ -255,7 +255,7 @@ def test_each_part_is_on_its_own_device(replicas):
     ],
     ids=["list", "factory", "generator function", "tuple"],
 )
-def test_a_source_is_gone_through_anew_for_each_pass(make):
+def test_a_source_is_read_again_for_each_pass(make):
     batches = [np.arange(4), np.arange(4, 8), np.arange(8, 10)]
     dataset = DistributedDataset(make(batches), _two())
     for _ in range(3):
@@ -313,7 +313,7 @@ def test_a_list_of_arrays_is_structure():
         (">f8", jnp.float32),
     ],
 )
-def test_dtypes_are_those_that_jax_would_use(given_dtype, dtype, replicas):
+def test_dtypes_match_jax(given_dtype, dtype, replicas):
     rows = np.ones(8, given_dtype)
     for source in [rows], NumpyDataset(rows).shuffle(0).batch(8):
         dataset = DistributedDataset(source, replicas)
@@ -324,7 +324,7 @@ def test_dtypes_are_those_that_jax_would_use(given_dtype, dtype, replicas):
 
 
 def test_a_loader_may_fill_the_same_array_again():
-    """JAX uses aligned NumPy arrays in place on CPU, so elements would change under their user."""
+    """JAX uses aligned NumPy arrays in place on CPU, so elements would change in use."""
     memory = np.zeros(4096 + 16, np.float32)
     first = (-memory.ctypes.data // 4) % 16
     buffer = memory[first : first + 4096].reshape(8, 512)
@@ -363,7 +363,7 @@ def test_a_partial_batch_can_be_an_error_at_its_step():
         next(iterator)
 
 
-def test_the_specification_of_elements_is_that_of_full_ones(replicas):
+def test_the_element_spec_describes_full_elements(replicas):
     arrays = {"x": np.zeros((12, 3)), "y": np.zeros(12, np.int64)}
     for source in (NumpyDataset(arrays).batch(8), list(NumpyDataset(arrays).batch(8))):
         dataset = DistributedDataset(source, replicas)
@@ -391,7 +391,7 @@ def test_asking_for_the_specification_takes_no_batch_away():
     ],
     ids=["list", "factory", "numpy", "endless"],
 )
-def test_the_number_of_elements_is_told_where_it_is_known(source, cardinality):
+def test_the_number_of_elements_is_known_for_data_that_is_read_by_number(source, cardinality):
     dataset = DistributedDataset(source, _two())
     assert dataset.cardinality == cardinality
     if cardinality > 0:
@@ -469,7 +469,7 @@ def test_a_batch_that_is_not_fit_is_named(batches, error, message, prefetch):
 
 
 def test_a_dtype_that_is_the_same_to_jax_may_change():
-    """It is the same program."""
+    """The program is the same."""
     batches = [np.zeros(4, np.float64), np.ones(4, np.float32)]
     assert {x.dtype for x in DistributedDataset(batches, _two())} == {np.dtype(np.float32)}
 
@@ -488,7 +488,7 @@ WITHOUT_BATCHES = {
 
 @pytest.mark.parametrize("make", WITHOUT_BATCHES.values(), ids=WITHOUT_BATCHES)
 @pytest.mark.parametrize("road", ["split", "drop", "function", "each replica", "optional", "steps"])
-def test_data_without_a_batch_is_no_step_and_one_warning(make, road, caplog):
+def test_data_without_batches_runs_no_step_and_warns_once(make, road, caplog):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     options = InputOptions(
         partial_batch="drop" if road == "drop" else None,
@@ -514,7 +514,7 @@ def test_data_without_a_batch_is_no_step_and_one_warning(make, road, caplog):
     assert "gave no batches" in caplog.text
 
 
-def test_dropping_everything_is_told(caplog):
+def test_dropping_all_batches_warns(caplog):
     batches = [np.zeros(4), np.zeros(3)]
     dataset = DistributedDataset(batches, _two(), partial_batch="drop")
     assert len(list(dataset)) == 1
@@ -534,7 +534,7 @@ def test_dropping_everything_is_told(caplog):
         (lambda: 7, TypeError, "not iterable"),
     ],
 )
-def test_what_is_not_a_dataset_is_refused(source, error, message):
+def test_a_dataset_must_be_a_dataset_of_batches(source, error, message):
     with pytest.raises(error, match=message):
         next(iter(DistributedDataset(source, _two())))
 
@@ -553,7 +553,7 @@ def test_an_option_that_does_not_exist_is_refused(options, message):
 
 
 def test_partial_numpy_batches_are_refused_before_any_step():
-    """Not after an epoch of work."""
+    """The error must not appear only after an epoch."""
     source = NumpyDataset(np.zeros(7)).batch(4)
     with pytest.raises(ValueError, match="does not split into full batches of 4"):
         DistributedDataset(source, _two(), partial_batch="error")
@@ -567,7 +567,7 @@ def test_a_distributed_dataset_is_not_distributed_again():
             DistributedDataset(again, _two())
 
 
-def test_a_generator_has_one_pass_and_says_so():
+def test_a_second_pass_through_a_generator_raises_an_error():
     dataset = DistributedDataset((np.zeros(4) for _ in range(2)), _two())
     assert len(list(dataset)) == 2
     with pytest.raises(ValueError, match="is a generator, which can be read only once.* Pass a"):
@@ -656,7 +656,7 @@ def _prefetch_threads():
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
-    """Whatever a test does to an iterator, its thread must end; those of other files may stay."""
+    """The threads of all iterators of a test must end; threads of other files may remain."""
     _of_others.clear()
     _of_others.update(thread.ident for thread in threading.enumerate())
     yield
@@ -745,7 +745,7 @@ def test_closing_ends_the_pass_at_once_and_lets_the_source_clean_up():
 
 
 def test_the_source_sees_the_context_variables_of_the_loop():
-    """A loader that asks for the strategy in scope must find it."""
+    """A loader that reads the strategy in scope must find it."""
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     assert list(Prefetcher((variable.get() for _ in range(2)), 1)) == [7, 7]

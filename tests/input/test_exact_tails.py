@@ -1,4 +1,4 @@
-"""The end of an epoch counts exactly: no example is lost, counted twice or averaged away."""
+"""The last batch of an epoch is exact: no example is lost, counted twice or averaged away."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ LOSS, PREDICTED = jax.device_get(_per_example(X, Y))  # on one device
 
 
 def evaluate(x, y):
-    """Sums over the real rows of all replicas, and what each row was taken for."""
+    """Returns sums over the real rows of all replicas, and the rows that counted as real."""
     replica = tpudist.get_replica_context()
     mask = replica.example_mask(x)
     loss, predicted = _per_example(x, y)
@@ -64,7 +64,7 @@ def _require_exact(strategy, size, options=None):
 
 @pytest.mark.slow
 def test_with_padding_every_size_is_exact_and_two_programs_are_compiled(strategy):
-    """For all sizes together: a tail of 1 to 7 rows, a dataset smaller than its batch."""
+    """All sizes together: last batches of 1 to 7 rows, and a dataset smaller than its batch."""
     new = NewCompiles()
     for size in SIZES:
         _require_exact(strategy, size, tpudist.InputOptions(partial_batch="pad"))
@@ -74,7 +74,7 @@ def test_with_padding_every_size_is_exact_and_two_programs_are_compiled(strategy
 
 @pytest.mark.slow
 def test_without_options_one_replica_is_given_plain_arrays_of_any_size():
-    """As TensorFlow gives them; each size is a shape of its own."""
+    """As in TensorFlow, each size is a separate shape."""
     strategy = tpudist.OneDeviceStrategy()
     for size in SIZES:
         _require_exact(strategy, size)

@@ -1,4 +1,4 @@
-"""However a pass ends, nothing of it is left: no thread, no memory, no lost error."""
+"""After any end of a pass nothing remains: no thread, no memory, no lost error."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ _of_others = set()
 
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests():
-    """Whatever else ran in this process may still hold an iterator, and so its thread."""
+    """Other tests in this process may still have an iterator, and its thread."""
     _of_others.clear()
     _of_others.update(thread.ident for thread in threading.enumerate())
 
@@ -51,7 +51,7 @@ def _wait_until(condition, timeout_s=10):
 
 
 class Broken(IndexedDataset):
-    """Examples of which one cannot be read."""
+    """Examples, one of which cannot be read."""
 
     def __init__(self):
         self._num_rows = 40
@@ -75,7 +75,7 @@ def broken_loader():
 @pytest.mark.parametrize("size", [0, 1, 4])
 @pytest.mark.parametrize("source", [Broken().batch(4), broken_loader], ids=["indexed", "iterable"])
 def test_an_error_of_the_source_is_raised_at_its_step(two, source, size, fetch):
-    """Though it happened steps before, in another thread: with the source's own traceback."""
+    """The error happened steps before, in another thread; it has the traceback of the source."""
     options = InputOptions(fetch, experimental_per_replica_buffer_size=size)
     iterator = iter(two.experimental_distribute_dataset(source, options))
     for _ in range(5):
@@ -122,7 +122,7 @@ def test_no_thread_is_left(two, how, fetch):
 
 
 class Noted(IndexedDataset):
-    """Examples of which it is noted how many batches are in memory."""
+    """Examples that count the batches in memory."""
 
     def __init__(self):
         self._num_rows = 400
@@ -155,7 +155,7 @@ class Noted(IndexedDataset):
 @pytest.mark.parametrize("fetch", [True, False])
 @pytest.mark.parametrize("size", [0, 1, 4])
 def test_memory_is_bounded_by_the_buffer(two, size, fetch, is_iterable):
-    """What is ready, what is being made, and what the loop holds: no more than that."""
+    """Only ready batches, the batch in preparation, and the batch in the loop are in memory."""
     noted = Noted()
 
     def loader():

@@ -1,4 +1,4 @@
-"""Data in several processes: who reads what, that they agree, and that nobody waits for ever."""
+"""Data in several processes: the rows of each, their agreement, and that no process hangs."""
 
 import json
 
@@ -275,7 +275,7 @@ MAKES = (_indexed, lambda: _generator)
 
 @pytest.fixture(scope="module")
 def references():
-    """What passes without a stop give, and their states after two steps: of one process."""
+    """Returns the results of one process without a stop, and its states after two steps."""
     strategy = tpudist.MirroredStrategy()
     states, found = [], []
     for make in MAKES:
@@ -290,7 +290,7 @@ def references():
 
 @pytest.fixture(scope="module")
 def processes(references):
-    """Two processes that have run all of `PROGRAM`."""
+    """Returns the results of two processes that have run all of `PROGRAM`."""
     return run_processes(PROGRAM, args=[json.dumps(references[1])])
 
 
@@ -299,8 +299,8 @@ def _results(processes, name):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_goes_on_in_one_and_back_again(references, processes):
-    """The ids are those of a run without any stop: none is missing, none comes twice."""
+def test_a_run_of_two_processes_resumes_in_one_process_and_back_again(references, processes):
+    """The ids equal those of a run without a stop: none is missing, and none appears twice."""
     one, two = _results(processes, "resumed")
     assert one == two
     for make, reference, (taken, state) in zip(MAKES, references[0], one, strict=True):
@@ -313,7 +313,7 @@ def test_a_run_of_two_processes_goes_on_in_one_and_back_again(references, proces
 
 
 def test_processes_that_read_alike_agree_at_every_step(processes):
-    """Each mistake is an error in both processes at the same step, and none waits for the other."""
+    """Each mistake raises an error in both processes at the same step, and neither hangs."""
     results = _results(processes, "read alike")
     assert "process 1 has left and will not answer" in results[0][2]
     assert results[1][2] is None
@@ -402,7 +402,7 @@ def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
 
 @pytest.mark.slow
 def test_processes_agree_on_a_batch_in_memory(processes):
-    """Else they would compile different programs, and wait for each other forever."""
+    """Otherwise they would compile different programs, and hang."""
     here, there = (result[-1] for result in _results(processes, "of functions"))
     assert here[:4] == there[:4]
     rows, shape, counts, total, mistakes = here

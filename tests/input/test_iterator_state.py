@@ -1,4 +1,4 @@
-"""Iterators that go on where others were: exactly, wherever that was, on any mesh."""
+"""Iterators that resume exactly at the position of another iterator, on any mesh."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def _indexed():
 
 
 class Counter:
-    """Batches of an iterator that says itself where it is, as Grain's do."""
+    """An iterator with its own state, like Grain's."""
 
     def __init__(self, log=None):
         self._log = [] if log is None else log
@@ -87,8 +87,8 @@ SOURCES = {
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
-def test_wherever_a_pass_is_left_a_new_iterator_goes_on_from_there(make, prefetch, num_replicas):
-    """In another process, perhaps: nothing but JSON and an equal dataset is handed over."""
+def test_a_new_iterator_resumes_at_any_position_of_a_pass(make, prefetch, num_replicas):
+    """Only JSON and an equal dataset are needed, so it also works in another process."""
     reference = [_ids(x) for x in _distributed(make(), 4)]
     assert len(reference) == 6
     for step in range(len(reference) + 1):
@@ -120,7 +120,7 @@ def test_wherever_a_pass_is_left_a_new_iterator_goes_on_from_there(make, prefetc
 def test_whatever_the_plan_no_example_is_missing_and_none_comes_twice(
     num_rows, global_batch, seed, num_epochs, drop, partial_batch, replicas, part
 ):
-    """Left anywhere, on any number of replicas, and gone on with on any other."""
+    """The run stops at any step, and resumes on another number of replicas."""
     global_batch = min(global_batch, num_rows)  # else there may be nothing to read
     dataset = NumpyDataset(np.arange(num_rows))
     dataset = dataset if seed is None else dataset.shuffle(seed)
@@ -135,7 +135,7 @@ def test_whatever_the_plan_no_example_is_missing_and_none_comes_twice(
     assert taken + [_ids(x) for x in resumed] == reference
 
 
-def test_what_was_made_ahead_does_not_count():
+def test_prefetched_elements_do_not_count():
     made = []
     iterator = iter(_distributed(Counter(made), prefetch=3))
     next(iterator)
@@ -158,8 +158,8 @@ def test_a_used_iterator_goes_back_and_forth():
 
 
 @pytest.mark.parametrize("step", [0, 2, 6])
-def test_the_passes_after_a_resumed_one_are_those_that_would_have_come(step):
-    """Also from the end of a pass, after its last element."""
+def test_the_passes_after_a_resumed_pass_are_unchanged(step):
+    """Also at the end of a pass, after its last element."""
     dataset = _distributed(_indexed())
     passes = [[_ids(x) for x in dataset] for _ in range(4)]
     assert passes[1] != passes[2]
@@ -188,7 +188,7 @@ def test_a_dataset_without_end_is_resumed_in_its_later_epochs():
 
 
 def test_a_pass_resumed_at_its_partial_batch_keeps_the_shape_of_full_ones():
-    """Else the step would be compiled again, and rows be on other replicas."""
+    """Otherwise the step would be compiled again, and rows would be on other replicas."""
     batches = [np.arange(8), np.arange(8, 16), np.arange(16, 22)]
     iterator = iter(_distributed(batches))
     next(iterator), next(iterator)
@@ -208,7 +208,7 @@ def test_a_dropped_batch_is_not_forgotten():
 
 
 def test_an_element_that_a_function_gave_back_has_not_been_taken():
-    """A call that finds too few elements takes none, and says so in the state."""
+    """A call that finds too few elements takes none, and the state shows that."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     dataset = strategy.experimental_distribute_dataset(SOURCES["list"]())
     iterator = iter(dataset)
@@ -244,7 +244,7 @@ def _of_replica(context):
     ids=["batches", "scalars", "a dataset for each replica"],
 )
 def test_datasets_of_a_function_are_resumed(dataset_fn, mode):
-    """Padding included, so that what is computed is the same to the last bit."""
+    """Also the padding is the same, so results are bitwise identical."""
     options = tpudist.InputOptions(experimental_replication_mode=tpudist.InputReplicationMode[mode])
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -273,7 +273,7 @@ class _Restarted(_CounterIterator):
 @pytest.mark.parametrize("make", [lambda: _CounterIterator([]), _Restarted, SOURCES["generator"]])
 @pytest.mark.parametrize("step", [1, 2])
 def test_one_iterator_for_several_replicas_is_not_resumed(make, step):
-    """Each replica would return to its own place, after which the others read on elsewhere."""
+    """Each replica would set the shared iterator to its own position."""
     mode = tpudist.InputReplicationMode.PER_REPLICA
     options = tpudist.InputOptions(experimental_replication_mode=mode)
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
@@ -433,7 +433,7 @@ def test_a_state_that_json_cannot_write_is_refused():
 
 
 class Loader:
-    """Draws another order in each pass: when it is opened, or (`lazy`) when it is first read."""
+    """A loader that draws a new order in each pass, at its start or (`lazy`) at its first batch."""
 
     def __init__(self, *, seed: int | None = 0, lazy=False, num_rows=61):
         self.rng, self.lazy, self.num_rows = np.random.default_rng(seed), lazy, num_rows
@@ -449,7 +449,7 @@ class Loader:
 
 
 class _WithState:
-    """An iterator that says where it is, but not in which order."""
+    """An iterator whose state has the position, but not the order."""
 
     def __init__(self, batches):
         self.batches, self.next = list(batches), 0
@@ -498,8 +498,8 @@ SHUFFLING = {
 @pytest.mark.parametrize("make", SHUFFLING.values(), ids=SHUFFLING)
 @pytest.mark.parametrize("step", [0, 2, 4])
 @pytest.mark.parametrize("pass_number", [0, 2])
-def test_a_loader_that_shuffles_anew_in_each_pass_resumes_exactly(make, step, pass_number):
-    """Also in the passes after it, and if the first batch is looked at before."""
+def test_a_loader_that_reshuffles_each_pass_resumes_exactly(make, step, pass_number):
+    """Also in later passes, and if the first batch was read before."""
     dataset = _distributed(make())
     passes = [[_ids(x) for x in dataset] for _ in range(4)]
     assert passes[0] != passes[1]
@@ -520,7 +520,7 @@ def test_a_loader_that_shuffles_anew_in_each_pass_resumes_exactly(make, step, pa
         assert [_ids(x) for x in resumed] == passes[pass_number + 1]
 
 
-def test_a_checkpoint_resumes_a_loader_that_shuffles_anew(tmp_path):
+def test_a_checkpoint_resumes_a_loader_that_reshuffles_each_pass(tmp_path):
     def make():
         dataset = _distributed(Loader())
         return dataset, tpudist.TrainState(batches=iter(dataset))
@@ -551,7 +551,7 @@ def test_a_state_of_an_earlier_release_has_no_checksum_and_is_resumed():
 
 
 def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
-    """Passes before are opened again, but not read to their ends."""
+    """Earlier passes are opened again, but not read to the end."""
 
     class Drawing(Loader):
         def _draw(self):
@@ -575,7 +575,7 @@ def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("seed", [0, None])
 def test_batches_that_replicas_take_in_turn_are_resumed_or_an_error(seed, step):
-    """With auto-sharding off a batch is given in parts, and a state may be within one."""
+    """With auto-sharding off, a state may be between two parts of a batch."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     options = tpudist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
 
@@ -619,7 +619,7 @@ def test_a_pass_that_has_ended_is_not_read_again():
 
 @pytest.mark.parametrize("strategy_method", ["split", "function"])
 def test_a_loader_in_another_order_is_not_resumed(strategy_method):
-    """Else examples would be lost, and others come twice, in silence."""
+    """Otherwise examples would silently be lost, and others repeated."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def make(seed):
@@ -676,7 +676,7 @@ def _order_of_new_generator():
     ],
 )
 def test_the_first_state_of_an_unseeded_shuffle_warns(make, warns, monkeypatch):
-    """And that of a seeded one does not."""
+    """The first state of a seeded shuffle does not."""
     # Another test may have called np.random.seed.
     monkeypatch.setattr(np.random.mtrand, "_rand", np.random.RandomState())
     dataset = _distributed(make())
@@ -692,7 +692,7 @@ def test_the_first_state_of_an_unseeded_shuffle_warns(make, warns, monkeypatch):
 
 
 def test_a_large_batch_in_another_order_has_another_checksum():
-    """It is sampled: every row, or every so many rows if there are very many."""
+    """The checksum samples every row, or every k-th row of a very large batch."""
     rng = np.random.default_rng(0)
     for shape in ((64, 1 << 15), (1 << 17, 20), (1 << 18, 5)):
         rows = np.zeros(shape, np.float64)

@@ -75,7 +75,7 @@ def test_every_row_is_read_once_and_in_order(batch):
 
 @given(batches)
 def test_a_row_is_read_by_the_same_replica_however_full_the_batch_is(batch):
-    """Where a row goes must not depend on how many follow it."""
+    """The replica of a row must not depend on the number of rows after it."""
     global_batch, num_rows, num_replicas = batch
     split = Assignment(global_batch, num_replicas)
     full, partial = split.rows(global_batch), split.rows(num_rows)

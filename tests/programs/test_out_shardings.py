@@ -349,7 +349,7 @@ def test_the_replica_axis_is_refused(strategy, name, spec):
 
 
 @pytest.mark.parametrize("name", ["einsum", "reshard", "auto_axes", "get", "zeros"])
-def test_an_axis_that_is_not_there_is_refused(name):
+def test_a_missing_axis_is_rejected(name):
     with pytest.raises(ValueError, match=r"axes 'replica', and no 'model'"):
         tpudist.MirroredStrategy().run(lambda: CASES[name](P("model")))
 

@@ -1,4 +1,4 @@
-"""Python values that replica functions capture: a new program when they change, and only then."""
+"""Captured Python values of replica functions: a program is compiled again only if they change."""
 
 import collections
 import dataclasses
@@ -67,7 +67,7 @@ class _Base:
 
 
 class _Trainer(_Base):
-    """Its methods multiply by 1, and by 2 after `_CHANGES`."""
+    """Methods that multiply by 1, and by 2 after `_CHANGES`."""
 
     rate = 1.0
 
@@ -215,7 +215,7 @@ _CHANGES = {
 
 
 def _results(strategy, fn, change):
-    """What the function gives before and after a change, and how often it was compiled."""
+    """Returns the results before and after a change, and the number of compilations."""
     x, compiled = jnp.float32(3), NewCompiles()
     before = [float(strategy.run(fn, (x,))) for _ in range(2)]
     change()
@@ -224,7 +224,7 @@ def _results(strategy, fn, change):
 
 @pytest.mark.parametrize("method", _CHANGES)
 def test_what_a_method_reads_is_compared_at_each_call(strategy, method):
-    """The first value stayed for ever."""
+    """Earlier, the first value was used forever."""
     trainer = _Trainer()
     fn = trainer if method == "__call__" else getattr(trainer, method)
     found = _results(strategy, fn, lambda: _CHANGES[method](trainer))
@@ -382,7 +382,7 @@ def test_a_value_that_comes_back_finds_its_program_and_the_log_names_what_change
 
 
 def test_the_cause_is_the_difference_from_the_most_similar_program(strategy):
-    """A loop that alternates would otherwise see what alternates as the cause."""
+    """Otherwise the value that alternates in a loop would always appear as the cause."""
     rate, compiled = 0.5, NewCompiles()
 
     def step(x, is_training):
@@ -399,7 +399,7 @@ def test_the_cause_is_the_difference_from_the_most_similar_program(strategy):
     ]
 
 
-def test_what_is_equal_or_not_read_compiles_nothing(strategy):
+def test_equal_or_unread_values_compile_nothing(strategy):
     trainer, compiled = _Trainer(), NewCompiles()
     trainer.rate = float("nan")
     for step in range(4):
@@ -437,7 +437,7 @@ def test_nothing_that_is_captured_is_kept_alive(strategy):
 
 
 def test_the_comparison_takes_less_than_two_microseconds():
-    """Here five times as much is allowed, for machines that do other things too."""
+    """The test allows five times as much, for busy machines."""
     trainer = _Trainer()
 
     def step(x):

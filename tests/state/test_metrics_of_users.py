@@ -1,4 +1,4 @@
-"""Metrics of users, in classes that derive from NNX's: a rule is applied where it is certain."""
+"""Metrics in classes derived from NNX's: they are summed only if they are certainly sums."""
 
 import contextlib
 
@@ -58,7 +58,7 @@ def update(metric, values):
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "debug"])
 @pytest.mark.parametrize("metric", [Ema, Top, Squares])
 def test_what_an_update_of_its_own_does_is_not_taken_for_a_sum(mirrored, metric, eager):
-    """It was summed over the replicas, whatever it was: 8 times the average of an `Ema`."""
+    """Earlier, every metric was summed over the replicas: 8 times the average of an `Ema`."""
     metric = mirrored.create(metric)
     [batch] = mirrored.experimental_distribute_dataset([np.arange(16, dtype=np.float32)])
     with mirrored.debug() if eager else contextlib.nullcontext():
@@ -76,7 +76,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("kind", list(RIGHT))
-def test_a_metric_of_a_user_is_that_of_one_device(mirrored, kind):
+def test_a_metric_of_a_user_equals_its_value_on_one_device(mirrored, kind):
     rows = np.arange(1, 17, dtype=np.float32)
     metric, alone = mirrored.create(RIGHT[kind]), RIGHT[kind]()
     [batch] = mirrored.experimental_distribute_dataset([rows])

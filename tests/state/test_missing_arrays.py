@@ -1,4 +1,4 @@
-"""Arguments whose arrays an earlier call has overwritten, and how they are kept instead."""
+"""Arguments whose arrays an earlier call has overwritten, and the ways to keep them."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ def total(net):
 
 @pytest.fixture
 def old(strategy):
-    """A copy that shares its arrays with a model that was changed since."""
+    """Returns a copy that shares its arrays with a model that was changed later."""
     net = strategy.create(Net)
     clone, array = nnx.clone(net), net.layers[0].kernel[...]
     strategy.run(grow, args=(net,))
@@ -103,7 +103,7 @@ def test_an_argument_that_was_overwritten_is_named_in_debug_mode(strategy, old):
 
 
 def test_a_call_that_worked_before_names_an_array_that_is_gone(strategy):
-    """The steady path looks at arguments no further than `jit` does."""
+    """The steady path checks arguments only as far as `jit` does."""
 
     def add(net, x):
         return total(net) + x.sum()
@@ -168,7 +168,7 @@ def test_each_way_to_keep_old_values_keeps_them(strategy):
     assert found == pytest.approx([start, start, start + 4, start + 8])
 
 
-def test_an_error_of_the_function_about_what_is_deleted_stays(strategy):
+def test_the_functions_own_error_about_a_deleted_object_is_unchanged(strategy):
     def fail(x):
         raise RuntimeError("a file was deleted")
 

@@ -24,7 +24,7 @@ def mirrored():
 
 @pytest.fixture
 def compiles():
-    """How many programs were compiled since the test began, or since it was last called."""
+    """Returns the number of compilations since the start of the test, or since the last call."""
     new_compiles = NewCompiles()
     return lambda: len(new_compiles())
 
@@ -38,7 +38,7 @@ def local(strategy, value):
 
 
 class Box(nnx.Module):
-    """One Variable of any kind."""
+    """A module with one Variable of any class."""
 
     def __init__(self, variable):
         self.value = variable
@@ -49,7 +49,7 @@ class Box(nnx.Module):
 
 @pytest.mark.slow
 def test_a_raw_value_is_where_nnx_state_reads_and_writes_it():
-    """`nnx_binding` goes past Flax's checks, for speed."""
+    """For speed, `nnx_binding` skips Flax's checks."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     binding = nnx_binding.Binding([model])
     assert {str(p[-1]) for p in binding.paths} == {"kernel", "bias"}
@@ -65,7 +65,7 @@ def test_a_raw_value_is_where_nnx_state_reads_and_writes_it():
 
 
 def test_a_binding_is_used_again_until_an_attribute_changes():
-    """Finding the Variables takes milliseconds; noticing that nothing changed, microseconds."""
+    """Finding the Variables takes milliseconds; checking that nothing changed, microseconds."""
     bindings = nnx_binding.Bindings()
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     first = bindings.find([model])
@@ -80,7 +80,7 @@ def test_a_binding_is_used_again_until_an_attribute_changes():
 
 
 class Table:
-    """Something large that a model has beside its Variables."""
+    """A large attribute of a model that is not a Variable."""
 
 
 def test_nothing_of_a_model_outlives_its_strategy():
@@ -178,7 +178,7 @@ def test_a_change_of_structure_between_calls_is_a_new_program(mirrored, compiles
     assert mirrored.run(step, (model,)).tolist() == [1, 1]
 
 
-def test_a_parameter_that_would_differ_is_refused_by_name(mirrored):
+def test_a_parameter_that_would_differ_raises_an_error_with_its_name(mirrored):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     def step(model):
@@ -224,7 +224,7 @@ def test_a_statistic_without_a_rule_is_refused(mirrored):
 
 
 @pytest.mark.parametrize("rule", ["median", tpudist.ReduceOp.SUM, 3])
-def test_a_rule_that_is_none_is_refused(mirrored, rule):
+def test_an_unknown_aggregation_rule_is_rejected(mirrored, rule):
     box = Box(Custom(jnp.float32(0), aggregation=rule))
     with pytest.raises(ValueError, match=r"Custom\(aggregation=.* must be a tpudist"):
         mirrored.run(lambda box: box.value[...] + 1, (box,))
@@ -372,7 +372,7 @@ def test_a_metric_can_be_reset_in_the_step_and_out_of_it(mirrored):
 
 
 def test_a_metric_of_a_value_that_is_equal_everywhere_counts_each_replica(mirrored):
-    """As a plain value counts n times in a sum."""
+    """A plain value also counts n times in a sum."""
     metric = nnx.metrics.Average()
     step = lambda metric: metric.update(values=jnp.array([2.0]))  # noqa: E731
     for i in (1, 2):
@@ -380,7 +380,7 @@ def test_a_metric_of_a_value_that_is_equal_everywhere_counts_each_replica(mirror
         assert (int(metric.count[...]), float(metric.total[...])) == (8 * i, 16 * i)
 
 
-def test_metrics_together_count_only_what_was_updated(mirrored):
+def test_a_multi_metric_counts_only_updated_metrics(mirrored):
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     labels = np.array([0, 1] * 4, np.int32)
     logits = np.tile(np.array([[2.0, 1.0]], np.float32), (8, 1))
@@ -408,8 +408,8 @@ def test_a_metric_counts_only_the_real_rows_that_it_is_given_a_mask_of(mirrored)
     assert (int(metric.count[...]), float(metric.compute())) == (5, 3)
 
 
-def test_welford_is_refused_by_name(mirrored):
-    """Variances of the replicas' parts do not add up: it has no rule."""
+def test_welford_raises_an_error_with_its_name(mirrored):
+    """The variance of all rows is not the sum of the replicas' variances, so there is no rule."""
     metric = nnx.metrics.Welford()
     (x,) = batches(mirrored, np.arange(8.0, dtype=np.float32))
     with pytest.raises(ValueError, match=r"MetricState 'm2' would differ.*'mean'"):
@@ -501,7 +501,7 @@ def test_variables_may_be_passed_bare(mirrored):
     assert variable[...].tolist() == [3, 3]
 
 
-def test_a_variable_of_a_module_may_be_passed_beside_it(mirrored):
+def test_a_module_and_its_variable_can_both_be_passed(mirrored):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     def step(model, bias):
@@ -624,7 +624,7 @@ def test_tree_mode_works_as_graph_mode_does(mirrored):
 
 
 @pytest.mark.parametrize("axes", [None, {"fsdp": 4}])
-def test_created_models_are_those_that_flax_makes(axes):
+def test_created_models_equal_models_that_flax_makes(axes):
     """The same numbers, wherever they are made."""
     strategy = tpudist.TPUStrategy(replica_axes=axes)
     created = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(7)))

@@ -1,4 +1,4 @@
-"""`strategy.create` calls the function that makes the state once, whatever it is and does."""
+"""`strategy.create` calls the function that makes the state exactly once."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ INITS = {
 @pytest.mark.parametrize("kind", list(INITS))
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_a_function_that_makes_state_is_called_once(name, kind):
-    """It was called twice if it communicates, and under `jax.disable_jit`."""
+    """Earlier, it was called twice if it communicates, and under `jax.disable_jit`."""
     strategy, (init, args) = STRATEGIES[name](), INITS[kind]
     calls = []
 

@@ -102,7 +102,7 @@ def test_equal_settings_share_a_program(strategy):
     assert len(compiles()) == 1
 
 
-def test_what_is_sown_is_returned_for_each_replica(strategy):
+def test_sown_values_are_returned_for_each_replica(strategy):
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     parts = strategy.experimental_distribute_values_from_function(
         lambda context: np.full((2, 4), context.replica_id_in_sync_group, np.float32)
@@ -118,7 +118,7 @@ def test_what_is_sown_is_returned_for_each_replica(strategy):
     assert not hasattr(model, "hidden")
 
 
-def test_what_is_sown_and_stays_is_refused_by_name(strategy):
+def test_sown_values_that_stay_raise_an_error_with_their_name(strategy):
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     match = r"Intermediate 'hidden' was added.*nnx.pop\(model, nnx.Intermediate\)"
     with pytest.raises(ValueError, match=match):
@@ -207,7 +207,7 @@ def test_keys_of_other_shapes_are_refused(strategy):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_a_key_that_the_step_folds_itself_is_not_taken_for_unchanged(num_devices):
-    """With one replica nothing is folded but by the user."""
+    """With one replica, only the step itself folds the key."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:num_devices])
     rngs = strategy.create(lambda: nnx.Rngs(dropout=0))
     before = np.array(jax.random.key_data(rngs.dropout.key[...]))
@@ -243,7 +243,7 @@ def test_a_function_of_all_replicas_folds_keys_as_it_says(strategy):
 
 
 def test_only_settings_are_looked_at_in_each_call():
-    """What holds arrays, as the state of an optimizer does, is data."""
+    """Containers of arrays, such as the state of an optimizer, are data."""
     model = Model(nnx.Rngs(0))
     optimizer = tpudist.Optimizer(optax.adam(0.1), model)
     found = nnx_binding.Binding([model, optimizer])._settings._values
@@ -276,7 +276,7 @@ def test_a_cache_is_made_in_a_step_on_a_copy_as_the_error_says(eager):
 
 
 def test_a_captured_model_is_found_after_gc_freeze():
-    """The collector does not look at frozen objects: the model became a constant, in silence."""
+    """The garbage collector skips frozen objects, so the model silently became a constant."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     gc.freeze()
     with pytest.raises(ValueError, match="captures an NNX object"):

@@ -1,4 +1,4 @@
-"""Batch norm over all replicas, on partial batches: replicas count by their rows."""
+"""Batch norm over all replicas on partial batches: replicas are weighted by their rows."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def batches(strategy, rows):
 @pytest.mark.parametrize("axis", ["replica", AXIS])
 @pytest.mark.parametrize("rows", [9, *(pytest.param(x, marks=pytest.mark.slow) for x in (13, 15))])
 def test_a_tail_is_normalized_by_all_its_rows(strategy, rows, axis, fast):
-    """One row on one replica was NaN for all of them, and moved the statistics to NaN."""
+    """Earlier, a replica without rows made the outputs and statistics of all replicas NaN."""
     make = lambda axis: nnx.BatchNorm(  # noqa: E731
         3, axis_name=axis, use_fast_variance=fast, rngs=nnx.Rngs(0)
     )
@@ -57,7 +57,7 @@ def test_rows_that_are_masked_do_not_count(strategy, rows):
 @pytest.mark.parametrize("axis", [AXIS, None])
 @pytest.mark.parametrize("api", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_a_run_in_a_function_normalizes_a_tail_as_a_run_of_its_own(strategy, api, axis):
-    """Replicas had the same weight, and the statistics became NaN if one had no rows."""
+    """Earlier, replicas had equal weights, and a replica without rows made the statistics NaN."""
 
     def normalize(norm, x):
         if api == "nnx":
@@ -96,7 +96,7 @@ class Net(linen.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [9, 13])
-def test_training_with_tails_is_that_of_one_device(strategy, rows):
+def test_training_with_partial_batches_equals_training_on_one_device(strategy, rows):
     tx = optax.sgd(0.1)
 
     def step(net, reduce, state, x):
@@ -132,8 +132,8 @@ def test_training_with_tails_is_that_of_one_device(strategy, rows):
     )
 
 
-def test_statistics_over_another_axis_are_those_of_flax():
-    """Its members may be anything: only replicas are known to hold rows of one batch."""
+def test_statistics_over_another_axis_equal_those_of_flax():
+    """Only the replicas are known to have rows of one batch; another axis may mean anything."""
     variables = Net().init(jax.random.key(0), X[:1])
     own = lambda x: Net("own").apply(variables, x, mutable=["batch_stats"])[0]  # noqa: E731
     parts = X[:12].reshape(3, 4, 2, 3)

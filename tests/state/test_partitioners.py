@@ -1,4 +1,4 @@
-"""Into how many pieces variables are cut: TensorFlow's own answers."""
+"""Numbers of shards of variables, compared with TensorFlow's results."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_a_string_needs_as_many_bytes_as_one_says(dtype):
     limit=st.integers(1, 100_000),
     dtype=st.sampled_from(["int8", "float32", "float64"]),
 )
-def test_pieces_are_no_larger_than_the_limit_and_no_more_than_needed(rows, columns, limit, dtype):
+def test_shards_are_within_the_limit_and_as_few_as_possible(rows, columns, limit, dtype):
     row_bytes = columns * np.dtype(dtype).itemsize
     [pieces, across] = partitioners.MaxSizePartitioner(limit)((rows, columns), dtype)
     assert across == 1
@@ -125,7 +125,7 @@ def test_sizes_that_are_not_positive_are_refused(make, message):
     ],
 )
 @pytest.mark.parametrize(("shape", "axis"), [((4, 4), 2), ((4, 4), -3), ((), 0)])
-def test_an_axis_that_is_not_there_is_refused(partitioner, shape, axis):
+def test_a_missing_axis_is_rejected(partitioner, shape, axis):
     with pytest.raises(ValueError, match=f"Cannot partition variable along axis {axis} when shape"):
         partitioner(shape, "float32", axis)
 

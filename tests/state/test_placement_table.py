@@ -1,4 +1,4 @@
-"""Where a model is, and what notebooks show of strategies and compiles."""
+"""The placement table of a model, and tables of strategies and compilations in notebooks."""
 
 import html
 import re
@@ -108,7 +108,7 @@ def test_a_large_model_is_one_screen():
     assert len(rows_of(table._repr_html_())) == 40
 
 
-def test_what_is_held_twice_is_counted_once():
+def test_a_shared_array_is_counted_once():
     class Tied(nnx.Module):
         def __init__(self):
             self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Python values that are part of a program: what they hold counts, and not which object it is."""
+"""Python values that are part of a program: their contents count, not their identity."""
 
 import argparse
 import collections
@@ -99,7 +99,7 @@ _OBJECTS = (
 
 @pytest.mark.parametrize("make", _OBJECTS)
 def test_an_object_that_was_changed_is_used_as_it_is_now(mirrored, make, compiles):
-    """The program went on with the old value, and said nothing."""
+    """Earlier, the program silently continued with the old value."""
 
     def step(config, x):
         return x * config.lr

@@ -49,7 +49,7 @@ def mirrored():
 
 
 def in_cross_replica(strategy):
-    """Whether an update is in cross-replica context; the default strategy's is where it was."""
+    """Whether an update is in cross-replica context; not so under the default strategy."""
     return tpudist.in_cross_replica_context() or strategy is tpudist.context.default_mode().strategy
 
 
@@ -63,7 +63,7 @@ def on_read(strategy, aggregation, value=START, **kwargs):
 
 
 def my_number():
-    """1, 2, ... as `[2]` floats: what differs between replicas."""
+    """Returns 1, 2, ... as `[2]` floats, which differ between replicas."""
     return jnp.full(2, tpudist.get_replica_context().replica_id_in_sync_group + 1.0)
 
 
@@ -72,7 +72,7 @@ def components(strategy, value):
 
 
 def reduced(aggregation, n):
-    """What the replicas' numbers 1 to n aggregate to."""
+    """Returns the aggregate of the replicas' numbers 1 to n."""
     return {SUM: n * (n + 1) / 2, MEAN: (n + 1) / 2, FIRST: 1.0}[aggregation]
 
 
@@ -131,7 +131,7 @@ def test_what_replicas_assign_is_aggregated_and_applied_to_all(strategy, aggrega
 
 
 def test_replicas_cannot_make_a_variable_without_aggregation_differ(strategy):
-    """TensorFlow lets the copies diverge in silence; DESIGN D5 refuses it by name."""
+    """TensorFlow lets the copies diverge silently."""
     v = make(strategy, NONE, name="weights")
     for method in ("assign", "assign_add", "assign_sub"):
 
@@ -172,7 +172,7 @@ def test_a_number_assigned_in_a_replica_function_is_the_value(strategy, aggregat
 
 
 def test_a_number_assigned_to_a_variable_that_sums_is_refused(strategy):
-    """It would count n times, which nobody means: SURFACE section 18, trap 6."""
+    """The number would count n times, which is rarely intended."""
     v = make(strategy, SUM, 1.0, name="total")
     for step in (lambda: v.assign(5.0), lambda: v.assign_add(1), lambda: v.assign_sub(1)):
         if strategy.num_replicas_in_sync == 1:
@@ -205,8 +205,8 @@ def test_a_merge_call_assigns_a_mirrored_variable_for_all(strategy):
 
 
 @pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
-def test_a_variable_keeps_what_it_is_told_step_by_step(strategy, synchronization):
-    """Reads in one step see the writes of the last, and those before them in the same step."""
+def test_a_variable_keeps_assigned_values_from_step_to_step(strategy, synchronization):
+    """A read sees the writes of the last step, and earlier writes in the same step."""
     v = make(strategy, MEAN, synchronization=VariableSynchronization[synchronization])
 
     def step(x):
@@ -285,7 +285,7 @@ def test_a_cross_replica_assignment_of_an_on_read_variable_reads_as_assigned(str
 
 
 @pytest.mark.parametrize("aggregation", [MEAN, FIRST])
-def test_a_cross_replica_change_of_an_on_read_variable_is_that_of_each_component(
+def test_a_cross_replica_change_of_an_on_read_variable_changes_each_component(
     strategy, aggregation
 ):
     v = on_read(strategy, aggregation)
@@ -297,7 +297,7 @@ def test_a_cross_replica_change_of_an_on_read_variable_is_that_of_each_component
 @pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_a_cross_replica_change_of_an_on_read_sum_is_refused(method, in_scope):
-    """SURFACE section 7: it would have to choose a component."""
+    """It is not clear which component would change."""
     for make_strategy in (STRATEGIES["mirrored"], STRATEGIES["fsdp"]):
         strategy = make_strategy()
         v = on_read(strategy, SUM)
@@ -308,7 +308,7 @@ def test_a_cross_replica_change_of_an_on_read_sum_is_refused(method, in_scope):
 
 
 def test_an_integer_sum_loses_nothing_when_assigned(strategy):
-    """TensorFlow stores int(7 / 2) twice, and reads 6."""
+    """TensorFlow stores int(7 / 2) on two replicas and reads 6."""
     v = on_read(strategy, SUM, [7, 9])
     for total in ([7, 16], [-3, 1], [8, 0]):
         assert v.assign(jnp.asarray(total)).tolist() == total
@@ -437,7 +437,7 @@ def test_an_update_with_values_that_differ_is_refused(mirrored):
 
 
 @pytest.mark.parametrize("what", ["array", "variable of another strategy"])
-def test_an_update_of_what_is_no_variable_of_the_strategy_is_refused(mirrored, what):
+def test_an_update_of_something_else_than_the_strategys_variable_is_rejected(mirrored, what):
     target = jnp.ones(2) if what == "array" else make(tpudist.OneDeviceStrategy())
     with pytest.raises(ValueError, match="update\\(.* must be a Variable of Mirrored"):
         mirrored.extended.update(target, lambda c: None)
@@ -447,7 +447,7 @@ def test_an_update_of_what_is_no_variable_of_the_strategy_is_refused(mirrored, w
 
 
 def test_an_array_read_before_a_step_stays_valid(strategy):
-    """The step overwrites the variable's array in place; what was read must not change or go."""
+    """The step overwrites the variable's array in place; an array that was read must stay valid."""
     v = make(strategy, MEAN)
     step = lambda x: v.assign_add(x.sum() * jnp.ones(2), read_value=False)  # noqa: E731
     reads = []
@@ -528,7 +528,7 @@ def test_an_initial_function_is_called_once(mirrored):
     assert (next(calls), v.dtype, v.shape, v.ndim, v.size) == (1, jnp.bfloat16, (2,), 1, 2)
 
 
-def test_attributes_are_as_asked_for(strategy):
+def test_attributes_equal_the_arguments(strategy):
     v = make(strategy, SUM, name="v")
     assert (v.name, v.aggregation, v.trainable, v.on_read) == ("v", SUM, True, False)
     resolved = "ON_WRITE" if strategy.variables_have_components else "AUTO"
@@ -640,7 +640,7 @@ def test_numbers_that_no_dtype_was_chosen_for_convert_as_in_tensorflow(mirrored,
 
 @pytest.mark.parametrize("value", [2**40, [2**40], np.int64(2**40), np.array([2**40])])
 def test_integers_do_not_wrap(mirrored, value):
-    """Their 32 lowest bits are 0."""
+    """The lowest 32 bits of the integers are 0."""
     shape = np.shape(value)
     whole = make(mirrored, SUM, jnp.zeros(shape, jnp.int32))
     with pytest.raises(
@@ -651,7 +651,7 @@ def test_integers_do_not_wrap(mirrored, value):
 
 
 def test_assigning_values_that_differ_in_cross_replica_context_is_refused(mirrored):
-    """TensorFlow writes the components apart, in silence."""
+    """TensorFlow silently assigns each component its own value."""
     v = make(mirrored, MEAN, name="weights")
     with pytest.raises(ValueError, match="A PerReplica was assigned to variable 'weights'"):
         v.assign(mirrored.run(my_number))
@@ -678,7 +678,7 @@ def test_a_variable_of_another_strategy_is_refused(mirrored):
 
 
 def test_a_value_from_anywhere_can_be_assigned(strategy):
-    """A committed array of one device, of the mesh, numpy or Python's own."""
+    """A committed array on one device or on the mesh, a NumPy array, or a Python number."""
     v, w = make(strategy, MEAN), on_read(strategy, MEAN)
     there = jax.device_put(jnp.ones(2), jax.devices()[6])
     of_mesh = tpudist.MirroredStrategy().replicate(jnp.ones(2))
@@ -705,7 +705,7 @@ def test_a_value_from_anywhere_can_be_assigned(strategy):
     ids=["grad", "scan", "jit", "cond"],
 )
 def test_assigning_in_a_nested_transformation_works(mirrored, transform):
-    """More of it is in `tests/run/test_assign_anywhere.py`."""
+    """See also `tests/run/test_assign_anywhere.py`."""
     v = make(mirrored, MEAN, name="weights")
     mirrored.run(lambda: transform(lambda: v.assign(jnp.ones(2), read_value=False)))
     assert v.numpy().tolist() == [1, 1]
@@ -724,7 +724,7 @@ def test_reading_in_a_nested_transformation_works(mirrored):
 
 
 def test_a_variable_in_a_function_of_jit_alone_is_refused(strategy):
-    """Its value would be frozen into the program."""
+    """Otherwise its value would be a constant of the program."""
     for v in make(strategy, MEAN, name="weights"), on_read(strategy, MEAN, name="weights"):
         with pytest.raises(RuntimeError, match="'weights' was read in a function that jax.jit"):
             jax.jit(lambda v=v: v + 1)()
@@ -779,7 +779,7 @@ OPERATORS = (
 
 @pytest.fixture(scope="module")
 def in_replicas(mirrored):
-    """What each operator gives in a replica function."""
+    """Returns the result of each operator in a replica function."""
     v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
     results = mirrored.run(lambda: [op(v, w) for op in OPERATORS])
     return dict(zip(OPERATORS, results, strict=True))
@@ -787,7 +787,7 @@ def in_replicas(mirrored):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", OPERATORS)
-def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
+def test_arithmetic_uses_the_value(mirrored, in_replicas, op):
     v, w = make(mirrored), make(mirrored, value=[3.0, 4.0])
     x, y = jnp.asarray(START), jnp.asarray([3.0, 4.0])
     for left, right in ((v, w), (v, y), (x, w)):
@@ -803,7 +803,7 @@ def test_arithmetic_is_that_of_the_value(mirrored, in_replicas, op):
     "op",
     [operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift, divmod],
 )
-def test_arithmetic_of_integers_is_that_of_the_value(mirrored, op):
+def test_integer_arithmetic_uses_the_value(mirrored, op):
     v, w = make(mirrored, value=[6, 5]), make(mirrored, value=[3, 2])
     x, y = jnp.array([6, 5]), jnp.array([3, 2])
     expected = np.asarray(op(x, y)).tolist()
@@ -814,7 +814,7 @@ def test_arithmetic_of_integers_is_that_of_the_value(mirrored, op):
     assert np.asarray(op(2, v)).tolist() == np.asarray(op(2, x)).tolist()
 
 
-def test_other_operators_are_those_of_the_value(mirrored):
+def test_other_operators_use_the_value(mirrored):
     v, bools, whole = make(mirrored), make(mirrored, value=[True, False]), make(mirrored, value=7)
     assert [(-v).tolist(), (+v).tolist(), abs(-v).tolist()] == [[-1, -2], START, START]
     assert (~bools).tolist() == (bools ^ True).tolist() == [False, True]
@@ -844,7 +844,7 @@ def test_numpy_and_what_jax_does_not_compile_take_a_variable(mirrored, in_replic
 
 
 def test_a_variable_is_found_as_the_object_it_is(mirrored):
-    """Though `==` compares its elements: Variables are keys of dicts and elements of sets."""
+    """Variables can be keys of dicts and elements of sets, although `==` compares elements."""
     v, w, one = make(mirrored), make(mirrored), make(mirrored, value=1.0)
     assert (v == w).tolist() == [True, True]
     assert ({v: 1, w: 2}[w], len({v, w, v}), v in {w}) == (2, 2, False)
@@ -878,7 +878,7 @@ def test_variables_passed_as_arguments_are_changed_in_place(strategy):
 
 
 def test_a_variable_captured_first_in_a_later_call_is_found(strategy):
-    """Which variables are captured is learnt in a trace; another trace may find more."""
+    """A trace finds the captured variables; another trace may find more of them."""
     v, w = make(strategy, MEAN), make(strategy, MEAN)
 
     def step(x):
@@ -990,7 +990,7 @@ def test_a_component_of_an_on_read_variable_is_assigned_alone(mirrored, in_scope
 
 
 def test_a_copy_of_a_mirrored_variable_cannot_be_assigned_alone(mirrored):
-    """TensorFlow lets it differ from the others, in silence."""
+    """TensorFlow silently lets it differ from the other copies."""
     component = make(mirrored, name="w").values[1]
     for method in ("assign", "assign_add", "assign_sub"):
         with pytest.raises(ValueError, match=f"{method} of 'w/replica_1' .*equal copies of a mirr"):
@@ -1045,7 +1045,7 @@ def test_a_parameter_of_tf_variable_without_a_meaning_is_a_warning(mirrored, kwa
         assert make(mirrored, **kwargs).tolist() == START
 
 
-def test_what_describes_a_graphs_operation_is_a_warning(mirrored):
+def test_arguments_for_graph_operations_give_a_warning(mirrored):
     v, local = make(mirrored), on_read(mirrored, SUM)
     slices = tpudist.IndexedSlices([1.0], [0])
     for target, value in ((v, [1.0, 2.0]), (local.values[0], [1.0, 2.0])):
@@ -1077,7 +1077,7 @@ def test_a_variable_is_read_under_its_own_strategy_only(mirrored):
 
 
 def test_a_variable_of_no_scope_is_used_in_every_scope(mirrored):
-    """It is an ordinary variable, of the default strategy."""
+    """It is an ordinary variable of the default strategy."""
     v = tpudist.Variable(START)
     with mirrored.scope():
         assert v.assign_add([1.0, 1.0]).tolist() == v.tolist() == [2, 3]
@@ -1086,8 +1086,8 @@ def test_a_variable_of_no_scope_is_used_in_every_scope(mirrored):
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.grad])
-def test_a_variable_of_no_scope_is_read_anew_in_nested_transformations(mirrored, around):
-    """What JAX has traced of a nested function, to find the variable, is not taken again."""
+def test_a_variable_of_no_scope_is_read_again_in_nested_transformations(mirrored, around):
+    """JAX's trace of the nested function, which found the variable, must not be reused."""
     v = tpudist.Variable(1.0)
     nested = around(lambda x: x * v.read_value())
     for value in (1.0, 2.0, 3.0):
@@ -1097,7 +1097,7 @@ def test_a_variable_of_no_scope_is_read_anew_in_nested_transformations(mirrored,
 
 
 def test_an_ordinary_variable_is_as_without_a_strategy():
-    """In TensorFlow, OneDeviceStrategy and the default one make plain variables."""
+    """OneDeviceStrategy and the default strategy of TensorFlow also make plain variables."""
     for strategy in (tpudist.OneDeviceStrategy(), tpudist.get_strategy()):
         v = on_read(strategy, SUM)
         assert v.assign_add(jnp.ones(2)).tolist() == [2, 3]
@@ -1172,7 +1172,7 @@ def test_components_are_arrays_to_jax(mirrored):
 
 
 @pytest.mark.parametrize("name", [3, b"x", ["x"], object()])
-def test_a_name_that_is_no_string_is_refused(name):
+def test_a_name_must_be_a_string(name):
     with pytest.raises(TypeError, match="Variable\\(name=.*must be a string"):
         tpudist.Variable(1.0, name=name)
 
@@ -1189,8 +1189,8 @@ def test_a_name_that_is_no_string_is_refused(name):
         (tpudist.MirroredStrategy, True),
     ],
 )
-def test_a_variable_of_one_copy_is_no_distributed_value(make, is_distributed):
-    """As in TensorFlow, where it is an ordinary variable."""
+def test_a_variable_with_one_copy_is_not_a_distributed_value(make, is_distributed):
+    """In TensorFlow, it is an ordinary variable, too."""
     strategy = make()
     with strategy.scope():
         v = tpudist.Variable(1.0)

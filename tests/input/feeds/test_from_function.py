@@ -1,4 +1,4 @@
-"""Datasets that a function makes, input options, and what iterators offer beside `next`."""
+"""Datasets from functions, input options, and the methods of iterators."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def one():
 
 
 def _shown(strategy, element):
-    """What each replica has, as lists, without padding."""
+    """Returns the values of each replica as lists, without padding."""
     return jax.tree.map(
         lambda x: [np.asarray(part).tolist() for part in strategy.experimental_local_results(x)],
         element,
@@ -45,7 +45,7 @@ def _elements(strategy, dataset_fn, options=None):
 # The context.
 
 
-def test_an_input_context_says_what_it_was_told_and_cannot_be_changed():
+def test_an_input_context_has_its_arguments_and_is_read_only():
     context = InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=6)
     assert (context.num_input_pipelines, context.input_pipeline_id) == (3, 1)
     assert context.num_replicas_in_sync == 6
@@ -130,7 +130,7 @@ def test_options_that_contradict_each_other_are_refused(two):
         two.distribute_datasets_from_function(lambda _: [], both)
 
 
-def test_placing_a_dataset_on_devices_has_no_effect_and_says_so(two):
+def test_placing_a_dataset_on_devices_has_no_effect_and_warns(two):
     options = InputOptions(False, PER_REPLICA, True)
     with pytest.warns(UserWarning, match="no effect: datasets are read on the host"):
         assert _elements(two, lambda _: [np.arange(2)], options) == [[[0, 1], [0, 1]]]
@@ -242,7 +242,7 @@ def test_the_function_is_called_once_and_its_dataset_gone_through_each_time(two,
     assert isinstance(dataset, tpudist.DistributedDataset)
 
 
-def test_batches_of_a_shuffled_dataset_are_those_of_its_own_passes(two):
+def test_batches_of_a_shuffled_dataset_equal_its_own_passes(two):
     source = NumpyDataset(np.arange(8)).shuffle(3).batch(2)
     dataset = two.distribute_datasets_from_function(lambda _: source)
     passes = [np.concatenate([_shown(two, x) for x in dataset]).ravel() for _ in range(2)]
@@ -257,8 +257,8 @@ def test_the_structure_of_batches_is_kept(two):
     assert element["y"][1] is None
 
 
-def test_elements_that_are_no_batches_go_one_to_each_replica(two):
-    """As `tf.data.Dataset.range(5)`, whose shapes are static: what cannot feed all is left out."""
+def test_elements_without_rows_go_one_to_each_replica(two):
+    """A last step that does not feed all replicas is dropped, as of `tf.data.Dataset.range(5)`."""
     assert _elements(two, lambda _: range(5)) == [[0, 1], [2, 3]]
     assert _elements(two, lambda _: NumpyDataset(np.arange(4))) == [[0, 1], [2, 3]]
     examples = {"x": np.arange(10).reshape(5, 2), "y": np.arange(5)}
@@ -331,7 +331,7 @@ def test_replicas_with_their_own_datasets_may_have_batches_of_their_own_size(two
     assert _elements(two, lambda c: range(2 + c.input_pipeline_id), options) == [[0, 0], [1, 1]]
 
 
-def test_how_many_elements_there_will_be_is_told_where_it_is_known(two):
+def test_the_number_of_elements_is_reported_if_it_is_known(two):
     def cardinality(dataset, options=None):
         return two.distribute_datasets_from_function(lambda _: dataset, options).cardinality
 
@@ -381,7 +381,7 @@ def test_a_batch_that_is_not_fit_is_named(two, batches, error, message):
         (lambda _: np.zeros(2), "A ndarray is not a dataset of batches"),
     ],
 )
-def test_what_is_no_dataset_function_is_refused(two, dataset_fn, message):
+def test_a_dataset_function_must_be_a_function(two, dataset_fn, message):
     with pytest.raises(TypeError, match=message):
         two.distribute_datasets_from_function(dataset_fn)
 
@@ -428,7 +428,7 @@ def test_elements_are_not_taken_in_the_scope_of_another_strategy(two, one):
     ],
 )
 def test_every_strategy_trains_on_a_dataset_that_a_function_makes(make):
-    """Sums over real rows are those of the data, however many replicas take batches of it."""
+    """Sums over real rows equal the sums of the data for any number of replicas."""
     strategy = make()
 
     def step(x):
@@ -512,7 +512,7 @@ def test_the_end_has_the_name_that_it_has_in_tensorflow(two):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_agree_on_who_has_how_many_rows():
-    """Each knows its own dataset only; whoever runs dry first must not leave the others waiting."""
+    """A process that runs out of data must not leave the others waiting."""
     program = """
         import numpy as np
         import jax

@@ -81,7 +81,7 @@ def test_batches_may_grow(strategy, partial_batch):
     np.testing.assert_allclose(sums(strategy, dataset), sums_of(batches), rtol=1e-4)
 
 
-def test_a_batch_is_partial_beside_the_largest_of_its_shape(strategy):
+def test_a_batch_is_partial_next_to_the_largest_of_its_shape(strategy):
     options = tpudist.InputOptions(partial_batch="drop")
     batches = make_batches([(4, 3), (2, 5), (8, 3), (4, 3), (2, 5)])
     dataset = strategy.experimental_distribute_dataset(batches, options)
@@ -141,7 +141,7 @@ def test_a_dataset_of_buckets_is_resumed_where_it_was(strategy):
     ],
 )
 def test_a_pass_without_batches_is_one_of_no_steps(strategy, make, caplog):
-    """As in TensorFlow; an evaluation may have a shard that is empty."""
+    """An evaluation may have an empty shard. TensorFlow does the same."""
     with caplog.at_level(logging.WARNING, "tpudist"):
         dataset = make(strategy)
         for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_pass_without_batches_is_one_of_no_steps(strategy, make, caplog):
     assert any("gave no batches" in r.getMessage() for r in caplog.records)
 
 
-def test_a_pass_of_which_all_is_dropped_is_one_of_no_steps(caplog):
+def test_a_pass_whose_batches_are_all_dropped_has_no_steps(caplog):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     dataset = strategy.experimental_distribute_dataset(
         make_batches([(8, 3), (4, 3)]), tpudist.InputOptions(partial_batch="drop")

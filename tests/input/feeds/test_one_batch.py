@@ -1,4 +1,4 @@
-"""One batch that is in memory, on the replicas at once, as a distributed dataset would place it."""
+"""One batch in memory, placed on the replicas like an element of a distributed dataset."""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def test_texts_and_replica_functions_are_refused():
 
 @pytest.mark.parametrize("options", [{}, {"has_device_dim": True}], ids=str)
 def test_a_batch_that_the_replicas_have_or_that_is_traced_is_rejected(options):
-    """Their parts would become rows, and a traced batch an error of JAX about meshes."""
+    """Otherwise the parts would become rows, and a traced batch an error of JAX about meshes."""
     strategy = strategy_of({})
     placed = strategy.distribute_batch(X)
     with pytest.raises(TypeError, match=r"batch\['x'\] is a PerReplica.*Pass it to strategy.run"):

@@ -1,6 +1,6 @@
-"""Datasets of other libraries: what they give, where they go on, and what is not fit for devices.
+"""Datasets of other libraries: their batches, their states, and data that devices do not support.
 
-Those of libraries that are not installed are skipped.
+Tests of libraries that are not installed are skipped.
 """
 
 import json
@@ -40,7 +40,7 @@ def take(iterator, count):
 
 
 def goes_on(make):
-    """Whether passes of a new dataset go on where those of another one were, at every position."""
+    """Whether a new dataset resumes at every position of another one."""
     dataset = distributed(make(), 8)
     passes = [ids(dataset), ids(dataset)]
     for number, batches in enumerate(passes):
@@ -64,7 +64,7 @@ def goes_on(make):
 
 
 class Examples:
-    """Can be read by number, and notes by whom."""
+    """Examples that are read by number, and record the threads that read them."""
 
     def __init__(self, count=NUM_EXAMPLES):
         self.count = count
@@ -204,7 +204,7 @@ def test_a_state_of_grain_is_its_own_and_nothing_is_read_again():
         iter(distributed(grain_dataset("MapDataset"))).set_state(iterator.get_state())
 
 
-def test_a_grain_dataset_without_end_says_so():
+def test_an_endless_grain_dataset_has_infinite_cardinality():
     dataset = distributed(grain_dataset("MapDataset").repeat())
     assert dataset.cardinality == -1
     assert len(take(iter(dataset), 5)) == 5
@@ -225,7 +225,7 @@ def test_examples_of_grain_are_read_by_number():
 
 
 def test_a_map_dataset_of_grain_is_not_read_far_ahead():
-    """Grain's default would hold 500 global batches in memory."""
+    """Grain's default would keep 500 global batches in memory."""
     import grain
 
     read = []
@@ -295,7 +295,7 @@ def tf_dataset(tf, seed=3):
     return dataset.batch(8).map(lambda i: {"id": i, "x": tf.cast(i, tf.float32)[:, None]})
 
 
-def test_tf_data_goes_on_in_any_pass_though_each_is_shuffled_anew(tf):
+def test_tf_data_resumes_in_any_pass_of_a_reshuffled_dataset(tf):
     first, second = goes_on(lambda: tf_dataset(tf))
     assert first != second
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_EXAMPLES))
@@ -483,7 +483,7 @@ def torch_loader(torch, kind, **options):
     return kind(torch_examples(torch), batch_size=8, **options)
 
 
-def test_a_loader_of_pytorch_goes_on_in_any_pass_though_each_is_shuffled_anew(torch):
+def test_a_pytorch_loader_resumes_in_any_pass_of_a_reshuffled_dataset(torch):
     first, second = goes_on(lambda: torch_loader(torch, torch.utils.data.DataLoader))
     assert first != second
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_EXAMPLES))
@@ -492,7 +492,7 @@ def test_a_loader_of_pytorch_goes_on_in_any_pass_though_each_is_shuffled_anew(to
     assert dataset.element_spec["x"].shape == (4, 2)
 
 
-def test_a_loader_shuffled_by_the_seed_of_all_of_pytorch_goes_on(torch):
+def test_a_loader_shuffled_by_pytorchs_global_seed_resumes(torch):
     def make():
         torch.manual_seed(5)
         return torch_loader(torch, torch.utils.data.DataLoader, generator=None)
@@ -509,7 +509,7 @@ def test_a_loader_shuffled_by_the_seed_of_all_of_pytorch_goes_on(torch):
     assert ids(resumed) == batches[1:]
 
 
-def test_a_loader_shuffled_with_another_seed_is_not_gone_on_with(torch):
+def test_a_loader_shuffled_with_another_seed_does_not_resume(torch):
     loader = torch.utils.data.DataLoader
     state = iter(distributed(torch_loader(torch, loader))).get_state()
     other = torch_loader(torch, loader, generator=torch.Generator().manual_seed(4))
@@ -517,7 +517,7 @@ def test_a_loader_shuffled_with_another_seed_is_not_gone_on_with(torch):
         iter(distributed(other)).set_state(state)
 
 
-def test_a_loader_that_keeps_its_state_is_asked_for_it(torch, recwarn):
+def test_a_loader_with_a_state_resumes_from_it(torch, recwarn):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     first, second = goes_on(lambda: torch_loader(torch, torchdata.StatefulDataLoader))
     assert first != second
@@ -617,13 +617,13 @@ def test_rows_of_hugging_face_may_be_batches(datasets):
         distributed(hf_dataset(datasets).to_iterable_dataset())
 
 
-def test_a_stream_of_hugging_face_goes_on_from_its_own_state(datasets):
+def test_a_hugging_face_stream_resumes_from_its_own_state(datasets):
     rows = hf_dataset(datasets, id=[[i, i + 1] for i in range(0, 12, 2)])
     goes_on_in_first_pass(rows.to_iterable_dataset)
 
 
 class BufferShuffledExamplesIterable:
-    """Named after the part of a stream that keeps rows in memory, whose state lacks them."""
+    """Has the name of the class of Hugging Face whose state lacks the rows in its buffer."""
 
     def __init__(self, rows, epoch, size=3):
         self.rows, self.rng, self.size = rows, np.random.default_rng([7, epoch]), size
@@ -676,7 +676,7 @@ StreamLikeHuggingFace.__module__ = "datasets.iterable_dataset"
 
 @pytest.mark.parametrize("buffer", [True, False])
 def test_a_stream_resumes_exactly_in_each_epoch_that_the_user_has_set(buffer):
-    """Also if rows wait in a shuffle buffer; and later epochs begin at their beginning."""
+    """Also with rows in a shuffle buffer; later epochs start at their beginning."""
 
     def epochs(stream, dataset, numbers):
         found = []

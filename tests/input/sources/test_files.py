@@ -1,4 +1,4 @@
-"""Examples in files: every format, the order by files, and what is said of unfit files."""
+"""Examples in files: all formats, the order by files, and errors about unsuitable files."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ FILE = AutoShardPolicy.FILE
 
 
 def record(number):
-    """Bytes that are longer for some numbers than for others."""
+    """Returns bytes whose length depends on the number."""
     return struct.pack("<q", number) + b"\x07" * (number % 7)
 
 
@@ -67,7 +67,7 @@ ENDS = {"text": "txt"}
 
 
 def folder(path, format, lengths):
-    """Files of so many records each, which count on from file to file, as a pattern."""
+    """Writes files with these numbers of records, and returns their pattern."""
     first = 0
     for number, length in enumerate(lengths):
         name = f"part-{number:02}.{ENDS.get(format, format)}"
@@ -112,7 +112,7 @@ def test_the_records_of_all_files_are_examples_in_the_sequence_of_the_files(tmp_
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, FILE])
-def test_an_iterator_of_files_goes_on_from_its_state_on_other_replicas(tmp_path, format, policy):
+def test_an_iterator_of_files_resumes_on_other_replicas(tmp_path, format, policy):
     pattern = folder(tmp_path, format, [5, 4, 7, 5])
 
     def begin(num_replicas):
@@ -219,7 +219,7 @@ def test_the_record_that_is_damaged_is_named(tmp_path):
         next(batches)
 
 
-def test_what_is_no_tfrecord_file_is_refused_with_what_it_may_be(tmp_path):
+def test_a_file_of_another_format_is_rejected_with_a_guess_of_its_format(tmp_path):
     import gzip
 
     path = tmp_path / "a.tfrecord"
@@ -250,7 +250,7 @@ def test_neighbours_are_read_together_and_others_not(tmp_path):
 
 
 def example(features):
-    """The bytes of a tf.train.Example, made by hand; all sizes are below 128."""
+    """Returns the bytes of a handmade tf.train.Example; all sizes are below 128."""
 
     def field(number, data):
         return bytes([number << 3 | 2, len(data)]) + data
@@ -282,7 +282,7 @@ def test_tf_examples_are_read_without_tensorflow():
 
 
 @given(st.binary(max_size=40))
-def test_what_is_no_tf_example_is_refused_and_never_loops(data):
+def test_a_record_that_is_not_a_tf_example_is_rejected_and_never_loops(data):
     with contextlib.suppress(ValueError):  # its own, that is: no IndexError, and so on
         assert isinstance(parse_example(data), dict)
 
@@ -313,7 +313,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
 # Parquet.
 
 
-def test_columns_that_are_no_numbers_are_refused_by_name(tmp_path):
+def test_columns_without_numbers_raise_an_error_with_their_name(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
     from pyarrow import parquet
 
@@ -368,7 +368,7 @@ def test_a_damaged_group_of_rows_is_named(tmp_path):
 # Which files.
 
 
-def test_what_is_asked_of_files_must_make_sense(tmp_path):
+def test_arguments_of_from_files_must_be_valid(tmp_path):
     for name in ("a.txt", "b.tfrecord", "c.data", "d.tfrecord-00000-of-00002"):
         write_tfrecord(tmp_path / name, [record(0)])
     a, b, c, d = sorted(tmp_path.iterdir())
@@ -525,7 +525,7 @@ def test_more_files_than_may_be_open_at_a_time_are_read(tmp_path, monkeypatch):
     assert len(dataset._files._latest) <= 3
 
 
-def test_explain_tells_how_many_files_a_process_reads(tmp_path):
+def test_explain_reports_the_number_of_files_per_process(tmp_path):
     dataset = from_files(folder(tmp_path, "text", [8] * 4), parse=lambda x: {"id": int(x)})
     (host,) = explain(distributed(dataset.batch(8))).hosts
     assert (host.files, host.examples_per_epoch) == (4, 32)
@@ -567,7 +567,7 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_read_the_order_of_one_and_by_files_each_reads_its_own(tmp_path):
-    """Of 8 files, whose first one every process reads for an example, each opens half or so."""
+    """Each process opens about half of 8 files, and the first one for its example."""
     pattern = folder(tmp_path, "text", [12] * 8)
     two = run_processes(PROGRAM, args=[pattern])
     for policy in ("AUTO", "FILE"):

@@ -1,4 +1,4 @@
-"""Examples that are read by number, from anywhere; who reads them, and what is told of it."""
+"""Examples that are read by number: the processes that read them, and the explanation."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from tpudist.input import SHARD_HINT, AutoShardPolicy, IndexedDataset, explain
 
 
 class Folder(IndexedDataset):
-    """Examples of several files, of which it notes what is read."""
+    """Examples in several files; records the numbers that are read."""
 
     def __init__(self, lengths, by_files=False):
         self._num_rows = sum(lengths)
@@ -131,7 +131,7 @@ def test_a_hint_stands_for_all_of_the_data_in_one_process():
         Folder([9]).shard(2, 0).shard(SHARD_HINT, SHARD_HINT)
 
 
-def test_what_is_not_an_option_is_refused():
+def test_unknown_options_are_rejected():
     with pytest.raises(
         ValueError, match="'FILE'.* it must be an AutoShardPolicy: .*OFF, AUTO, FILE"
     ):
@@ -159,10 +159,10 @@ def test_options_that_a_dataset_function_cannot_honour_are_not_ignored():
         )
 
 
-# What is told of it.
+# The explanation.
 
 
-def test_a_table_tells_what_is_read():
+def test_a_table_reports_the_data_of_each_process():
     explained = explain(_distribute(Folder([12, 8, 2]).batch(8), partial_batch="shrink"))
     assert str(explained).splitlines() == [
         "dataset:       Folder",
@@ -192,14 +192,14 @@ def test_iterables_and_functions_are_explained_too():
     assert "a function made the datasets" in explained.line
 
 
-def test_only_what_is_distributed_is_explained():
+def test_only_distributed_datasets_are_explained():
     with pytest.raises(TypeError, match="A Folder is not distributed, so there is nothing to expl"):
         explain(Folder([4]))
 
 
 @pytest.mark.parametrize("size", [2**33, 2**17])
 def test_a_batch_that_would_be_padding_is_refused(size):
-    """It was allocated, until the kernel ended the process."""
+    """Earlier, the padding was allocated until the kernel ended the process."""
     strategy = tpudist.MirroredStrategy()
     dataset = strategy.experimental_make_numpy_dataset(np.zeros(8))
     with pytest.raises(ValueError, match=rf"size={size}.*the dataset has 8 examples.*padding"):

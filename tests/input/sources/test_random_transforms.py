@@ -1,4 +1,4 @@
-"""Examples that are changed at random as they are read: the same in any run that goes on."""
+"""Random changes of examples: the same in a resumed run."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def records():
 
 
 def seen(batches):
-    """The example ids and noise of each batch, as rows."""
+    """Returns the example ids and the noise of each batch, as rows."""
     found = []
     for batch in batches:
         rows = getattr(batch["id"], "rows", None) or [len(batch["id"])]
@@ -55,7 +55,7 @@ def by_epoch_and_id(batches, per_epoch):
     before=st.sampled_from([1, 4, 8]),
     after=st.sampled_from([1, 4]),
 )
-def test_a_run_that_goes_on_sees_the_same_augmented_examples(seed, position, before, after):
+def test_a_resumed_run_sees_the_same_augmented_examples(seed, position, before, after):
     def make():
         dataset = records() if seed is None else records().shuffle(seed)
         return dataset.batch(8).repeat(3)
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_sees_the_same_augmented_examples(seed, position, bef
 
 
 def test_noise_is_a_function_of_seed_epoch_and_example_only():
-    """Not of the batch, the shard, or the pass that an example is read in."""
+    """The batch, the shard and the pass must not matter."""
     reference = by_epoch_and_id(seen(records().shuffle(3).batch(8).repeat(2)), 3)
     assert len(set(reference.values())) == 2 * NUM_EXAMPLES
     again = by_epoch_and_id(seen(records().shuffle(3).batch(5).repeat(2)), 5)

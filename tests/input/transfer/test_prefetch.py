@@ -1,4 +1,4 @@
-"""Items are made ahead by a thread, or by a loop that does nothing meanwhile; never by both."""
+"""Items are made ahead by a thread, or by a loop that is otherwise idle; never by both."""
 
 import contextvars
 import itertools
@@ -12,7 +12,7 @@ from tpudist.input.transfer.prefetch import Prefetcher
 
 
 class Numbers:
-    """0, 1, 2, ...; who has made each, and whether two ever did at once."""
+    """Yields 0, 1, 2, ...; records the thread of each item, and whether two ran at once."""
 
     def __init__(self, end=None):
         self.made_by = []
@@ -56,7 +56,7 @@ def test_an_iterator_that_belongs_to_one_thread_stays_in_it():
 
 
 def test_the_thread_makes_items_ahead_while_the_loop_is_away():
-    """Even in a loop that made all items so far, and never more than there is room for."""
+    """Also for a loop that made all items so far; never more items than the buffer has room for."""
     numbers = Numbers()
     prefetcher = Prefetcher(numbers, 2, any_thread=True)
     for number in range(200):
@@ -127,7 +127,7 @@ def test_several_loops_may_share_one_prefetcher():
 
 
 def test_a_prefetcher_that_nobody_holds_ends_its_thread():
-    """Also one whose loop made all of the items."""
+    """Also if the loop made all items."""
     before = threading.active_count()
     prefetcher = Prefetcher(Numbers(), 2, any_thread=True)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Memory of batches is used again, and never while anybody can still see what was in it."""
+"""Memory of batches is reused, but never while its contents can still be read."""
 
 import gc
 
@@ -67,7 +67,7 @@ def test_an_array_on_the_devices_keeps_the_memory_that_it_uses():
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float64, np.dtype(">i4")])
-def test_gathered_rows_are_those_of_numpy(dtype):
+def test_gathered_rows_equal_numpys(dtype):
     array = np.arange(6 * 40 * 50_000).reshape(6 * 40, 50_000).astype(dtype)
     rows = np.random.default_rng(0).integers(len(array), size=(4, 8))
     for source in (array, array[::2]):
@@ -79,7 +79,7 @@ def test_gathered_rows_are_those_of_numpy(dtype):
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("inner_axes", [{}, {"fsdp": 4}, {"fsdp": 8}])
 def test_large_batches_stay_as_they_are_while_later_ones_are_made(shuffled, inner_axes):
-    """Steps that are still to run read them, and so does whoever keeps them."""
+    """Steps that have not run yet, and your own references, still read them."""
     rows, width = 64, 40_000
     data = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     dataset = tpudist.NumpyDataset(data)
