@@ -1,31 +1,32 @@
-"""What replicas say to each other, inside a replica function. Pytrees in, pytrees out.
+"""Collectives between replicas, for use inside a replica function, on pytrees of arrays.
 
-Communication happens along the manual axis `replica` (see `mesh`). On CPU, 16-bit floats travel as
-float32: XLA:CPU aborts the process on a 16-bit `psum` in a partly manual function.
+Replicas communicate along the manual axis `replica` (see `mesh`). On CPU, 16-bit floats are sent as
+float32, because XLA:CPU aborts the process on a 16-bit `psum` in a partly manual function.
 """
 
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
+from jax.typing import ArrayLike, DTypeLike
 
 from tpudist.array_types import PyTree
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla.mesh import REPLICA_AXIS
-from tpudist.xla.packing import Packing
+from tpudist.xla.packing import Communicate, Packing
 
 _EXTREMES = {ReduceOp.MIN: jax.lax.pmin, ReduceOp.MAX: jax.lax.pmax}
-# The axis of replicas that run one by one, each with arrays whose values are known.
+# Axis of replicas that run eagerly, in threads of their own (`run.eager`); None in a trace.
 _eager_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("eager", default=None)
 
 
 @contextlib.contextmanager
 def run_over(axis: str) -> Iterator[None]:
-    """Lets replicas communicate over another axis, on which they are not traced together."""
+    """Sets the axis over which eager replicas communicate, in this context."""
     token = _eager_axis.set(axis)
     try:
         yield
@@ -34,25 +35,25 @@ def run_over(axis: str) -> Iterator[None]:
 
 
 def replica_axis() -> str:
-    """The axis over which replicas communicate here."""
+    """Returns the axis over which replicas communicate in this context."""
     return _eager_axis.get() or REPLICA_AXIS
 
 
 def replica_id() -> jax.Array:
-    """The number of this replica, int32."""
+    """Returns the number of this replica, int32."""
     return jax.lax.axis_index(replica_axis()) if num_replicas() > 1 else jnp.int32(0)
 
 
 def num_replicas() -> int:
-    """How many replicas run this function."""
+    """Returns the number of replicas that run this function."""
     return jax.lax.axis_size(replica_axis())
 
 
 def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> PyTree:
     """Combines `value` over all replicas; every replica gets the same result.
 
-    All leaves travel together, or as `packing` says. `MEAN` of integers is a float, as with
-    `jnp.mean`. The gradient of an all-reduce by `SUM` or `MEAN` is the same all-reduce of the
+    All leaves share a collective unless `packing` divides them. A `MEAN` of integers is a float, as
+    with `jnp.mean`. The gradient of an all-reduce by `SUM` or `MEAN` is the same all-reduce of the
     upstream gradients.
 
     Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA picks a ring.
@@ -62,20 +63,17 @@ def all_reduce(op: ReduceOp, value: PyTree, packing: Packing | None = None) -> P
     return divide_by_replicas(reduced) if op is ReduceOp.MEAN else reduced
 
 
-def combine(op: ReduceOp, arrays: Any, groups: list[list[int]] | None = None) -> Any:
-    """Arrays summed (for `MEAN` too), or their minima or maxima, over replicas or `groups`."""
+def combine(op: ReduceOp, arrays: PyTree, groups: list[list[int]] | None = None) -> PyTree:
+    """Returns sums (also for `MEAN`), minima or maxima over all replicas or within `groups`."""
     axis = replica_axis()
     if op in _EXTREMES:
         return _EXTREMES[op](arrays, axis, axis_index_groups=groups)
     return _add_up(lambda parts: jax.lax.psum(parts, axis, axis_index_groups=groups), arrays)
 
 
-def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
-    """Sums by `communicate`; on CPU those of complex numbers as two of floats.
-
-    XLA:CPU ends the process over the sum of a complex constant (jaxlib 0.10.2 and 0.12.0.1).
-    """
-
+def _add_up(communicate: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
+    # XLA:CPU ends the process for the sum of a complex constant (jaxlib 0.10.2 and 0.12.0.1), so
+    # real and imaginary parts are summed separately there.
     def is_split(x):
         return jnp.issubdtype(x.dtype, jnp.complexfloating) and platform() == "cpu"
 
@@ -88,7 +86,7 @@ def _add_up(communicate: Callable[[Any], Any], arrays: Any) -> Any:
 
 
 def widen_for_mean(op: ReduceOp, value: PyTree) -> PyTree:
-    """Makes integers floats if they are to be averaged: their sum might not fit their dtype."""
+    """Converts integers to floats for a `MEAN`, because their sum might overflow their dtype."""
     if op is not ReduceOp.MEAN:
         return value
     return jax.tree.map(
@@ -97,17 +95,16 @@ def widen_for_mean(op: ReduceOp, value: PyTree) -> PyTree:
 
 
 def divide_by_replicas(summed: PyTree) -> PyTree:
-    """Sums over all replicas of what `widen_for_mean` gave, as means."""
+    """Divides sums over all replicas, whose operands were results of `widen_for_mean`."""
     n = num_replicas()
     return jax.tree.map(lambda x: x / jnp.asarray(n, mean_dtype(x)), summed)
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
-    """Concatenates the replicas' values along dim `axis`; every replica gets all.
+    """Concatenates the replicas' values along dim `axis`; every replica gets the result.
 
-    All leaves travel together, or as `packing` says.
-
-    The gradient is the sum over replicas of the upstream gradients, of which each keeps its part.
+    All leaves share a collective unless `packing` divides them. The gradient of a replica is its
+    part of the sum of all upstream gradients.
 
     Cost: each of n replicas receives n - 1 times the bytes of `value`.
     """
@@ -122,10 +119,10 @@ def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTr
 
 
 def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
-    """Combines `value` over replicas; each keeps its own of n equal parts of dim `axis`.
+    """Combines `value` over n replicas; each gets its part of n equal parts of dim `axis`.
 
     Raises:
-        ValueError: `op` is neither SUM nor MEAN, or the dim does not divide by the replicas.
+        ValueError: If `op` is neither SUM nor MEAN, or the dim is not a multiple of n.
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(f"reduce_scatter({op}) is not supported: it combines only by SUM or MEAN.")
@@ -149,14 +146,14 @@ def reduce_scatter(op: ReduceOp, value: PyTree, axis: int) -> PyTree:
 
 
 def broadcast(value: PyTree, source: int = 0) -> PyTree:
-    """Gives every replica the value that replica `source` has.
+    """Returns the value of replica `source` on every replica.
 
-    Cost: that of an all-reduce by `SUM`.
+    Cost: same as an all-reduce by `SUM`.
     """
     me = replica_id()
 
     def mask(x):
-        # Replaced, and not multiplied by 0, which a NaN of another replica would survive.
+        # Replaced by zeros, because a product with 0 would keep a NaN of another replica.
         return jnp.where(me == source, x, jnp.zeros_like(x))
 
     bools = jax.tree.map(lambda x: jnp.result_type(x) == jnp.bool_, value)
@@ -166,24 +163,24 @@ def broadcast(value: PyTree, source: int = 0) -> PyTree:
 
 
 def run_collective(
-    communicate: Callable[[list[jax.Array]], Any],
+    communicate: Communicate,
     value: PyTree,
     packing: Packing | None = None,
     *,
     joins: bool = True,
 ) -> PyTree:
-    """Applies `communicate` to the list of leaves, or to each of the packs that it is divided in.
+    """Applies `communicate` to the leaves, or to the leaves of each pack.
 
     Args:
-        communicate: What is done with the leaves of one collective. It keeps their shapes.
-        value: Pytree of arrays; with one replica it is returned.
-        packing: By default all leaves are in one pack.
-        joins: Whether `communicate` may be given one flat array for several.
+        communicate: Called with the leaves of one collective; returns arrays of the same shapes.
+        value: Pytree of arrays, which is returned if there is one replica.
+        packing: Division of the leaves; by default all are in one pack.
+        joins: Whether `communicate` also works on one flat array with several leaves.
     """
     leaves, treedef = jax.tree.flatten(value)
     leaves = [jnp.asarray(x) for x in leaves]
     if num_replicas() == 1:
-        # Nothing to say; and XLA refuses collectives over one partly manual device.
+        # XLA rejects collectives over one partly manual device.
         return jax.tree.unflatten(treedef, leaves)
     if _eager_axis.get() is not None:
         communicate = _trace_first(communicate)
@@ -203,40 +200,41 @@ def run_collective(
     )
 
 
-def _trace_first(communicate: Callable[[list[jax.Array]], Any]) -> Callable[..., list[Any]]:
-    """`communicate` as the collectives in it: JAX takes what is not traced for equal everywhere."""
-
-    def evaluate(leaves: list[jax.Array]) -> list[Any]:
+def _trace_first(communicate: Communicate) -> Communicate:
+    # Eagerly, JAX treats a value that is not traced as equal on all replicas, and simplifies a
+    # collective of it. So the collectives are traced first and then evaluated.
+    def evaluate(leaves: list[jax.Array]) -> list[jax.Array]:
         traced = jax.make_jaxpr(lambda leaves: list(communicate(leaves)))(leaves)
         return core.jaxpr_as_fun(traced)(*leaves)
 
     return evaluate
 
 
-def is_16_bit_float(dtype: Any) -> bool:
+def is_16_bit_float(dtype: DTypeLike) -> bool:
     """Whether values of `dtype` are floats of at most 16 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
 
 
-def mean_dtype(x: jax.Array) -> Any:
-    """The dtype of a mean: the array's own, but JAX's float (float32 without x64) for integers."""
+def mean_dtype(x: jax.Array) -> np.dtype:
+    """Returns the dtype of a mean: that of `x`; for integers JAX's float (float32 without x64)."""
     return x.dtype if _is_inexact(x) else jnp.result_type(float)
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def platform() -> str:
-    """The platform traced for, which need not be this process's own: the mesh knows it."""
+    """Returns the platform of the mesh in the current trace; otherwise JAX's default platform."""
+    # A program for a described TPU is traced in a process whose own devices are CPUs.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
-def _dim(x: jax.Array, axis: int, what: str) -> int:
+def _dim(x: jax.Array, axis: int, function: str) -> int:
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
-            f"{what}(axis={axis}): the value has shape {x.shape}, with {x.ndim} dim(s). Use an "
+            f"{function}(axis={axis}): the value has shape {x.shape}, with {x.ndim} dim(s). Use an "
             "axis of the value; a scalar has none: add one with x[None]."
         )
     return axis % x.ndim

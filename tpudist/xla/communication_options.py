@@ -1,28 +1,27 @@
-"""How replicas communicate, as far as users choose it: options of reductions, as `tf.distribute`'s.
+"""Options of reductions and gathers that mirror `tf.distribute`'s.
 
-What the compiler cannot be told has no effect, which is said once for each place that asks for it.
+An option that the compiler does not support has no effect and causes a warning, once per place.
 """
 
 import dataclasses
 import enum
 import warnings
-from typing import Any
 
 from tpudist.xla.packing import Packing
 
-_warned: set[tuple[str, str, Any]] = set()
+_warned: set[tuple[str, str, object]] = set()
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries values between devices.
+    """Implementation of collectives.
 
-    As `tf.distribute.experimental.CommunicationImplementation`. XLA has one implementation for each
+    Mirrors `tf.distribute.experimental.CommunicationImplementation`. XLA has one implementation per
     platform: NCCL on GPUs, and its own elsewhere.
 
     Attributes:
-        AUTO: What the platform has.
-        RING: TensorFlow's own. It has no effect, which is a warning.
-        NCCL: NVIDIA's. It has no effect but on GPUs, which is a warning.
+        AUTO: The implementation of the platform.
+        RING: TensorFlow's own. Has no effect and causes a warning.
+        NCCL: NVIDIA's. On platforms other than GPUs, has no effect and causes a warning.
     """
 
     AUTO = "AUTO"
@@ -32,17 +31,17 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """How one reduction or gather communicates.
+    """Options of one reduction or gather.
 
-    As `tf.distribute.experimental.CommunicationOptions`.
+    Mirrors `tf.distribute.experimental.CommunicationOptions`.
 
     Attributes:
-        bytes_per_pack: Bytes that travel in one collective at most; an array that is larger travels
-            alone. 0 lets XLA decide. Smaller packs can travel while others are still computed. On
-            GPUs the smallest that is asked for in a program holds for all of it. On TPUs XLA
-            combines collectives as it likes, and this is a warning.
-        timeout_seconds: Accepted with a warning: XLA's collectives have no timeouts of their own.
-        implementation: Which one, or its name. What the platform does not have is a warning.
+        bytes_per_pack: Largest number of bytes per collective; a larger array has its own. 0 lets
+            XLA decide. Smaller packs can be sent while other values are still being computed. On
+            GPUs, the smallest value in a program applies to the whole program. On TPUs it has no
+            effect, because XLA chooses how to combine collectives, and causes a warning.
+        timeout_seconds: Accepted with a warning: XLA's collectives have no timeouts.
+        implementation: Implementation or its name. Causes a warning if the platform lacks it.
     """
 
     bytes_per_pack: int = 0
@@ -53,37 +52,41 @@ class CommunicationOptions:
         """Checks the values.
 
         Raises:
-            ValueError: Negative bytes, or no implementation.
+            ValueError: If a value is invalid.
         """
-        size, asked = self.bytes_per_pack, self.implementation
+        size, implementation = self.bytes_per_pack, self.implementation
+        names = CommunicationImplementation.__members__
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
                 f"CommunicationOptions(bytes_per_pack={size!r}): `bytes_per_pack` must be an "
                 "integer >= 0; 0 lets XLA decide."
             )
-        if isinstance(asked, str) and asked.upper() in CommunicationImplementation.__members__:
-            object.__setattr__(self, "implementation", CommunicationImplementation[asked.upper()])
-        elif not isinstance(asked, CommunicationImplementation):
+        if isinstance(implementation, str) and implementation.upper() in names:
+            object.__setattr__(self, "implementation", names[implementation.upper()])
+        elif not isinstance(implementation, CommunicationImplementation):
             raise ValueError(
-                f"CommunicationOptions(implementation={asked!r}): `implementation` must be a "
-                "tpudist.experimental.CommunicationImplementation or its name: "
-                f"{', '.join(CommunicationImplementation.__members__)}."
+                f"CommunicationOptions(implementation={implementation!r}): `implementation` must "
+                "be a tpudist.experimental.CommunicationImplementation or its name: "
+                f"{', '.join(names)}."
             )
 
     @property
     def packing(self) -> Packing | None:
-        """Which values share a collective; None if XLA decides."""
+        """Division of values into collectives; None if XLA decides."""
         return Packing(bytes_per_pack=self.bytes_per_pack) if self.bytes_per_pack else None
 
 
 class CollectiveHints(CommunicationOptions):
-    """The old name of `CommunicationOptions`, deprecated.
+    """The deprecated name of `CommunicationOptions`.
 
-    As `tf.distribute.experimental.CollectiveHints`.
+    Mirrors `tf.distribute.experimental.CollectiveHints`.
+
+    Args:
+        bytes_per_pack: Same as in `CommunicationOptions`.
+        timeout_seconds: Same as in `CommunicationOptions`.
     """
 
     def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None):
-        """As `CommunicationOptions`."""
         warnings.warn(
             "CollectiveHints is deprecated: use tpudist.experimental.CommunicationOptions.",
             DeprecationWarning,
@@ -92,16 +95,16 @@ class CollectiveHints(CommunicationOptions):
         super().__init__(bytes_per_pack, timeout_seconds)
 
 
-def check_options(options: Any, place: str, platform: str) -> CommunicationOptions | None:
-    """`options`, of which each that has no effect on `platform` is a warning, once for each place.
+def check_options(options: object, place: str, platform: str) -> CommunicationOptions | None:
+    """Returns `options`; warns once per place about each option without effect on `platform`.
 
     Args:
-        options: What a user gave.
-        place: The call that was given it, such as `all_reduce(options`.
-        platform: Of the devices: `cpu`, `gpu` or `tpu`.
+        options: The user's argument.
+        place: Start of the call with this argument, such as `all_reduce(options`.
+        platform: Platform of the devices: `cpu`, `gpu` or `tpu`.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: If `options` is neither None nor `CommunicationOptions`.
     """
     if options is None:
         return None
@@ -115,16 +118,16 @@ def check_options(options: Any, place: str, platform: str) -> CommunicationOptio
     if options.bytes_per_pack and platform == "tpu":
         why = "on tpu devices XLA decides how to combine collectives"
         _warn_once(place, "bytes_per_pack", options.bytes_per_pack, why)
-    asked = options.implementation
-    assert isinstance(asked, CommunicationImplementation)
-    have_nccl = asked is CommunicationImplementation.NCCL and platform == "gpu"
-    if asked is not CommunicationImplementation.AUTO and not have_nccl:
+    implementation = options.implementation
+    assert isinstance(implementation, CommunicationImplementation)
+    is_nccl_on_gpu = implementation is CommunicationImplementation.NCCL and platform == "gpu"
+    if implementation is not CommunicationImplementation.AUTO and not is_nccl_on_gpu:
         why = f"on {platform} devices XLA chooses how replicas communicate"
-        _warn_once(place, "implementation", asked.name, why)
+        _warn_once(place, "implementation", implementation.name, why)
     return options
 
 
-def _warn_once(place: str, field: str, value: Any, why: str) -> None:
+def _warn_once(place: str, field: str, value: object, why: str) -> None:
     if (place, field, value) not in _warned:
         _warned.add((place, field, value))
         warnings.warn(

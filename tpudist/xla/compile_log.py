@@ -1,15 +1,17 @@
-"""Every compile is recorded with its cause."""
+"""Records each compile of a replica function with its cause, for `tpudist.compile_log()`."""
 
 import collections
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import jax
+import numpy as np
 
+from tpudist.array_types import Shape
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.goodput import goodput
 
@@ -21,10 +23,11 @@ class CompileRecord:
     """One compile of a replica function.
 
     Attributes:
-        function: Its name.
-        cause: Why it was compiled: the first call, or how the call differs from the most similar
-            call that was compiled before.
-        seconds: From the call to the dispatch of the new program: tracing, proving, compiling.
+        function: Name of the function.
+        cause: Reason of the compile: the first call, or the difference to the most similar call
+            that was compiled before.
+        seconds: Seconds from the call to the dispatch of the new program: tracing, proving,
+            compiling.
     """
 
     function: str
@@ -37,14 +40,13 @@ _records_lock = threading.Lock()
 
 
 class BackendCompiles:
-    """Counts what XLA compiles in this process, or loads from its cache, since it was made.
+    """Counter of the programs that XLA compiles, or loads from its cache, in this process.
 
     Attributes:
-        number: How many programs that were.
+        number: Number of programs since the counter was created.
     """
 
     def __init__(self):
-        """Listens from now on."""
         self.number = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
@@ -55,22 +57,23 @@ class BackendCompiles:
 
 @functools.cache
 def backend_compiles() -> BackendCompiles:
-    """The process's counter, which starts when it is first asked for."""
+    """Returns the counter of this process, which starts with the first call."""
     return BackendCompiles()
 
 
-# From so many compiles of one function on, they are a warning: each costs more than many steps.
+# From the 5th compile of one function on, the log level is WARNING: a compile takes as long as many
+# steps, so a function that compiles repeatedly is usually a mistake.
 _MANY_COMPILES = 5
 
 
 def record_compile(function: str, cause: str, seconds: float, number: int) -> None:
-    """Adds a compile to the log, and tells the logger `tpudist.compile`.
+    """Adds a compile to the log, and writes it to the logger `tpudist.compile`.
 
     Args:
-        function: The name of the replica function.
-        cause: Why it was compiled.
-        seconds: How long the call took that compiled it.
-        number: Of this compile among those of the function, from 1.
+        function: Name of the replica function.
+        cause: Reason of the compile.
+        seconds: Seconds of the call that compiled.
+        number: Number of this compile of the function, from 1.
     """
     with _records_lock:
         _records.append(CompileRecord(function, cause, seconds))
@@ -86,7 +89,7 @@ class CompileLog(list[CompileRecord]):
 
     def _repr_html_(self) -> str:
         seconds = sum(record.seconds for record in self)
-        rows = [(x.function, f"{x.seconds:.2f}", x.cause) for x in self[-_SHOWN:]]
+        rows = [(x.function, f"{x.seconds:.2f}", x.cause) for x in self[-_MAX_ROWS:]]
         more = len(self) - len(rows)
         notes = [f"and {more} before these"] if more else []
         title = f"{len(self)} compiles, {seconds:.1f} s"
@@ -94,14 +97,14 @@ class CompileLog(list[CompileRecord]):
         return TextTable(columns, rows, title, notes)._repr_html_()
 
 
-_SHOWN = 40
+_MAX_ROWS = 40  # in notebooks
 
-# What the names of captured values begin with in signatures; no argument's name has a space.
+# Prefix of the names of captured values in signatures. The name of an argument has no space.
 CAPTURED = "captured "
 
 
 def compile_log() -> CompileLog:
-    """The compiles of replica functions in this process, oldest first (the last 1000)."""
+    """Returns the compiles of replica functions in this process, oldest first (the last 1000)."""
     with _records_lock:
         return CompileLog(_records)
 
@@ -111,14 +114,14 @@ def nearest_signature(
 ) -> Mapping[str, str]:
     """Returns the signature that differs from `new` in the fewest inputs.
 
-    Of several, it is one with the same arguments, where only captured values differ, or else the
-    latest.
+    If several do, prefers one in which only captured values differ, then the latest.
 
     Args:
-        earlier: The signatures of the programs compiled before, oldest first; at least 1.
-        new: The signature of the call that is compiled now.
+        earlier: Signatures of the programs compiled before, oldest first; at least 1.
+        new: Signature of the call that is compiled now.
     """
 
+    # Reversed, because `min` returns the first of several equal candidates.
     def distance(old: Mapping[str, str]) -> tuple[int, int]:
         differing = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
         return len(differing), sum(not name.startswith(CAPTURED) for name in differing)
@@ -127,11 +130,11 @@ def nearest_signature(
 
 
 def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What differs between two signatures, in words.
+    """Describes the difference between two signatures.
 
     Args:
-        old: For each input by name, its description before, as `describe` gives it.
-        new: For each input by name, its description now.
+        old: Previous description (`describe`) of each input by name.
+        new: Current description of each input by name.
     """
     changed = [
         f"{name} was {old[name]}, is {after}"
@@ -146,10 +149,11 @@ def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return "; ".join(changed[:3]) + more
 
 
-def name_of(function: Any) -> str:
-    """Returns the name of a function: of a `functools.partial`, that of its function."""
+def name_of(function: Callable[..., object]) -> str:
+    """Returns the name of a function, or of the function of a `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
+    # An object with `__call__` has no `__name__`.
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -157,15 +161,30 @@ def describe_call(name: str, arguments: str, whole: bool) -> str:
     """Returns the text of a call, for advice: `strategy.run(step, args=(batch,))`.
 
     Args:
-        name: The name of the function.
-        arguments: The text of the arguments, such as `model, ...`.
+        name: Name of the function.
+        arguments: Text of the arguments, such as `model, ...`.
         whole: Whether the function is a `tpudist.function`, which is called without `run`.
     """
     return f"{name}({arguments})" if whole else f"strategy.run({name}, args=({arguments}))"
 
 
-def describe(value: Any) -> str:
-    """An array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
+class ShapedValue(Protocol):
+    """An array, the shape of one, or a PerReplica of arrays."""
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the dims."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the elements."""
+        ...
+
+
+def describe(value: ShapedValue) -> str:
+    """Returns an array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
     shape = ",".join(map(str, value.shape))
+    # Neither NumPy's arrays nor random keys have a weak type.
     weak = "weak " if getattr(value, "weak_type", False) else ""
     return f"{weak}{value.dtype}[{shape}]"

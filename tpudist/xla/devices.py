@@ -1,4 +1,4 @@
-"""Finds devices by name, and refuses those that are not there."""
+"""Finds devices by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,26 +11,27 @@ from tpudist.options import shorten
 def as_devices(
     devices: Sequence[jax.Device | str] | None, *, local: bool = False
 ) -> list[jax.Device]:
-    """JAX devices for devices or names such as `cpu:0`, `TPU:3` or `/device:GPU:1`.
+    """Returns JAX devices for devices or names such as `cpu:0`, `TPU:3` or `/device:GPU:1`.
 
     Args:
-        devices: None for all of the default platform.
-        local: Only devices of this process.
+        devices: Devices or their names; None for all devices of the default platform.
+        local: Whether all devices must belong to this process.
 
     Raises:
-        ValueError: None at all, a device that does not exist, or one that belongs to another
-            process with `local`.
+        ValueError: If `devices` is empty, a device does not exist, or a device belongs to another
+            process although `local` is true.
     """
     if devices is None:
         return jax.local_devices() if local else jax.devices()
-    named: Any = [devices] if isinstance(devices, str | jax.Device) else list(devices)
+    named: list[Any] = [devices] if isinstance(devices, str | jax.Device) else list(devices)
     if not named:
         raise ValueError(
             f"devices={devices!r} names no device. Omit it to use all devices, or name the devices "
             "to use, such as jax.devices()[:2]."
         )
-    found = [_find(d) if isinstance(d, str) else d for d in named]
-    for device in found:
+    found = []
+    for item in named:
+        device = _find(item) if isinstance(item, str) else item
         if not isinstance(device, jax.Device):
             raise ValueError(
                 f"A device was named by {shorten(device)} of type {type(device).__name__}. Use one "
@@ -41,15 +42,18 @@ def as_devices(
                 f"Device {device} belongs to process {device.process_index}, but this is process "
                 f"{jax.process_index()}. Use MultiWorkerMirroredStrategy for several processes."
             )
+        found.append(device)
     return found
 
 
 def _find(name: str) -> jax.Device:
+    # "/job:worker/task:0/device:GPU:1", as TensorFlow writes it, becomes "gpu:1".
     platform, _, number = name.lower().split("device:")[-1].strip("/").partition(":")
     try:
         candidates = jax.devices(platform)
     except RuntimeError:
         candidates = []
+    # "gpu" means "gpu:0"; a number that cannot be parsed is -1, and so not found.
     index = int(number) if number.isdigit() else 0 if platform and not number else -1
     if not 0 <= index < len(candidates):
         have = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.devices()))

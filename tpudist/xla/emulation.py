@@ -1,11 +1,6 @@
-"""Emulated devices: one CPU process has several, so that a program for a slice runs on a laptop.
+"""Emulates several devices in one CPU process, so that a program for a slice runs on a laptop."""
 
-XLA:CPU runs each device's part of a step on a pool of threads whose size is `NPROC`. If the pool is
-smaller than the steps in flight need, an all-reduce waits for threads that are waiting for it, and
-XLA aborts the process after 40 s. `max(32, 4 * num_devices)` threads were always enough, 12 for 8
-devices were not (jax 0.10, two cores).
-"""
-
+import operator
 import os
 from pathlib import Path
 
@@ -20,8 +15,8 @@ ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
 def has_backend() -> bool:
     """Whether this process already has devices, so that it is too late to choose them."""
     number = Setting.NUM_CPU_DEVICES.read()
-    # JAX itself refuses another number of CPU devices once a backend runs; asking it to is the
-    # public way to know without starting one.
+    # JAX raises an error for another number of CPU devices once a backend runs. Trying that is the
+    # only public check that does not start a backend.
     try:
         Setting.NUM_CPU_DEVICES.set(max(number, 1) + 1)
     except RuntimeError:
@@ -83,7 +78,11 @@ def has_accelerators(number: int = 1, dev: Path = Path("/dev")) -> bool:
 
 
 def num_threads(num_devices: int) -> int:
-    """Returns the size of the thread pool, for `NPROC`: enough for the steps in flight."""
+    """Returns the size of XLA's thread pool, for `NPROC`."""
+    # XLA:CPU runs each device's part of a step in this pool. If it has fewer threads than the steps
+    # in flight need, an all-reduce waits for threads that are waiting for it, and XLA aborts the
+    # process after 40 s. This size was always enough; 12 threads for 8 devices were not (jax 0.10,
+    # two cores).
     return max(32, 4 * num_devices)
 
 
@@ -98,26 +97,27 @@ def environment_of(num_devices: int) -> dict[str, str]:
 
 
 def devices_of_environment() -> int | None:
-    """Returns the number of emulated devices that the environment asks for; None if it does not.
+    """Returns the number of emulated devices in `TPUDIST_EMULATE`; None if it is not set.
 
     Raises:
-        ValueError: What it asks for is no number of devices.
+        ValueError: If the value is not a positive number.
     """
     return _parse_num_devices(None) if os.environ.get(ENVIRONMENT_VARIABLE) else None
 
 
 def _parse_num_devices(num_devices: int | None) -> int:
     origin = "tpudist.emulate"
-    asked: object = num_devices
-    if num_devices is None:
-        origin, asked = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "8")
+    value: int | str | None = num_devices
+    if value is None:
+        origin, value = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "8")
     try:
-        number = int(asked)  # type: ignore[arg-type]
+        # `operator.index` accepts NumPy's integers and rejects floats.
+        number = int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         number = 0
-    if number < 1 or isinstance(asked, float):
+    if number < 1:
         raise ValueError(
-            f"{origin} requests {shorten(asked)} devices. The number must be an integer of at "
+            f"{origin} requests {shorten(value)} devices. The number must be an integer of at "
             "least 1, such as 8."
         )
     return number

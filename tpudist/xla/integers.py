@@ -1,8 +1,9 @@
-"""Integers of 64 bits on their way to JAX, which keeps the lower 32 and says nothing.
+"""Checks that values keep their numbers when they become JAX arrays.
 
-Unless 64-bit numbers are enabled. Most NumPy integers are of 64 bits and small; one that does not
-fit is refused where it comes in. Arrays of other dtypes cost a look at their type. Masked arrays
-and buffers of bytes are refused at the same places: they too would become other numbers.
+Unless 64-bit numbers are enabled, JAX silently keeps the lower 32 bits of 64-bit integers. NumPy's
+integers have 64 bits by default, but are usually small, so only larger numbers raise an error.
+Masked arrays and buffers of bytes would also become other numbers. For arrays of other dtypes, the
+check only reads the type.
 """
 
 import functools
@@ -14,47 +15,49 @@ import numpy as np
 
 from tpudist.xla.settings import Setting
 
+# Types of NumPy values, including subclasses in libraries, such as arrays in files.
 HOST_TYPES = (np.ndarray, np.generic)
-"""What NumPy gives, and what libraries derive of it, such as arrays in files."""
+
+Name = str | Callable[[], str]
 
 
-def refuse_masks_and_buffers(value: Any, what: str | Callable[[], str]) -> None:
-    """Refuses masked arrays, whose masks would be lost, and buffers of bytes.
+def refuse_masks_and_buffers(value: object, name: Name) -> None:
+    """Raises an error for a masked array, whose mask would be lost, and for a buffer of bytes.
 
     Args:
         value: Any value.
-        what: Name of the value, for the message, or a function that returns it.
+        name: Name of the value for the message, or a function that returns it.
 
     Raises:
-        TypeError: If `value` is one.
+        TypeError: If `value` is a masked array or a buffer.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{what if isinstance(what, str) else what()} is a masked numpy array of shape "
+            f"{name if isinstance(name, str) else name()} is a masked numpy array of shape "
             f"{list(value.shape)}, but devices hold no masks: the step would compute with the "
             "masked elements. Pass x.filled(0), and pass the mask ~numpy.ma.getmaskarray(x) as a "
             "separate array."
         )
     if isinstance(value, bytearray | memoryview):
         raise TypeError(
-            f"{what if isinstance(what, str) else what()} is a {type(value).__name__}, a buffer "
+            f"{name if isinstance(name, str) else name()} is a {type(value).__name__}, a buffer "
             "whose bytes may be numbers of any dtype. Choose the dtype: numpy.frombuffer(x, "
             "dtype=numpy.uint8)."
         )
 
 
-def check_fit(value: Any, what: str | Callable[[], str]) -> None:
-    """Refuses integers of NumPy's that JAX would cut to 32 bits; anything else is fine.
+def check_fit(value: object, name: Name) -> None:
+    """Checks that JAX would not truncate integers of NumPy or Python to 32 bits.
 
     Args:
-        value: Any value; lists of integers are looked at as JAX would take them.
-        what: What it is, for the message, or a function that says so.
+        value: Any value. Values other than NumPy's and `int` pass.
+        name: Name of the value for the message, or a function that returns it.
 
     Raises:
-        ValueError: An integer does not fit the dtype that JAX makes of its own.
+        ValueError: If an integer does not fit JAX's dtype for it.
         TypeError: If `value` is a masked array or a buffer.
     """
-    refuse_masks_and_buffers(value, what)
+    refuse_masks_and_buffers(value, name)
     if isinstance(value, np.ndarray | np.generic):
         dtype: np.dtype = value.dtype
     elif type(value) is int:
@@ -67,24 +70,24 @@ def check_fit(value: Any, what: str | Callable[[], str]) -> None:
     bounds = _bounds(dtype.newbyteorder("="), Setting.ENABLE_X64.read())
     if bounds is None or not np.size(numbers):
         return
-    name, least, greatest = bounds
+    jax_dtype, least, greatest = bounds
     smallest, largest = int(np.min(numbers)), int(np.max(numbers))
     if least <= smallest and largest <= greatest:
         return
     wrong = largest if largest > greatest else smallest
     raise ValueError(
-        f"{what if isinstance(what, str) else what()} holds the integer {wrong} as {dtype}. JAX "
-        f"converts it to {name}, from {least} to {greatest}, which would change the number. Use "
-        "smaller numbers, convert them to floats, or enable integers of 64 bits (the environment "
-        "variable JAX_ENABLE_X64=1)."
+        f"{name if isinstance(name, str) else name()} holds the integer {wrong} as {dtype}. JAX "
+        f"converts it to {jax_dtype}, from {least} to {greatest}, which would change the number. "
+        "Use smaller numbers, convert them to floats, or enable integers of 64 bits (the "
+        "environment variable JAX_ENABLE_X64=1)."
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _bounds(dtype: np.dtype, x64: bool) -> tuple[str, int, int] | None:
-    """The dtype that JAX makes of a dtype of integers, and its range; None if it is the same."""
-    del x64  # which `canonicalize_dtype` reads for itself
-    made = jax.dtypes.canonicalize_dtype(dtype)
-    if made.itemsize >= dtype.itemsize:
+    """Returns JAX's dtype for a dtype of integers, and its range; None if it is not smaller."""
+    del x64  # only part of the cache key: `canonicalize_dtype` reads the setting itself
+    jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if jax_dtype.itemsize >= dtype.itemsize:
         return None
-    return str(made), int(np.iinfo(made).min), int(np.iinfo(made).max)
+    return str(jax_dtype), int(np.iinfo(jax_dtype).min), int(np.iinfo(jax_dtype).max)

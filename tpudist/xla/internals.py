@@ -1,7 +1,7 @@
-"""The private doors of JAX: what tpudist needs and JAX offers nowhere in public.
+"""Wraps the private APIs of JAX that tpudist needs; the only module that imports `jax._src`.
 
-Each is looked up here and nowhere else, and each has a test of its own in
-`tests/policy/test_jax_versions.py`, which names the version of JAX that closed it.
+Each wrapper has a test in `tests/policy/test_jax_versions.py`, which names the version of JAX that
+removed the API.
 """
 
 import contextlib
@@ -19,36 +19,35 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def coordination_client() -> Any:
-    """The client of JAX's coordination service, with its key-value store; None in one process.
-
-    Orbax reaches for it in the same way.
-    """
+    """Returns the client of JAX's coordination service (a key-value store); None in one process."""
+    # Orbax uses the same private attribute.
     return distributed.global_state.client
 
 
 def coordinator_host() -> str:
-    """The host of the first process, as the others reach it; empty in one process."""
+    """Returns the address of the first process's host for the others; empty in one process."""
     address = distributed.global_state.coordinator_address or ""
     return address.rpartition(":")[0].strip("[]")
 
 
-_FOR_EVER_S = 10_000_000
-"""A time without a heartbeat after which JAX would abort the process: others look after that."""
+# JAX aborts a process after this time without a heartbeat. tpudist detects lost processes itself
+# (`processes.process_watch`), so the time is practically infinite.
+_FOREVER_S = 10_000_000
 
 
 def start_coordination_service(address: str, num_processes: int) -> Any:
-    """Starts a coordination service for processes that another one looks after.
+    """Starts a coordination service for processes that tpudist supervises.
 
-    It ends with the object, and aborts all processes that are connected to it then.
+    Keep the returned object: the service ends with it, and aborts all connected processes.
 
     Args:
-        address: `host:port` where it listens, and nowhere else.
-        num_processes: How many will join.
+        address: `host:port` on which the service listens.
+        num_processes: Number of processes that will connect.
     """
     return _jax.get_distributed_runtime_service(
         address,
         num_processes,
-        heartbeat_timeout=_FOR_EVER_S,
+        heartbeat_timeout=_FOREVER_S,
         shutdown_timeout=1,
     )
 
@@ -56,51 +55,54 @@ def start_coordination_service(address: str, num_processes: int) -> Any:
 def connect_coordination_service(
     address: str, num_processes: int, process_id: int
 ) -> Callable[[], None]:
-    """Connects to a service; returns when all processes have, be it never.
+    """Connects to a coordination service; blocks until all processes have connected.
 
-    There is no end to it, since JAX would abort the process then.
+    There is no timeout, because JAX would abort the process then.
 
     Args:
-        address: Of the service.
-        num_processes: How many connect.
-        process_id: Which of them this is.
+        address: Address of the service.
+        num_processes: Number of processes that connect.
+        process_id: Number of this process.
 
     Returns:
-        To be called in a process that belongs to no others, which belongs to these from then on.
+        A function without arguments that makes this process a member of the group. Call it while
+        the process is in no other group (`leave_runtime`).
 
     Raises:
-        jax.errors.JaxRuntimeError: There is no service.
+        jax.errors.JaxRuntimeError: If there is no service.
     """
     client = _jax.get_distributed_runtime_client(
         address,
         process_id,
-        init_timeout=_FOR_EVER_S,
-        heartbeat_timeout=_FOR_EVER_S,
+        init_timeout=_FOREVER_S,
+        heartbeat_timeout=_FOREVER_S,
         use_compression=True,
-        shutdown_on_destruction=False,  # that would wait for those who have died
+        shutdown_on_destruction=False,  # a shutdown would wait for processes that have died
     )
     client.connect()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # without end: so would its own end
+    # The destructor of a client aborts the process, too. So the client is never destroyed: this
+    # reference is leaked on purpose.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
-    def belong() -> None:
+    def join() -> None:
         state = distributed.global_state
         state.client, state.coordinator_address = client, address
         state.process_id, state.num_processes = process_id, num_processes
 
-    return belong
+    return join
 
 
 def leave_runtime(keep: bool) -> None:
-    """Forgets the other processes and all devices, so that others can be joined, with new ones.
+    """Leaves the group of processes and drops all devices, so that the process can join another.
 
-    Arrays and programs that were there before can be used no more.
+    Existing arrays and programs become unusable.
 
     Args:
-        keep: Whether something still waits in the old runtime, which is never destroyed then: that
-            would wait for it.
+        keep: Whether to keep the old runtime in memory forever, because an operation in it may
+            never end: destroying the runtime would wait for that operation.
     """
     state = distributed.global_state
-    if keep:
+    if keep:  # leaks a reference on purpose
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend.get_backend()))
     state.client, state.preemption_sync_manager = None, None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
@@ -109,11 +111,12 @@ def leave_runtime(keep: bool) -> None:
 
 
 def call_at_preemption_poll(callback: Callable[[], None]) -> bool:
-    """Calls a function before this process asks JAX for the first time whether it is to end.
+    """Calls a function once, when this process first asks JAX whether it is being preempted.
 
     Returns:
-        Whether there is such a service.
+        Whether JAX has such a service here.
     """
+    # The first call of the replacement removes it again, so later polls cost nothing.
     state = distributed.global_state
     manager = getattr(state, "preemption_sync_manager", None)
     if manager is None:
@@ -133,9 +136,10 @@ def call_at_preemption_poll(callback: Callable[[], None]) -> bool:
 
 
 def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """The `compiler_options` that `jax.jit` was given for a program, which it shows nowhere."""
+    """Returns the `compiler_options` that `jax.jit` got for a program."""
+    lowering: Any = lowered._lowering
     try:
-        return dict(lowered._lowering._compiler_options_kvs)  # type: ignore[attr-defined]
+        return dict(lowering._compiler_options_kvs)
     except AttributeError as error:
         raise RuntimeError(
             f"tpudist cannot read the compiler options of a program that jax {jax.__version__} has "
@@ -145,9 +149,11 @@ def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
 
 
 def make_key_of_trace_caches() -> Any:
-    """A setting of our own, of which JAX's caches of traces know: another value, other caches.
+    """Returns a new setting that is part of the key of JAX's trace caches.
 
-    None where JAX has no such settings. To be made once: what was traced before is traced anew.
+    A function is traced again under another value of the setting. Call this only once per process,
+    because a new setting invalidates all existing traces. Returns None if this JAX does not
+    support it.
     """
     try:
         return config.config_ext.Config(
@@ -158,9 +164,9 @@ def make_key_of_trace_caches() -> Any:
 
 
 def settings_of_traces() -> tuple[Any, ...]:
-    """The values of JAX's settings that change what a trace gives, such as `jax_enable_x64`.
+    """Returns the values of JAX's settings that affect a trace, such as `jax_enable_x64`.
 
-    Empty where this JAX does not give them.
+    Returns an empty tuple if this JAX does not expose them.
     """
     try:
         values = zip(config.trace_context_names(), config.trace_context(), strict=True)
@@ -170,17 +176,19 @@ def settings_of_traces() -> tuple[Any, ...]:
 
 
 def is_described(device: jax.Device) -> bool:
-    """Whether a device is one of a described topology, to compile for and not to run on."""
+    """Whether a device belongs to a described topology (`xla.topology`) and cannot run programs."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], Any]) -> Any:
-    """A trace of JAX that evaluates operations at once, as there is one by default, by `evaluate`.
+    """Returns a trace of JAX for `use_evaluation`, which evaluates operations immediately.
 
-    It is given the trace, the primitive, its arguments and its parameters. For `use_evaluation`.
+    Args:
+        evaluate: Called with the trace, a primitive, its arguments and its parameters; returns
+            the results.
 
     Raises:
-        RuntimeError: This JAX has no such traces.
+        RuntimeError: If this JAX has no such traces.
     """
     try:
 
@@ -198,23 +206,23 @@ def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], An
 
 
 def use_evaluation(evaluation: Any = None) -> contextlib.AbstractContextManager:
-    """Evaluates operations by `evaluation` in this thread; without one, as JAX does by default."""
+    """Evaluates operations of this thread with `evaluation`; by default like JAX itself."""
     return core.set_current_trace(core.eval_trace if evaluation is None else evaluation)
 
 
 def name_axis(name: str, size: int) -> contextlib.AbstractContextManager:
-    """Lets collectives over an axis of this name and size be asked for, in this thread."""
+    """Allows collectives over an axis of this name and size in this thread."""
     return core.extend_axis_env_nd([(name, size)])
 
 
-def name_axes(mesh: Any) -> contextlib.AbstractContextManager:
-    """Lets collectives over the manual axes of an abstract mesh be asked for, in this thread."""
+def name_axes(mesh: jax.sharding.AbstractMesh) -> contextlib.AbstractContextManager:
+    """Allows collectives over the manual axes of an abstract mesh in this thread."""
     return core.extend_axis_env_nd([(axis, mesh.shape[axis]) for axis in mesh.manual_axes])
 
 
 @contextlib.contextmanager
 def leave_axes() -> Iterator[None]:
-    """Takes the names of all axes out of force in this thread, as outside of traces."""
+    """Removes the names of all axes in this thread, as outside of traces."""
     before = core.trace_ctx.axis_env
     core.trace_ctx.set_axis_env(core.top_axis_env)
     try:
@@ -224,49 +232,49 @@ def leave_axes() -> Iterator[None]:
 
 
 def leave_devices() -> contextlib.AbstractContextManager:
-    """Takes the devices of `jax.set_mesh` out of force in this thread, during a trace as well.
-
-    The abstract mesh stays. Where a function asks for a value while it is traced
-    (`jax.ensure_compile_time_eval`), JAX computes on the devices in force, and fails there if an
-    axis of the abstract mesh is Manual.
-    """
+    """Hides the devices of `jax.set_mesh` in this thread; the abstract mesh stays."""
+    # A traced function may compute concrete values (`jax.ensure_compile_time_eval`). JAX would
+    # compute them on the devices of the mesh, which fails if an axis of the abstract mesh is
+    # Manual.
     return sharding_impls._internal_use_concrete_mesh(mesh.empty_concrete_mesh)
 
 
 def place_explicitly() -> contextlib.AbstractContextManager:
-    """Lets `jax.transfer_guard` treat transfers in this thread as those of `jax.device_put`."""
+    """Makes transfers in this thread explicit, like `jax.device_put`, for `jax.transfer_guard`."""
     return config.explicit_device_put_scope()
 
 
 def settings_of_thread() -> list[tuple[Any, Any]]:
-    """What context managers of JAX have set in this thread, for `set_in_thread`; traces as well."""
-    found = {id(x): x for x in config.config_states.values()}
+    """Returns JAX's settings and their values in this thread, for `set_in_thread`."""
+    # Some are not in `config_states`, such as the current trace and mesh.
+    settings = {id(x): x for x in config.config_states.values()}
     for module in (config, core, mesh):
-        found |= {
+        settings |= {
             id(x): x for x in vars(module).values() if isinstance(x, config.config_ext.Config)
         }
-    return [(x, x.get_local()) for x in found.values()]
+    return [(x, x.get_local()) for x in settings.values()]
 
 
 def set_in_thread(settings: list[tuple[Any, Any]]) -> None:
-    """Sets in this thread what `settings_of_thread` has found, here or in another one."""
+    """Sets the values from `settings_of_thread`, of this thread or another one, in this thread."""
     for setting, value in settings:
         if setting.get_local() is not value:
             setting.set_local(value)
+            # Only settings that JAX's C++ code reads have this hook.
             update = getattr(setting, "_update_thread_local_hook", None)
             if update is not None:
                 update(None if value is config.config_ext.unset else value)
 
 
 def wrap_function(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:
-    """Puts `wrap(function)` in the place of a function of JAX, for all modules of JAX.
+    """Replaces a function of JAX by `wrap(function)` in all modules of JAX.
 
-    Those that hold it otherwise (as a default argument, within what decorates it) keep the old one.
+    Default arguments and decorators that refer to the function keep the original.
 
     Args:
-        module: Where it is defined, below `jax._src`.
-        name: Its name there.
-        wrap: Gives what is to be called instead.
+        module: Module of the function, below `jax._src`.
+        name: Name of the function.
+        wrap: Called with the function; returns its replacement.
 
     Returns:
         Whether this JAX has such a function.
@@ -275,23 +283,23 @@ def wrap_function(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:
         function = vars(importlib.import_module(f"jax._src.{module}"))[name]
     except (ImportError, KeyError):
         return False
-    instead = functools.wraps(function)(wrap(function))
-    for known, loaded in list(sys.modules.items()):
-        if known.startswith("jax.") and vars(loaded).get(name) is function:
-            setattr(loaded, name, instead)
+    replacement = functools.wraps(function)(wrap(function))
+    for module_name, loaded in list(sys.modules.items()):
+        if module_name.startswith("jax.") and vars(loaded).get(name) is function:
+            setattr(loaded, name, replacement)
     return True
 
 
 def wrap_operation(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:
-    """Puts `wrap(bind)` in the place of how an operation of JAX is asked for, wherever it is.
+    """Replaces `bind` of a primitive of JAX by `wrap(bind)`.
 
     Args:
-        module: Where the primitive is defined, below `jax._src`.
-        name: Its name there.
-        wrap: Gives what is to be called instead, with the operands and the parameters.
+        module: Module of the primitive, below `jax._src`.
+        name: Name of the primitive.
+        wrap: Called with `bind`; returns its replacement, which gets operands and parameters.
 
     Returns:
-        Whether this JAX has such an operation.
+        Whether this JAX has such a primitive.
     """
     try:
         primitive = vars(importlib.import_module(f"jax._src.{module}"))[name]

@@ -1,8 +1,8 @@
-"""Meshes of replicas: one axis of replicas, and any number of axes inside a replica.
+"""Creates meshes of replicas: one axis of replicas, and any number of axes inside a replica.
 
-The replica axis is *manual*: a replica function is written for one replica and talks to the others
-by collectives. The axes inside a replica are *automatic*: XLA splits the work along them, as the
-variables' shardings say.
+The replica axis is *manual*: a replica function is written for one replica and communicates with
+the others by collectives. The axes inside a replica are *automatic*: XLA splits the work along
+them according to the shardings of the variables.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,8 +21,8 @@ from tpudist.options import shorten
 from tpudist.xla.ordered_sums import Block
 
 REPLICA_AXIS = "replica"
-# Axes inside a replica that split its batch, beside whatever else they split, coarsest first:
-# stages take the batch apart before other axes do, and experts exchange rows of neighbours.
+# Axes inside a replica that split its batch (and may split other arrays), coarsest first: stages
+# divide the batch before other axes do, and experts exchange rows with their neighbors.
 BATCH_AXES = ("stage", "data", "fsdp", "expert")
 
 
@@ -32,11 +31,11 @@ class ReplicaMesh:
     """A mesh whose first axis, `replica`, counts replicas; the other axes are inside a replica.
 
     Attributes:
-        mesh: The mesh.
-        replica_axis: Its axis of replicas.
-        axis_name: Another name of that axis, which replica functions may use.
-        deterministic: How many replicas there are whatever the number of devices, each of which has
-            as many, in order; None for as many as that axis counts.
+        mesh: The mesh of devices.
+        replica_axis: Name of its axis of replicas.
+        axis_name: Second name of that axis for replica functions.
+        deterministic: Number of replicas that does not depend on the number of devices: each device
+            has several, in order. None for one replica per position of the axis.
     """
 
     mesh: Mesh
@@ -45,7 +44,7 @@ class ReplicaMesh:
     deterministic: int | None = None
 
     def __post_init__(self):
-        """Refuses a name that cannot be one of the replica axis, and replicas that do not fit."""
+        """Checks the name of the axis and the number of replicas."""
         _check_axis_name(self.axis_name, self.inner_axes)
         if self.deterministic is not None:
             _check_deterministic(self.deterministic, self.mesh, self.inner_axes)
@@ -60,19 +59,19 @@ class ReplicaMesh:
     def with_more_replicas(self, factor: int) -> "ReplicaMesh":
         """Returns a mesh of `factor` times as many replicas, for traces only.
 
-        Each device is in it several times, so no program can be compiled for it.
+        The mesh has each device several times, so no program can be compiled for it.
         """
         if self.deterministic is not None:
             return dataclasses.replace(self, deterministic=self.deterministic * factor)
         mesh = self.mesh
-        place = mesh.axis_names.index(self.replica_axis)
-        devices = np.concatenate([mesh.devices] * factor, axis=place)
+        axis = mesh.axis_names.index(self.replica_axis)
+        devices = np.concatenate([mesh.devices] * factor, axis=axis)
         larger = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         return dataclasses.replace(self, mesh=larger)
 
     @functools.cached_property
     def block(self) -> Block | None:
-        """How replicas share devices, where their number does not depend on that of devices."""
+        """The replicas that share a device; None if each has devices of its own."""
         if self.deterministic is None:
             return None
         num_devices = self.mesh.shape[self.replica_axis]
@@ -80,7 +79,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def replica_devices(self) -> np.ndarray:
-        """The devices `[num_replicas, devices_per_replica]`; several replicas may have the same."""
+        """The devices `[num_replicas, devices_per_replica]`; replicas may share devices."""
         groups = self.mesh.devices.reshape(self.mesh.shape[self.replica_axis], -1)
         return np.repeat(groups, self.num_replicas // len(groups), axis=0)
 
@@ -95,7 +94,7 @@ class ReplicaMesh:
         return tuple(name for name in BATCH_AXES if name in self.inner_axes)
 
     def devices_of(self, replica: int) -> list[jax.Device]:
-        """The devices of one replica."""
+        """Returns the devices of one replica."""
         return list(self.replica_devices[replica])
 
     @property
@@ -105,11 +104,9 @@ class ReplicaMesh:
 
     @property
     def manual_axes(self) -> frozenset[str]:
-        """The axes that are manual in a replica function.
-
-        All of them if a replica is one device: XLA:CPU aborts on 16-bit collectives in functions
-        that are manual over some axes only, even if the others have one device.
-        """
+        """The axes that are manual in a replica function."""
+        # All axes if a replica is one device: XLA:CPU aborts on 16-bit collectives in functions
+        # that are manual only over some axes, even if the other axes have one device.
         if self.devices_per_replica == 1:
             return frozenset(str(name) for name in self.mesh.axis_names)
         return frozenset({self.replica_axis})
@@ -133,29 +130,27 @@ class ReplicaMesh:
 
     @functools.cached_property
     def platform(self) -> str:
-        """The platform of its devices: `cpu`, `gpu` or `tpu`."""
+        """Platform of the devices: `cpu`, `gpu` or `tpu`."""
         return self.mesh.devices.flat[0].platform
 
     @functools.cached_property
     def device_set(self) -> frozenset[jax.Device]:
-        """Its devices."""
+        """The devices of the mesh."""
         return frozenset(self.mesh.devices.flat)
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
-        """Sharding of an array that every device holds whole."""
+        """Sharding of an array that is complete on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def stacked(self) -> NamedSharding:
-        """Sharding of an array `[num_replicas, ...]` of which each replica holds its own part."""
+        """Sharding of an array `[num_replicas, ...]` with one part per replica."""
         return NamedSharding(self.mesh, PartitionSpec(self.replica_axis))
 
     def has_whole(self, value: object) -> bool:
-        """Whether an array is on this mesh, whole on each replica: split inside of them if at all.
-
-        Anything else than a global array, such as NumPy's, is not.
-        """
+        """Whether `value` is a global array on this mesh that is not split over replicas."""
+        # `value` is any leaf; arrays of several classes have a `sharding`.
         sharding = getattr(value, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return False
@@ -163,22 +158,23 @@ class ReplicaMesh:
 
 
 def mesh_of_mirrored(array: jax.Array, *, of_several: bool = True) -> Mesh | None:
-    """The mesh of several replicas on which `array` is equal on every one; None if there is none.
+    """Returns the mesh of replicas on which `array` is mirrored; None if it is not mirrored.
 
-    An array that belongs to a mesh and is not split over its replicas is equal on them.
+    An array on a mesh that is not split over the replica axis has the same value on all replicas.
 
     Args:
-        array: Any array.
-        of_several: Whether a mesh with one place for replicas has one replica, and so does not
-            count; not so where replicas share devices (`ReplicaMesh.block`).
+        array: Any concrete array.
+        of_several: Whether a mesh with one position along the replica axis does not count, because
+            it has one replica. Pass False if replicas share devices (`ReplicaMesh.block`).
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or REPLICA_AXIS not in sharding.mesh.shape:
         return None
+    assert isinstance(sharding.mesh, Mesh)  # the mesh of a concrete array is not abstract
     split = {name for names in sharding.spec if names for name in np.atleast_1d(names)}
     if sharding.mesh.shape[REPLICA_AXIS] == 1:
-        return None if of_several else sharding.mesh  # type: ignore
-    return sharding.mesh if REPLICA_AXIS not in split else None  # type: ignore
+        return None if of_several else sharding.mesh
+    return sharding.mesh if REPLICA_AXIS not in split else None
 
 
 def make_mesh(
@@ -189,30 +185,30 @@ def make_mesh(
     axis_name: str | None = None,
     deterministic: int | None = None,
 ) -> ReplicaMesh:
-    """A mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
+    """Creates a mesh of as many replicas as `devices` allow, each of `inner_axes` devices.
 
-    On TPU the axes are laid out along the torus. Across slices replicas are split over the slow
-    network, and the inner axes stay inside a slice; but for `data`, which communicates as replicas
-    do, once a step, and is split over it where there are fewer replicas than slices.
+    On TPUs, the axes follow the torus. With several slices, only replicas are split over the slow
+    network, and the inner axes stay inside a slice. If there are fewer replicas than slices, the
+    axis `data` is split over it too, because it communicates once per step like replicas.
 
     Args:
         devices: The devices, without repetition.
-        inner_axes: Sizes of the axes inside a replica by name; none for one device per replica.
-            Their order is that of the mesh, but for `stage`, which comes first.
-        in_order: Whether to take the devices as they come, replica by replica, instead.
-        axis_name: Another name of the replica axis, which replica functions may use.
-        deterministic: A number of replicas that does not depend on that of devices; see
+        inner_axes: Sizes of the axes inside a replica by name, in the order of the mesh (but
+            `stage` comes first); empty for one device per replica.
+        in_order: Whether to use the order of `devices`, replica by replica, instead.
+        axis_name: Second name of the replica axis for replica functions.
+        deterministic: Number of replicas that does not depend on the number of devices; see
             `ReplicaMesh`.
 
     Raises:
-        ValueError: No devices, repeated devices, a bad axis, a number of devices that does not
-            split into such replicas, or axes that would go across slices.
+        ValueError: If there are no devices, a device repeats, an axis is invalid, the devices
+            cannot be divided into such replicas, or an axis would span slices.
         TypeError: If `inner_axes` is not a dict.
     """
     inner_axes = _as_axes(inner_axes)
     if "stage" in inner_axes:
-        # A pipeline's stages run functions that are manual over other axes: since jaxlib 0.12 XLA
-        # ends the process unless axes become manual in the order of the mesh.
+        # The stages of a pipeline run functions that are manual over other axes. Since jaxlib 0.12
+        # XLA ends the process unless axes become manual in the order of the mesh.
         inner_axes = {"stage": inner_axes.pop("stage"), **inner_axes}
     _check_axes(devices, inner_axes)
     num_replicas = len(devices) // math.prod(inner_axes.values())
@@ -220,32 +216,32 @@ def make_mesh(
     names = (REPLICA_AXIS, *inner_axes)
     axes = dict(zip(names, shape, strict=True))
     grid = _arrange_row_by_row(devices, shape) if in_order else _arrange(devices, axes)
-    # Explicit axes, JAX's default, break ordinary models; mixed meshes lose shardings.
+    # Explicit axes, JAX's default, break ordinary models; meshes with both kinds lose shardings.
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     return ReplicaMesh(mesh, axis_name=axis_name, deterministic=deterministic)
 
 
 def _check_deterministic(replicas: int, mesh: Mesh, inner_axes: Sequence[str]) -> None:
-    asked = f"deterministic={replicas!r} is not supported"
+    problem = f"deterministic={replicas!r} is not supported"
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ValueError(f"{asked}. It must be a number of replicas: 1, 2, 4, 8 ...")
+        raise ValueError(f"{problem}. It must be a number of replicas: 1, 2, 4, 8 ...")
     if replicas & (replicas - 1):
         fits = 1 << replicas.bit_length()
         raise ValueError(
-            f"{asked}: it must be a power of two, because sums are added in pairs, and pairs of "
+            f"{problem}: it must be a power of two, because sums are added in pairs, and pairs of "
             f"those. Use {fits // 2} or {fits}."
         )
     if any(mesh.shape[axis] > 1 for axis in inner_axes):
         axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in inner_axes)
         raise ValueError(
-            f"{asked} with replicas that span devices ({axes}): XLA chooses how to sum inside such "
-            "a replica, and may choose differently on another mesh. Omit one of them."
+            f"{problem} with replicas that span devices ({axes}): XLA chooses how to sum inside "
+            "such a replica, and may choose differently on another mesh. Omit one of them."
         )
     if replicas % mesh.size:
         raise ValueError(
-            f"{asked} on {mesh.size} device(s), which cannot all have the same number of replicas. "
-            f"Use a number of devices that divides it: 1, 2, 4 ... up to {replicas}; or another "
-            "number of replicas."
+            f"{problem} on {mesh.size} device(s), which cannot all have the same number of "
+            f"replicas. Use a number of devices that divides it: 1, 2, 4 ... up to {replicas}; or "
+            "another number of replicas."
         )
 
 
@@ -260,12 +256,8 @@ def _check_axis_name(name: str | None, inner_axes: Sequence[str]) -> None:
     )
 
 
-def _as_axes(axes: Any) -> dict[str, int]:
-    """Returns a new dict of axes, which may be pairs.
-
-    Raises:
-        TypeError: If `axes` is not one; with the dict that a text such as `"fsdp=4"` means.
-    """
+def _as_axes(axes: Mapping[str, int] | None) -> dict[str, int]:
+    """Copies the axes into a dict. The error for a text such as `"fsdp=4"` suggests the dict."""
     with contextlib.suppress(TypeError, ValueError):
         return dict(axes or {})
     meant = dict(re.findall(r"([a-zA-Z_]\w*)['\"]?\s*[=:,]\s*(\d+)", str(axes)))
@@ -312,6 +304,7 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
     shape = tuple(axes.values())
     if devices[0].platform != "tpu":
         return _arrange_row_by_row(devices, shape)
+    # JAX's TPU devices have a slice index only if there are several slices.
     across = _slices_per_axis(axes, len({getattr(d, "slice_index", 0) for d in devices}))
     if math.prod(across) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -322,18 +315,18 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
 
 
 def _slices_per_axis(axes: Mapping[str, int], num_slices: int) -> tuple[int, ...]:
-    """Over how many slices each axis goes: replicas first, then `data`, and no other."""
+    """Returns the number of slices that each axis spans: replicas first, then `data`, no other."""
     across, left = [], num_slices
-    # Each axis goes over as many slices as divide both its size and the number still left.
+    # Each axis spans as many slices as divide both its size and the number of slices left.
     for name, size in axes.items():
         across.append(math.gcd(size, left) if name in (REPLICA_AXIS, "data") else 1)
         left //= across[-1]
     if left > 1:
         inner = {name: size for name, size in axes.items() if name != REPLICA_AXIS}
-        told = ", ".join(f"{name}={size}" for name, size in inner.items())
+        sizes = ", ".join(f"{name}={size}" for name, size in inner.items())
         per_slice = math.prod(axes.values()) // num_slices
         raise ValueError(
-            f"Replicas of {told} span {math.prod(inner.values())} devices each, but a slice has "
+            f"Replicas of {sizes} span {math.prod(inner.values())} devices each, but a slice has "
             f"{per_slice}, and there are {num_slices} slices. Some replica would span slices, and "
             "its devices would communicate over the slow network in every layer. Choose axes whose "
             f"product divides {per_slice}, or add an axis named data, whose size is a multiple of "

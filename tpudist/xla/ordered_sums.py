@@ -1,30 +1,31 @@
-"""Sums over replicas in an order that no mesh changes: the pairs of neighbours, their pairs, ...
+"""Computes collectives over replicas in an order that does not depend on the mesh.
 
-Floating-point numbers added in another order give another sum. XLA adds in one that depends on the
-number of devices. Here the replicas are the leaves of one tree, in the order of their numbers: a
-device adds the subtree of its own, and what is left is added the same way wherever it happens.
+A sum of floating-point numbers depends on the order of the additions, and XLA's order depends on
+the number of devices. Here the replicas are the leaves of a binary tree, in order. A device adds
+the subtree of its own replicas: pairs of neighbors, then pairs of their sums. The rest of the tree
+is added in the same order on any device.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Below this, in bytes, a sum is added on all devices: one collective in place of two.
-_SMALL = 1 << 16
+# Sums of fewer bytes are added on all devices, with one collective instead of two.
+_SMALL_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The replicas of each device: as many on all, in order, a power of two.
+    """The replicas of each device, in order.
 
     Attributes:
-        axis: The mesh axis over which the devices communicate.
-        num_devices: Its size.
-        size: How many replicas a device has.
+        axis: Mesh axis over which the devices communicate.
+        num_devices: Size of the axis.
+        size: Number of replicas per device, a power of two.
     """
 
     axis: str
@@ -33,80 +34,73 @@ class Block:
 
     @property
     def num_replicas(self) -> int:
-        """Of all devices."""
+        """Number of replicas of all devices."""
         return self.num_devices * self.size
 
     def first(self) -> jax.Array:
-        """The number of the first replica of this device, int32."""
+        """Returns the number of the first replica of this device, int32."""
         device = lax.axis_index(self.axis) if self.num_devices > 1 else 0
         return jnp.int32(device * self.size)
 
     def gather(self, stacked: jax.Array) -> jax.Array:
-        """The parts `[size, ...]` of a device as those of all replicas, `[num_replicas, ...]`."""
+        """Returns the parts `[num_replicas, ...]` of all replicas, given `[size, ...]`."""
         if self.num_devices == 1:
             return stacked
         return lax.all_gather(stacked, self.axis, axis=0, tiled=True)
 
-    def local_part(self, of_all: jax.Array) -> jax.Array:
-        """The parts of this device of those of all replicas."""
-        return lax.dynamic_slice_in_dim(of_all, self.first(), self.size, axis=0)
+    def local_part(self, parts: jax.Array) -> jax.Array:
+        """Returns the parts `[size, ...]` of this device, given `[num_replicas, ...]`."""
+        return lax.dynamic_slice_in_dim(parts, self.first(), self.size, axis=0)
 
 
 def reduce(block: Block, name: str, stacked: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums (`psum`), minima (`pmin`) or maxima (`pmax`) over all replicas, on every device.
+    """Returns the sums, minima or maxima over all replicas, on every device.
 
     Args:
         block: The replicas.
-        name: The primitive that asks for it.
-        stacked: The parts of this device, `[size, ...]` each.
+        name: Primitive: `psum`, `pmin` or `pmax`.
+        stacked: Arrays with the parts of this device, `[size, ...]` each.
     """
     if name != "psum":
         local = jnp.min if name == "pmin" else jnp.max
         across = lax.pmin if name == "pmin" else lax.pmax
         reduced = [local(x, axis=0) for x in stacked]
         return [across(x, block.axis) for x in reduced] if block.num_devices > 1 else reduced
-    sums: list[Any] = [add_pairs(x) for x in stacked]
+    sums = [add_pairs(x) for x in stacked]
     if block.num_devices == 1:
         return sums
     dtypes = dict.fromkeys(x.dtype for x in sums)
     for dtype in dtypes:
-        where = [i for i, x in enumerate(sums) if x.dtype == dtype]
-        for i, x in zip(where, _sum_of(block, [sums[i] for i in where]), strict=True):
+        positions = [i for i, x in enumerate(sums) if x.dtype == dtype]
+        added = _sum_over_devices(block, [sums[i] for i in positions])
+        for i, x in zip(positions, added, strict=True):
             sums[i] = x
     return sums
 
 
 def add_pairs(stacked: jax.Array) -> jax.Array:
-    """The sum over dim 0, of a power of two: pairs of neighbours, then pairs of their sums."""
+    """Sums over dim 0, whose size is a power of two: pairs of neighbors, then of their sums."""
     while stacked.shape[0] > 1:
         stacked = stacked[0::2] + stacked[1::2]
     return stacked[0]
 
 
-def _sum_of(block: Block, arrays: list[jax.Array]) -> list[jax.Array]:
-    """Sums over devices of arrays of one dtype: small ones together, large ones each by itself."""
+def _sum_over_devices(block: Block, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Sums arrays of one dtype: small ones in one collective, large ones separately."""
     dtype = arrays[0].dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return list(lax.psum(tuple(arrays), block.axis))  # exact in any order
-    results: list[Any] = [None] * len(arrays)
-    small = [i for i, x in enumerate(arrays) if x.nbytes < _SMALL]
+    results: dict[int, jax.Array] = {}
+    small = [i for i, x in enumerate(arrays) if x.nbytes < _SMALL_BYTES]
     if small:
         flat = jnp.concatenate([arrays[i].ravel() for i in small])
-        add = _add_gathered if flat.nbytes < _SMALL else _add_scattered
-        parts = jnp.split(add(block, flat), _ends([arrays[i].size for i in small]))
-        for i, part in zip(small, parts, strict=True):
+        add = _add_gathered if flat.nbytes < _SMALL_BYTES else _add_scattered
+        ends = list(itertools.accumulate(arrays[i].size for i in small))
+        for i, part in zip(small, jnp.split(add(block, flat), ends[:-1]), strict=True):
             results[i] = part.reshape(arrays[i].shape)
     for i in set(range(len(arrays))) - set(small):
         results[i] = _add_scattered(block, arrays[i].ravel()).reshape(arrays[i].shape)
-    return results
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    ends, end = [], 0
-    for size in sizes[:-1]:
-        end += size
-        ends.append(end)
-    return ends
+    return [results[i] for i in range(len(arrays))]
 
 
 def _add_gathered(block: Block, flat: jax.Array) -> jax.Array:
@@ -114,7 +108,8 @@ def _add_gathered(block: Block, flat: jax.Array) -> jax.Array:
 
 
 def _add_scattered(block: Block, flat: jax.Array) -> jax.Array:
-    """Each device adds a part for all: it sends and receives what an all-reduce would."""
+    # Each device adds one part of the array for all devices. It sends and receives as many bytes as
+    # in an all-reduce.
     n = block.num_devices
     padded = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
     parts = lax.all_to_all(padded, block.axis, 0, 0, tiled=True)
@@ -122,14 +117,15 @@ def _add_scattered(block: Block, flat: jax.Array) -> jax.Array:
 
 
 def permute(block: Block, stacked: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """To each replica of this device what another one sends it, or zeros.
+    """Returns for each replica of this device the part that it receives, or zeros.
 
     Args:
         block: The replicas.
         stacked: The parts of this device, `[size, ...]`.
-        pairs: Who sends, and who receives that; some may do neither.
+        pairs: Pairs of sender and receiver.
     """
-    senders = dict.fromkeys(range(block.num_replicas), block.num_replicas)  # beyond all: zeros
+    # A replica without a sender reads from beyond the last one, which `take` fills with zeros.
+    senders = dict.fromkeys(range(block.num_replicas), block.num_replicas)
     senders |= {receiver: sender for sender, receiver in pairs}
     order = jnp.asarray(list(senders.values()))
     return block.local_part(
@@ -139,26 +135,31 @@ def permute(block: Block, stacked: jax.Array, pairs: Sequence[tuple[int, int]]) 
 
 def evaluate_for_all(
     block: Block,
-    bind: Callable[..., Sequence[Any]],
+    bind: Callable[..., Sequence[jax.Array]],
     stacked: Sequence[jax.Array],
     axis: str,
     groups: Sequence[Sequence[int]] | None,
 ) -> list[jax.Array]:
-    """Any collective, for the replicas of this device: computed from the parts of all of them.
+    """Returns the results of any collective for the replicas of this device.
+
+    Every device gathers the parts of all replicas and computes the results of all of them, so this
+    costs as much as an all-gather.
 
     Args:
         block: The replicas.
-        bind: Asks for the collective over `axis`, of one replica's operands.
-        stacked: The parts of this device, `[size, ...]` each.
-        axis: A name that no mesh has.
-        groups: The replicas that communicate with each other; None for all with all.
+        bind: Called with the operands of one replica; computes the collective over `axis`.
+        stacked: Operands with the parts of this device, `[size, ...]` each.
+        axis: Name of an axis that no mesh has.
+        groups: Groups of replicas that communicate; None for one group of all replicas.
     """
-    of_all = [block.gather(x) for x in stacked]
+    operands = [block.gather(x) for x in stacked]
     groups = groups or [range(block.num_replicas)]
-    found: list[list[Any]] = [[] for _ in range(block.num_replicas)]
+    by_replica: dict[int, list[jax.Array]] = {}
     for group in groups:
         members = jnp.asarray(group)
-        every = jax.vmap(bind, axis_name=axis, axis_size=len(group))(*(x[members] for x in of_all))
+        run = jax.vmap(bind, axis_name=axis, axis_size=len(group))
+        results = run(*(x[members] for x in operands))
         for position, replica in enumerate(group):
-            found[replica] = [x[position] for x in every]
-    return [block.local_part(jnp.stack(x)) for x in zip(*found, strict=True)]
+            by_replica[replica] = [x[position] for x in results]
+    in_order = [by_replica[replica] for replica in range(block.num_replicas)]
+    return [block.local_part(jnp.stack(x)) for x in zip(*in_order, strict=True)]

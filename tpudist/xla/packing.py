@@ -1,28 +1,30 @@
-"""Which values share a collective."""
+"""Divides arrays into packs that share a collective."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+Communicate = Callable[[list[jax.Array]], Sequence[jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a list of arrays is divided into collectives; by default all travel in one.
+    """A division of a list of arrays into collectives; by default there is one.
 
     Attributes:
-        bytes_per_pack: Bytes of one collective at most, but an array is not cut; 0 for no limit.
-        num_packs: How many collectives, of about as many bytes each, if there is no limit of bytes;
-            0 for one per array.
+        bytes_per_pack: Largest number of bytes per collective; a larger array has its own. 0 for no
+            limit.
+        num_packs: Number of collectives, of about equal bytes, if there is no limit; 0 for one per
+            array.
     """
 
     bytes_per_pack: int = 0
     num_packs: int = 1
 
     def packs(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Positions of the arrays of each collective, in order.
+        """Returns the positions of the arrays of each collective, in order.
 
         Args:
             sizes: Bytes of each array.
@@ -34,7 +36,7 @@ class Packing:
         packs: list[list[int]] = [[] for _ in range(self.num_packs)]
         done, total = 0, max(sum(sizes), 1)
         for i, size in enumerate(sizes):
-            # By its middle, so that packs differ by half an array at most.
+            # The middle of an array decides, so packs differ by at most half an array.
             middle = int((done + size / 2) * self.num_packs / total)
             packs[min(middle, self.num_packs - 1)].append(i)
             done += size
@@ -42,32 +44,29 @@ class Packing:
 
     def apply(
         self,
-        communicate: Callable[[list[Any]], Sequence[Any]],
+        communicate: Communicate,
         arrays: Sequence[jax.Array],
         join: bool,
-    ) -> list[Any]:
-        """Calls `communicate` on each pack; the results in the order of `arrays`.
+    ) -> list[jax.Array]:
+        """Calls `communicate` for each pack; returns the results in the order of `arrays`.
 
         Args:
-            communicate: Of a list of arrays, of the shapes that it keeps.
-            arrays: All of them.
-            join: Whether to make one flat array of those of a pack, so that they share a collective
-                though the compiler does not combine any.
+            communicate: Called with a list of arrays; returns arrays of the same shapes.
+            arrays: All arrays.
+            join: Whether to join the arrays of a pack to one flat array per dtype. Use this if the
+                compiler does not combine collectives.
         """
-        results: list[Any] = [None] * len(arrays)
+        results: dict[int, jax.Array] = {}
         for pack in self.packs([num_bytes(x) for x in arrays]):
-            some = [arrays[i] for i in pack]
-            received = _join_and_communicate(communicate, some) if join else communicate(some)
-            for i, y in zip(pack, received, strict=True):
-                results[i] = y
-        return results
+            sent = [arrays[i] for i in pack]
+            received = _join_and_communicate(communicate, sent) if join else communicate(sent)
+            results |= zip(pack, received, strict=True)
+        return [results[i] for i in range(len(arrays))]
 
-    def compiler_options(self, platform: str) -> dict[str, Any]:
-        """What keeps the compiler from combining what is divided here, as far as it can be told.
-
-        XLA:CPU combines all all-reduces, XLA:GPU up to a threshold. XLA:TPU takes no such option,
-        and combines all-reduces of less than 128 MiB (libtpu 0.0.51).
-        """
+    def compiler_options(self, platform: str) -> dict[str, str | int]:
+        """Returns options that keep the compiler from combining separate packs, if it has any."""
+        # XLA:CPU combines all all-reduces, XLA:GPU up to a threshold. XLA:TPU has no such option,
+        # and combines all-reduces of less than 128 MiB (libtpu 0.0.51).
         if not self.bytes_per_pack and self.num_packs == 1:
             return {}
         if platform == "cpu":
@@ -78,14 +77,12 @@ class Packing:
         return {}
 
 
-def num_bytes(x: Any) -> int:
-    """Bytes of an array."""
+def num_bytes(x: jax.Array) -> int:
+    """Returns the bytes of an array, which may be traced."""
     return x.size * x.dtype.itemsize
 
 
-def _join_and_communicate(
-    communicate: Callable[[list[Any]], Sequence[Any]], arrays: Sequence[jax.Array]
-) -> list[Any]:
+def _join_and_communicate(communicate: Communicate, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     dtypes = {x.dtype: None for x in arrays}
     flat = [jnp.concatenate([x.ravel() for x in arrays if x.dtype == t]) for t in dtypes]
     received = dict(zip(dtypes, communicate(flat), strict=True))
@@ -99,6 +96,7 @@ def _join_and_communicate(
 
 
 def _fill_packs(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    # Greedy, in order. An array above the limit leaves negative room, so no other one joins it.
     packs: list[list[int]] = []
     room = -1
     for i, size in enumerate(sizes):

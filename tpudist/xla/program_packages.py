@@ -1,7 +1,7 @@
-"""Installed packages that belong to the program, and not to the libraries that it uses.
+"""Finds installed packages that are part of the user's program, and not libraries that it uses.
 
-A program may be installed as a package too. What it captures, and what it raises, must then count
-as it does for a script. Such a package is known by its requirements: it requires tpudist.
+A program may be installed as a package. Its captured arrays and its errors must then count as in a
+script. Such a package is recognized by its requirement of tpudist.
 """
 
 import functools
@@ -23,10 +23,10 @@ def has_file(file: str) -> bool:
 
 @functools.cache
 def _find_names() -> frozenset[str]:
-    """The top-level packages and modules of all distributions that require tpudist."""
+    """Returns the top-level packages and modules of all distributions that require tpudist."""
     names: set[str] = set()
     for distribution in importlib.metadata.distributions():
         # Read as text: parsing the metadata of all distributions takes six times as long.
         if _REQUIREMENT.search(distribution.read_text("METADATA") or ""):
             names |= {file.parts[0].removesuffix(".py") for file in distribution.files or ()}
-    return frozenset(names - {"tpudist"})  # which may require itself with an extra
+    return frozenset(names - {"tpudist"})  # tpudist may require itself with an extra

@@ -1,9 +1,8 @@
-"""JAX's settings: the one place that knows their names.
+"""Reads and changes JAX's settings; the only module with their names.
 
-JAX loses and gains settings between versions, and `jax.config.jax_something` of a lost one is an
-AttributeError in the midst of a run. Everything that tpudist reads or sets goes by `Setting` here,
-which says what holds where JAX has none of that name. `tests/policy/test_jax_versions.py` asks for
-each of them, and names the version that lost one.
+JAX adds and removes settings between versions. `jax.config.jax_something` of a removed setting
+would raise AttributeError during a run, so each `Setting` has a value for that case.
+`tests/policy/test_jax_versions.py` reads each setting, and names the version that removed it.
 """
 
 import enum
@@ -13,24 +12,24 @@ from typing import Any
 
 import jax
 
-# What JAX reads from the environment without a setting of that name (jax 0.10 to 0.12).
+# Environment variables that JAX reads without a setting of the same name (jax 0.10 to 0.12).
 _VARIABLES = """
 JAX_COORDINATOR_ADDRESS JAX_COORDINATOR_BIND_ADDRESS JAX_COORDINATOR_PORT JAX_DUMP_IR_MODES
 JAX_DUMP_IR_TO JAX_FORCE_TPU_INIT JAX_LOCAL_DEVICE_IDS JAX_PARTITION_INDEX JAX_PLATFORM_NAME
 JAX_SLICE_INDEX
 """.split()
-# Parts of the names of settings that JAX makes when they are first used.
+# Parts of the names of settings that JAX defines only at their first use.
 _LATER = ("MOSAIC", "MTLS", "PALLAS", "TRITON")
 
 
 def is_variable_of_jax(name: str) -> bool:
-    """Whether this JAX reads an environment variable `JAX_...`, as far as can be said."""
+    """Whether this JAX reads an environment variable `JAX_...`, as far as we know."""
     is_setting = name.lower() in jax.config.values
     return is_setting or name in _VARIABLES or any(x in name for x in _LATER)
 
 
 class Setting(enum.Enum):
-    """A setting of JAX that tpudist reads or sets: its name, and what holds where it is gone."""
+    """A setting of JAX: its name, and the value to assume if this JAX does not have it."""
 
     PLATFORMS = "jax_platforms", None
     NUM_CPU_DEVICES = "jax_num_cpu_devices", -1
@@ -47,35 +46,37 @@ class Setting(enum.Enum):
     COMPILER_ENABLE_REMAT_PASS = "jax_compiler_enable_remat_pass", True
     OPTIMIZATION_LEVEL = "jax_optimization_level", "UNKNOWN"
     MEMORY_FITTING_LEVEL = "jax_memory_fitting_level", "UNKNOWN"
-    # Gone since jax 0.11.1, with what they told the compiler.
+    # Removed in jax 0.11.1, together with the compiler options that they set.
     EXEC_TIME_OPTIMIZATION_EFFORT = "jax_exec_time_optimization_effort", 0.0
     MEMORY_FITTING_EFFORT = "jax_memory_fitting_effort", 0.0
 
     @property
     def jax_name(self) -> str:
-        """What JAX calls it: `jax_platforms`."""
+        """Name in JAX, such as `jax_platforms`."""
         return self.value[0]
 
     @property
     def is_known(self) -> bool:
-        """Whether this JAX has it."""
+        """Whether this JAX has the setting."""
         return self.jax_name in jax.config.values
 
     def read(self) -> Any:
-        """What it is; where this JAX does not have it, what holds there."""
-        if hasattr(jax.config, self.jax_name):  # what a context manager says, in this thread
+        """Returns the value; the default of `Setting` if this JAX does not have the setting."""
+        # The attribute of JAX's config includes the value that a context manager has set in this
+        # thread. Some settings have no attribute.
+        if hasattr(jax.config, self.jax_name):
             return getattr(jax.config, self.jax_name)
         return jax.config.read(self.jax_name) if self.is_known else self.value[1]
 
     def make_reader(self) -> Callable[[], Any]:
-        """What reads it quickly, for one that is asked for at each step."""
+        """Returns a fast function that reads the setting, for use at each step."""
         return functools.partial(getattr, jax.config, self.jax_name, self.value[1])
 
-    def set(self, value: Any) -> None:
-        """Changes it, for the whole process.
+    def set(self, value: object) -> None:
+        """Changes the setting for the whole process.
 
         Raises:
-            RuntimeError: It is too late for it, or this JAX does not have it.
+            RuntimeError: If it is too late for a change, or this JAX does not have the setting.
         """
         if not self.is_known:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Whether JAX is tracing here, and what is a part of a trace."""
+"""Detects whether JAX is tracing, and controls what its trace caches share."""
 
 import concurrent.futures
 import contextlib
@@ -16,33 +16,35 @@ from tpudist.xla import internals
 
 
 def trace_state() -> Any:
-    """A token of the innermost JAX trace, equal to those taken in the same trace only."""
+    """Returns a token of the innermost JAX trace, equal only to tokens from the same trace."""
     return core.get_opaque_trace_state(convention="tpudist")
 
 
 def settings() -> tuple[Any, ...]:
-    """The values of JAX's settings now, as far as they change what a trace gives."""
+    """Returns the current values of JAX's settings that affect a trace."""
     return internals.settings_of_traces()
 
 
-# A first use in a traced function imports this module there. Each thread begins outside of traces.
+# The token outside of all traces. This module may be imported inside a trace, but a new thread
+# always starts outside.
 with concurrent.futures.ThreadPoolExecutor(1) as _thread:
     _OUTSIDE = _thread.submit(trace_state).result()
 
 
 def is_eager() -> bool:
-    """Whether operations run at once, and are not recorded by a JAX transformation."""
+    """Whether operations run immediately, and no JAX transformation records them."""
     return trace_state() == _OUTSIDE
 
 
 @contextlib.contextmanager
 def run_eagerly() -> Iterator[None]:
-    """Runs operations on concrete values at once, also in the midst of a trace."""
+    """Runs operations on concrete values immediately, even during a trace."""
     with contextlib.ExitStack() as stack:
         if not is_eager():
             # In a replica function the mesh is manual, and concrete arrays cannot be on it.
             stack.enter_context(jax.sharding.use_abstract_mesh(_NO_MESH))
-            # JAX compares what several processes place by a program, which needs a clean state.
+            # JAX compares a value that several processes place by running a program, which fails
+            # while axes have names.
             stack.enter_context(internals.leave_axes())
         stack.enter_context(jax.ensure_compile_time_eval())
         yield
@@ -50,15 +52,15 @@ def run_eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def separate_caches(now: bool = True) -> Iterator[None]:
-    """Lets JAX trace all functions anew, and leave none of it for later traces.
+    """Makes JAX trace all functions again, without sharing these traces with other programs.
 
-    JAX traces a function of a module (one under `jax.jit`, the body of a loop) once for all the
-    programs that call it. Python code in it that does more than return something must run in each.
+    JAX traces an inner function (under `jax.jit`, or the body of a loop) once for all programs that
+    call it. If its Python code has side effects, it must run in each program.
 
     Args:
-        now: Whether from the start, or only from when `renew_caches` is called. Until then the
-            programs that a thread traces within this share what JAX has traced, but for those that
-            have called `spoil_caches`.
+        now: Whether to separate the caches immediately, or only after `renew_caches`. Until then,
+            the programs that a thread traces in this context share their traces with each other,
+            except after `spoil_caches`.
     """
     if _KEY is None and now:
         raise RuntimeError(
@@ -70,6 +72,8 @@ def separate_caches(now: bool = True) -> Iterator[None]:
     if _KEY is None:
         yield
         return
+    # The value of `_KEY` is part of the key of JAX's caches. An unused number means empty caches.
+    # None means JAX's usual ones, and `_caches.key` those of this thread's programs.
     common = _caches.key if _KEY.value is None else _KEY.value
     before = _KEY.swap_local(next(_numbers) if now else common)
     try:
@@ -80,7 +84,7 @@ def separate_caches(now: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def common_caches() -> Iterator[None]:
-    """Uses, within `separate_caches`, what all programs share again."""
+    """Uses the caches of all programs again, inside `separate_caches`."""
     if _KEY is None:
         yield
         return
@@ -92,30 +96,30 @@ def common_caches() -> Iterator[None]:
 
 
 def renew_caches() -> None:
-    """Forgets what has been traced within `separate_caches`."""
+    """Drops all traces of the current `separate_caches` context."""
     if _KEY is not None:
         _KEY.set_local(next(_numbers))
 
 
 def spoil_caches() -> None:
-    """Leaves nothing that is traced here for later traces: it has a value of this one in it."""
+    """Drops this thread's shared traces, because one of them contains a value of this trace."""
     _caches.key = next(_numbers)
 
 
 class _CachesOfThread(threading.local):
-    """The key of what the programs that a thread traces share."""
+    """The value of `_KEY` for the programs that a thread traces."""
 
     def __init__(self):
         self.key = next(_numbers)
 
 
-# Made when this is imported: later it would have JAX trace anew what it knows already.
+# Created at import, because a new setting invalidates all existing traces.
 _KEY = internals.make_key_of_trace_caches()
 _numbers = itertools.count(1)
 _caches = _CachesOfThread()
 _NO_MESH = AbstractMesh((), ())
 
 
-def is_traced(value: Any) -> bool:
-    """Whether a value is one that JAX traces, and not a concrete one."""
+def is_traced(value: object) -> bool:
+    """Whether a value is traced by JAX, and not concrete."""
     return isinstance(value, Tracer)

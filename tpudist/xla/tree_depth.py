@@ -1,36 +1,42 @@
-"""Pytrees that are nested too deep for JAX, which takes them apart by recursion.
+"""Checks the depth of pytrees, because JAX flattens them by recursion.
 
-JAX raises a RecursionError or a SystemError, and leaves Python's count of recursions wrong for the
-rest of the program. So the depth is looked at before.
+For a pytree that is too deep, JAX raises RecursionError or SystemError, and Python's recursion
+counter stays wrong for the rest of the program. So the depth is checked before.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
 
-MAX_DEPTH = 1000
-"""Levels of a pytree: far above those of any model, and below what JAX can take apart."""
+from tpudist.array_types import PyTree
 
-# Types without children; those of JAX's arrays are added when they are seen.
+# Number of levels. Far more than any model has, and less than JAX can flatten.
+MAX_DEPTH = 1000
+
+# Types without children. The classes of JAX's arrays are added when they occur.
 _LEAVES: set[type] = {bool, bytes, complex, float, int, str, type(None), np.ndarray}
 
 
-def check_depth(tree: Any, what: str, is_leaf: Callable[[Any], bool] = lambda _: False) -> None:
-    """Refuses a pytree that is nested too deep.
+def check_depth(
+    tree: PyTree, name: str, is_leaf: Callable[[PyTree], bool] = lambda _: False
+) -> None:
+    """Checks that a pytree is not nested too deeply.
 
     Args:
-        tree: Any pytree.
-        what: Name of the tree, for the message.
-        is_leaf: Whether a node is not taken apart.
+        tree: The pytree.
+        name: Name of the tree, for the message.
+        is_leaf: Called with a node; returns whether JAX does not flatten it.
 
     Raises:
         ValueError: If `tree` has more than 1000 levels.
     """
+    # Breadth first: `level` has the nodes at one depth. A tree that contains itself never runs out
+    # of levels and fails at the limit.
     level = [tree]
     for _ in range(MAX_DEPTH + 1):
-        below: dict[int, Any] = {}  # each node once: the number of paths to it may be exponential
+        # Each node once, because the number of paths to it may be exponential.
+        below: dict[int, PyTree] = {}
         for node in level:
             children = () if type(node) in _LEAVES or is_leaf(node) else _children(node)
             if not _LEAVES.issuperset(map(type, children)):
@@ -39,13 +45,13 @@ def check_depth(tree: Any, what: str, is_leaf: Callable[[Any], bool] = lambda _:
             return
         level = list(below.values())
     raise ValueError(
-        f"{what} is nested more than {MAX_DEPTH} levels deep, or contains itself. JAX flattens "
+        f"{name} is nested more than {MAX_DEPTH} levels deep, or contains itself. JAX flattens "
         "pytrees by recursion. Put the arrays into one list or dict, or stack arrays of the same "
         "shape."
     )
 
 
-def _children(node: Any) -> Iterable[Any]:
+def _children(node: PyTree) -> Iterable[PyTree]:
     if isinstance(node, dict):
         return node.values()
     if isinstance(node, list | tuple):
@@ -53,5 +59,5 @@ def _children(node: Any) -> Iterable[Any]:
     if isinstance(node, jax.Array):
         _LEAVES.add(type(node))
         return ()
-    taken_apart = jax.tree_util.default_registry.flatten_one_level(node)
-    return () if taken_apart is None else tuple(taken_apart[0])
+    flattened = jax.tree_util.default_registry.flatten_one_level(node)
+    return () if flattened is None else tuple(flattened[0])

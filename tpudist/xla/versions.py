@@ -1,4 +1,4 @@
-"""Which versions of the compiler's packages are installed, and whose libtpu compiles."""
+"""Finds the versions of installed packages, and the libtpu that compiles."""
 
 import importlib.metadata
 import importlib.util
@@ -7,7 +7,7 @@ import pathlib
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package; "" if no installer has put it there."""
+    """Returns the version of an installed package; "" if no installer has installed it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -15,10 +15,8 @@ def version_of(package: str) -> str:
 
 
 def users_libtpu() -> pathlib.Path | None:
-    """The libtpu.so of the user's own that TPU_LIBRARY_PATH selects; None for the installed one.
-
-    JAX sets the variable too, to the installed one.
-    """
+    """Returns the user's libtpu.so from TPU_LIBRARY_PATH; None if the installed one is used."""
+    # JAX sets the variable to the installed library, which does not count.
     library = os.environ.get("TPU_LIBRARY_PATH")
     package = importlib.util.find_spec("libtpu")
     folder = pathlib.Path(package.origin).parent if package and package.origin else None
