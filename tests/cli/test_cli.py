@@ -547,7 +547,7 @@ def test_the_commands_of_the_documents_can_be_read(document):
     found = list(commands(document))
     assert found
     for words in found:
-        options = cli.read(words)
+        options = cli.parse(words)
         if isinstance(options, cli.plan_command.Options):
             cli.plan_command.check(options)
 
@@ -645,7 +645,7 @@ def test_subcommands_are_modules_with_options_and_run():
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_describes_every_option_and_ends_with_examples_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.read([name, "--help"])
+        cli.parse([name, "--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "\nexamples:\n  tpudist " in printed

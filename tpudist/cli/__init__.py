@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tpudist.cli import option_check
-from tpudist.cli.console import say, write
+from tpudist.cli.console import print_message, print_text
 from tpudist.cli.errors import WrongUse
 
 WRONG_USE = 2
@@ -48,7 +48,8 @@ examples:
 
 exit codes: 0 success, 1 negative result, 2 wrong use, 130 interrupted
 """
-_ON_CPU = ("plan", "topologies")  # they start no device; the others leave the choice to programs
+# These commands need no device. The others start programs, which choose their platform.
+_ON_CPU = ("plan", "topologies")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -58,26 +59,27 @@ def main(args: Sequence[str] | None = None) -> int:
         if args == ["--version"]:
             from tpudist.cli import installed_versions
 
-            write(installed_versions.format_versions())
+            print_text(installed_versions.format_versions())
             return 0
         if args[:1] == ["help"] and len(args) > 1:
             args = [*args[1:], "--help"]
         if not args or args[0] in ("-h", "--help", "help"):
             names = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
-            write(_HELP.format(commands=names).rstrip())
+            print_text(_HELP.format(commands=names).rstrip())
             return 0 if args else WRONG_USE
         if args[0] in _ON_CPU and not os.environ.get("JAX_PLATFORMS"):
             from tpudist.xla.settings import Setting
 
-            os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes; this one has read it
+            # JAX has read the variable in this process already; child processes will read it.
+            os.environ["JAX_PLATFORMS"] = "cpu"
             Setting.PLATFORMS.set("cpu")
-        options = read(args)
+        options = parse(args)
         return find_command(args[0]).run(options)
     except WrongUse as error:
-        say(f"tpudist: {error}")
+        print_message(f"tpudist: {error}")
         return WRONG_USE
     except KeyboardInterrupt:
-        say("tpudist: interrupted.")
+        print_message("tpudist: interrupted.")
         return INTERRUPTED
 
 
@@ -89,15 +91,15 @@ def find_command(name: str) -> ModuleType:
     """
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        suggestion = f" Did you mean {near[0]}?" if near else ""
         raise WrongUse(
-            f"There is no command {name}.{meant} The commands are {', '.join(COMMANDS)}."
+            f"There is no command {name}.{suggestion} The commands are {', '.join(COMMANDS)}."
         )
     return importlib.import_module(f"tpudist.cli.{name}_command")
 
 
-def read(args: Sequence[str]) -> Any:
-    """Returns the options of the subcommand that a command line names.
+def parse(args: Sequence[str]) -> Any:
+    """Returns the `Options` of the subcommand of a command line.
 
     Ends the process if the command line asks for help, or if an option is wrong.
 
@@ -108,12 +110,13 @@ def read(args: Sequence[str]) -> Any:
 
     name, *rest = args
     command = find_command(name)
-    own: list[str] = []
+    # The arguments of a program stay apart: they may look like options of the command.
+    program_arguments: list[str] = []
     takes_program = name in ("run", "launch")
     if takes_program:
         from tpudist.cli import launch_command
 
-        rest, own = launch_command.split(rest)
+        rest, program_arguments = launch_command.split(rest)
     option_check.check_names(rest, name, command.Options, takes_program)
     option_check.check_numbers(rest, command.Options)
     try:
@@ -125,6 +128,8 @@ def read(args: Sequence[str]) -> Any:
         )
     except SystemExit as end:
         if not end.code:  # after the help
-            write(command.EPILOG.rstrip())
+            print_text(command.EPILOG.rstrip())
         raise
-    return dataclasses.replace(options, arguments=tuple(own)) if own else options
+    if program_arguments:
+        options = dataclasses.replace(options, arguments=tuple(program_arguments))
+    return options

@@ -1,4 +1,8 @@
-"""Prints what a command found, and lets whoever reads it stop, as in `tpudist plan ... | head`."""
+"""Output of the commands.
+
+A reader may close a pipe early, as in `tpudist plan ... | head`. Then the rest of the output is
+discarded, and the command continues: it still writes its files and returns its exit code.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,32 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
-from rich import console
+from rich.console import Console, RenderableType
 
 
-def show(*found: Any) -> None:
-    """Prints what `rich` can show to standard output, for as long as somebody reads it."""
+def print_parts(*parts: RenderableType) -> None:
+    """Prints texts, tables and other parts of a report to standard output."""
     with _ignore_broken_pipe(sys.stdout):
         page = _Console(highlight=False, markup=False, emoji=False)
-        for one in found:
-            page.print(one)
+        for part in parts:
+            page.print(part)
 
 
-def write(text: str) -> None:
-    """Prints a text to standard output as it is, for as long as somebody reads it."""
+def print_text(text: str) -> None:
+    """Prints a text to standard output, without line breaks of its own."""
     _print(text, sys.stdout)
 
 
-def say(message: str) -> None:
-    """Prints a message to standard error, for as long as somebody reads it."""
+def print_message(message: str) -> None:
+    """Prints a message to standard error."""
     _print(message, sys.stderr)
 
 
-class _Console(console.Console):
+class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leaves it to `_ignore_broken_pipe`: rich would end the process, with exit code 1."""
+        """Raises BrokenPipeError, where rich would end the process with exit code 1."""
         raise BrokenPipeError
 
 
@@ -45,7 +49,7 @@ def _ignore_broken_pipe(file: TextIO) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # What is still in the buffer goes nowhere when the process ends.
+        # Python flushes its buffer at the end of the process, which would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())
         os.close(nowhere)

@@ -1,4 +1,4 @@
-"""The time of a run as a table, and what delayed it."""
+"""The time of a run as a table, and the causes of its delays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROWS = (
     LOST,
     REPLAYED,
 )
-_SHOWN = 8
-_COLUMNS = 8
+_MAX_CAUSES = 8
+_MAX_COLUMNS = 8  # more processes than these are summed up by a median and a maximum
 
 
 def describe_diagnosis(diagnosis: Diagnosis) -> list[TextTable | str]:
@@ -31,17 +31,17 @@ def describe_diagnosis(diagnosis: Diagnosis) -> list[TextTable | str]:
 def _table(diagnosis: Diagnosis) -> TextTable:
     processes = list(diagnosis.seconds)
     names = [f"process {process}" for process in processes]
-    if len(processes) > _COLUMNS:
+    if len(processes) > _MAX_COLUMNS:
         names = ["median", "most", "of process"]
     columns = [Column(is_short=True), *(Column(name, is_number=True) for name in names)]
     rows = []
     for name in ROWS:
-        found = {i: spent.get(name, 0.0) for i, spent in diagnosis.seconds.items()}
-        if not any(found.values()):
+        seconds = {i: spent.get(name, 0.0) for i, spent in diagnosis.seconds.items()}
+        if not any(seconds.values()):
             continue
-        cells = [_cell(found[i], diagnosis.seconds[i]) for i in processes]
-        if len(processes) > _COLUMNS:
-            order = sorted(processes, key=lambda i: found[i])
+        cells = [_cell(seconds[i], diagnosis.seconds[i]) for i in processes]
+        if len(processes) > _MAX_COLUMNS:
+            order = sorted(processes, key=lambda i: seconds[i])
             middle, most = order[len(order) // 2], order[-1]
             cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
         rows.append([name, *cells])
@@ -55,7 +55,8 @@ def _cell(seconds: float, spent: Mapping[str, float]) -> str:
 
 
 def _share(diagnosis: Diagnosis) -> float:
-    """Returns the least share of steps: a process that others wait for seems to be in a step."""
+    # The least share of all processes: a process that waits for others in a collective seems to be
+    # in a step.
     return min(
         spent.get(Phase.STEP.value, 0.0) / (sum(spent.values()) or 1.0)
         for spent in diagnosis.seconds.values()
@@ -65,7 +66,7 @@ def _share(diagnosis: Diagnosis) -> float:
 def _causes(diagnosis: Diagnosis) -> list[str]:
     if not diagnosis.causes:
         return ["\nNothing delayed the run."]
-    causes = diagnosis.causes[:_SHOWN]
+    causes = diagnosis.causes[:_MAX_CAUSES]
     return [
         "\nCauses of delay, longest first:",
         *(f"{i + 1}. {c.seconds:.1f} s: {c.text}" for i, c in enumerate(causes)),

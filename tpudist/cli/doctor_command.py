@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from tpudist.cli import installed_versions
-from tpudist.cli.console import say, show, write
+from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse
 
 EPILOG = """
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
         diagnosis = diagnose(read_run(options.run))
     except NoLedger as error:
         raise WrongUse(str(error)) from error
-    show(*describe_diagnosis(diagnosis))
+    print_parts(*describe_diagnosis(diagnosis))
     return 0
 
 
@@ -98,7 +98,7 @@ def _num_emulated(options: Options) -> int | None:
 
 
 def _check_accelerator(options: Options) -> int:
-    say(f"Checking accelerators, at most {options.minutes:g} minutes.")
+    print_message(f"Checking accelerators, at most {options.minutes:g} minutes.")
     from tpudist.cli.accelerator import accelerator_check, accelerator_report
 
     try:
@@ -107,28 +107,28 @@ def _check_accelerator(options: Options) -> int:
             60 * options.minutes,
             _num_emulated(options),
             installed_versions.find_versions(),
-            say,
+            print_message,
         )
     except OSError as error:
         raise WrongUse(f"The report cannot be written: {error}") from error
-    write(json.dumps(report) if options.json else accelerator_report.format_report(report))
-    say(f"Wrote {options.output} and {options.output.with_suffix('.txt')}.")
+    print_text(json.dumps(report) if options.json else accelerator_report.format_report(report))
+    print_message(f"Wrote {options.output} and {options.output.with_suffix('.txt')}.")
     return 0 if report["ok"] else 1
 
 
 def _examine(options: Options) -> int:
-    say(f"Checking this machine, at most {options.timeout_s + 15:g} s.")
+    print_message(f"Checking this machine, at most {options.timeout_s + 15:g} s.")
     from tpudist.cli import examination_table
     from tpudist.supervisor.doctor.examination import examine, is_well
 
     answers = examine(_num_emulated(options), options.processes, options.timeout_s)
     if options.report:
-        write(examination_table.format_report(answers, installed_versions.format_versions()))
+        print_text(examination_table.format_report(answers, installed_versions.format_versions()))
     elif options.json:
-        write(examination_table.to_json(answers))
+        print_text(examination_table.to_json(answers))
     else:
-        show(*examination_table.describe_answers(answers))
+        print_parts(*examination_table.describe_answers(answers))
         details = examination_table.format_details(answers)
         if details:
-            write(details)
+            print_text(details)
     return 0 if is_well(answers) else 1

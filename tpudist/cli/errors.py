@@ -1,8 +1,8 @@
-"""What a command says when it was used wrongly: one message, without a traceback."""
+"""The error of commands that print one message, without a traceback."""
 
 
 class WrongUse(Exception):
-    """Cannot be done as it was asked; the message says what to do.
+    """A command cannot do its work with these options or files; the message says what to change.
 
-    Remedy: the command with `--help` says what there is.
+    Remedy: read the help of the command (`--help`).
     """

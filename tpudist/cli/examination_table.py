@@ -1,4 +1,4 @@
-"""What the doctor has found of this machine, as a table or as JSON."""
+"""The result of `tpudist doctor` for a machine: as a table, as JSON and as a bug report."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def describe_answers(answers: Sequence[Answer]) -> list[TextTable | str]:
 
 
 def format_details(answers: Sequence[Answer]) -> str:
-    """What was printed by what has failed, with its lines whole; "" if nothing was."""
+    """Returns the output of failed checks; "" if there is none."""
     return "\n".join(f"\n{x.asked}:\n{x.details.rstrip()}" for x in answers if x.details)
 
 
 def to_json(answers: Sequence[Answer]) -> str:
-    """The same for programs."""
+    """Returns the answers as JSON, for programs."""
     rows = [dataclasses.asdict(x) | {"verdict": x.verdict.value} for x in answers]
     return json.dumps({"ok": is_well(answers), "checks": rows}, indent=2)
 
@@ -46,8 +46,8 @@ def format_report(answers: Sequence[Answer], versions: str) -> str:
 
 
 def _remedies(answers: Sequence[Answer]) -> list[TextTable | str]:
-    bad = sorted((x for x in answers if x.remedy), key=lambda x: x.verdict is not Verdict.FAIL)
-    if not bad:
+    failed = sorted((x for x in answers if x.remedy), key=lambda x: x.verdict is not Verdict.FAIL)
+    if not failed:
         return []
-    rows = [(x.asked, x.remedy) for x in bad]
+    rows = [(x.asked, x.remedy) for x in failed]
     return ["\nWhat to do:", TextTable((Column(is_short=True), ""), rows, has_header=False)]

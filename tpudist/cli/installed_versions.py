@@ -1,4 +1,4 @@
-"""Versions of the installed packages, for `tpudist --version` and reports; imports none of them."""
+"""Versions of the installed packages, for `tpudist --version` and reports, without imports."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PACKAGES = (
 
 def find_versions() -> dict[str, str]:
     """Returns the versions of the installed packages of `PACKAGES`, of Python and of the system."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["Python"] = platform.python_version()
-    found["system"] = f"{platform.system()} {platform.machine()}"
-    return found
+    versions["Python"] = platform.python_version()
+    versions["system"] = f"{platform.system()} {platform.machine()}"
+    return versions
 
 
 def format_versions() -> str:

@@ -61,7 +61,9 @@ class Options:
 
 
 def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line up to the program, and the program's own arguments."""
+    """Returns the command line up to the program, and the arguments of the program."""
+    # The program is the first word that is neither an option nor the value of one. All options take
+    # a value, except these few.
     i = 0
     while i < len(args) and args[i].startswith("-"):
         has_value = "=" in args[i] or (
@@ -92,13 +94,13 @@ def run(options: Options) -> int:
     command = [*find_program(options.script), *options.arguments]
     if options.dry_run:
         return _print_commands(options)
-    lock = threading.Lock()
+    lock = threading.Lock()  # threads read the outputs of the processes
     width = len(str(options.num_processes - 1))
 
     def write(index: int | None, line: str) -> None:
         label = "tpudist" if index is None else f"{index:>{width}}"
         with lock:
-            console.write(f"[{label}] {line}")
+            console.print_text(f"[{label}] {line}")
 
     launch = Launch(
         command,
@@ -124,23 +126,24 @@ def _print_commands(options: Options) -> int:
     if options.spares:
         shared += ["--spares", str(options.spares)]
     program = [options.script, *options.arguments]
-    each = options.num_processes
+    num_processes = options.num_processes
     if len(hosts) == 1:
-        where = f"{each} process(es) on this host:"
-        console.write(f"{where}\n  {shlex.join(['tpudist', 'launch', *shared, *program])}")
+        heading = f"{num_processes} process(es) on this host:"
+        console.print_text(f"{heading}\n  {shlex.join(['tpudist', 'launch', *shared, *program])}")
         return 0
     if options.port is not None:
         shared += ["--port", str(options.port)]
-    console.write(
-        f"{len(hosts)} hosts, {len(hosts) * each} processes: run on each host, in the same folder,"
+    console.print_text(
+        f"{len(hosts)} hosts, {len(hosts) * num_processes} processes: run on each host, in the "
+        f"same folder,"
     )
     for i, host in enumerate(hosts):
         words = ["tpudist", "launch", "--hosts", ",".join(hosts), "--host-index", str(i), *shared]
-        last = (i + 1) * each - 1
-        numbers = f"process {last}" if each == 1 else f"processes {i * each} to {last}"
-        console.write(f"{host} ({numbers}):\n  {shlex.join([*words, *program])}")
+        first, last = i * num_processes, (i + 1) * num_processes - 1
+        numbers = f"process {last}" if first == last else f"processes {first} to {last}"
+        console.print_text(f"{host} ({numbers}):\n  {shlex.join([*words, *program])}")
     command = shlex.quote(shlex.join(["tpudist", "launch", *shared, *program]))
-    console.write(
+    console.print_text(
         f"or, for the hosts of a TPU slice, from anywhere, on all of them at once:\n"
         f"  gcloud compute tpus tpu-vm ssh NAME --worker=all --command {command}"
     )
@@ -148,10 +151,10 @@ def _print_commands(options: Options) -> int:
 
 
 def find_program(script: str) -> list[str]:
-    """The command of a Python file, or of another program.
+    """Returns the command that runs a Python file or another program.
 
     Raises:
-        WrongUse: There is none.
+        WrongUse: If there is no such file or program.
     """
     if script.endswith(".py"):
         if not os.path.isfile(script):

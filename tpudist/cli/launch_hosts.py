@@ -1,4 +1,4 @@
-"""On which hosts `tpudist launch` runs: as the command line says, or the scheduler."""
+"""The hosts of `tpudist launch`: from its options, from Slurm, or from a TPU slice."""
 
 import os
 from collections.abc import Mapping
@@ -10,46 +10,46 @@ from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
 
 
 def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
-    """The hosts of the run: one unless several are named, here or by Slurm or a TPU slice.
+    """Returns the hosts of the run; only this host if neither options, Slurm nor a slice name more.
 
     Args:
-        names: Separated by commas; the first is where they meet.
-        index: Which of them is this one; by default the one whose address is this host's.
-        port: Of the first; see `Hosts`.
+        names: Names, separated by commas; all hosts connect to the first.
+        index: Index of this host; by default found by its addresses.
+        port: Port on the first host; see `Hosts`.
 
     Raises:
-        WrongUse: None of them is this host, or several are.
+        WrongUse: If no name, or more than one, is an address of this host.
     """
     if names is None:
-        found = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
-        if found is None:
+        detected = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
+        if detected is None:
             return Hosts()
-        return Hosts(found[0], found[1], port or PORT)
+        return Hosts(detected[0], detected[1], port or PORT)
     hosts = _split(names)
     if index is None:
-        here = find_this_host(hosts)
-        if len(here) != 1:
-            which = " and ".join(hosts[i] for i in here) or "none"
+        matches = find_this_host(hosts)
+        if len(matches) != 1:
+            local = " and ".join(hosts[i] for i in matches) or "none"
             raise WrongUse(
-                f"--hosts {names}: found {which} among the addresses of this host. Pass "
+                f"--hosts {names}: found {local} among the addresses of this host. Pass "
                 f"--host-index, from 0."
             )
-        index = here[0]
+        index = matches[0]
     if not 0 <= index < len(hosts):
         raise WrongUse(f"--host-index {index}: must be from 0 to {len(hosts) - 1}.")
     return Hosts(hosts, index, port or PORT) if len(hosts) > 1 else Hosts()
 
 
 def name_hosts(names: str | None) -> list[str]:
-    """Names of the hosts of the run, of which this one may be none; empty if they are not said.
+    """Returns the names of the hosts of the run, for a dry run on any machine; empty if unknown.
 
     Raises:
-        WrongUse: One is named twice.
+        WrongUse: If a name occurs twice.
     """
     if names is not None:
         return _split(names)
-    found = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
-    return list(found[0]) if found else []
+    detected = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
+    return list(detected[0]) if detected else []
 
 
 def _split(names: str) -> list[str]:
@@ -60,6 +60,7 @@ def _split(names: str) -> list[str]:
 
 
 def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
+    # The step, if there is one, may use only some nodes of the job.
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if nodes is None or "SLURM_NODEID" not in env or "SLURM_PROCID" not in env:
         return None
@@ -76,7 +77,7 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
 
 def _hosts_of_tpu() -> tuple[list[str], int] | None:
     try:
-        found = find_slice_hosts()
+        slice_hosts = find_slice_hosts()
     except ValueError as error:
         raise WrongUse(str(error)) from None
     count = os.environ.get("MEGASCALE_NUM_SLICES", "1")
@@ -85,4 +86,4 @@ def _hosts_of_tpu() -> tuple[list[str], int] | None:
             f"MEGASCALE_NUM_SLICES is {count}, and a host knows only the hosts of its own slice. "
             f"Pass the hosts of all slices: --hosts HOST,HOST,..."
         )
-    return (found.names, found.index) if found else None
+    return (slice_hosts.names, slice_hosts.index) if slice_hosts else None

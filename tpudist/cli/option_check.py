@@ -1,4 +1,4 @@
-"""Checks names and numbers of options before they are read, for errors of one short line."""
+"""Checks of the names and numbers of options, with errors of one line; tyro prints a page."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def check_names(args: Sequence[str], command: str, options: type, takes_program:
         WrongUse: If an option is unknown.
     """
     fields = dict(_fields(options))
-    flags = [f"--no-{name[2:]}" for name, kind in fields.items() if kind is bool]
+    flags = [f"--no-{name[2:]}" for name, field_type in fields.items() if field_type is bool]
     for word in args:
         name = word.partition("=")[0].replace("_", "-")
         if not name.startswith("--") or name in ("--", "--help", *fields, *flags):
             continue
         near = difflib.get_close_matches(name, [*fields, *flags], n=1, cutoff=0.6)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        suggestion = f" Did you mean {near[0]}?" if near else ""
         if takes_program:
             raise WrongUse(
-                f"{command} has no option {name}.{meant} Options of the program follow its name. "
-                f"The options of {command} are {', '.join(fields)}."
+                f"{command} has no option {name}.{suggestion} Options of the program follow its "
+                f"name. The options of {command} are {', '.join(fields)}."
             )
         if near:
             raise WrongUse(
-                f"{command} has no option {name}.{meant} tpudist {command} --help lists all "
+                f"{command} has no option {name}.{suggestion} tpudist {command} --help lists all "
                 f"options."
             )
 
@@ -55,27 +55,27 @@ def check_numbers(args: Sequence[str], options: type) -> None:
     fields = dict(_fields(options))
     for word, following in itertools.pairwise([*args, ""]):
         name, has_value, value = word.partition("=")
-        kind = fields.get(name.replace("_", "-"))
+        field_type = fields.get(name.replace("_", "-"))
         value = value if has_value else following
-        if kind not in (int, float) or value in ("", "None") or value.startswith("--"):
+        if field_type not in (int, float) or value in ("", "None") or value.startswith("--"):
             continue
         try:
-            kind(value)
+            field_type(value)
         except ValueError:
-            what = "a whole number" if kind is int else "a number"
-            raise WrongUse(f"{name} {value}: must be {what}.") from None
+            number = "a whole number" if field_type is int else "a number"
+            raise WrongUse(f"{name} {value}: must be {number}.") from None
 
 
 def _fields(options: type) -> Iterator[tuple[str, Any]]:
-    """Yields the name of each option and its type, of `T | None` the type T."""
+    """Yields the name of each option and its type; for `T | None` the type T."""
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(typing.cast(type, kind))
+        field_type = hints[field.name]
+        if dataclasses.is_dataclass(field_type):
+            yield from _fields(typing.cast(type, field_type))
             continue
-        if isinstance(kind, types.UnionType):
-            kinds = [x for x in typing.get_args(kind) if x is not type(None)]
-            kind = kinds[0] if len(kinds) == 1 else kind
+        if isinstance(field_type, types.UnionType):
+            members = [x for x in typing.get_args(field_type) if x is not type(None)]
+            field_type = members[0] if len(members) == 1 else field_type
         if field.name not in ("script", "arguments"):
-            yield f"--{field.name.replace('_', '-')}", kind
+            yield f"--{field.name.replace('_', '-')}", field_type

@@ -1,4 +1,4 @@
-"""`tpudist plan`: compiles a step for a TPU slice, and shows what it needs. No TPU is needed."""
+"""`tpudist plan`: compiles a step for a TPU slice, and prints its memory, time and traffic."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import RenderableType
 
 from tpudist import planner
 from tpudist.cli import reference, user_step
-from tpudist.cli.console import say, show, write
+from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.layouts import search_outcomes
+from tpudist.planner.layouts.layout_search import MakeStep
 from tpudist.planner.show.formats import format_error, format_seconds, plural
 from tpudist.planner.show.html import format_html, format_page
 from tpudist.planner.show.plan_text import describe_plan
@@ -57,7 +59,7 @@ class Options:
     remat: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
     ] = ()
-    """What the backward pass recomputes: none, full, dots, ...; several with --search."""
+    """Rematerialization in the backward pass: none, full, dots, ...; several with --search."""
     microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
     """Number of parts of a batch, computed one after the other; several with --search."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -96,17 +98,24 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Plans, shows and writes; returns the exit code."""
+    """Plans, prints and writes the result; returns the exit code."""
     slice_ = check(options)
-    work = _Work(options, slice_)
-    return _search(options, work) if options.search else _plan(options, work)
+    source = _StepSource(options, slice_)
+    return _search(options, source) if options.search else _plan(options, source)
 
 
-class _Work:
-    """What is to be planned, for whatever candidate."""
+class _StepSource:
+    """Step to plan: the user's own, or the reference transformer.
+
+    Attributes:
+        make_step: Called with a candidate; returns the arguments of a plan, as in `planner.search`.
+        tokens_per_step: Tokens of a global batch; None if the step reports them itself.
+        remat: Names of rematerialization to plan.
+        calibration: Measured rates, if there are any.
+    """
 
     def __init__(self, options: Options, slice_: Slice):
-        self._own = options.step
+        self._user_step = options.step
         self.calibration = _read_calibration(options.calibration)
         if options.step is not None:
             if options.model != reference.ReferenceOptions():
@@ -124,16 +133,16 @@ class _Work:
                 "transformer are known."
             )
         sized = reference.make_reference(options.model, slice_.num_chips)
-        said = options.model.preset if options.model.hf is None else options.model.hf
-        say(f"Planning {said}: {sized.describe()}.")
+        model = options.model.preset if options.model.hf is None else options.model.hf
+        print_message(f"Planning {model}: {sized.describe()}.")
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
-        usual = ("none", "full") if options.search else (sized.config.remat,)
-        self.remat = options.remat or usual
+        defaults = ("none", "full") if options.search else (sized.config.remat,)
+        self.remat = options.remat or defaults
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """What goes wrong is one message: where, if it is the user's code."""
+        """Turns errors into one message, with the line if the user's code failed."""
         try:
             yield
         except WrongUse:
@@ -141,8 +150,8 @@ class _Work:
         except (ImportError, CompilerDied, TimeoutError) as error:
             raise WrongUse(str(error)) from error
         except (Exception, SystemExit) as error:
-            if self._own is not None:
-                raise WrongUse(f"{self._own} failed: {format_error(error)}") from error
+            if self._user_step is not None:
+                raise WrongUse(f"{self._user_step} failed: {format_error(error)}") from error
             if isinstance(error, ValueError | RuntimeError):
                 raise WrongUse(str(error)) from error
             raise
@@ -155,12 +164,12 @@ def _read_calibration(path: Path | None) -> Calibration | None:
         raise WrongUse(str(error)) from error
 
 
-def _override_tokens(make_step: Any, tokens_per_step: int | None) -> Any:
-    """A step whose tokens are those that were asked for, whatever it says itself."""
+def _override_tokens(make_step: MakeStep, tokens_per_step: int | None) -> MakeStep:
+    """Returns a `make_step` whose tokens per step come from the command line."""
     if tokens_per_step is None:
         return make_step
 
-    def make(candidate: Any) -> tuple[Any, ...]:
+    def make(candidate: planner.Candidate) -> tuple[Any, ...]:
         strategy, fn, args, *more = make_step(candidate)
         figures = {**(more[0] if more else {}), "tokens_per_step": tokens_per_step}
         return strategy, fn, args, figures
@@ -168,18 +177,19 @@ def _override_tokens(make_step: Any, tokens_per_step: int | None) -> Any:
     return make
 
 
-def _plan(options: Options, work: _Work) -> int:
-    with work.explain_errors():
+def _plan(options: Options, source: _StepSource) -> int:
+    with source.explain_errors():
         candidate = planner.Candidate(
             options.topology,
             arguments.parse_axes(",".join(options.replica_axes)),
-            work.remat[0],
+            source.remat[0],
             options.microbatches[0],
             topology.devices(options.topology),
         )
-        strategy, fn, args, *more = work.make_step(candidate)
-        figures = {"tokens_per_step": work.tokens_per_step} | (more[0] if more else {})
-        figures = {"calibration": work.calibration} | figures
+        strategy, fn, args, *more = source.make_step(candidate)
+        figures: dict[str, Any] = {"tokens_per_step": source.tokens_per_step}
+        figures |= more[0] if more else {}
+        figures = {"calibration": source.calibration} | figures
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
     report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
@@ -187,7 +197,7 @@ def _plan(options: Options, work: _Work) -> int:
             _write_files(plan, format_page(format_html(report)), options)
             if options.chart is not None:
                 plan.chart(options.chart)
-    finally:  # what was found is not lost for a file that cannot be written
+    finally:  # also if a file cannot be written: compiling took minutes
         _print(plan, TerminalReport(report), options)
     with _explain_write_errors():
         if options.save is not None and plan.fits:
@@ -196,68 +206,70 @@ def _plan(options: Options, work: _Work) -> int:
     return FITS if plan.fits else DOES_NOT_FIT
 
 
-def _search(options: Options, work: _Work) -> int:
-    with work.explain_errors():
+def _search(options: Options, source: _StepSource) -> int:
+    with source.explain_errors():
         geometries = [
             {} if axes == "none" else arguments.parse_axes(axes) for axes in options.geometries
         ]
-        found = planner.search(
-            work.make_step,
+        result = planner.search(
+            source.make_step,
             options.topology,
             geometries=geometries or None,
-            remat=work.remat,
+            remat=source.remat,
             microbatches=options.microbatches,
             time_budget_s=TIME_BUDGET_S if options.time_budget is None else options.time_budget,
-            tokens_per_step=work.tokens_per_step,
+            tokens_per_step=source.tokens_per_step,
             cache=options.cache,
-            calibration=work.calibration,
+            calibration=source.calibration,
         )
     try:
         with _explain_write_errors():
-            _write_files(found, format_page(found._repr_html_()), options)
+            _write_files(result, format_page(result._repr_html_()), options)
     finally:
-        _print(found, found, options)
+        _print(result, result, options)
     _report_files(options)
-    return _exit_code(found)
+    return _exit_code(result)
 
 
-def _exit_code(found: planner.SearchResult) -> int:
-    """The exit code of a search: "no" only where something was too large.
+def _exit_code(result: planner.SearchResult) -> int:
+    """Returns the exit code of a search: "does not fit" only if a candidate was too large.
 
     Raises:
-        WrongUse: Nothing was compiled.
+        WrongUse: If nothing was compiled.
     """
-    if found.best or found.of(search_outcomes.TOO_LARGE):
-        return FITS if found.best else DOES_NOT_FIT
-    if failed := found.of(search_outcomes.FAILED):
+    if result.best or result.of(search_outcomes.TOO_LARGE):
+        return FITS if result.best else DOES_NOT_FIT
+    if failed := result.of(search_outcomes.FAILED):
         first, num = failed[0], len(failed)
         all_ = f"All {num} layouts" if num > 1 else "The layout"
         raise WrongUse(f"{all_} failed. {first.candidate.name}: {first.reason}")
     raise WrongUse(
-        f"None of {plural(len(found.outcomes), 'layout')} was compiled within "
-        f"{format_seconds(found.time_budget_s)}. Increase --time-budget, or try fewer layouts."
+        f"None of {plural(len(result.outcomes), 'layout')} was compiled within "
+        f"{format_seconds(result.time_budget_s)}. Increase --time-budget, or try fewer layouts."
     )
 
 
-def _print(found: Any, shown: Any, options: Options) -> None:
+def _print(
+    result: planner.Plan | planner.SearchResult, report: RenderableType, options: Options
+) -> None:
     if options.json == "-":
-        write(found.to_json())
+        print_text(result.to_json())
     else:
-        show(shown)
+        print_parts(report)
 
 
-def _write_files(found: Any, page: str, options: Options) -> None:
+def _write_files(result: planner.Plan | planner.SearchResult, page: str, options: Options) -> None:
     if options.json not in (None, "-"):
-        Path(str(options.json)).write_text(found.to_json() + "\n")
+        Path(str(options.json)).write_text(result.to_json() + "\n")
     if options.html is not None:
         options.html.write_text(page)
 
 
 def _report_files(options: Options, save: bool = False) -> None:
     json = None if options.json == "-" else options.json
-    written = (json, options.html, options.chart, options.save if save else None)
-    if names := [str(name) for name in written if name is not None]:
-        say(f"Wrote {', '.join(names)}")
+    paths = (json, options.html, options.chart, options.save if save else None)
+    if names := [str(name) for name in paths if name is not None]:
+        print_message(f"Wrote {', '.join(names)}")
 
 
 @contextmanager
@@ -272,11 +284,11 @@ def _explain_write_errors() -> Iterator[None]:
 
 
 def check(options: Options) -> Slice:
-    """Refuses what cannot work, before anything is compiled; gives the slice."""
+    """Checks the options before anything is compiled; returns the slice."""
     try:
         slice_ = parse(options.topology)
-        given = [",".join(options.replica_axes), *options.geometries]
-        geometries = [arguments.parse_axes(axes) for axes in given if axes != "none"]
+        texts = [",".join(options.replica_axes), *options.geometries]
+        geometries = [arguments.parse_axes(axes) for axes in texts if axes != "none"]
         if options.step is None:
             logical_axes.refuse_other_axes(axis for axes in geometries for axis in axes)
         arguments.check_positive(
@@ -318,8 +330,8 @@ def _check_search(options: Options) -> None:
 def _check_plan(options: Options) -> None:
     for name, values in (("remat", options.remat), ("microbatches", options.microbatches)):
         if len(values) > 1:
-            told = " ".join(map(str, values))
-            raise WrongUse(f"--{name} {told}: several values need --search. Add it.")
+            text = " ".join(map(str, values))
+            raise WrongUse(f"--{name} {text}: several values need --search. Add it.")
     if options.geometries:
         raise WrongUse("--geometries needs --search. Add it, or use --replica-axes.")
     if options.time_budget is not None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from tpudist.cli.console import say, write
+from tpudist.cli.console import print_message, print_text
 from tpudist.cli.errors import WrongUse
+
+if TYPE_CHECKING:
+    # Importing `port` needs LibCST, which may be missing.
+    from tpudist.port.leftovers import Leftover
 
 EPILOG = """
 examples:
@@ -21,7 +26,8 @@ examples:
 exit codes: 0 nothing is left to port manually, 1 something is left, 2 wrong use or unreadable file
 """
 SECONDS_WITHOUT_PROGRESS = 1.0
-WHOLE, HANDS_ARE_NEEDED = 0, 1
+COMPLETE, INCOMPLETE = 0, 1
+"""Exit codes: whether the port is complete, or parts are left to port manually."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,17 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Ports, shows and writes; returns the exit code.
+    """Ports the file, prints or writes the result, and returns the exit code.
 
     Raises:
-        WrongUse: The file is not there, cannot be ported or cannot be written.
+        WrongUse: If the file does not exist, cannot be ported or cannot be written.
     """
     if options.write and options.output is not None:
         raise WrongUse(
             "--write overwrites the file, and --output writes another one. Omit one of them."
         )
     source = _read(options.file)
-    say(f"Porting {options.file}.")
+    print_message(f"Porting {options.file}.")
     try:
         from tpudist import port
     except ModuleNotFoundError as error:
@@ -67,7 +73,7 @@ def run(options: Options) -> int:
     port_file = port.port_notebook if is_notebook else port.port_program
     try:
         progress = _Progress(options.file)
-        ported = port_file(source, is_whole=not options.module, on_pass=progress.show)
+        ported = port_file(source, is_whole=not options.module, on_pass=progress.update)
     except port.CannotPort as error:
         raise WrongUse(f"{options.file} cannot be ported. {error}") from error
     target = options.file if options.write else options.output
@@ -75,26 +81,26 @@ def run(options: Options) -> int:
         before, after = source, ported.source
         if is_notebook:
             before, after = port.show_code(before), port.show_code(after)
-        write(_diff(str(options.file), before, after))
+        print_text(_diff(str(options.file), before, after))
     if target is not None:
         _write(target, ported.source)
-    for line in _list(target or options.file, ported.leftovers, ported.stays):
-        say(line)
-    return HANDS_ARE_NEEDED if ported.leftovers else WHOLE
+    for line in _format_leftovers(target or options.file, ported.leftovers, ported.stays):
+        print_message(line)
+    return INCOMPLETE if ported.leftovers else COMPLETE
 
 
 class _Progress:
-    """Says how far a port is, once a second where it takes longer."""
+    """Prints the progress at most once per second, so short ports print nothing."""
 
     def __init__(self, file: Path):
         self._file = file
-        self._said = time.monotonic()
+        self._printed_s = time.monotonic()
 
-    def show(self, number: int, total: int) -> None:
-        """One of so many passes is done."""
-        if number < total and time.monotonic() - self._said > SECONDS_WITHOUT_PROGRESS:
-            self._said = time.monotonic()
-            say(f"{self._file}: {number} of {total} passes done.")
+    def update(self, number: int, total: int) -> None:
+        """Reports that `number` of `total` passes are finished."""
+        if number < total and time.monotonic() - self._printed_s > SECONDS_WITHOUT_PROGRESS:
+            self._printed_s = time.monotonic()
+            print_message(f"{self._file}: {number} of {total} passes done.")
 
 
 def _diff(name: str, before: str, after: str) -> str:
@@ -104,12 +110,13 @@ def _diff(name: str, before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
-    """What is left, a line each, and what it takes to run the rest."""
+def _format_leftovers(
+    file: Path, leftovers: Sequence[Leftover], stays: tuple[str, ...]
+) -> list[str]:
+    """Returns a line per leftover, the packages that the program needs, and a summary."""
     lines = [
-        f"{file}{f', cell {one.cell}' if one.cell else ''}:{one.line}: {one.name}: {one.what} "
-        f"({one.section})"
-        for one in leftovers
+        f"{file}{f', cell {x.cell}' if x.cell else ''}:{x.line}: {x.name}: {x.what} ({x.section})"
+        for x in leftovers
     ]
     if stays:
         lines.append(f"{file}: {_name_packages(stays)}")
@@ -124,7 +131,6 @@ def _list(file: Path, leftovers: tuple, stays: tuple[str, ...]) -> list[str]:
 
 
 def _name_packages(stays: tuple[str, ...]) -> str:
-    """What names that stay need to be installed."""
     need = "it needs" if len(stays) == 1 else "they need"
     packages, install = "TensorFlow", "tensorflow-cpu"
     if {"tf.summary", "keras.callbacks.TensorBoard"} & set(stays):
@@ -134,11 +140,11 @@ def _name_packages(stays: tuple[str, ...]) -> str:
 
 def _read(file: Path) -> str:
     try:
-        with file.open(encoding="utf-8", newline="") as lines:  # which may end in \r\n
-            return lines.read()
+        with file.open(encoding="utf-8", newline="") as opened:  # keeps "\r\n"
+            return opened.read()
     except OSError as error:
-        why = error.strerror or error
-        raise WrongUse(f"{file} cannot be read: {why}. Pass a Python program.") from error
+        reason = error.strerror or error
+        raise WrongUse(f"{file} cannot be read: {reason}. Pass a Python program.") from error
     except UnicodeDecodeError as error:
         raise WrongUse(f"{file} is not UTF-8 text. Pass a Python program.") from error
 

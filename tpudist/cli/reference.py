@@ -1,4 +1,4 @@
-"""The reference transformer as a step to plan: sizes from options, shapes for arrays."""
+"""The reference transformer as a step to plan, with sizes from options and abstract arrays."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tpudist.models import next_token_loss, read_config
 from tpudist.models.presets import PRESETS, Preset, make_transformer
 from tpudist.models.pretrained.hub_config import read_length
 from tpudist.models.transformer_config import TransformerConfig
-from tpudist.planner import GlobalBatch
+from tpudist.planner import Candidate, GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps
 
-_LENGTH = 8192  # tokens of a sequence of a folder's model, if it takes as many
+_LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "adafactor": lambda: optax.adafactor(1e-3),
@@ -85,14 +85,14 @@ class ReferenceOptions:
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference transformer, sized.
+    """The reference transformer with all its sizes.
 
     Attributes:
-        config: The model; remat is the candidate's to choose.
+        config: Configuration of the model; each candidate replaces its `remat`.
         global_batch: Sequences of a step.
         length: Tokens of a sequence.
-        make_optimizer: Gives the Optax transformation.
-        optimizer_memory: Where its state lives; None for the devices' own.
+        make_optimizer: Called without arguments; returns the Optax transformation.
+        optimizer_memory: Memory kind of the optimizer state; None for device memory.
     """
 
     config: TransformerConfig
@@ -107,13 +107,13 @@ class Reference:
         return self.global_batch * self.length
 
     def describe(self) -> str:
-        """What is planned, in a line."""
+        """Returns the sizes in one line."""
         model = self.config
         wide = f"{model.num_layers} blocks of width {model.embed_dim}, {model.vocabulary} tokens"
         return f"{wide}; {self.global_batch} sequences of {self.length} tokens in a step"
 
-    def make_step(self, candidate: Any) -> tuple[Any, Any, Any]:
-        """The strategy, the step of one replica and its arguments, as shapes."""
+    def make_step(self, candidate: Candidate) -> tuple[TPUStrategy, Callable[..., Any], tuple]:
+        """Returns the strategy, the step of one replica and its abstract arguments."""
         config = dataclasses.replace(self.config, remat=candidate.remat)
         strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
         model = strategy.create_abstract(lambda: make_transformer(config))
@@ -131,14 +131,14 @@ class Reference:
 
 
 def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
-    """The reference transformer in the sizes that were asked for.
+    """Returns the reference transformer in the sizes of the options.
 
     Raises:
-        WrongUse: They make no model or no batch.
+        WrongUse: If the sizes do not form a model and a batch.
     """
     preset = PRESETS[options.preset] if options.hf is None else _read_folder(options)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    given = {
+    sizes = {
         name: value
         for name, value in dataclasses.asdict(options).items()
         if name in names and value is not None
@@ -146,9 +146,9 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
     length = preset.length if options.sequence_length is None else options.sequence_length
     chunk = preset.config.loss_chunk
     if options.loss_chunk == 0 or (options.loss_chunk is None and chunk and length % chunk):
-        given["loss_chunk"] = None
+        sizes["loss_chunk"] = None  # the chunk of the preset does not divide this length
     try:
-        config = dataclasses.replace(preset.config, **given)
+        config = dataclasses.replace(preset.config, **sizes)
     except ValueError as error:
         raise WrongUse(str(error)) from error
     if options.global_batch is not None and options.batch_per_chip is not None:
@@ -168,7 +168,7 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
 
 
 def _read_folder(options: ReferenceOptions) -> Preset:
-    """The model of a folder, trained as large presets are."""
+    """Returns the model of a folder as a preset, with the options of large presets."""
     if options.preset != "tiny":
         raise WrongUse(
             f"--preset {options.preset} and --hf {options.hf} both choose a model. Pass one."
@@ -176,7 +176,7 @@ def _read_folder(options: ReferenceOptions) -> Preset:
     assert options.hf is not None
     try:
         config = dataclasses.replace(read_config(options.hf), remat="full", loss_chunk=1024)
-        longest = read_length(options.hf)
+        max_length = read_length(options.hf)
     except (ValueError, OSError) as error:
         raise WrongUse(str(error)) from error
-    return Preset(config, min(longest or _LENGTH, _LENGTH), 1, str(options.hf))
+    return Preset(config, min(max_length or _LENGTH, _LENGTH), 1, str(options.hf))

@@ -1,4 +1,4 @@
-"""`tpudist topologies`: the slices that can be planned for, and what their chips can do."""
+"""`tpudist topologies`: the slices that plans support, and the rates of their chips."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from tpudist.cli.console import show
+from tpudist.cli.console import print_parts
 from tpudist.cli.errors import WrongUse
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
@@ -34,25 +34,25 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Prints the table; returns the exit code."""
+    """Prints the tables; returns the exit code."""
     if options.only is not None and options.only not in {**CHIPS, **ANNOUNCED}:
         known = ", ".join([*CHIPS, *ANNOUNCED])
         raise WrongUse(f"--only {options.only}: no such generation. Use one of {known}.")
     chips = [chip for chip in CHIPS.values() if options.only in (None, chip.generation)]
-    about = (
+    explanation = (
         "\nA slice is named by its size (v5e-256, v5p-128) or its shape in chips (v5e:16x16); "
         "2xv5e-256 is two such slices. * The number counts TensorCores, two per chip. ICI: links "
         "and usable bytes of each, one way. Rates are per chip."
     )
     announced = [c for c in ANNOUNCED.values() if options.only in (None, c.generation)]
     if chips:
-        show(_table(chips), about)
+        print_parts(_table(chips), explanation)
     if announced:
-        show(
+        print_parts(
             "\nAnnounced. libtpu does not support these chips yet, so plans cannot use them:",
             _table_of_announced(announced),
         )
-    show(*(_sources(chip) for chip in [*chips, *announced] if options.sources))
+    print_parts(*(_sources(chip) for chip in [*chips, *announced] if options.sources))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Finds the function that makes a user's own step: "module:function" or "file.py:function"."""
+"""Loads the user's function that creates a step: "module:function" or "file.py:function"."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tpudist.cli.errors import WrongUse
+from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
 
 RULE = (
-    "Name a function make_step(candidate) that gives (strategy, fn, args), as my_module:make_step "
-    "or my_folder/my_file.py:make_step."
+    "Name a function make_step(candidate) that returns (strategy, fn, args), as "
+    "my_module:make_step or my_folder/my_file.py:make_step."
 )
 
 
-def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
-    """The function called `name`; modules are looked for in the current folder first.
+def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
+    """Returns the function of a name; modules in the current folder come first.
 
     Raises:
-        WrongUse: There is none, or it cannot be imported; and from the function, if it does not
-            give what a plan needs.
+        WrongUse: If there is no such function, or its module cannot be imported. The returned
+            function also raises it, for results that a plan cannot use.
     """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
@@ -34,13 +36,13 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except WrongUse:
         raise
-    except (Exception, SystemExit) as error:  # a script may end itself when it is imported
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise WrongUse(f"{place} cannot be imported: {format_error(error)}") from error
     make_step = getattr(module, attribute, None)
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
 
-    def make_checked_step(candidate: Any) -> tuple[Any, ...]:
+    def make_checked_step(candidate: Candidate) -> tuple[Any, ...]:
         try:
             step = make_step(candidate)
         except SystemExit as error:
@@ -58,10 +60,11 @@ def load(name: str) -> Callable[[Any], tuple[Any, ...]]:
     return make_checked_step
 
 
-def _import_module(name: str) -> Any:
+def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # Otherwise the module exists, and one of its imports is missing.
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise WrongUse(
                 f"There is no module {name!r} in this folder or among the installed ones. {RULE}"
@@ -69,10 +72,10 @@ def _import_module(name: str) -> Any:
         raise
 
 
-def _import_file(path: Path) -> Any:
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise WrongUse(f"There is no file {path}. {RULE}")
-    # A name of its own: the file may be called like a module that is needed, such as optax.py.
+    # A unique name, because the file may have the name of an installed module, such as optax.py.
     name = f"_tpudist_own_step_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec

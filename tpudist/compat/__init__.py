@@ -1,4 +1,4 @@
-"""The names of older TensorFlow, for programs that are ported as they are."""
+"""The names of older TensorFlow, for programs that are ported without changes."""
 
 from tpudist.compat import v1
 

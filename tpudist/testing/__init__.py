@@ -1,4 +1,4 @@
-"""Budgets for communication, in a test suite, and tests of what is said of functions."""
+"""Assertions for test suites: communication of steps, results on one device, independent rows."""
 
 from tpudist.testing.budgets import assert_collectives
 from tpudist.testing.row_independence import assert_rowwise

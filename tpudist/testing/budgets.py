@@ -1,12 +1,12 @@
-"""Budgets for communication, in a test suite: what a step may send, and a ledger of what it sends.
+"""`assert_collectives`: budgets and a ledger for the communication of a step, in a test suite.
 
     def test_the_step_only_reduces_gradients():
         with strategy.scope():
             assert_collectives(step, (model, batch), topology="v5e-16", allow={"all-reduce"})
 
-The step is planned (`Strategy.plan`), so no TPU is needed, and nothing runs. On the devices of the
-process, emulated ones also, it is fast: a test without a `topology` takes seconds and sees the
-collectives of the CPU's program. With one it sees those of the TPU's.
+The step is planned (`Strategy.plan`), so it does not run, and no TPU is needed. A test without a
+`topology` takes seconds, and checks the program for the (emulated) devices of the process. With
+one, it checks the program for TPUs.
 """
 
 import os
@@ -75,14 +75,14 @@ def assert_collectives(
     if strategy is None:
         strategy = cast("Strategy", context.get_strategy())
     with strategy.scope():
-        # What a cache kept of the same program may have the lines of an older source.
+        # A cached answer for the same program may have the source lines of an older version.
         plan: Plan = strategy.plan(
             step,
             args,
             kwargs,
             topology=topology,
             cache=False,
-            progress=lambda doing, seconds: None,
+            progress=lambda activity, seconds: None,
         )
     where = f"{name or plan.name} on {plan.topology}"
     if not plan.fits:
@@ -98,7 +98,7 @@ def assert_collectives(
     return plan
 
 
-# The kinds that `collective_traffic` tells apart.
+# The kinds of `collective_traffic`, without the prefix "dcn-".
 _KINDS = frozenset(
     "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute "
     "collective-broadcast send".split()
@@ -116,38 +116,38 @@ def _kinds(allow: Collection[str]) -> frozenset[str]:
 
 
 def _check_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
-    found = [
+    uses = [
         use
         for use in plan.collectives
         if use.network != "host" and use.kind.removeprefix("dcn-") not in allow
     ]
-    if not found:
+    if not uses:
         return []
-    kinds = sorted({use.kind.removeprefix("dcn-") for use in found})
+    kinds = sorted({use.kind.removeprefix("dcn-") for use in uses})
     return [
         f"{', '.join(kinds)} must not occur: allow is "
-        f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_table(found)}\nIf you expect this, add it "
+        f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_table(uses)}\nIf you expect this, add it "
         f"to allow. Otherwise read the lines: there, an array is split over other axes than the "
         f"operation needs. Split it with a rule in logical_axis_rules or with "
         f"jax.lax.with_sharding_constraint."
     ]
 
 
-def _check_budget(plan: Plan, network: str, most: float | None) -> list[str]:
-    found = [use for use in plan.collectives if use.network == network]
-    sent = sum(use.sent_bytes for use in found)
-    if most is None or sent <= most:
+def _check_budget(plan: Plan, network: str, max_bytes: float | None) -> list[str]:
+    uses = [use for use in plan.collectives if use.network == network]
+    sent = sum(use.sent_bytes for use in uses)
+    if max_bytes is None or sent <= max_bytes:
         return []
     return [
         f"A device sends {sent:,.0f} bytes ({format_bytes(sent)}) per step over "
-        f"{_NETWORKS[network]}, but max_{network}_bytes is {most:,.0f} "
-        f"({format_bytes(most)}).\n{_table(found)}\nIf you expect this, use a larger "
+        f"{_NETWORKS[network]}, but max_{network}_bytes is {max_bytes:,.0f} "
+        f"({format_bytes(max_bytes)}).\n{_table(uses)}\nIf you expect this, use a larger "
         f"max_{network}_bytes. Otherwise start with the first line."
     ]
 
 
 def _compare_with_ledger(plan: Plan, name: str, path: Path) -> list[str]:
-    """Compares a plan with its record in a ledger, or writes that."""
+    """Compares a plan with its record in a ledger, or writes the record."""
     known = ledgers.read(path).get(name)
     counts = ledgers.count(plan.collectives, path.parent)
     versions = {x: plan.versions[x] for x in ("jax", "libtpu") if plan.versions.get(x)}

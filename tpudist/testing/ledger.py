@@ -1,8 +1,7 @@
-"""A file that says what steps communicate, for a project to commit and to see changes of.
+"""A ledger: a file with the communication of steps, which a project commits to see changes.
 
-A collective is named by what it moves and by the function that asks for it, not by its line: an
-edit above that line is no change of what the step communicates. The source lines of what changed
-are those of the program at hand.
+An entry names the bytes of a collective and the function that causes it, but not its line: an edit
+above that line does not change the communication. Messages about changes have the current lines.
 """
 
 import ast
@@ -25,21 +24,22 @@ except ImportError:  # not on every system
     fcntl = None
 
 FORMAT = 1
+"""Version of the file. Raise it if the fields of an `Entry` change."""
 UPDATE = "TPUDIST_UPDATE_LEDGER"
+"""Environment variable with which a run of the tests replaces records."""
 _LIBRARY = Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Entry:
-    """What a step does some number of times, for one function of its source.
+    """A collective of a step, for one function of its source.
 
     Attributes:
-        kind: Such as "all-gather".
-        axes: The mesh axes it runs along.
+        kind: Kind, such as "all-gather".
+        axes: Mesh axes of the collective.
         network: "ici", "dcn" or "host".
-        num_bytes: Size of the whole operand or result on one device, per occurrence.
-        source: "file::function" that asks for it, the file as seen from the ledger; "" if nobody
-            does.
+        num_bytes: Bytes of the complete operand or result on one device, per occurrence.
+        source: "file::function" that causes it, with a path relative to the ledger; "" if unknown.
     """
 
     kind: str
@@ -51,12 +51,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one step communicates.
+    """Communication of one step.
 
     Attributes:
-        mesh: The sizes of the mesh's axes.
-        versions: Of the compiler that said so. They are told where something changed, not compared.
-        counts: How often a step does what.
+        mesh: Sizes of the axes of the mesh.
+        versions: Versions of the compiler, for messages; they are not compared.
+        counts: Number of times per step, for each kind of entry.
     """
 
     mesh: dict[str, int]
@@ -65,12 +65,12 @@ class Record:
 
 
 def entry(use: CollectiveUse, folder: Path) -> Entry:
-    """What a ledger in `folder` calls a collective."""
+    """Returns the entry of a collective in a ledger in `folder`."""
     return Entry(use.kind, use.axes, use.network, use.num_bytes, function_of(use.source, folder))
 
 
 def count(uses: Iterable[CollectiveUse], folder: Path) -> dict[Entry, float]:
-    """What a step communicates, as a ledger in `folder` has it."""
+    """Returns the communication of a step as in a ledger in `folder`."""
     counts: dict[Entry, float] = collections.defaultdict(float)
     for use in uses:
         counts[entry(use, folder)] += use.count
@@ -78,9 +78,10 @@ def count(uses: Iterable[CollectiveUse], folder: Path) -> dict[Entry, float]:
 
 
 def function_of(source: str | None, folder: Path) -> str:
-    """The source line "file:line" as "file::function", the file as seen from `folder`.
+    """Returns a source line "file:line" as "file::function", with a path relative to `folder`.
 
-    The file of an installed package is named from the package on, so that all machines agree.
+    Functions change less often than line numbers. The path of an installed package starts with the
+    package, so all machines agree.
     """
     if source is None:
         return ""
@@ -90,18 +91,18 @@ def function_of(source: str | None, folder: Path) -> str:
 
 
 def read(path: Path) -> dict[str, Record]:
-    """The records of a ledger, by the names of their steps; none if there is no file.
+    """Returns the records of a ledger by the names of their steps; empty if there is no file.
 
     Raises:
-        ValueError: The file is no ledger, or one of another version of tpudist.
+        ValueError: If the file is not a ledger, or another version of tpudist wrote it.
     """
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
-        if found["format"] != FORMAT:
-            raise ValueError(f"it has the format {found['format']}")
-        return {name: _record(step) for name, step in found["steps"].items()}
+        ledger = json.loads(path.read_text())
+        if ledger["format"] != FORMAT:
+            raise ValueError(f"it has the format {ledger['format']}")
+        return {name: _record(step) for name, step in ledger["steps"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a ledger of this version of tpudist ({error}), which reads the format "
@@ -110,7 +111,7 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def add(path: Path, name: str, record: Record) -> None:
-    """Writes one record to a ledger, which other tests may be doing at the same moment."""
+    """Writes one record to a ledger; parallel tests may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.parent):
         write(path, {**read(path), name: record})
@@ -118,11 +119,11 @@ def add(path: Path, name: str, record: Record) -> None:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Keeps others who write ledgers in a folder waiting, processes and threads."""
+    """Excludes other writers of ledgers in a folder: processes and threads."""
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)  # of the folder itself: no file is left behind
+    handle = os.open(folder, os.O_RDONLY)  # locks the folder itself, so that no lock file remains
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -132,25 +133,25 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def write(path: Path, records: Mapping[str, Record]) -> None:
-    """Writes a ledger: sorted, and one collective on a line, so that versions of it compare well.
+    """Writes a ledger, sorted and with one collective per line, so that diffs are short.
 
-    The file is replaced at once, so that a test that is interrupted leaves it whole.
+    The file is replaced atomically, so an interrupted test leaves a complete file.
     """
     steps = ",\n".join(_step(name, records[name]) for name in sorted(records))
     text = f'{{\n "format": {FORMAT},\n "steps": {{\n{steps}\n }}\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(text)
-    os.chmod(file.name, 0o644)  # a file of a project, not one of this user's
+    os.chmod(file.name, 0o644)  # temporary files are private, but this one is committed
     os.replace(file.name, path)
 
 
 def _step(name: str, record: Record) -> str:
     lines = []
-    for found in sorted(record.counts):
-        fields = dataclasses.asdict(found)
+    for collective in sorted(record.counts):
+        fields = dataclasses.asdict(collective)
         source = fields.pop("source")
-        fields |= {"count": _to_int_if_whole(record.counts[found]), "source": source}
+        fields |= {"count": _to_int_if_whole(record.counts[collective]), "source": source}
         lines.append(f"    {json.dumps(fields)}")
     collectives = "[\n" + ",\n".join(lines) + "\n   ]" if lines else "[]"
     return (
@@ -175,20 +176,20 @@ def _to_int_if_whole(number: float) -> float:
 
 
 def _relative_path(folder: Path, file: Path) -> str:
-    if file.is_relative_to(_LIBRARY):  # which may be a checkout
+    if file.is_relative_to(_LIBRARY):  # also for a checkout
         return file.relative_to(_LIBRARY.parent).as_posix()
     for installed in ("site-packages", "dist-packages"):
         if installed in file.parts:
             inside = file.parts[len(file.parts) - file.parts[::-1].index(installed) :]
             return "/".join(inside)
-    seen = os.path.relpath(file, folder.resolve())
-    # Far from here, the way there is that of one machine.
-    return file.name if seen.count("..") > 3 else Path(seen).as_posix()
+    relative = os.path.relpath(file, folder.resolve())
+    # A path through many parents depends on the machine.
+    return file.name if relative.count("..") > 3 else Path(relative).as_posix()
 
 
 @functools.lru_cache(maxsize=1024)
 def _function(file: str, line: int) -> str:
-    """The innermost function or class around a line, as "Block.__call__"; "" if there is none."""
+    """Returns the innermost function or class around a line, such as "Block.__call__", or ""."""
     best: tuple[int, str] = (0, "")
     for begin, end, name in _functions(file):
         if begin <= line <= end and begin > best[0]:
@@ -200,9 +201,9 @@ def _function(file: str, line: int) -> str:
 def _functions(file: str) -> list[tuple[int, int, str]]:
     try:
         tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):  # "<stdin>", or gone since
+    except (OSError, SyntaxError, UnicodeDecodeError):  # "<stdin>", or a deleted file
         return []
-    found = []
+    functions = []
 
     def visit(node: ast.AST, outer: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -210,8 +211,8 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{outer}.{child.name}" if outer else child.name
                 begin = min(x.lineno for x in (child, *child.decorator_list))
-                found.append((begin, child.end_lineno or child.lineno, name))
+                functions.append((begin, child.end_lineno or child.lineno, name))
             visit(child, name)
 
     visit(tree, "")
-    return found
+    return functions

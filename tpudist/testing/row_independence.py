@@ -1,4 +1,4 @@
-"""Tries out what `tpudist.rowwise` says of a function: that it computes each row by itself."""
+"""`assert_rowwise`: tests that a function computes each row independently of the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,35 +81,41 @@ class _Trial:
     def __init__(
         self,
         function: Callable[..., Any],
-        tree: Any,
+        tree: jax.tree_util.PyTreeDef,
         in_dims: Dims,
         out_dims: int | tuple[int, ...],
         gradient: bool,
     ):
         self._function, self._tree = function, tree
         self._in_dims, self._out_dims, self._gradient = in_dims, out_dims, gradient
-        self._found_dims: Dims = ()
+        self._result_dims: Dims = ()
         self._run = jax.jit(self._trace)
 
     def compute(self, leaves: Sequence[jax.Array], real: int) -> Outcome:
-        """What there is of the first `real` rows: results, and gradients of a sum over them."""
+        """Returns results for the first `real` rows, and gradients of a sum over these results."""
         shapes = jax.eval_shape(self._call, leaves)
-        cotangents = [_cotangent(x, d, real) for x, d in zip(shapes, self._found_dims, strict=True)]
+        cotangents = [
+            _cotangent(x, d, real) for x, d in zip(shapes, self._result_dims, strict=True)
+        ]
         results, gradients = self._run(leaves, cotangents)
-        found = {
+        arrays = {
             f"Result {i}": _first(x, d, real)
-            for i, (x, d) in enumerate(zip(results, self._found_dims, strict=True))
+            for i, (x, d) in enumerate(zip(results, self._result_dims, strict=True))
         }
         for i, x in gradients.items():
-            found[f"The gradient of array {i} of the arguments"] = _first(x, self._in_dims[i], real)
-        return found
+            arrays[f"The gradient of array {i} of the arguments"] = _first(
+                x, self._in_dims[i], real
+            )
+        return arrays
 
     def _call(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         result = self._function(*jax.tree.unflatten(self._tree, leaves))
-        self._found_dims = dims_of_results(result, self._out_dims)
+        self._result_dims = dims_of_results(result, self._out_dims)
         return jax.tree.leaves(result)
 
-    def _trace(self, leaves: list[jax.Array], cotangents: list[Any]) -> Any:
+    def _trace(
+        self, leaves: list[jax.Array], cotangents: list[jax.Array | None]
+    ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
         if not (self._gradient and floats):
             return self._call(leaves), {}
@@ -118,13 +124,14 @@ class _Trial:
             return self._call([floats.get(i, x) for i, x in enumerate(leaves)])
 
         results, back = jax.vjp(call, floats)
-        nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-        given = [n if c is None else c for n, c in zip(nothing, cotangents, strict=True)]
-        return results, back(given)[0]
+        # `vjp` needs cotangents of type float0 for results without a gradient.
+        zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
+        filled = [z if c is None else c for z, c in zip(zeros, cotangents, strict=True)]
+        return results, back(filled)[0]
 
 
-def _cotangent(aval: Any, dim: int | None, real: int) -> jax.Array | None:
-    """Some numbers for each row, the same for any number of rows; zeros from `real` on."""
+def _cotangent(aval: jax.ShapeDtypeStruct, dim: int | None, real: int) -> jax.Array | None:
+    """Returns a cotangent that is equal for any number of rows, and zero from row `real` on."""
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return None
     assert dim is not None, "results have rows"

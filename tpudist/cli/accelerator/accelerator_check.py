@@ -23,7 +23,7 @@ def check_accelerator(
     budget_s: float,
     num_emulated: int | None,
     versions: Mapping[str, str],
-    tell: Callable[[str], None],
+    report_line: Callable[[str], None],
     sections: Sequence[str] = tuple(SHARES),
     python: str = sys.executable,
 ) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def check_accelerator(
         budget_s: Seconds for all sections together.
         num_emulated: Number of emulated CPU devices, or None for the devices of this host.
         versions: Version of each package, for the report.
-        tell: Called with a line of progress.
+        report_line: Called with a line of progress.
         sections: Keys of `SHARES` to run.
         python: Interpreter of the child processes.
 
@@ -44,18 +44,18 @@ def check_accelerator(
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: list[dict[str, Any]] = []
     report = build_report(results, versions, created)
-    write_report(report, path)  # now, rather than after ten minutes, if it cannot be written
+    write_report(report, path)  # raises now, not after ten minutes, if the file cannot be written
     for name in sections:
-        tell(f"{name}: at most {SHARES[name] * budget_s:.0f} s")
-        found = run_section(
+        report_line(f"{name}: at most {SHARES[name] * budget_s:.0f} s")
+        section = run_section(
             name,
             SHARES[name] * budget_s,
             _environment(num_emulated),
-            lambda item: tell(f"  {item}"),
+            lambda item: report_line(f"  {item}"),
             python,
             budget_s / 60,
         )
-        results.append({**dataclasses.asdict(found), "ok": found.is_ok})
+        results.append({**dataclasses.asdict(section), "ok": section.is_ok})
         report = build_report(results, versions, created)
         write_report(report, path)
     return report

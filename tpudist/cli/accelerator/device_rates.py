@@ -16,6 +16,7 @@ import numpy as np
 
 from tpudist.cli.accelerator.item import Figures, Item, seconds_per_call
 from tpudist.strategies.mirrored import MirroredStrategy
+from tpudist.strategy.strategy import Strategy
 
 LONG_S = 0.2
 """Seconds that a program should run; its loop is made that long."""
@@ -61,29 +62,29 @@ def make_collective_items(devices: Sequence[jax.Device], is_small: bool) -> list
     ]
 
 
-def _measure_matmul(strategy: Any, dtype: str, size: int) -> Figures:
+def _measure_matmul(strategy: Strategy, dtype: str, size: int) -> Figures:
     weights = np.random.default_rng(0).normal(size=(size, size), scale=size**-0.5)
     weights = jnp.asarray(weights, dtype)
-    found = _measure(strategy, lambda x, w: (x @ w).astype(dtype), weights, weights)
-    return {**found, "tflop_per_s": 2 * size**3 / found["seconds"] / 1e12, "dtype": dtype}
+    figures = _measure(strategy, lambda x, w: (x @ w).astype(dtype), weights, weights)
+    return {**figures, "tflop_per_s": 2 * size**3 / figures["seconds"] / 1e12, "dtype": dtype}
 
 
-def _measure_copy(strategy: Any, num_bytes: int) -> Figures:
-    found = _measure(strategy, lambda x: x * 1.0001, jnp.ones(num_bytes // 4, jnp.float32))
-    return {**found, "gbyte_per_s": 2 * num_bytes / found["seconds"] / 1e9}
+def _measure_copy(strategy: Strategy, num_bytes: int) -> Figures:
+    figures = _measure(strategy, lambda x: x * 1.0001, jnp.ones(num_bytes // 4, jnp.float32))
+    return {**figures, "gbyte_per_s": 2 * num_bytes / figures["seconds"] / 1e9}
 
 
-def _measure_collective(strategy: Any, kind: str, num_bytes: int) -> Figures:
+def _measure_collective(strategy: Strategy, kind: str, num_bytes: int) -> Figures:
     count = strategy.num_replicas_in_sync
     length = max(num_bytes // 4 // count, 1) * count
-    found = _measure(strategy, _collective(kind, count), jnp.ones(length, jnp.float32))
+    figures = _measure(strategy, _collective(kind, count), jnp.ones(length, jnp.float32))
     sent = {"all-reduce": 2 * (count - 1) / count, "permute": 1.0, "all-gather": count - 1}
     num_sent = 4 * length * sent.get(kind, (count - 1) / count)
     return {
-        **found,
+        **figures,
         "kind": kind,
         "num_bytes": 4 * length,
-        "gbyte_per_s": num_sent / found["seconds"] / 1e9,
+        "gbyte_per_s": num_sent / figures["seconds"] / 1e9,
     }
 
 
@@ -112,7 +113,9 @@ def _collective(kind: str, count: int) -> Body:
     return bodies[kind]
 
 
-def _measure(strategy: Any, body: Callable[..., jax.Array], x: jax.Array, *rest: Any) -> Any:
+def _measure(
+    strategy: Strategy, body: Callable[..., jax.Array], x: jax.Array, *rest: Any
+) -> Figures:
     """Measures one operation in a loop whose length fits its time, and plans the same program."""
     once = _time(strategy, body, 4, x, *rest) / 4
     length = int(min(max(LONG_S / max(once, 1e-9), 4), 10_000))
@@ -120,13 +123,13 @@ def _measure(strategy: Any, body: Callable[..., jax.Array], x: jax.Array, *rest:
     return {"seconds": seconds, "estimated_s": _estimate(strategy, body, length, x, *rest)}
 
 
-def _time(strategy: Any, body: Callable[..., jax.Array], length: int, *args: Any) -> float:
+def _time(strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: Any) -> float:
     step = _loop(body, length)
     return seconds_per_call(lambda: jax.block_until_ready(strategy.run(step, args=args)))
 
 
 def _estimate(
-    strategy: Any, body: Callable[..., jax.Array], length: int, *args: Any
+    strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: Any
 ) -> float | None:
     """Returns the time that a plan for these devices says; None for devices it has no rates of."""
     plan = strategy.plan(_loop(body, length), args, cache=False)
@@ -136,8 +139,10 @@ def _estimate(
 @functools.cache
 def _loop(body: Callable[..., jax.Array], length: int) -> Callable[..., jax.Array]:
     def step(x: jax.Array, *rest: Any) -> jax.Array:
-        own = x + jax.lax.axis_index(AXIS).astype(x.dtype) * 0  # differs between replicas
-        return jax.lax.fori_loop(0, length, lambda _, y: body(y, *rest), own)
+        # Adding 0 times the replica number makes the value vary over replicas in the eyes of the
+        # compiler, which would remove collectives of equal values.
+        varying = x + jax.lax.axis_index(AXIS).astype(x.dtype) * 0
+        return jax.lax.fori_loop(0, length, lambda _, y: body(y, *rest), varying)
 
     return step
 

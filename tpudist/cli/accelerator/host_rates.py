@@ -49,9 +49,8 @@ def _measure_to_device(device: jax.Device, mebibytes: int) -> Figures:
 
 def _measure_to_host(device: jax.Device, mebibytes: int) -> Figures:
     array = jax.device_put(np.ones(mebibytes * 2**18, np.float32), device)
-    add = jax.jit(
-        lambda x: x + 1
-    )  # JAX keeps the host's copy of an array: read a new one each time
+    # JAX keeps the host's copy of an array, so each transfer needs a new array.
+    add = jax.jit(lambda x: x + 1)
 
     def fetch() -> float:
         fresh = add(array).block_until_ready()
@@ -121,5 +120,5 @@ def _measure_call(devices: Sequence[jax.Device]) -> Figures:
         jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     )
     hand_s = seconds_per_call(lambda: jax.block_until_ready(by_hand(*arrays)))
-    own_s = seconds_per_call(lambda: jax.block_until_ready(strategy.run(step, args=tuple(arrays))))
-    return {"seconds": own_s, "by_hand_s": hand_s, "num_arrays": NUM_ARRAYS}
+    run_s = seconds_per_call(lambda: jax.block_until_ready(strategy.run(step, args=tuple(arrays))))
+    return {"seconds": run_s, "by_hand_s": hand_s, "num_arrays": NUM_ARRAYS}

@@ -23,8 +23,8 @@ class Item:
     run: Callable[[], Figures]
 
 
-def seconds_per_call(call: Callable[[], Any], least_s: float = 0.05, repeats: int = 3) -> float:
-    """Returns the seconds of one call: the least of several averages, after a call that compiles.
+def seconds_per_call(call: Callable[[], object], least_s: float = 0.05, repeats: int = 3) -> float:
+    """Returns the seconds of one call: the smallest of several averages, after a call to compile.
 
     Args:
         call: Runs, and waits for its result.
@@ -32,8 +32,8 @@ def seconds_per_call(call: Callable[[], Any], least_s: float = 0.05, repeats: in
         repeats: Number of averages.
     """
     call()
-    number, found = 1, []
-    while len(found) < repeats:
+    number, averages = 1, []
+    while len(averages) < repeats:
         started = time.perf_counter()
         for _ in range(number):
             call()
@@ -41,5 +41,5 @@ def seconds_per_call(call: Callable[[], Any], least_s: float = 0.05, repeats: in
         if spent < least_s and number < 1_000_000:
             number = min(number * 10, max(number + 1, int(number * least_s / max(spent, 1e-9))))
             continue
-        found.append(spent / number)
-    return min(found)
+        averages.append(spent / number)
+    return min(averages)

@@ -13,12 +13,14 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tpudist.array_types import PyTree
 from tpudist.cli.accelerator.item import Figures, Item
 from tpudist.gradients.losses import compute_average_loss
 from tpudist.gradients.optimizer import Optimizer
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
+from tpudist.strategy.strategy import Strategy
 
 TOLERANCE = 2e-3
 """Largest relative distance of weights from those of the CPU after `STEPS` steps in float32."""
@@ -28,7 +30,7 @@ ROWS, WIDTH = 52, 16  # 52 rows: a partial batch on 8 replicas
 
 def make_items(devices: Sequence[jax.Device]) -> list[Item]:
     """Returns a check of each step under each strategy that fits the devices."""
-    strategies: dict[str, Callable[[], Any]] = {
+    strategies: dict[str, Callable[[], Strategy]] = {
         "MirroredStrategy": lambda: MirroredStrategy(devices)
     }
     strategies["OneDeviceStrategy"] = lambda: OneDeviceStrategy(devices[0])
@@ -49,11 +51,11 @@ def make_items(devices: Sequence[jax.Device]) -> list[Item]:
     return items
 
 
-def _make_split(devices: Sequence[jax.Device], fsdp: int) -> Any:
+def _make_split(devices: Sequence[jax.Device], fsdp: int) -> Strategy:
     return TPUStrategy(replica_axes={"fsdp": fsdp}, devices=list(devices))
 
 
-def _verify(make_strategy: Callable[[], Any], make_step: Callable[[Any], Any]) -> Figures:
+def _verify(make_strategy: Callable[[], Strategy], make_step: Callable[[Strategy], Any]) -> Figures:
     strategy = make_strategy()
     with jax.default_matmul_precision("highest"):
         step, args = make_step(strategy)
@@ -61,24 +63,24 @@ def _verify(make_strategy: Callable[[], Any], make_step: Callable[[Any], Any]) -
     return {"ok": report.ok, "report": str(report)}
 
 
-def _rows(strategy: Any, count: int = ROWS) -> Any:
+def _rows(strategy: Strategy, count: int = ROWS) -> PyTree:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(count, WIDTH)).astype(np.float32)
     data = strategy.experimental_make_numpy_dataset({"x": x, "y": x.sum(1, keepdims=True)})
     return next(iter(strategy.experimental_distribute_dataset(data.batch(count))))
 
 
-def _make_regression(strategy: Any) -> Any:
+def _make_regression(strategy: Strategy) -> Any:
     linear = functools.partial(nnx.Linear, WIDTH, 1)
     return _make_training(strategy, linear, optax.sgd(0.05))
 
 
-def _make_network(strategy: Any) -> Any:
+def _make_network(strategy: Strategy) -> Any:
     return _make_training(strategy, _Network, optax.adam(0.01))
 
 
 def _make_training(
-    strategy: Any, make_model: Callable[..., Any], transform: optax.GradientTransformation
+    strategy: Strategy, make_model: Callable[..., Any], transform: optax.GradientTransformation
 ) -> Any:
     """Returns a training step, and its arguments."""
     with strategy.scope():
@@ -113,8 +115,8 @@ class _Network(nnx.Module):
         return self.last(x + heads.reshape(x.shape))
 
 
-def _make_sums(strategy: Any) -> Any:
-    def step(weights: jax.Array, batch: Any) -> Any:
+def _make_sums(strategy: Strategy) -> Any:
+    def step(weights: jax.Array, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         total = jax.lax.psum((batch["x"] @ weights).sum(0), "replica")
         count = jax.lax.psum(jnp.float32(len(batch["x"])), "replica")
         return weights + total / count, total
@@ -122,18 +124,18 @@ def _make_sums(strategy: Any) -> Any:
     return step, (jnp.ones((WIDTH, 8)), _rows(strategy))
 
 
-def _compare_with_cpu(make_strategy: Callable[[], Any]) -> Figures:
+def _compare_with_cpu(make_strategy: Callable[[], Strategy]) -> Figures:
     """Trains a network on the devices and on one CPU device, and compares the weights."""
     with jax.default_matmul_precision("highest"):
-        found = _train(make_strategy())
+        weights = _train(make_strategy())
         expected = _train(OneDeviceStrategy(jax.devices("cpu")[0]))
     scale = max(float(np.abs(x).max()) for x in expected)
-    distance = max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+    distance = max(float(np.abs(a - b).max()) for a, b in zip(weights, expected, strict=True))
     distance = distance / scale if np.isfinite(distance) else float("inf")
     return {"ok": distance <= TOLERANCE, "relative_distance": distance, "tolerance": TOLERANCE}
 
 
-def _train(strategy: Any) -> list[np.ndarray]:
+def _train(strategy: Strategy) -> list[np.ndarray]:
     step, args = _make_network(strategy)
     for _ in range(STEPS):
         strategy.run(step, args=args)

@@ -60,6 +60,8 @@ def main(section: str, budget_s: float, skipped: Collection[str]) -> None:
             continue
         _print(begin=item.name)
         began = time.monotonic()
+        # A hung collective cannot be interrupted: the process prints its stack and ends, and the
+        # parent starts another one for the remaining items.
         left_s = max(budget_s - (began - started), 1.0)
         faulthandler.dump_traceback_later(min(left_s, max(ITEM_S, budget_s / 4)), exit=True)
         status, figures = _run(item)
@@ -87,5 +89,5 @@ def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     }
 
 
-def _print(**what: Any) -> None:
-    print(MARK + json.dumps(what, default=float), flush=True)
+def _print(**message: Any) -> None:
+    print(MARK + json.dumps(message, default=float), flush=True)

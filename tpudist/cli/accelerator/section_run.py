@@ -13,7 +13,7 @@ from typing import Any
 from tpudist.cli.accelerator import section_program
 from tpudist.supervisor.doctor.child_outcome import ChildOutcome, run_to_end
 
-_MOST_STARTS = 6
+_MAX_STARTS = 6  # each crash costs a start of JAX and of the devices
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ def run_section(
     name: str,
     budget_s: float,
     env: Mapping[str, str],
-    tell: Callable[[str], None],
+    report_item: Callable[[str], None],
     python: str = sys.executable,
     minutes: float = 10.0,
 ) -> SectionResult:
@@ -60,22 +60,22 @@ def run_section(
     Args:
         name: Key of `section_program.SECTIONS`.
         budget_s: Seconds for the section.
-        env: Environment variables of the child, in addition to those of this process.
-        tell: Called with the name of each item that begins.
+        env: Environment variables of the child, added to the environment of this process.
+        report_item: Called with the name of each item that begins.
         python: Interpreter of the child.
         minutes: Time limit of the whole check, for the advice if no time is left.
     """
     result = SectionResult(name)
     advice = f"no time left; use --minutes {max(20, math.ceil(2 * minutes))}"
     deadline = time.monotonic() + budget_s
-    for _ in range(_MOST_STARTS):
+    for _ in range(_MAX_STARTS):
         left_s = deadline - time.monotonic()
         if left_s < min(5.0, budget_s / 2):
             result.problem = f"stopped after {result.progress}: {advice}"
             return result
         skipped = [x["name"] for x in result.items]
         command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
-        outcome = run_to_end(command, env, left_s + 2, _reader(tell))
+        outcome = run_to_end(command, env, left_s + 2, _reader(report_item))
         begun = _read(outcome, result)
         if begun is None:
             if outcome.exit_code and not result.items:
@@ -88,15 +88,15 @@ def run_section(
         status = f"failed: its process {_cause(outcome)}"
         figures = {"output": outcome.last_lines()}
         result.items.append({"name": begun, "status": status, "seconds": 0.0, "figures": figures})
-    result.problem = f"its process ended {_MOST_STARTS} times before the last item"
+    result.problem = f"its process ended {_MAX_STARTS} times before the last item"
     return result
 
 
-def _reader(tell: Callable[[str], None]) -> Callable[[str], None]:
+def _reader(report_item: Callable[[str], None]) -> Callable[[str], None]:
     def read(line: str) -> None:
-        _, mark, said = line.partition(section_program.MARK)
-        if mark and (begun := json.loads(said).get("begin")):
-            tell(begun)
+        _, mark, text = line.partition(section_program.MARK)
+        if mark and (begun := json.loads(text).get("begin")):
+            report_item(begun)
 
     return read
 
@@ -105,16 +105,16 @@ def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
     """Adds the items that ended to `result`, and returns the one in which the process ended."""
     begun, before = None, len(result.items)
     for line in outcome.lines:
-        _, mark, said = line.partition(section_program.MARK)
+        _, mark, text = line.partition(section_program.MARK)
         if not mark:
             continue
-        one = json.loads(said)
-        result.devices = one.get("devices", result.devices)
-        begun = one.get("begin", begun)
-        if "items" in one:
-            result.num_items = before + len(one["items"])
-        if "end" in one:
-            result.items.append({"name": one.pop("end"), **one})
+        message = json.loads(text)
+        result.devices = message.get("devices", result.devices)
+        begun = message.get("begin", begun)
+        if "items" in message:
+            result.num_items = before + len(message["items"])
+        if "end" in message:
+            result.items.append({"name": message.pop("end"), **message})
             begun = None
     return begun
 

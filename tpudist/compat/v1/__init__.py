@@ -1,4 +1,4 @@
-"""The names of `tf.compat.v1.distribute`, here and, as ported code says it, in `distribute`."""
+"""The names of `tf.compat.v1.distribute`, in this module and in `distribute`, as in TensorFlow."""
 
 from tpudist.compat.v1 import distribute
 from tpudist.compat.v1.distribute import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""What `tf.compat.v1.distribute` keeps under `experimental`."""
+"""The names of `tf.compat.v1.distribute.experimental`."""
 
 from tpudist.compat.v1.strategies import (
     CentralStorageStrategy,
