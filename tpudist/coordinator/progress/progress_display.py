@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import IO, TYPE_CHECKING, Protocol
 
 from tpudist.coordinator.progress.progress_sample import ProgressSample
 from tpudist.coordinator.progress.progress_text import format_line
+from tpudist.display.notebook_cell import NotebookCell, in_notebook
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ class ProgressDisplay(Protocol):
 
 def make_progress_display(file: IO[str] | None = None) -> ProgressDisplay:
     """Returns the display for `file`; by default for the notebook, or for standard error."""
-    if file is None and _in_notebook():
+    if file is None and in_notebook():
         return _CellDisplay()
     from rich.console import Console
 
@@ -74,17 +74,13 @@ class _TerminalDisplay:
 
 
 class _CellDisplay:
-    """Redraws the table below a cell with IPython, because rich would need ipywidgets for that."""
+    """Redraws the table below a cell of a notebook."""
 
     def __init__(self):
-        from IPython.display import display  # type: ignore[import-not-found]
-
-        handle = display({"text/plain": ""}, raw=True, display_id=True)
-        assert handle is not None
-        self._update = handle.update
+        self._cell = NotebookCell()
 
     def show(self, sample: ProgressSample) -> None:
-        self._update({"text/plain": format_page(sample)}, raw=True)
+        self._cell.update(format_page(sample))
 
     def close(self, sample: ProgressSample | None) -> None:
         if sample is not None:
@@ -109,12 +105,3 @@ class _LineDisplay:
 
     def _print(self, sample: ProgressSample) -> None:
         print(f"tpudist: {format_line(sample)}", file=self._file, flush=True)
-
-
-def _in_notebook() -> bool:
-    """Returns whether a Jupyter kernel runs this program."""
-    ipython = sys.modules.get("IPython")  # a kernel imports it
-    with contextlib.suppress(AttributeError):
-        # The kernel sets this attribute on IPython's shell; a terminal's shell lacks it.
-        return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
-    return False

@@ -4,10 +4,10 @@ It communicates nothing, and reads nothing except the first batch of an iterable
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
+from tpudist.display.text_tables import Column, TextTable
 from tpudist.input.feeds.auto_shard import Sharding
 from tpudist.input.feeds.per_replica_batches import Pipelines
 from tpudist.input.feeds.split_batches import SplitBatches
@@ -68,17 +68,20 @@ class Explanation:
         )
         return f"{self.source}: {self.policy} ({self.why}); {hosts}."
 
-    def _facts(self) -> list[tuple[str, str]]:
-        size = _cell(self.global_batch_size)
-        return [
-            ("dataset", self.source),
-            ("sharding", f"{self.policy}: {self.why}"),
-            ("global batch", size),
-            ("partial batch", self.partial_batch),
-        ]
+    def __str__(self) -> str:
+        return str(self._table())
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def __rich__(self) -> TextTable:
+        return self._table()
+
+    def _table(self) -> TextTable:
+        facts = {
+            "dataset": self.source,
+            "sharding": f"{self.policy}: {self.why}",
+            "global batch": _cell(self.global_batch_size),
+            "partial batch": self.partial_batch,
+        }
+        rows = [
             (
                 str(host.process),
                 _span(host.replicas),
@@ -89,29 +92,21 @@ class Explanation:
             )
             for host in self.hosts
         ]
-
-    def __str__(self) -> str:
-        facts = [f"{name + ':':<15}{value}" for name, value in self._facts()]
-        table = [_HEADINGS, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
-        return "\n".join([*facts, *lines])
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        table = Table(title="\n".join(f"{name}: {value}" for name, value in self._facts()))
-        for heading in _HEADINGS:
-            table.add_column(heading, justify="right")
-        for row in self._rows():
-            table.add_row(*row)
-        return table
+        title = "\n".join(f"{name + ':':<15}{value}" for name, value in facts.items())
+        return TextTable(_COLUMNS, rows, title)
 
 
-_HEADINGS = ("process", "replicas", "files", "examples/step", "examples/epoch", "in vain/step")
+_COLUMNS = tuple(
+    Column(name, is_number=True)
+    for name in (
+        "process",
+        "replicas",
+        "files",
+        "examples/step",
+        "examples/epoch",
+        "in vain/step",
+    )
+)
 
 
 def explain(dataset: object) -> Explanation:
