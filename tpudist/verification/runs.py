@@ -15,7 +15,7 @@ from tpudist.run.rehearsal import Rehearsal, StandIn
 from tpudist.values.per_replica import PerReplica
 from tpudist.verification.batches import Arguments, HostBatch, Rows
 from tpudist.verification.compared_values import aggregate
-from tpudist.verification.places import Program
+from tpudist.verification.relations import Program
 from tpudist.xla.mesh import ReplicaMesh
 
 _SEEDS = (0, 1)
