@@ -9,7 +9,7 @@ ONE_NUMBER = (
     "over the replica's own rows, and counts it as one example.",
     "Pass the losses of the examples to the metric (values=losses), not the loss of the step.",
 )
-"""Cause and remedy of a total or a count that has a factor, where the average is wrong."""
+"""Cause and remedy of a total or a count with a factor, if the average is wrong."""
 
 _OTHER = {"total": "count", "count": "total"}
 
@@ -17,11 +17,11 @@ _OTHER = {"total": "count", "count": "total"}
 def drop_right(found: Sequence[Finding], averages: Collection[str]) -> list[Finding]:
     """Returns the findings without totals and counts that have the same factor.
 
-    Their quotient, which is the value of the average, is that of one device.
+    Their quotient, the value of the average, is the same as on one device.
 
     Args:
         found: The findings.
-        averages: The names of the totals and counts of averages.
+        averages: Names of the totals and counts of averages.
     """
     factors = {x.leaf: x.factor for x in found if x.leaf in averages}
 

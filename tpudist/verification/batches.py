@@ -1,4 +1,4 @@
-"""The arguments of a step with other rows: the same on all replicas, on one device, or partial."""
+"""The arguments of a step with other rows: equal on all replicas, on one device, or partial."""
 
 import dataclasses
 import enum
@@ -18,6 +18,7 @@ from tpudist.xla import random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 Change = Callable[[Any], Any]
+"""Called with an array, or with random keys; returns the array to use."""
 
 
 class Rows(enum.Enum):
@@ -95,23 +96,29 @@ def _pad(part: np.ndarray, dim: int, size: int) -> np.ndarray:
     missing = size - part.shape[dim]
     if not missing:
         return part
-    row = part.take([0], dim) if part.shape[dim] else np.zeros_like(part, shape=_one(part, dim))
+    row_shape = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
+    row = part.take([0], dim) if part.shape[dim] else np.zeros_like(part, shape=row_shape)
     return np.concatenate([part, *[row] * missing], dim)
 
 
-def _one(part: np.ndarray, dim: int) -> tuple[int, ...]:
-    return (*part.shape[:dim], 1, *part.shape[dim + 1 :])
-
-
 class Arguments:
-    """The arguments of one call, as replicas and one device get them."""
+    """The arguments of one call, as replicas and one device get them.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        mesh: The mesh of the call.
+        one: The mesh of one device.
+
+    Attributes:
+        batches: The batches, by number of the leaf.
+        own: The other values with a part for each replica, by number of the leaf.
+
+    Raises:
+        ValueError: If an NNX container holds a value for each replica.
+    """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, one: ReplicaMesh):
-        """Flattens the arguments of a call on `mesh`; `one` is the mesh of one device.
-
-        Raises:
-            ValueError: If an NNX container holds a value for each replica.
-        """
         self._leaves, self._structure = jax.tree.flatten(
             (args, kwargs), is_leaf=call_arguments.is_leaf
         )
@@ -147,7 +154,7 @@ class Arguments:
         parts = {i: x for i, x in parts.items() if x[0].ndim}
         if not all(np.array_equal(y, x[0]) for x in parts.values() for y in x[1:]):
             return ""
-        # Parts in which all numbers are equal, such as masks, tell nothing.
+        # Parts in which all numbers are equal, such as masks, do not show that rows are shared.
         if not any((x[0] != x[0].flat[0]).any() for x in parts.values() if x[0].size):
             return ""
         paths = jax.tree_util.tree_flatten_with_path(
@@ -184,7 +191,9 @@ class Arguments:
         for i, x in self.batches.items():
             if set(x.counts) != {x.each} and x.rows.shape[x.dim]:
                 each = max(x.rows.shape[x.dim] // n, 1)
-                rows = np.resize(np.moveaxis(x.rows, x.dim, 0), (each * n, *_without(x)))
+                row_shape = (*x.rows.shape[: x.dim], *x.rows.shape[x.dim + 1 :])
+                # `resize` repeats the rows if there are fewer rows than replicas.
+                rows = np.resize(np.moveaxis(x.rows, x.dim, 0), (each * n, *row_shape))
                 self.batches[i] = HostBatch(np.moveaxis(rows, 0, x.dim), each, x.dim, (each,) * n)
 
     # On the replicas.
@@ -248,30 +257,26 @@ class Arguments:
         return self._elsewhere(new, lambda x: x)
 
     def _elsewhere(self, new: dict[int, Any], change: Change) -> tuple[tuple, dict[str, Any]]:
-        """The arguments on one device, with new ones in the place of batches."""
+        """Returns the arguments on one device, with `new` values in the place of batches."""
 
-        def move(x: Any) -> Any:
+        def move(x: object) -> object:
             return change(put(self._one, x)) if isinstance(x, jax.Array | np.ndarray) else x
 
-        made = dict(new)
+        leaves = dict(new)
         for i, x in enumerate(self._leaves):
-            if i not in made and i not in self._objects:
-                made[i] = jax.tree.map(move, x) if call_arguments.is_leaf(x) else move(x)
+            if i not in leaves and i not in self._objects:
+                leaves[i] = jax.tree.map(move, x) if call_arguments.is_leaf(x) else move(x)
         if self._objects:
+            # One binding of all objects: a Variable that several of them share stays one.
             binding = nnx_binding.Binding([self._leaves[i] for i in self._objects])
             values = [jax.tree.map(move, x) for x in binding.values()]
-            made |= dict(zip(self._objects, binding.copy_with(values), strict=True))
-        return self._with(made)
+            leaves |= dict(zip(self._objects, binding.copy_with(values), strict=True))
+        return self._with(leaves)
 
     def _with(self, new: dict[int, Any]) -> tuple[tuple, dict[str, Any]]:
         leaves = [new.get(i, x) for i, x in enumerate(self._leaves)]
         args, kwargs = self._structure.unflatten(leaves)
         return args, kwargs
-
-
-def _without(x: HostBatch) -> tuple[int, ...]:
-    """The shape of one row."""
-    return (*x.rows.shape[: x.dim], *x.rows.shape[x.dim + 1 :])
 
 
 def _part_of_first(mesh: ReplicaMesh, x: PerReplica) -> PerReplica:

@@ -1,7 +1,6 @@
 """The arrays that a step computes on replicas and on one device, in pairs."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from tpudist.lowering.array_copies import fetch
 from tpudist.reduce_op import VariableAggregation
 from tpudist.run.rehearsal import Rehearsal
+from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica, is_distributed
 from tpudist.verification.batches import HostBatch
 from tpudist.verification.comparison import Values
@@ -18,18 +18,16 @@ _AGGREGATED = (VariableAggregation.SUM, VariableAggregation.MEAN)
 
 
 class Pairing:
-    """Finds the arrays of one device that belong to those of the replicas.
+    """Finds the counterparts on one device of the replicas' arrays.
 
     Attributes:
-        not_compared: The names of arrays that have no counterpart on one device: each replica has a
-            value of its own.
-        sums: The names of arrays that have none because they grow with the number of rows.
-        averages: The names of the totals and counts of averages of NNX.
-        lines: For state that differs between replicas, the user's line that makes it.
+        not_compared: Names of arrays without a counterpart, because each replica has its own value.
+        sums: Names of arrays without a counterpart, because they grow with the number of rows.
+        averages: Names of the totals and counts of averages of NNX.
+        lines: The user's lines that compute state that differs between replicas, by name.
     """
 
     def __init__(self):
-        """Has found nothing yet."""
         self.not_compared: set[str] = set()
         self.sums: set[str] = set()
         self.averages: set[str] = set()
@@ -61,7 +59,7 @@ class Pairing:
         Args:
             many: The run on the replicas, which have the same rows.
             one: The run on one device that has these rows once.
-            disturbed: As `one`, with disturbed inputs.
+            disturbed: Runs like `one`, with disturbed inputs.
             copies: The run on one device that has `num_copies` copies of each row.
             num_copies: The number of copies.
         """
@@ -132,6 +130,7 @@ class Pairing:
                 (fetch(each.replaced[i]) if before is not None else None, fetch(values[i]))
                 for each, values in zip(disturbed, noise, strict=True)
             ]
+            # A value for all replicas; a result with rows; state that differs by mistake.
             if not isinstance(x, PerReplica):
                 yield Values(leaf, output, before, fetch(y), near, fetch(x))
             elif x.rows is not None and not x.other_rows:
@@ -145,10 +144,10 @@ class Pairing:
 
 
 def _grows(once: Values, copies: Values, num_copies: int) -> bool:
-    """Whether `num_copies` copies of each row change an array more than each row once.
-
-    The copies of a row have other positions, and may have other draws. A mean changes little.
-    """
+    """Returns whether `num_copies` copies of each row change an array more than each row once."""
+    # The copies of a row have other positions, and may have other draws, so a mean changes too, but
+    # little. A sum of equal addends grows num_copies times, and one of independent draws at least
+    # as the square root. The exponent 0.3 is between these and no growth.
     if once.one.shape != copies.one.shape or once.one.dtype == bool:
         return False
     first, second = (
@@ -160,8 +159,8 @@ def _grows(once: Values, copies: Values, num_copies: int) -> bool:
     return bool(second > num_copies**0.3 * first)
 
 
-def aggregate(variable: Any, parts: np.ndarray) -> np.ndarray:
-    """Returns the value that the components of an ON_READ Variable stand for."""
+def aggregate(variable: Variable, parts: np.ndarray) -> np.ndarray:
+    """Returns the value of an ON_READ Variable with these components."""
     if variable.aggregation not in _AGGREGATED:
         return parts[0]
     return parts.sum(0) if variable.aggregation is VariableAggregation.SUM else parts.mean(0)

@@ -85,6 +85,8 @@ def compare(values: Values, epsilon: float, n: int = 1) -> Finding | None:
     before = np.zeros_like(one) if values.before is None else _floats(values.before)
     if one.shape != many.shape:
         return Finding(values.leaf, values.output, None, math.inf, 0.0)
+    # The effect of rounding is measured: the differences of the disturbed runs. `floor` is a lower
+    # bound for it, for arrays that the disturbances happen not to change.
     noise = [
         (_floats(after) if old is None else _floats(after) - _floats(old)) - (one - before)
         for old, after in values.disturbed
@@ -94,7 +96,8 @@ def compare(values: Values, epsilon: float, n: int = 1) -> Finding | None:
     safety = SAFETY * (1 + 1 / math.sqrt(max(one.size, 1)))
     largest_noise = max(map(_size, noise), default=0.0)
     if largest_noise > max(0.5 * _size(one - before), 10 * _size(floor)):
-        # All addends cancel. A wrong sum makes the rest n times as large, and its square n**2.
+        # All addends cancel, and only rounding is left. A wrong sum makes it n times as large, and
+        # its square n**2 times.
         safety *= n**2
     rounding = safety * max([_size(x) for x in noise] + [_size(floor)]) + 1e-30
     tolerance = safety * max(float(np.abs(x).max(initial=0)) for x in [*noise, floor])
@@ -135,7 +138,7 @@ def _floats(x: np.ndarray) -> np.ndarray:
 
 
 def _factor_between(a: np.ndarray, b: np.ndarray) -> float | None:
-    """The factor by which `a` comes closest to `b`; None if `a` is zero."""
+    """Returns the factor by which `a` comes closest to `b`; None if `a` is zero."""
     scale = np.vdot(a, a).real
     return float(np.vdot(a, b).real / scale) if scale else None
 

@@ -3,10 +3,13 @@
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpudist.options import RunOptions
 from tpudist.verification.report import VerificationError
+
+if TYPE_CHECKING:
+    from tpudist.verification.strategy_methods import VerifyMethods
 
 VARIABLE = "TPUDIST_VERIFY"
 """An environment variable: 1 verifies each step at its first call."""
@@ -15,12 +18,16 @@ _log = logging.getLogger("tpudist")
 
 
 def is_wanted() -> bool:
-    """Whether the environment variable is set."""
+    """Returns whether the environment variable is set."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def verify_first(
-    strategy: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, options: RunOptions | None
+    strategy: "VerifyMethods",
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    options: RunOptions | None,
 ) -> None:
     """Verifies a step before its first call.
 
@@ -30,4 +37,4 @@ def verify_first(
     report = strategy.verify(fn, args, kwargs, options)
     if not report.ok and report.differences:
         raise VerificationError(report)
-    _log.warning("%s", report)  # the user has asked for it
+    _log.warning("%s", report)  # a warning is shown by default, and the user set the variable

@@ -1,17 +1,19 @@
 """`Strategy.verify` of Keras' `fit`: its first steps on the strategy's devices and on one device.
 
 The program of `fit` is over all rows, so one device runs the same step with the same batch, from
-copies of the same weights. There the strategy, and JAX in this thread, have one device: what is
-computed from their number differs.
+copies of the same weights. The strategy, and JAX in this thread, then have one device, so values
+computed from the number of devices differ.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.programs import random_streams
 from tpudist.programs.jaxprs import ClosedJaxpr
@@ -19,6 +21,12 @@ from tpudist.verification import comparison, runs
 from tpudist.verification.comparison import Finding, Values
 from tpudist.verification.report import Difference, VerificationReport
 from tpudist.xla.mesh import ReplicaMesh
+
+# Trees of arrays; no type checker can express that.
+State: TypeAlias = Any
+Batch: TypeAlias = Any
+Outcome: TypeAlias = tuple[Any, State]
+"""The logs of a step and the new state."""
 
 NUM_STEPS = 2
 _SEEDS = (0, 1)
@@ -37,23 +45,23 @@ _EQUAL_ROWS = (comparison.EQUAL_ROWS[0], "Let each pipeline read its own shard (
 
 
 class FitSteps(Protocol):
-    """The first steps of a call of `fit`, as `keras` gives them.
+    """The first steps of a call of `fit`; `keras` implements it.
 
     Attributes:
-        names: The names of the arrays of the state.
+        names: Names of the arrays of the state.
         state: The state before the first step, in host memory.
         batches: The first batches, on the devices.
     """
 
     names: list[str]
-    state: Any
-    batches: list[Any]
+    state: State
+    batches: list[Batch]
 
-    def fetch_rows(self, batch: Any) -> Any:
+    def fetch_rows(self, batch: Batch) -> Batch:
         """Returns the rows of a batch in host memory."""
         ...
 
-    def split_rows(self, batch: Any) -> list[tuple[bytes, ...]]:
+    def split_rows(self, batch: Batch) -> list[tuple[bytes, ...]]:
         """Returns the rows of each replica of a distributed dataset; nothing for other data."""
         ...
 
@@ -61,16 +69,16 @@ class FitSteps(Protocol):
         """Returns the rows of a partial batch; 0 if the data have none."""
         ...
 
-    def on_devices(self, state: Any, batch: Any) -> Any:
+    def on_devices(self, state: State, batch: Batch) -> Any:
         """Runs the program of `fit`; returns the logs and the new state in host memory."""
         ...
 
-    def trace_on_devices(self, state: Any, batch: Any) -> ClosedJaxpr:
-        """Returns the step as the strategy's scope has it."""
+    def trace_on_devices(self, state: State, batch: Batch) -> ClosedJaxpr:
+        """Returns the step in the strategy's scope."""
         ...
 
-    def compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Callable[..., Any]]:
-        """Returns the step as one device has it, and how to run it; see `on_devices`."""
+    def compile_on_one(self, state: State, batch: Batch) -> tuple[ClosedJaxpr, Callable[..., Any]]:
+        """Returns the step on one device, and a function that runs it; see `on_devices`."""
         ...
 
     def find_line(self, many: ClosedJaxpr, one: ClosedJaxpr) -> str:
@@ -82,22 +90,27 @@ OpenSteps = Callable[..., contextlib.AbstractContextManager[FitSteps]]
 """Called with a model, a strategy, a mesh of one device, `args`, `kwargs` and a number of steps."""
 
 
-def find_opener(fn: Any) -> OpenSteps | None:
-    """Returns what reads the steps of a method that trains by itself; None for other functions."""
-    return getattr(fn, "tpudist_steps", None) if hasattr(fn, "__self__") else None
+def find_opener(fn: Callable[..., Any]) -> OpenSteps | None:
+    """Returns the reader of the steps of a method that trains by itself; None for other functions.
+
+    `keras` sets it as the attribute `tpudist_steps` of the methods of a model.
+    """
+    return getattr(fn, "tpudist_steps", None) if inspect.ismethod(fn) else None
 
 
 def verify(
     open_steps: OpenSteps,
-    strategy: Any,
+    strategy: StrategyBase,
     one_device: ReplicaMesh,
-    fn: Any,
+    fn: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
     rows: int | None,
 ) -> VerificationReport:
     """Returns the comparison of the first steps of `fn` with one device; see `Strategy.verify`."""
-    model, n = fn.__self__, strategy.mesh.size
+    assert inspect.ismethod(fn), "find_opener accepts only methods"
+    model: Any = fn.__self__  # a Keras model
+    n = strategy.mesh.size
     title = f"{fn.__name__} of {model.name}"
     if n == 1:
         return VerificationReport(title, 1, notes=("The strategy has one device.",))
@@ -131,7 +144,7 @@ class _Verifier:
             title, self._n, found, self._compared, self._skipped, tuple(notes)
         )
 
-    def _compare(self, key: str, state: Any, batch: Any, placed: Any) -> Any:
+    def _compare(self, key: str, state: State, batch: Batch, placed: Batch) -> Any:
         """Compares one step from `state`; returns the state after it."""
         many = self._steps.on_devices(state, placed)  # raises an error of the step itself
         closed = self._steps.trace_on_devices(state, batch)
@@ -144,7 +157,7 @@ class _Verifier:
             if random_streams.draws_random_numbers(closed):
                 self._skipped["exchanged rows"] = "the step draws random numbers for each row."
                 return many[1]
-            # The step itself, with rows that are exchanged between devices: sums stay the same.
+            # Instead, the same step runs with rows exchanged between devices: sums stay the same.
             key, one, run = "exchanged rows", None, self._steps.on_devices
             order = np.argsort(np.arange(_count_rows(batch)) % self._n, kind="stable")
             many = run(state, jax.tree.map(lambda x: x[order] if x.ndim else x, batch))
@@ -153,7 +166,7 @@ class _Verifier:
         expected, disturbed = run(state, batch), [(x[0], run(*x)) for x in inputs]
         found = self._find(state, many, expected, disturbed, epsilon)
         if one and found and all(_may_be_rounding(x) for x in found):
-            # JAX 0.10 cannot evaluate the body of a `shard_map` by itself: the findings stay then.
+            # JAX 0.10 cannot evaluate the body of a `shard_map` separately. The findings stay then.
             with contextlib.suppress(ValueError):
                 pairs = zip(_SEEDS, inputs, strict=True)
                 disturbed += [(x[0], run(*x, seed=seed)) for seed, x in pairs]
@@ -163,7 +176,7 @@ class _Verifier:
         self._explain("partial batch" if key == "tail" else key, found, line)
         return expected[1]
 
-    def _compare_tail(self, state: Any, batch: Any) -> None:
+    def _compare_tail(self, state: State, batch: Batch) -> None:
         num_rows = self._steps.num_tail_rows(_count_rows(batch))
         if not num_rows:
             self._skipped["tail"] = "the data have no partial batch."
@@ -177,12 +190,17 @@ class _Verifier:
                 self._skipped["tail"] = f"the step failed ({' '.join(str(error).split())[:300]})."
 
     def _find(
-        self, state: Any, many: Any, one: Any, disturbed: Sequence[Any], epsilon: float
+        self,
+        state: State,
+        many: Outcome,
+        one: Outcome,
+        disturbed: Sequence[Outcome],
+        epsilon: float,
     ) -> list[Finding]:
         logs = jax.tree_util.tree_flatten_with_path(one[0])[0]
         names = [f"logs{jax.tree_util.keystr(path)}" for path, _ in logs] + self._steps.names
 
-        def read_before(state: Any) -> list[Any]:
+        def read_before(state: State) -> list[Any]:
             return [None] * len(logs) + jax.tree.leaves(state)
 
         noise = [zip(read_before(x), jax.tree.leaves(y), strict=True) for x, y in disturbed]
@@ -209,14 +227,14 @@ def _may_be_rounding(x: Finding) -> bool:
     return x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance
 
 
-def _disturb(seed: int, epsilon: float, arrays: Any) -> Any:
+def _disturb(seed: int, epsilon: float, arrays: tuple[State, Batch]) -> Any:
     with placement.without_mesh():
         return jax.tree.map(np.asarray, jax.tree.map(runs.Disturbance(seed, epsilon), arrays))
 
 
-def _count_rows(batch: Any) -> int:
+def _count_rows(batch: Batch) -> int:
     return max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
 
 
-def _cut(batch: Any, rows: int) -> Any:
+def _cut(batch: Batch, rows: int) -> Batch:
     return jax.tree.map(lambda x: x[:rows] if x.ndim else x, batch)

@@ -43,8 +43,8 @@ class Place:
         line: The line, `file:line`; empty if unknown.
         factor: The factor of the values of that line, if it is a wrong reduction.
         kind: "reduction"; "nonlinear" for an operation before a reduction; "mixed" for an addition
-            of values of which only some are right after a sum over the replicas; "number" for a
-            number in the program that differs on one device; "" for all others.
+            after which a sum over the replicas is right for some of the addends only; "number" for
+            a number in the program that differs on one device; "" for all others.
     """
 
     line: str = ""

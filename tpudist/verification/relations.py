@@ -203,7 +203,7 @@ def _read(statistics: dict[str, Any], n: int) -> Relation | None:
         return None
     if "shape" in statistics:
         return Relation("shape")
-    # Two numbers always have some factor. It must be closer to a power of n than that of arrays.
+    # Two numbers always have some factor, so it must be closer to a power of n than for arrays.
     tolerance = _TOLERANCE if "numbers" not in statistics else _TOLERANCE / 100
     fits = {}
     for kind, matrix in statistics.items():

@@ -11,8 +11,8 @@ class Difference:
 
     Attributes:
         leaf: The path of the array in the state or in the result.
-        comparison: "copies", "rows" or "tail"; see `Strategy.verify`. Or "program": found by the
-            analysis of the program, although the numbers of this batch agree. Of Keras' `fit`
+        comparison: "copies", "rows" or "tail"; see `Strategy.verify`. "program" if the analysis of
+            the program found it, although the numbers of this batch agree. For Keras' `fit`
             "batches", "partial batch", "exchanged rows" or "input".
         factor: The change on the replicas divided by the change on one device, if one number
             explains the difference; else None.

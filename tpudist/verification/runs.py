@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering.array_copies import fetch, put
 from tpudist.options import RunOptions
 from tpudist.programs import jaxprs, operations, random_streams, rounding_errors
 from tpudist.run.rehearsal import Rehearsal, StandIn
+from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
 from tpudist.verification.batches import Arguments, HostBatch, Rows
 from tpudist.verification.compared_values import aggregate
@@ -39,35 +41,36 @@ class OneDevice:
 
 
 class Runs:
-    """The runs of one step with the arguments of one call."""
+    """The runs of one step with the arguments of one call.
+
+    Args:
+        strategy: The strategy.
+        one_device: A mesh of one replica on one device.
+        fn: The step.
+        options: Options of the compilation.
+        arguments: The arguments of the call.
+    """
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: StrategyBase,
         one_device: ReplicaMesh,
         fn: Callable[..., Any],
         options: RunOptions | None,
         arguments: Arguments,
     ):
-        """Prepares runs; none is made yet.
-
-        Args:
-            strategy: The strategy.
-            one_device: A mesh of one replica on one device.
-            fn: The step.
-            options: Options of the compilation.
-            arguments: The arguments of the call.
-        """
-        self._strategy, self._one_device = strategy, one_device
+        # A complete strategy: `_with_mesh` is a method of `planner.strategy_methods`.
+        self._strategy: Any = strategy
+        self._one_device = one_device
         self._fn, self._options, self._arguments = fn, options, arguments
-        self._twins: dict[Any, Any] = {}
+        self._twins: dict[tuple[ReplicaMesh, Rewrite], StrategyBase] = {}
 
     def on_replicas(self, call: Call, rewrite: Rewrite = None) -> Rehearsal:
         """Returns the values that the step computes on the replicas.
 
         Args:
             call: The arguments.
-            rewrite: How to change the program; see `StandIn`.
+            rewrite: Rewrite of the program; see `StandIn`.
         """
         strategy = self._strategy
         if rewrite is not None:
@@ -81,7 +84,7 @@ class Runs:
         Args:
             rows: The rows of each batch.
             epsilon: The relative change of the inputs of disturbed runs.
-            rewrite: How to change the program; see `StandIn`.
+            rewrite: Rewrite of the program; see `StandIn`.
         """
         changes = [Disturbance(seed, epsilon) for seed in _SEEDS]
         disturbed = [self._run(x, rows, rewrite) for x in changes]
@@ -114,13 +117,13 @@ class Runs:
         Both are traced for a single device, where they can be evaluated.
 
         Args:
-            by_rows: Whether replicas have different rows, of which one device has all; otherwise
-                all have the rows of the first one.
+            by_rows: Whether replicas have different rows, and one device has all rows. Otherwise
+                all have the rows of the first replica.
         """
         n = self._strategy.num_replicas_in_sync
         mesh = dataclasses.replace(self._one_device, deterministic=n)
 
-        def value_of(variable: Any) -> jax.Array:
+        def value_of(variable: Variable) -> jax.Array:
             if variable.on_read:
                 return jax.device_put(fetch(variable._value), mesh.stacked)
             return self._value_on_one(variable)
@@ -141,15 +144,17 @@ class Runs:
         with twin._use_mesh():
             return twin._replicator.rehearse(self._fn, *call, self._options)
 
-    def _trace(self, twin: Any, call: Call) -> Program:
+    def _trace(self, twin: StrategyBase, call: Call) -> Program:
         with twin._use_mesh():
             traced, inputs = twin._replicator.trace(self._fn, *call, self._options)
         return Program(traced.program.closed, traced.program.stacked, inputs)
 
     def _twin(
         self, mesh: ReplicaMesh, value_of: Callable[[Any], jax.Array], rewrite: Rewrite
-    ) -> Any:
-        """The strategy on other devices, or with another program."""
+    ) -> StrategyBase:
+        """Returns the strategy on other devices, or with another program."""
+        # One twin for each mesh and rewrite, since a twin keeps its compiled programs. Rewrites are
+        # compared by identity (`rounding_errors.disturb` is cached for that).
         key = mesh, rewrite
         if key not in self._twins:
             twin = self._strategy._with_mesh(mesh)
@@ -170,15 +175,19 @@ class Runs:
 
 
 class Disturbance:
-    """Changes floating-point arrays as much as rounding would."""
+    """Changes floating-point arrays as much as rounding would.
+
+    Args:
+        seed: Seed of the signs of the changes.
+        epsilon: The relative change.
+    """
 
     def __init__(self, seed: int, epsilon: float):
-        """By this relative change, whose signs the seed decides."""
         self._random, self._epsilon = np.random.default_rng(seed), epsilon
 
     def __call__(self, x: Any) -> Any:
-        """Returns the changed array."""
-        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        """Returns the changed array; any other value as it is."""
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):  # any argument
             return x
         signs = self._random.integers(0, 2, x.shape) * 2 - 1
         return x * jnp.asarray(1 + self._epsilon * signs, x.dtype)
@@ -190,6 +199,6 @@ def find_epsilon(closed: jaxprs.ClosedJaxpr) -> float:
         dtype
         for eqn in jaxprs.walk(closed)
         for x in eqn.outvars
-        if jnp.issubdtype(dtype := getattr(x.aval, "dtype", jnp.int32), jnp.floating)
+        if (dtype := jaxprs.dtype_of(x)) is not None and jnp.issubdtype(dtype, jnp.floating)
     }
     return max((float(jnp.finfo(x).eps) for x in dtypes), default=0.0)

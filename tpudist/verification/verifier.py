@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.options import LocalMeanWarning, RunOptions
 from tpudist.programs import jaxprs, random_streams
@@ -19,7 +20,7 @@ from tpudist.verification.compared_values import Pairing
 from tpudist.verification.comparison import Finding, Values
 from tpudist.verification.places import Place, Places
 from tpudist.verification.report import Difference, VerificationReport
-from tpudist.verification.runs import OneDevice, Runs, find_epsilon
+from tpudist.verification.runs import OneDevice, Rewrite, Runs, find_epsilon
 from tpudist.xla import compile_log
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -27,7 +28,7 @@ _POSITIONS = "the step draws random numbers, and computes with the numbers of ro
 
 
 def verify(
-    strategy: Any,
+    strategy: StrategyBase,
     one_device: ReplicaMesh,
     fn: Callable[..., Any],
     args: tuple,
@@ -42,7 +43,8 @@ def verify(
         return VerificationReport(name, 1, notes=("The strategy has one replica.",))
     arguments = Arguments(args, kwargs, strategy.replica_mesh, one_device)
     runs = Runs(strategy, one_device, fn, options, arguments)
-    # It works on several meshes, also in the scope of a strategy, and its report says more.
+    # The runs use several meshes, also in the scope of a strategy, and the report says more than
+    # the warning.
     with placement.without_mesh(), warnings.catch_warnings():
         warnings.simplefilter("ignore", LocalMeanWarning)
         return _Verifier(runs, arguments, n).report(name, rows)
@@ -59,7 +61,7 @@ class _Verifier:
         self._notes: list[str] = []
         self._changed = False
         self._epsilon = 0.0
-        self._fix: Any = None  # how random numbers are replaced, if some are drawn
+        self._fix: Rewrite = None  # replaces random numbers, if the step draws some
 
     def report(self, name: str, rows: int | None) -> VerificationReport:
         arguments = self._arguments
@@ -217,7 +219,7 @@ class _Verifier:
         self._compared[key] = self._compared.get(key, 0) + number
 
     def _why_draws_differ(self, closed: jaxprs.ClosedJaxpr) -> str:
-        """Why one device would compute another value for a row, if random bits were constant."""
+        """Returns why rows cannot be compared with constant random bits; empty if they can be."""
         if not self._arguments.batches:
             return "the step draws random numbers, and no argument is a batch."
         if not random_streams.can_be_fixed(closed):
@@ -227,7 +229,7 @@ class _Verifier:
         return ""
 
     def _why_rows_differ(self, given: Rehearsal, captured: str) -> str:
-        """Why different rows cannot be compared with one device that has all of them."""
+        """Returns why one device with all rows would compute other values; empty if it does not."""
         if given.traced.aggregated.get(ReduceOp.MEAN):
             return (
                 "the step keeps statistics of each replica's rows, as batch normalization does: "
@@ -276,21 +278,21 @@ class _Verifier:
         places: Places | None,
         faults: Sequence[Fault],
     ) -> Difference:
-        """The difference of one array, with its cause.
+        """Returns the difference of one array, with its cause.
 
         Args:
             key: The comparison that found it first.
             found: The array.
             factor: The factor of the step, if it is a power of the number of replicas.
             places: The lines, if they could be found.
-            faults: What the analysis of the program has found.
+            faults: The findings of the analysis of the program.
         """
         is_power = comparison.is_power(found.factor, self._n)
         place = Place() if places is None else places.find(found.output, has_factor=is_power)
         line, known = place.line, comparison.factor_of_array(found, self._n)
         mixed = next((x for x in faults if x.mixed), None)
         if found.differs:
-            # With the same rows on all replicas it may not differ.
+            # The same rows on all replicas may hide it: the largest of its differences is reported.
             every = [y for some in self._findings.values() for y in some if y.leaf == found.leaf]
             found = max(every, key=lambda y: y.max_error)
             line = self._pairing.lines.get(found.leaf) or line
@@ -314,7 +316,7 @@ class _Verifier:
     def _find_in_program(
         self, faults: Sequence[Fault], numbers_agree: bool
     ) -> Iterator[Difference]:
-        """The differences that the numbers of this batch do not show."""
+        """Yields the differences that the numbers of this batch do not show."""
         for fault in faults:
             leaf, factor, where = "random numbers", None, fault.counted
             if fault.is_draw:
@@ -336,14 +338,14 @@ def _find_captured_batch(given: Rehearsal) -> str:
 
 
 def _positions(closed: jaxprs.ClosedJaxpr) -> collections.Counter:
-    """The shapes of all position arrays (`iota`) that a program computes with."""
+    """Returns the shapes of all position arrays (`iota`) that a program computes with."""
     return collections.Counter(
         eqn.params["shape"] for eqn in jaxprs.walk_used(closed) if eqn.primitive.name == "iota"
     )
 
 
 def _partial_counts(n: int) -> Sequence[Callable[[int], list[int]]]:
-    """Divisions of as many rows as one replica has over all: uneven, and with an empty replica."""
+    """Returns two divisions of one replica's rows over all: uneven, and with an empty replica."""
 
     def uneven(rows: int) -> list[int]:
         each = [rows // n] * n
