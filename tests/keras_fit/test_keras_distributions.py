@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers
 
 import tpudist
-from tpudist.keras import distribution_in_force
+from tpudist.keras import current_distribution
 
 LAYOUT = {".*dense.*/kernel": (None, "model"), ".*dense.*/bias": ("model",)}
 
@@ -84,7 +84,7 @@ def test_a_layout_that_a_variable_brings_is_kept(split):
 
 
 def test_no_layer_is_told_how_its_outputs_are_split(split):
-    found = distribution_in_force.distribution_of(split)
+    found = current_distribution.distribution_of(split)
     assert found.get_tensor_layout("dense/output") is None
 
 

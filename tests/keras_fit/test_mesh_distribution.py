@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 import keras_models as km
 import tpudist
-from tpudist.keras import distribution_in_force
+from tpudist.keras import current_distribution
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from tpudist.keras import distribution_in_force
 )
 def test_rows_that_do_not_divide_are_split_over_all_axes(num_rows, axes, parts):
     strategy = tpudist.TPUStrategy(replica_axes={"tensor": 2})
-    sharding, found = distribution_in_force.distribution_of(strategy).rows_sharding(num_rows)
+    sharding, found = current_distribution.distribution_of(strategy).rows_sharding(num_rows)
     assert (sharding.spec, found) == (PartitionSpec(axes), parts)
 
 
 def test_axes_that_split_the_rows_of_a_replica_split_batches_too():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
-    sharding, parts = distribution_in_force.distribution_of(strategy).rows_sharding(8)
+    sharding, parts = current_distribution.distribution_of(strategy).rows_sharding(8)
     assert (sharding.spec[0], parts) == (("replica", "fsdp"), 4)
 
 

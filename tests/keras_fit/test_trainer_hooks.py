@@ -9,7 +9,7 @@ from keras import layers
 
 import keras_models as km
 import tpudist
-from tpudist.keras import distribution_in_force, trainer_hooks, uneven_rows
+from tpudist.keras import current_distribution, trainer_hooks, uneven_rows
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_work_is_split_over_the_devices(strategy):
     for where in (strategy, tpudist.OneDeviceStrategy()):
         model = km.make(km.mlp, where)
         with where.scope():
-            distribution = distribution_in_force.current()
+            distribution = current_distribution.current()
             batch = (km.IMAGES[:60], km.LABELS[:60])
             model.train_on_batch(*batch)
             state = [[v.value for v in vs] for vs in _state(model)]

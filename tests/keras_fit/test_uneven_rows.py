@@ -6,13 +6,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist
-from tpudist.keras import distribution_in_force, uneven_rows
+from tpudist.keras import current_distribution, uneven_rows
 from tpudist.values.per_replica import PerReplica
 
 
 @pytest.fixture(scope="module")
 def distribution():
-    return distribution_in_force.distribution_of(tpudist.MirroredStrategy())
+    return current_distribution.distribution_of(tpudist.MirroredStrategy())
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 13])
@@ -60,7 +60,7 @@ def test_a_batch_is_placed_leaf_by_leaf(distribution):
 def test_the_padding_is_seen_by_nothing():
     """Not even by what would make NaN of it."""
     strategy = tpudist.MirroredStrategy()
-    distribution = distribution_in_force.distribution_of(strategy)
+    distribution = current_distribution.distribution_of(strategy)
     found = uneven_rows.place(np.ones((60, 3), "float32"), distribution)
     real = jax.numpy.arange(64)[:, None] < 60
     spoilt = jax.jit(lambda x: jax.numpy.where(real, x, np.nan), out_shardings=found.sharding)

@@ -1,13 +1,12 @@
-"""Keras 3 models trained by `fit` in the scope of a strategy, split over its replicas.
+"""Keras 3 models in the scope of a strategy: `fit` splits each batch over the replicas.
 
-There is nothing to call: `with strategy.scope():` is enough; see docs/keras_fit.md. Only where
-variables are to be split over axes inside a replica is there something to say: `set_layout_map`;
-and `ModelState` is what a checkpoint saves of a model. In loops of one's own `value_and_grad`
-stands where TensorFlow has `tf.GradientTape`.
+`with strategy.scope():` is enough; see docs/keras_fit.md. The names below are for special cases:
+`set_layout_map` splits variables over axes inside a replica, `ModelState` is the state of a model
+in a checkpoint, and `value_and_grad` replaces `tf.GradientTape` in your own training loops.
 """
 
-from tpudist.keras.held_variables import value_and_grad
 from tpudist.keras.layout_map import set_layout_map
 from tpudist.keras.model_state import ModelState
+from tpudist.keras.variable_gradients import value_and_grad
 
 __all__ = ["ModelState", "set_layout_map", "value_and_grad"]

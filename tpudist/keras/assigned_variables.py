@@ -1,10 +1,8 @@
-"""Keras' variables that replica functions assign, as Variables of the strategy that runs them.
+"""Represents Keras variables that replica functions assign as Variables of a strategy.
 
-What a step assigns is written back to Keras when it has been dispatched. A variable is one value
-for all replicas, by the rule that it has been given (`aggregation`, `synchronization`); without a
-rule replicas must assign the same, which is proven. What is counted on each replica (the sums of
-metrics) is the first one's at the start of a step, and nothing on the others, so that the sum over
-replicas counts what there was before once.
+A step writes its values back to Keras when it has been dispatched. A variable has one value for all
+replicas, combined by its own rule (`aggregation`, `synchronization`). Without a rule, replicas must
+assign equal values, and tpudist proves that they do.
 """
 
 import traceback
@@ -20,17 +18,24 @@ from tpudist import context
 from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals, optimizer_sums
+from tpudist.keras.variable_notes import read_notes, write_notes
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import aggregation
 from tpudist.state.variable import Variable
 from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_eager
 
+# The attributes of BatchNormalization for the statistics that it assigns.
 _STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 
 
 class AssignedVariable(Variable):
-    """A variable of Keras under one strategy: what it holds is Keras' array."""
+    """A Keras variable under one strategy. Its value is the array of the Keras variable.
+
+    Args:
+        variable: The Keras variable.
+        strategy: Strategy whose functions assign it.
+    """
 
     remedy = (
         "A Keras optimizer sums the gradients over the replicas. For other values, all-reduce what "
@@ -39,34 +44,38 @@ class AssignedVariable(Variable):
         "'only_first_replica'."
     )
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """A new one, also while a function is being traced."""
+    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
+        """Returns a new object, also in a trace: `Variable.__new__` would reuse an earlier one."""
         return cast(Self, object.__new__(cls))
 
-    def __init__(self, variable: Any, strategy: StrategyBase):
-        """Of `variable`, where functions of `strategy` assign it."""
+    def __init__(self, variable: keras.Variable, strategy: StrategyBase):
         self.name, self.is_named = variable.path, True
-        held = keras_internals.array_of(variable)
-        self.shape, self.dtype = tuple(held.shape), held.dtype
+        array = keras_internals.array_of(variable)
+        self.shape, self.dtype = tuple(array.shape), array.dtype
         self.trainable, self.constraint = variable.trainable, None
         self.strategy, self.spec = strategy, None
         self.on_read = self.belongs_to_closure = False
         self.synchronization = VariableSynchronization.ON_WRITE
         self.aggregation = VariableAggregation[variable.aggregation.upper()]
         self._components = weakref.WeakValueDictionary()
+        # A metric is counted separately on each replica, and summed when it is read. At the start
+        # of a step, the first replica has the old value and the others have 0, so that the sum
+        # counts the old value once.
         self.is_counted = (
             variable.synchronization == "on_read" and self.aggregation is VariableAggregation.SUM
         )
+        # `_seen` is the last array that this object has stored or checked. If the Keras variable
+        # has another array, somebody else has assigned it.
         self._variable, self._seen = variable, None
         strategy._register_variable(self)
 
     @property
     def _value(self) -> Any:
         value = keras_internals.array_of(self._variable)
-        if value is None:  # no function reads it now: those that would are refused
+        if value is None:  # while `fit` runs; a function that reads it raises an error
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        if value is not self._seen and is_eager():  # in a trace its shape is asked for, and no more
-            self.strategy._protect_from_donation(self)  # who else has it is not known
+        if value is not self._seen and is_eager():  # a trace reads only the shape
+            self.strategy._protect_from_donation(self)  # its other users are unknown
             if not self.strategy.replica_mesh.has_whole(value):
                 value = self.strategy.replicate(value)
                 keras_internals.set_array(self._variable, value)
@@ -74,20 +83,17 @@ class AssignedVariable(Variable):
         return value
 
     @_value.setter
-    def _value(self, value: Any) -> None:
+    def _value(self, value: jax.Array | jax.ShapeDtypeStruct) -> None:
         if not isinstance(value, jax.ShapeDtypeStruct):
             self._seen = value
             keras_internals.set_array(self._variable, value)
 
-    def is_of(self, variable: Any) -> bool:
-        """Whether it is that variable of Keras."""
-        return self._variable is variable
-
     def read_in(self, frame: Frame) -> jax.Array:
-        """What a trace reads.
+        """Returns the value in a trace.
 
         Raises:
-            RuntimeError: It is what a metric has counted, and a replica asks for the result.
+            RuntimeError: If a replica computes the result of a metric, since it has counted only
+                its own part.
         """
         value = frame.get(self)
         if not self._is_shared_out(frame):
@@ -103,13 +109,13 @@ class AssignedVariable(Variable):
         return value
 
     def assign_in(self, frame: Frame, value: jax.Array) -> jax.Array:
-        """What it is after a trace has assigned `value`, of its shape and dtype."""
+        """Assigns `value`, of the right shape and dtype, in a trace; returns the new value."""
         value = frame.detach(value)
         in_replica = context.current().replica_context is not None
         if self._is_shared_out(frame):
             if not in_replica:
                 value = aggregation.split_value(self, value)
-        # What an optimizer assigns of gradients that were summed is equal, which is proven.
+        # An optimizer assigns equal values, because its gradients were summed. The trace proves it.
         elif in_replica and not optimizer_sums.are_applied():
             if self._is_statistic():
                 self.aggregation = VariableAggregation.MEAN
@@ -117,9 +123,9 @@ class AssignedVariable(Variable):
         return frame.set(self, value)
 
     def _is_statistic(self) -> bool:
-        """Whether batch norm assigns it, as what it has seen of its batches: Keras says no rule."""
+        # Keras gives the statistics of batch normalization no rule. Here they are averaged.
         return any(
-            getattr(layer, name, None) is self._variable
+            getattr(layer, name, None) is self._variable  # a Keras layer may lack some
             for layer in _callers(keras.layers.BatchNormalization, "call")
             for name in _STATISTICS
         )
@@ -128,35 +134,21 @@ class AssignedVariable(Variable):
         return self.is_counted and not frame.whole and self.strategy.num_replicas_in_sync > 1
 
 
-class Assigned(dict[int, AssignedVariable]):
-    """What a variable of Keras is to strategies, by their ids; no part of its copies."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Assigned":
-        """None, of a copy of the variable."""
-        return Assigned()
-
-    def __reduce__(self):
-        return Assigned, ()
+def find(variable: keras.Variable, frame: Frame) -> AssignedVariable | None:
+    """Returns the Variable for a Keras variable in a trace; None if no function has assigned it."""
+    return read_notes(variable).assigned.get(id(_owner(frame)))
 
 
-def find(variable: Any, frame: Frame) -> AssignedVariable | None:
-    """What a variable of Keras is to a trace; None if no function has assigned it."""
-    found = getattr(variable, "tpudist_assigned", {}).get(id(_owner(frame)))
-    # One that was copied with all its attributes is another variable.
-    return found if found is not None and found.is_of(variable) else None
-
-
-def find_or_make(variable: Any, frame: Frame) -> AssignedVariable:
-    """The same, from now on."""
-    found = find(variable, frame)
-    if found is None:
-        found = AssignedVariable(variable, _owner(frame))
-        others = getattr(variable, "tpudist_assigned", {}).values()
-        kept = {id(x.strategy): x for x in (*others, found) if x.is_of(variable)}
-        variable.tpudist_assigned = Assigned(kept)
-        # Its value is no input of this trace, which goes on to find the others, and is dropped.
-        frame.begin_variable(found, jnp.zeros(found.shape, found.dtype), computed=False)
-    return found
+def find_or_make(variable: keras.Variable, frame: Frame) -> AssignedVariable:
+    """Returns the Variable for a Keras variable in a trace, and creates it at the first call."""
+    assigned = find(variable, frame)
+    if assigned is None:
+        owner = _owner(frame)
+        assigned = write_notes(variable).assigned[id(owner)] = AssignedVariable(variable, owner)
+        # This trace did not start with the variable as an input, so it begins with zeros. The trace
+        # continues only to find further variables, and is then repeated with all of them.
+        frame.begin_variable(assigned, jnp.zeros(assigned.shape, assigned.dtype), computed=False)
+    return assigned
 
 
 def _owner(frame: Frame) -> StrategyBase:
@@ -164,7 +156,8 @@ def _owner(frame: Frame) -> StrategyBase:
 
 
 def _callers(kind: type, method: str) -> Iterator[Any]:
-    """The objects of some class of which a method is under way: Keras does not say who asks."""
+    """Yields the objects of a class whose `method` is on the call stack."""
+    # Keras does not pass its caller to a variable, so the stack is the only source.
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code.co_name == method and isinstance(frame.f_locals.get("self"), kind):
             yield frame.f_locals["self"]

@@ -1,13 +1,16 @@
-"""Keras' variables in functions that a strategy compiles, which read and call what is around them.
+"""Reads and assigns of Keras variables in functions that a strategy compiles.
 
-Such a function would keep for ever what a variable held when it was traced, and what it assigned
-would be a value of that trace. So what it reads is an input of the program, fed anew at each call,
-and what it assigns is an output, which the variable holds afterwards: see `assigned_variables`.
+Without this, a compiled function would use the value from its trace forever, and an assignment
+would store a value of the trace. So a variable that the function reads becomes an input of the
+program, passed at each call. A variable that it assigns becomes an output; see
+`assigned_variables`.
 """
 
 import contextlib
+import functools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -17,23 +20,25 @@ from tpudist.context.closure_place import current_place
 from tpudist.context.frame import Frame
 from tpudist.keras import (
     assigned_variables,
-    held_variables,
     keras_internals,
     loss_reductions,
     optimizer_sums,
+    variable_gradients,
 )
+from tpudist.keras.variable_notes import read_notes, write_notes
 from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_traced, run_eagerly
 
+# By the id of the Keras variable. Frames compare captures by identity, so all traces must get the
+# same object; it lives as long as one of them has it.
 _known: "weakref.WeakValueDictionary[int, CapturedVariable]" = weakref.WeakValueDictionary()
 _is_installed = False
 
 
 class CapturedVariable:
-    """A variable of Keras, as what a trace reads beside its arguments: see `run.captures.Guest`."""
+    """A Keras variable that a trace reads as an extra input; see `run.captures.Guest`."""
 
-    def __init__(self, variable: Any):
-        """Of `variable`."""
+    def __init__(self, variable: keras.Variable):
         self.name = variable.path
         self._variable = variable
 
@@ -43,64 +48,76 @@ class CapturedVariable:
         return keras_internals.array_of(self._variable)
 
 
-def install(reason: str | None = None) -> None:
-    """Puts the hooks in place; once.
+def install(problem: str | None = None) -> None:
+    """Installs the hooks, once.
 
     Args:
-        reason: Why this Keras is not supported, if it is not: then reads are refused as well.
+        problem: Reason why this Keras is not supported, or None. With a reason, compiled functions
+            may not read variables either.
     """
     global _is_installed
     if _is_installed:
         return
     _is_installed = True
     variable_class: Any = keras.Variable
-    plain_value, plain_assign = variable_class.value, variable_class.assign
-
-    def value(self):
-        frame = context.current().frame
-        made_in = getattr(self, "tpudist_frame", None)
-        if made_in is not None and is_traced(keras_internals.array_of(self)):
-            _require_frame(self, made_in(), frame)
-        held = held_variables.find(self)
-        if held is None and (frame is None or not _is_from_outside(self, frame)):
-            _note_reader(self, frame)
-            return plain_value.fget(self)
-        if reason is not None:
-            _refuse(self, "read", reason)
-        if held is None:
-            assert frame is not None, "it is from outside of one"
-            held = _read(self, frame)
-        # Keras makes of what its scope says what it makes of any value: casts, in mixed precision.
-        scope = keras.StatelessScope(initialize_variables=False)
-        scope.add_update((self, held))
-        with scope:
-            return plain_value.fget(self)
-
-    def assign(self, value):
-        frame = context.current().frame
-        if frame is None or keras_internals.is_in_stateless_scope():
-            return plain_assign(self, value)
-        if held_variables.find(self) is not None:
-            _refuse(self, "assigned", "tpudist.keras.value_and_grad differentiates by it.")
-        if not is_traced(keras_internals.array_of(self)):  # else it was made in this trace
-            _require_array(self)
-            _require_support(self, frame, reason)
-            scope = keras.StatelessScope(initialize_variables=False)
-            with scope:
-                plain_assign(self, value)  # of its shape and dtype, or refused
-            new: Any = scope.get_current_value(self)
-            return assigned_variables.find_or_make(self, frame).assign_in(frame, new)
-        return plain_assign(self, value)
-
-    variable_class.value = property(value, doc=plain_value.__doc__)
-    variable_class.assign = assign
-    if reason is None:
-        keras_internals.wrap_creation(_create)
+    plain = variable_class.value
+    variable_class.value = property(_make_reader(plain.fget, problem), doc=plain.__doc__)
+    wrap = functools.partial(_make_assigner, problem=problem)
+    keras_internals.replace_method(variable_class, "assign", wrap)
+    if problem is None:
+        keras_internals.wrap_creation(_enter_creation)
         optimizer_sums.install()
         loss_reductions.install()
 
 
-def _read(variable: Any, frame: Frame) -> jax.Array:
+def _make_reader(plain: Callable[..., Any], problem: str | None) -> Callable[..., Any]:
+    def value(self):
+        frame = context.current().frame
+        creator = read_notes(self).frame
+        if creator is not None and is_traced(keras_internals.array_of(self)):
+            _require_frame(self, creator(), frame)
+        traced = variable_gradients.find_value(self)
+        if traced is None and (frame is None or not _is_from_outside(self, frame)):
+            if frame is None:
+                _protect_from_donation(self)
+            return plain(self)
+        if problem is not None:
+            _refuse(self, "read", problem)
+        if traced is None:
+            assert frame is not None, "it is from outside of one"
+            traced = _read(self, frame)
+        # A stateless scope, so that Keras converts this value like any other: it casts values in
+        # mixed precision.
+        scope = keras.StatelessScope(initialize_variables=False)
+        scope.add_update((self, traced))
+        with scope:
+            return plain(self)
+
+    return value
+
+
+def _make_assigner(plain: Callable[..., Any], problem: str | None) -> Callable[..., Any]:
+    def assign(self, value):
+        frame = context.current().frame
+        if frame is None or keras_internals.is_in_stateless_scope():
+            return plain(self, value)
+        if variable_gradients.find_value(self) is not None:
+            _refuse(self, "assigned", "tpudist.keras.value_and_grad differentiates by it.")
+        if is_traced(keras_internals.array_of(self)):  # it was created in this trace
+            return plain(self, value)
+        _require_array(self)
+        _require_support(self, frame, problem)
+        # Keras checks and converts the value, but stores it only in the scope.
+        scope = keras.StatelessScope(initialize_variables=False)
+        with scope:
+            plain(self, value)
+        new: Any = scope.get_current_value(self)
+        return assigned_variables.find_or_make(self, frame).assign_in(frame, new)
+
+    return assign
+
+
+def _read(variable: keras.Variable, frame: Frame) -> jax.Array:
     assigned = assigned_variables.find(variable, frame)
     if assigned is not None:
         _require_array(variable)
@@ -109,33 +126,31 @@ def _read(variable: Any, frame: Frame) -> jax.Array:
     return frame.read_guest(guest, 0)
 
 
-def _note_reader(variable: Any, frame: Frame | None) -> None:
-    """Has the next step leave alone the array that somebody has now."""
-    if frame is None:
-        for assigned in getattr(variable, "tpudist_assigned", {}).values():
-            assigned.strategy._protect_from_donation(assigned)
+def _protect_from_donation(variable: keras.Variable) -> None:
+    # The caller now has the array, so the next step must not overwrite it in place.
+    for assigned in read_notes(variable).assigned.values():
+        assigned.strategy._protect_from_donation(assigned)
 
 
-def _create(variable: Any) -> contextlib.AbstractContextManager:
-    """Where a variable is made in a trace: it outlives the trace, with a value of its own.
-
-    But a function that makes one in each trace again makes a layer for itself, whose variables are
-    values of the trace, as all that it computes.
-    """
+def _enter_creation(variable: keras.Variable) -> contextlib.AbstractContextManager:
+    """Returns the context in which a new variable gets its first value."""
     frame = context.current().frame
     if frame is None or frame.is_eager or keras_internals.is_in_stateless_scope():
         return contextlib.nullcontext()
-    variable.tpudist_frame = weakref.ref(frame)
+    write_notes(variable).frame = weakref.ref(frame)
+    # A variable that only the first trace creates outlives the trace, so its value is computed
+    # eagerly. A function that creates one in every trace has a layer of its own, whose variables
+    # are values of the trace like all its other results.
     return run_eagerly() if frame.makes_once(line_of_call()) else contextlib.nullcontext()
 
 
-def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) -> None:
-    """Refuses a value that another trace has made: not this one, nor the outermost around it.
+def _require_frame(variable: keras.Variable, creator: Frame | None, frame: Frame | None) -> None:
+    """Checks that a traced value belongs to this trace, or to the outermost one around it.
 
     Raises:
-        RuntimeError: It is one.
+        RuntimeError: If it does not.
     """
-    if made_in is None or frame is None or made_in not in (frame, frame.root):
+    if creator is None or frame is None or creator not in (frame, frame.root):
         raise RuntimeError(
             f"The Keras variable '{variable.path}' was made while a replica function was compiled, "
             "so its first value belongs to the compilation and is not an array, but it is read "
@@ -145,7 +160,7 @@ def _require_frame(variable: Any, made_in: Frame | None, frame: Frame | None) ->
         )
 
 
-def _require_array(variable: Any) -> None:
+def _require_array(variable: keras.Variable) -> None:
     if keras_internals.array_of(variable) is None:
         raise RuntimeError(
             f"A compiled function uses the Keras variable '{variable.path}', which holds no value "
@@ -154,10 +169,10 @@ def _require_array(variable: Any) -> None:
         )
 
 
-def _require_support(variable: Any, frame: Frame, reason: str | None) -> None:
-    """Refuses to assign where nothing takes what comes out to the variable."""
-    if reason is not None:
-        _refuse(variable, "assigned", reason)
+def _require_support(variable: keras.Variable, frame: Frame, problem: str | None) -> None:
+    """Checks that the value which a function assigns can be written back to the variable."""
+    if problem is not None:
+        _refuse(variable, "assigned", problem)
     if frame.is_eager:
         _refuse(
             variable,
@@ -175,27 +190,26 @@ def _require_support(variable: Any, frame: Frame, reason: str | None) -> None:
         )
 
 
-def _refuse(variable: Any, what: str, why: str) -> None:
+def _refuse(variable: keras.Variable, action: str, why: str) -> NoReturn:
     strategy = context.current().strategy
     raise RuntimeError(
-        f"The Keras variable '{variable.path}' was {what} in a function that {strategy!r} "
+        f"The Keras variable '{variable.path}' was {action} in a function that {strategy!r} "
         f"compiles, at {line_of_call()}. {why}"
     )
 
 
-def _is_from_outside(variable: Any, frame: Frame) -> bool:
-    """Whether a trace reads a variable of which it has no value yet."""
+def _is_from_outside(variable: keras.Variable, frame: Frame) -> bool:
+    """Returns whether a trace reads a variable whose value does not belong to it."""
     if frame.is_eager or keras_internals.is_in_stateless_scope(variable):
         return False
-    held = keras_internals.array_of(variable)
-    if held is None:  # what it would be gives shapes, in such a scope
+    array = keras_internals.array_of(variable)
+    if array is None:  # in a stateless scope, Keras computes the shape of its first value
         return not keras_internals.is_in_stateless_scope()
-    return not is_traced(held)
+    return not is_traced(array)
 
 
-def _capture(variable: Any) -> CapturedVariable:
-    """The same one for all traces, as long as one of them has it."""
-    found = _known.get(id(variable))
-    if found is None:
-        found = _known[id(variable)] = CapturedVariable(variable)
-    return found
+def _capture(variable: keras.Variable) -> CapturedVariable:
+    captured = _known.get(id(variable))
+    if captured is None:
+        captured = _known[id(variable)] = CapturedVariable(variable)
+    return captured

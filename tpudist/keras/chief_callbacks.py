@@ -1,7 +1,7 @@
-"""In several processes the first one writes what callbacks write; all read it and go on alike."""
+"""Chooses the callbacks of a process: only the first process writes files, and all read them."""
 
 import zlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import keras
@@ -12,7 +12,9 @@ from tpudist.keras import keras_internals
 from tpudist.processes import process_agreement
 from tpudist.processes.process_agreement import Intention
 
-# What only writes files, or to a server: in other processes they would write the same ones.
+_Callbacks: TypeAlias = Any  # as in `fit`: None, a callback, a list of them or a CallbackList
+
+# Callbacks that only write files, or to a server. Other processes would write the same again.
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.TensorBoard,
@@ -22,25 +24,25 @@ _WRITERS = (
 
 
 class _RestoreOnly(keras.callbacks.Callback):
-    """A BackupAndRestore that makes no backup."""
+    """Restores like a BackupAndRestore, but makes no backup."""
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore):
         super().__init__()
         self._backup = backup
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._backup.set_model(self.model)
         self._backup.on_train_begin(logs)
 
 
 class _AgreeOnStart(keras.callbacks.Callback):
-    """Compares what processes begin with, after callbacks that restore it from files."""
+    """Compares the epoch and weights of the processes, after callbacks restored them from files."""
 
     def __init__(self, strategy: StrategyBase):
         super().__init__()
         self._strategy = strategy
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict | None = None) -> None:
         model: Any = self.model
         checksum = 0
         for value in [v.value for v in model.weights]:
@@ -50,40 +52,40 @@ class _AgreeOnStart(keras.callbacks.Callback):
             "epoch": str(keras_internals.initial_epoch(model)),
             "weights": f"{checksum:08x}",
         }
-        what = "fit of a Keras model that BackupAndRestore may have restored"
-        process_agreement.agree(self._strategy.replica_mesh, Intention(what, facts))
+        intention = Intention("fit of a Keras model that BackupAndRestore may have restored", facts)
+        process_agreement.agree(self._strategy.replica_mesh, intention)
 
 
-def choose(strategy: StrategyBase, model: Any, callbacks: Any) -> Any:
-    """The callbacks of this process, in place of those that `fit` was given.
+def choose(strategy: StrategyBase, model: keras.Model, callbacks: _Callbacks) -> _Callbacks:
+    """Returns the callbacks that this process uses instead of the callbacks passed to `fit`.
 
     Raises:
-        ValueError: One would write variables of which the first process has a part.
+        ValueError: If a callback writes variables, and the first process has only a part of one.
     """
     mesh = strategy.replica_mesh
     if callbacks is None or not process_agreement.is_needed(mesh):
         return callbacks
-    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    if any(isinstance(x, keras.callbacks.CallbackList) for x in given):
+    if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
+    requested = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     backups = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
-    for callback in given:
+    for callback in requested:
         if isinstance(callback, backups):
             _require_whole(strategy, model, type(callback).__name__)
     if jax.process_index() != mesh.processes[0]:
         chosen = [
             _RestoreOnly(x) if isinstance(x, keras.callbacks.BackupAndRestore) else x
-            for x in given
+            for x in requested
             if not isinstance(x, _WRITERS)
         ]
     else:
-        chosen = list(given)
-    if any(isinstance(x, keras.callbacks.BackupAndRestore) for x in given):
+        chosen = list(requested)
+    if any(isinstance(x, keras.callbacks.BackupAndRestore) for x in requested):
         chosen.append(_AgreeOnStart(strategy))
     return chosen
 
 
-def _require_whole(strategy: StrategyBase, model: Any, name: str) -> None:
+def _require_whole(strategy: StrategyBase, model: keras.Model, name: str) -> None:
     for variable in model.variables:
         if not variable.value.is_fully_replicated:
             raise ValueError(

@@ -1,13 +1,15 @@
-"""`fit`, `evaluate` and `predict` of a distributed dataset: its elements as batches of Keras."""
+"""Passes the elements of a distributed dataset to `fit`, `evaluate` and `predict` as batches."""
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
 from tpudist.input.sources.no_batches import NoBatches
@@ -15,8 +17,8 @@ from tpudist.keras import keras_internals, uneven_rows
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.values.per_replica import PerReplica
 
-# What the elements hold already, or have no use for.
-_REFUSED = {
+# The arguments that cannot be combined with a distributed dataset, and the reasons.
+_CONFLICTS = {
     "y": "the targets are part of its elements: (x, y)",
     "sample_weight": "weights are part of its elements: (x, y, sample_weight)",
     "class_weight": (
@@ -28,110 +30,126 @@ _REFUSED = {
 
 
 class DistributedAdapter(keras_internals.data_adapter_class()):
-    """What Keras asks of data, answered by a `DistributedDataset`: one pass for each epoch."""
+    """Keras' source of batches for a `DistributedDataset`: one pass for each epoch.
+
+    Args:
+        dataset: The dataset.
+        distribution: Distribution of the strategy that distributed it.
+    """
 
     def __init__(self, dataset: DistributedDataset, distribution: MeshDistribution):
-        """Of `dataset`, whose replicas are those of `distribution`."""
         self._dataset, self._distribution = dataset, distribution
 
-    def get_jax_iterator(self) -> Iterator[Any]:
-        """The elements of the next pass, which are on the devices, and were made ahead."""
+    def get_jax_iterator(self) -> Iterator[PyTree]:
+        """Yields the elements of the next pass, which are on the devices already."""
         for element in self._dataset:
             yield _rows_of(element, self._distribution)
 
     @property
     def num_batches(self) -> int | None:
-        """The number of elements of a pass; None if it has no end, or it is not known."""
+        """Number of elements of a pass; None if it is infinite or unknown."""
         cardinality = self._dataset.cardinality
         return cardinality if cardinality >= 0 else None
 
     @property
     def batch_size(self) -> int | None:
-        """Not known before an element is read."""
+        """Always None: the size is unknown until an element is read."""
         return None
 
     @property
     def has_partial_batch(self) -> bool | None:
-        """Not known either."""
+        """Always None: unknown until the end of a pass."""
         return None
 
     @property
     def partial_batch_size(self) -> int | None:
-        """Nor this."""
+        """Always None: unknown until the end of a pass."""
         return None
 
 
 def adapt(
     plain: Callable[..., Any],
-    model: Any,
+    model: keras.Model,
     distribution: MeshDistribution,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of `fit` and the others, with distributed datasets as Keras takes them.
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+    """Returns the arguments of `fit` and similar methods, with adapters for distributed datasets.
 
     Raises:
-        TypeError: A distributed dataset where there can be none, or an iterator of one.
-        ValueError: It belongs to another strategy, or is given with what it holds itself.
+        TypeError: If a distributed dataset is in a wrong place, or there is an iterator of one.
+        ValueError: If it belongs to another strategy, or another argument conflicts with it.
         NoBatches: If `x` has no batches; Keras' loops would fail without a clear error.
     """
-    given = (*args, *kwargs.values())
-    if not any(isinstance(x, DistributedDataset | DistributedIterator) for x in given):
+    # Nothing is looked up in the usual case, without a distributed dataset.
+    if not any(
+        isinstance(x, DistributedDataset | DistributedIterator) for x in (*args, *kwargs.values())
+    ):
         return args, kwargs
     bound = inspect.signature(plain).bind(model, *args, **kwargs)
     arguments = bound.arguments
     name = plain.__name__
     for key, value in arguments.items():
-        if isinstance(value, DistributedIterator):
-            raise TypeError(
-                f"{name} received an iterator of a distributed dataset as {key}, which allows only "
-                "one pass. Pass the dataset itself: each epoch is a pass through it."
-            )
-        if isinstance(value, DistributedDataset):
-            if key not in ("x", "validation_data") or name.endswith("on_batch"):
-                raise TypeError(
-                    f"{name} received a distributed dataset as {key}. Pass it only as x of fit, "
-                    "evaluate and predict, or as validation_data of fit."
-                )
-            if value.strategy is not distribution.strategy:
-                raise ValueError(
-                    f"{name} of a model of {distribution.strategy!r} received a dataset that "
-                    f"{value.strategy!r} distributed, as {key}. Distribute it by the strategy of "
-                    "the model."
-                )
-    if isinstance(arguments.get("x"), DistributedDataset):
-        for key, why in _REFUSED.items():
-            if arguments.get(key) is not None and not (
-                key == "validation_split" and not arguments[key]
-            ):
-                raise ValueError(f"{name} received a distributed dataset, and {key}: {why}.")
-        if arguments.get("shuffle"):
-            warnings.warn(
-                f"{name} received a distributed dataset and shuffle=True, which has no effect: "
-                "shuffle the dataset before you distribute it.",
-                stacklevel=4,
-            )
-        if arguments["x"].cardinality == 0:
+        _check_place(name, key, value, distribution)
+    x = arguments.get("x")
+    if isinstance(x, DistributedDataset):
+        _check_conflicts(name, arguments)
+        if x.cardinality == 0:
             raise NoBatches
-        spec = arguments["x"].element_spec
         if name != "predict":
-            # By its spec: Keras would read a first element for it, which is a pass of its own.
-            keras_internals.build(model, _rows_of(spec, distribution))
+            # From the spec: otherwise Keras would read an element, which costs a pass.
+            keras_internals.build(model, _rows_of(x.element_spec, distribution))
     for key, value in arguments.items():
         if isinstance(value, DistributedDataset):
             arguments[key] = DistributedAdapter(value, distribution)
     return bound.args[1:], bound.kwargs
 
 
+def _check_place(name: str, key: str, value: PyTree, distribution: MeshDistribution) -> None:
+    if isinstance(value, DistributedIterator):
+        raise TypeError(
+            f"{name} received an iterator of a distributed dataset as {key}, which allows only "
+            "one pass. Pass the dataset itself: each epoch is a pass through it."
+        )
+    if not isinstance(value, DistributedDataset):
+        return
+    if key not in ("x", "validation_data") or name.endswith("on_batch"):
+        raise TypeError(
+            f"{name} received a distributed dataset as {key}. Pass it only as x of fit, "
+            "evaluate and predict, or as validation_data of fit."
+        )
+    if value.strategy is not distribution.strategy:
+        raise ValueError(
+            f"{name} of a model of {distribution.strategy!r} received a dataset that "
+            f"{value.strategy!r} distributed, as {key}. Distribute it by the strategy of "
+            "the model."
+        )
+
+
+def _check_conflicts(name: str, arguments: Mapping[str, PyTree]) -> None:
+    for key, why in _CONFLICTS.items():
+        value = arguments.get(key)
+        # Keras' default of `validation_split` is 0.0, not None.
+        if value is not None and (key != "validation_split" or value):
+            raise ValueError(f"{name} received a distributed dataset, and {key}: {why}.")
+    if arguments.get("shuffle"):
+        warnings.warn(
+            f"{name} received a distributed dataset and shuffle=True, which has no effect: "
+            "shuffle the dataset before you distribute it.",
+            stacklevel=5,
+        )
+
+
 def result_of_no_batches(
-    plain: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plain: Callable[..., Any],
+    model: keras.Model,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ) -> Any:
-    """What `fit`, `evaluate` or `predict` returns after 0 steps; warns that there are no batches.
+    """Returns the result of `fit`, `evaluate` or `predict` after 0 steps, and warns about it.
 
-    It is a history without epochs, metrics that were just reset, or outputs without rows.
+    It is a history without epochs, metrics after a reset, or outputs without rows.
     """
-    import keras
-
     arguments = inspect.signature(plain).bind(model, *args, **kwargs).arguments
     name = plain.__name__
     for _ in arguments["x"]:
@@ -149,20 +167,20 @@ def result_of_no_batches(
         history.on_train_begin()
         return history
     if name == "predict":
-        outputs = getattr(model, "outputs", None)
+        outputs = getattr(model, "outputs", None)  # only a functional model of Keras has them
         if outputs is None:
             raise NoBatches
         rows = [np.zeros((0, *x.shape[1:]), x.dtype) for x in jax.tree.leaves(outputs)]
         return rows[0] if len(rows) == 1 else rows
     model.reset_metrics()
     try:
-        found = model.get_metrics_result()
-    except ValueError:  # nobody knows what the metrics would measure
+        metrics = model.get_metrics_result()
+    except ValueError:  # the metrics are not built
         return {"loss": 0.0} if arguments.get("return_dict") else 0.0
-    return found if arguments.get("return_dict") else model._flatten_metrics_in_order(found)
+    return metrics if arguments.get("return_dict") else model._flatten_metrics_in_order(metrics)
 
 
-def _rows_of(element: Any, distribution: MeshDistribution) -> Any:
+def _rows_of(element: PyTree, distribution: MeshDistribution) -> PyTree:
     return jax.tree.map(
         lambda x: uneven_rows.of_replicas(x, distribution),
         element,

@@ -1,6 +1,6 @@
-"""The first batches of `fit`, read by a call of `fit` that stops before its first step.
+"""Reads the first batches of `fit`, by a call of `fit` that stops before its first step.
 
-So they are what training would be given: split off for validation, weighted by class, shuffled,
+So the training gets the same batches: without the validation split, weighted by class, shuffled,
 placed on the devices, and agreed on by all processes.
 """
 
@@ -10,17 +10,23 @@ import dataclasses
 import inspect
 import itertools
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.input.dataset import DistributedDataset
 from tpudist.keras import keras_internals
 
+if TYPE_CHECKING:
+    import keras
+
 TRAINING = ("fit", "train_on_batch")
+# Arguments of `fit` that limit a call to its first batches.
 _NO_EFFECT = {"epochs": 1, "initial_epoch": 0, "callbacks": None, "validation_data": None}
-# What a call of `fit` leaves in a model, beside its variables.
+# The attributes that a call of `fit` sets in a model, in addition to its variables.
 _ATTRIBUTES = ("history", "stop_training", "_jax_state", "_jax_state_synced", "_initial_epoch")
 
 _reader: "contextvars.ContextVar[FirstBatches | None]" = contextvars.ContextVar(
@@ -34,46 +40,47 @@ class _Enough(Exception):
 
 @dataclasses.dataclass
 class FirstBatches:
-    """What `fit` begins with.
+    """The first state and batches of a call of `fit`.
 
     Attributes:
         model: The model.
-        count: How many batches to read.
-        state: The arrays of the trainable and the other variables, the optimizer's and the
-            metrics'; None if there was no batch.
-        batches: The batches, as they are on the devices.
-        adapter: What Keras asks for batches; None if it was given one.
+        count: Number of batches to read.
+        state: Arrays of `keras_internals.state_of`; None if there was no batch.
+        batches: The batches on the devices.
+        adapter: Keras' source of batches; None for a call with one batch.
     """
 
-    model: Any
+    model: "keras.Model"
     count: int
-    state: tuple[list[Any], ...] | None = None
+    state: tuple[list[jax.Array], ...] | None = None
     batches: list[Any] = dataclasses.field(default_factory=list)
     adapter: Any = None
 
-    def take(self, state: tuple[list[Any], ...], iterator: Iterator[Any]) -> Any:
-        """Stands for the step that `fit` calls."""
+    def take(self, state: tuple[list[jax.Array], ...], iterator: Iterator[PyTree]) -> NoReturn:
+        """Replaces the step that `fit` calls: stores its arguments, and ends the call."""
         for variables, arrays in zip(keras_internals.state_of(self.model), state, strict=True):
             for variable, array in zip(variables, arrays, strict=True):
-                keras_internals.set_array(variable, array)  # `fit` has taken them away
+                keras_internals.set_array(variable, array)  # `fit` has removed them
         self.state, self.batches = state, list(itertools.islice(iterator, self.count))
         raise _Enough
 
 
 def reader() -> FirstBatches | None:
-    """Who reads the batches of the `fit` that is under way; None if it trains."""
+    """Returns the reader of the current call of `fit`; None if the call trains."""
     return _reader.get()
 
 
-def find_problem(model: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Returns why a call cannot be compared with one device, and what can; "" if it can."""
+def find_problem(
+    model: "keras.Model", name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> str:
+    """Returns the reason why a call cannot be compared with one device; "" if it can."""
     if name not in TRAINING:
         return (
             f"verify received {name} of the Keras model {model.name!r}, but it compares training. "
             f"Pass {' or '.join(TRAINING)}, with its arguments."
         )
     x = args[0] if args else kwargs.get("x")
-    if hasattr(type(x), "__next__") or (isinstance(x, DistributedDataset) and x.has_one_pass):
+    if isinstance(x, Iterator) or (isinstance(x, DistributedDataset) and x.has_one_pass):
         return (
             f"{name} of the Keras model {model.name!r} cannot be verified: it received a "
             f"{type(x).__name__} that can be read only once, so its first batches would be missing "
@@ -84,18 +91,22 @@ def find_problem(model: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def read(
-    model: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+    model: "keras.Model",
+    name: str,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    count: int,
 ) -> FirstBatches:
     """Returns the first batches of a call of `fit` or `train_on_batch`, and its first state."""
-    method = getattr(model, name)
+    method = getattr(model, name)  # a method of Keras
     bound = inspect.signature(method).bind(*args, **kwargs)
-    given = bound.arguments
+    arguments = bound.arguments
     if name == "fit":
-        if given.get("validation_data") is not None:
-            given["validation_split"] = 0.0  # as Keras does
-        given.update(_NO_EFFECT, verbose=0)
-    found = FirstBatches(model, count)
-    before, token = model.train_function, _reader.set(found)
+        if arguments.get("validation_data") is not None:
+            arguments["validation_split"] = 0.0  # as Keras does
+        arguments.update(_NO_EFFECT, verbose=0)
+    first = FirstBatches(model, count)
+    before, token = model.train_function, _reader.set(first)
     try:
         method(*bound.args, **bound.kwargs)
     except _Enough:
@@ -103,26 +114,28 @@ def read(
     finally:
         _reader.reset(token)
         model.train_function = before
-    return found
+    return first
 
 
 @contextlib.contextmanager
-def keep_state(model: Any, x: Any) -> Iterator[None]:
-    """Leaves a model, its data and random numbers as they are, whatever the `with` block does."""
+def restore_state(model: "keras.Model", x: object) -> Iterator[None]:
+    """Restores a model, its data and the random number generators after the `with` block."""
     parts = keras_internals.state_of(model)
     arrays = [(v, keras_internals.array_of(v)) for variables in parts for v in variables]
     attributes = {key: vars(model)[key] for key in _ATTRIBUTES if key in vars(model)}
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    next_pass = x.next_pass if isinstance(x, DistributedDataset) else None
+    positions = [(x, x.next_pass)] if isinstance(x, DistributedDataset) else []
     try:
         yield
     finally:
         for variable, array in arrays:
             keras_internals.set_array(variable, array)
+        # Not `setattr`, which Keras overrides.
+        values = model.__dict__
         for key in _ATTRIBUTES:
-            vars(model).pop(key, None)
-        vars(model).update(attributes)
+            values.pop(key, None)
+        values.update(attributes)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
-        if next_pass is not None:
-            x.next_pass = next_pass
+        for dataset, next_pass in positions:
+            dataset.next_pass = next_pass

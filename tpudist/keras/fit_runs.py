@@ -1,20 +1,26 @@
-"""Runs one step of `fit` on a strategy's devices and on one device, from copies of a state."""
+"""Runs steps of `fit` on a strategy's devices and on one device, for `Strategy.verify`.
+
+All runs start from copies of one state in host memory, so the model does not change.
+"""
 
 import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 from keras import tree
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context import ContextKind, Mode
-from tpudist.keras import distribution_in_force, first_batches, keras_internals, uneven_rows
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.keras import current_distribution, first_batches, keras_internals, uneven_rows
 from tpudist.keras.first_batches import FirstBatches
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.lowering import placement
@@ -23,30 +29,30 @@ from tpudist.programs import operations, program_digest, rounding_errors, user_l
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.xla.mesh import ReplicaMesh
 
-_verified: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_verified: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 _log = logging.getLogger("tpudist")
 
 Run = Callable[..., Any]
-"""Called with a state and a batch in host memory; returns the logs and the new state there."""
+"""Called with a state and a batch in host memory; returns the logs and the new state there, too."""
 
 
 @contextlib.contextmanager
 def open_steps(
     name: str,
-    model: Any,
-    strategy: Any,
+    model: keras.Model,
+    strategy: StrategyBase,
     one_device: ReplicaMesh,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     count: int,
 ) -> Iterator["FitRuns"]:
-    """Returns the first steps of a call of `fit` or `train_on_batch`; nothing changes the model.
+    """Returns the first steps of a call of `fit` or `train_on_batch`, without changing the model.
 
     Raises:
-        ValueError: They cannot be compared, or the model belongs to another strategy.
+        ValueError: If they cannot be compared, or the model belongs to another strategy.
     """
-    found = distribution_in_force.of_model(model)
-    if found is None or found.strategy is not strategy:
+    distribution = current_distribution.of_model(model)
+    if distribution is None or distribution.strategy is not strategy:
         raise ValueError(
             f"{strategy!r} cannot verify {name} of the Keras model {model.name!r}, which was not "
             "made in its scope. Make and compile the model in `with strategy.scope():`."
@@ -54,13 +60,19 @@ def open_steps(
     problem = first_batches.find_problem(model, name, args, kwargs)
     if problem:
         raise ValueError(problem)
-    with first_batches.keep_state(model, args[0] if args else kwargs.get("x")):
-        with distribution_in_force.enter(found):
+    with first_batches.restore_state(model, args[0] if args else kwargs.get("x")):
+        with current_distribution.enter_scope(distribution):
             first = first_batches.read(model, name, args, kwargs, count)
-        yield FitRuns(first, found, one_device)
+        yield FitRuns(first, distribution, one_device)
 
 
-def verify_first(model: Any, name: str, strategy: Any, args: tuple, kwargs: Any) -> None:
+def verify_first(
+    model: keras.Model,
+    name: str,
+    strategy: StrategyBase,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> None:
     """Verifies the first training of each model, if the strategy verifies the steps of `run`."""
     verify = strategy._replicator.before_first_call
     if verify is None or name not in first_batches.TRAINING or model in _verified:
@@ -70,32 +82,41 @@ def verify_first(model: Any, name: str, strategy: Any, args: tuple, kwargs: Any)
         if problem := first_batches.find_problem(model, name, args, kwargs):
             _log.warning("Not verified: %s", problem)
         else:
-            verify(strategy, getattr(model, name), args, kwargs, None)
+            verify(strategy, getattr(model, name), args, kwargs, None)  # a method of Keras
 
 
 class FitRuns:
-    """The first steps of a model, in their runs: `verification.fit_verification.FitSteps`."""
+    """Implements `verification.fit_verification.FitSteps` for a model.
 
-    def __init__(self, first: FirstBatches, found: MeshDistribution, one_device: ReplicaMesh):
-        """Of a model that belongs to `found`; `one_device` is the mesh of one device."""
+    Args:
+        first: The first state and batches.
+        distribution: Distribution of the model.
+        one_device: Mesh of one device.
+    """
+
+    def __init__(
+        self, first: FirstBatches, distribution: MeshDistribution, one_device: ReplicaMesh
+    ):
         self._first, self._model = first, first.model
-        self._found, self._one_device = found, one_device
+        self._distribution, self._one_device = distribution, one_device
         variables = keras_internals.state_of(self._model)
         self.names: list[str] = [v.path for part in variables for v in part]
         self.state, self.batches = jax.tree.map(fetch, first.state), first.batches
-        strategy: Any = found.strategy
+        strategy: Any = distribution.strategy
+        # The same strategy on one device: `tpudist.get_strategy()` in the step returns it.
         self._twin = strategy._with_mesh(one_device)
         self._twin._twin_of = strategy
         self._compiled: dict[str, tuple[ClosedJaxpr, Run]] = {}
 
-    def fetch_rows(self, batch: Any) -> Any:
+    def fetch_rows(self, batch: PyTree) -> PyTree:
         """Returns the rows of a batch in host memory."""
         return tree.map_structure(_fetch_rows, batch)
 
-    def split_rows(self, batch: Any) -> list[tuple[bytes, ...]]:
+    def split_rows(self, batch: PyTree) -> list[tuple[bytes, ...]]:
         """Returns the rows of each replica of a distributed dataset; nothing for other data.
 
-        Arrays in which all numbers are equal, such as masks, tell nothing.
+        Arrays in which all numbers are equal, such as masks, are left out: they do not show which
+        rows a replica has.
         """
         arrays: list[list[bytes]] = []
         for x in tree.flatten(batch):
@@ -112,9 +133,9 @@ class FitRuns:
             return 0
         return min(adapter.partial_batch_size or num_rows // 2 + 1, num_rows)
 
-    def on_devices(self, state: Any, batch: Any) -> Any:
+    def on_devices(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the program of `fit`. The batch may be on the devices."""
-        with distribution_in_force.enter(self._found):
+        with current_distribution.enter_scope(self._distribution):
             shardings = jax.tree.map(
                 lambda v: keras_internals.array_of(v).sharding,
                 keras_internals.state_of(self._model),
@@ -122,32 +143,34 @@ class FitRuns:
             arrays = jax.tree.map(lambda x, y: uneven_rows.put(np.array(x), y), state, shardings)
             self._model.make_train_function()
             batch = tree.map_structure(
-                lambda x: uneven_rows.place(x, self._found) if isinstance(x, np.ndarray) else x,
+                lambda x: (
+                    uneven_rows.place(x, self._distribution) if isinstance(x, np.ndarray) else x
+                ),
                 batch,
             )
             return jax.tree.map(fetch, self._model.train_function(arrays, iter([batch])))
 
-    def trace_on_devices(self, state: Any, batch: Any) -> ClosedJaxpr:
-        """Returns the step as the strategy's scope has it."""
-        with distribution_in_force.enter(self._found):
+    def trace_on_devices(self, state: PyTree, batch: PyTree) -> ClosedJaxpr:
+        """Returns the program of a step in the strategy's scope."""
+        with current_distribution.enter_scope(self._distribution):
             return jax.make_jaxpr(self._step)(state, batch)
 
-    def compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Run]:
-        """Returns the step as one device has it, and how to run it.
+    def compile_on_one(self, state: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, Run]:
+        """Returns the program of a step on one device, and a function that runs it.
 
-        With a seed, the run has errors in its sums, as large as rounding may make them.
+        With a seed, the run adds errors to its sums, as large as rounding errors may be.
         """
         key = str([(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
         if key not in self._compiled:
             self._compiled[key] = self._compile_on_one(state, batch)
         return self._compiled[key]
 
-    def _compile_on_one(self, state: Any, batch: Any) -> tuple[ClosedJaxpr, Run]:
+    def _compile_on_one(self, state: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, Run]:
         with self._enter_one_device():
             traced = jax.jit(self._step).trace(*self._put(state, batch))
             compiled = traced.lower().compile()
 
-        def run(state: Any, batch: Any, seed: int | None = None) -> Any:
+        def run(state: PyTree, batch: PyTree, seed: int | None = None) -> PyTree:
             with self._enter_one_device():
                 arguments = self._put(state, batch)
                 if seed is None:
@@ -161,7 +184,9 @@ class FitRuns:
     def find_line(self, many: ClosedJaxpr, one: ClosedJaxpr) -> str:
         """Returns the user's line of the first operation that one device computes differently."""
         texts = [program_digest.write_program(x) for x in (many, one)]
-        meshes = [program_digest.write_value(x.mesh) for x in (self._found, self._one_device)]
+        meshes = [
+            program_digest.write_value(x.mesh) for x in (self._distribution, self._one_device)
+        ]
         lines = [
             [line.replace(mesh, "mesh") for line in text.lines]
             for text, mesh in zip(texts, meshes, strict=True)
@@ -170,10 +195,10 @@ class FitRuns:
         differ = (eqn for x, y, eqn in pairs if x != y and eqn is not None)
         return user_lines.first_line_of(differ)
 
-    def _step(self, state: Any, batch: Any) -> Any:
+    def _step(self, state: PyTree, batch: PyTree) -> Any:
         return self._model.train_step(state, batch)
 
-    def _put(self, *values: Any) -> Any:
+    def _put(self, *values: PyTree) -> Any:
         return jax.tree.map(lambda x: put(self._one_device, x), values)
 
     @contextlib.contextmanager
@@ -182,7 +207,7 @@ class FitRuns:
             placement.without_mesh(),
             self._twin._use_mesh(),
             context.enter(Mode(ContextKind.SCOPE, self._twin)),
-            distribution_in_force.put(self._twin),
+            current_distribution.use(self._twin),
             _show_one_device(self._one_device.mesh.devices.flat[0]),
         ):
             yield
@@ -190,14 +215,17 @@ class FitRuns:
 
 @contextlib.contextmanager
 def _show_one_device(device: jax.Device) -> Iterator[None]:
-    """Has JAX say in this thread that there is one device."""
+    """Makes JAX report a single device in this thread."""
+    # Layers and losses may ask JAX for the number of devices. A difference between the two runs
+    # then shows that the result depends on it. Other threads, for example of the input, see all
+    # devices.
     thread = threading.get_ident()
     answers = {"device_count": 1, "local_device_count": 1}
     answers |= {"devices": [device], "local_devices": [device]}
 
-    def replace(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def replace(plain: Callable[..., Any], answer: object) -> Callable[..., Any]:
         @functools.wraps(plain)
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        def ask(*args, **kwargs):
             return answer if threading.get_ident() == thread else plain(*args, **kwargs)
 
         return ask

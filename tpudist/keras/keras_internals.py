@@ -1,21 +1,30 @@
-"""What has no public door in Keras, and whether it is still as it is known here.
+"""All access to private names of Keras, and the check that they are as we know them.
 
-Keras has no place to say how a batch is placed on devices, or what is compiled around a step. Each
-of these is Keras' own again where no strategy is in force. All private names are in this file.
+Keras has no public way to decide how a batch is placed on devices, or to change the program around
+a step. So `trainer_hooks` and other modules replace methods of Keras, which behave as before
+outside of strategies. Nothing here imports Keras before it is used.
 """
+
+from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    import keras
 
 _TRAINER = "keras.src.backend.jax.trainer"
 _CORE = "keras.src.backend.jax.core"
 _OPTIMIZERS = "keras.src.optimizers."
 _APPLY = ("self", "grads", "trainable_variables")
-# Everything that is replaced or called here, and beside it in public, with its parameters.
+# Every function of Keras that tpudist replaces, or calls in private, with its parameters. A Keras
+# with other parameters is not supported: `keras_support` reports the differences.
 _KNOWN = (
     (_TRAINER, "_distribute_data", ("data", "layouts")),
     (_TRAINER, "JAXEpochIterator._get_distributed_iterator", ("self", "distribution")),
@@ -34,7 +43,7 @@ _KNOWN = (
 
 
 def list_changes() -> list[str]:
-    """How this Keras differs from the ones that are known; needs the backend jax."""
+    """Returns the differences between this Keras and the known ones; needs the backend jax."""
     return [text for text in map(_compare, _KNOWN) if text]
 
 
@@ -50,89 +59,107 @@ def _compare(expected: tuple[str, str, tuple[str, ...]]) -> str | None:
     return f"{module}.{name} has the parameters {found}, not {parameters}"
 
 
+def replace_method(
+    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replaces a method of a class of Keras.
+
+    Args:
+        owner: Class of Keras.
+        name: Name of the method.
+        wrap: Called with the plain method; returns the new one.
+    """
+    plain = getattr(owner, name)  # a method of Keras
+    setattr(owner, name, functools.wraps(plain)(wrap(plain)))
+
+
 def is_nnx_enabled() -> bool:
-    """Whether Keras' variables are those of Flax NNX, which it decides when it is imported."""
+    """Returns whether Keras uses variables of Flax NNX, which it decides during its import."""
     return importlib.import_module("keras.src.backend.config").is_nnx_enabled()
 
 
 def trainer_class() -> Any:
-    """The class of which all models are, with the loops of `fit` and the others."""
+    """Returns the base class of all models, which has the loops of `fit` and related methods."""
     return importlib.import_module(_TRAINER).JAXTrainer
 
 
 def base_trainer_class() -> Any:
-    """The one below it, with `compile`."""
+    """Returns the base class of `trainer_class`, which has `compile`."""
     return importlib.import_module(_TRAINER).base_trainer.Trainer
 
 
 def wrap_placement(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces what puts a batch on the devices, `place(batch, layouts=None)`."""
+    """Replaces the function that places a batch on the devices, `place(batch, layouts=None)`."""
     module: Any = importlib.import_module(_TRAINER)
     module._distribute_data = wrap(module._distribute_data)
 
 
-def wrap_batches(choose: Callable[[Any, Iterator[Any]], Iterator[Any] | None]) -> None:
+def wrap_batches(choose: Callable[[Any, Any], Iterator[Any] | None]) -> None:
     """Replaces the batches of an epoch, under any distribution.
 
-    `choose` is given the distribution and the batches on the host, and gives those on the devices;
-    None for as Keras does it.
+    Args:
+        choose: Called with the distribution and the data adapter; returns the batches on the
+            devices, or None to let Keras place them.
     """
-    iterator: Any = importlib.import_module(_TRAINER).JAXEpochIterator
-    plain = iterator._get_distributed_iterator
 
-    def _get_distributed_iterator(self, distribution):
-        chosen = choose(distribution, self.data_adapter)
-        return plain(self, distribution) if chosen is None else chosen
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def get_distributed_iterator(self, distribution):
+            batches = choose(distribution, self.data_adapter)
+            return plain(self, distribution) if batches is None else batches
 
-    iterator._get_distributed_iterator = _get_distributed_iterator
+        return get_distributed_iterator
 
-
-def call_on_creation(act: Callable[[Any], Any]) -> None:
-    """Has `act` called with each variable that is made, before it has its first value."""
-    variable: Any = importlib.import_module(_CORE).JaxVariable
-    plain = variable._initialize_layout
-
-    def _initialize_layout(self):
-        act(self)
-        return plain(self)
-
-    variable._initialize_layout = _initialize_layout
+    iterator_class = importlib.import_module(_TRAINER).JAXEpochIterator
+    replace_method(iterator_class, "_get_distributed_iterator", wrap)
 
 
-def wrap_creation(enter: Callable[[Any], contextlib.AbstractContextManager]) -> None:
-    """Has variables made, and given the first value that an initializer computes, in a context.
+def call_on_creation(act: Callable[[], object]) -> None:
+    """Registers a function that is called before a new variable gets its first value."""
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_layout(self):
+            act()
+            return plain(self)
+
+        return initialize_layout
+
+    replace_method(importlib.import_module(_CORE).JaxVariable, "_initialize_layout", wrap)
+
+
+def wrap_creation(enter: Callable[[keras.Variable], contextlib.AbstractContextManager]) -> None:
+    """Registers a context in which variables are created and their initializers run.
 
     Args:
-        enter: Gives it, for a variable.
+        enter: Called with the variable; returns the context manager.
     """
-    variable: Any = importlib.import_module(_CORE).JaxVariable
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self, *args, **kwargs):
+            with enter(self):
+                return plain(self, *args, **kwargs)
+
+        return method
+
     for name in ("__init__", "_initialize_with_initializer"):
-        _wrap_in_context(variable, name, enter)
+        replace_method(importlib.import_module(_CORE).JaxVariable, name, wrap)
 
 
-def _wrap_in_context(kind: Any, name: str, enter: Callable[[Any], Any]) -> None:
-    plain = getattr(kind, name)
-
-    @functools.wraps(plain)
-    def method(self, *args, **kwargs):
-        with enter(self):
-            return plain(self, *args, **kwargs)
-
-    setattr(kind, name, method)
+def array_of(variable: keras.Variable) -> Any:
+    """Returns the array of a variable, ignoring any stateless scope; None if it has none."""
+    return getattr(variable, "_value", None)  # Keras sets it in the course of `__init__`
 
 
-def array_of(variable: Any) -> Any:
-    """What a variable holds, whatever scope this is in; None if nothing."""
-    return getattr(variable, "_value", None)
-
-
-def set_array(variable: Any, value: Any) -> None:
-    """Has a variable hold an array, where that lies."""
+def set_array(variable: keras.Variable, value: object) -> None:
+    """Makes an array the value of a variable, without a copy."""
     variable._value = value
 
 
-def is_in_stateless_scope(variable: Any = None) -> bool:
-    """Whether values are those of a `keras.StatelessScope`; of a variable, whether it has one."""
+def is_in_stateless_scope(variable: keras.Variable | None = None) -> bool:
+    """Returns whether a `keras.StatelessScope` is active; for a variable, whether it has a value.
+
+    Args:
+        variable: Variable whose value in the scope counts. None: any scope counts.
+    """
     name = "keras.src.backend.common.stateless_scope"
     scope = importlib.import_module(name).get_stateless_scope()
     if variable is None or scope is None:
@@ -141,38 +168,47 @@ def is_in_stateless_scope(variable: Any = None) -> bool:
 
 
 def data_adapter_class() -> Any:
-    """What a source of batches is a subclass of, which Keras then takes as it is."""
+    """Returns the base class of the sources of batches that Keras uses without conversion."""
     return importlib.import_module("keras.src.trainers.data_adapters.data_adapter").DataAdapter
 
 
-def build(model: Any, batch: Any) -> None:
-    """Builds a model that was compiled, from the shapes and dtypes of a batch."""
+def build(model: keras.Model, batch: object) -> None:
+    """Builds a compiled model from the shapes and dtypes of a batch."""
     model._symbolic_build(data_batch=batch)
 
 
 def random_seed() -> int | None:
-    """The seed that the program has set for Keras; None if it has not."""
+    """Returns the seed that the program has set for Keras; None if it has not."""
     return importlib.import_module("keras.src.utils.rng_utils").get_random_seed()
 
 
-def is_of_arrays(adapter: Any) -> bool:
-    """Whether a source of batches slices arrays, by numbers that NumPy draws."""
+def is_of_arrays(adapter: object) -> bool:
+    """Returns whether a data adapter slices arrays, in an order that NumPy draws."""
     return type(adapter).__name__ == "ArrayDataAdapter"
 
 
-def initial_epoch(model: Any) -> int:
-    """The epoch at which `fit` begins, if a callback has said so; else 0."""
-    return getattr(model, "_initial_epoch", None) or 0
+def initial_epoch(model: keras.Model) -> int:
+    """Returns the epoch at which `fit` begins, which a callback may have set; else 0."""
+    return getattr(model, "_initial_epoch", None) or 0  # Keras sets it only in `fit`
 
 
-def layout_of(variable: Any) -> Any:
-    """Where a variable was said to live: a TensorLayout or a sharding of JAX; None if nowhere."""
-    return getattr(variable, "_layout", None)
+def layout_of(variable: keras.Variable) -> Any:
+    """Returns a variable's requested layout: a TensorLayout or a sharding of JAX, or None."""
+    return getattr(variable, "_layout", None)  # Keras sets it in the course of `__init__`
 
 
-def state_of(model: Any) -> tuple[list[Any], ...]:
-    """Trainable and other variables, the optimizer's and the metrics', as steps are given them."""
-    optimizer = getattr(model, "optimizer", None)
+def optimizer_of(model: keras.Layer) -> Any:
+    """Returns the optimizer of a model; None for a layer, or a model that is not compiled."""
+    return getattr(model, "optimizer", None)  # only `keras.Model` has it
+
+
+def state_of(model: keras.Model) -> tuple[list[Any], ...]:
+    """Returns the variables in the order of a step's state.
+
+    Returns:
+        The trainable variables, the other variables, the optimizer's, and the metrics'.
+    """
+    optimizer = optimizer_of(model)
     return (
         list(model.trainable_variables),
         list(model.non_trainable_variables),
@@ -181,18 +217,23 @@ def state_of(model: Any) -> tuple[list[Any], ...]:
     )
 
 
-def state_shardings(model: Any) -> tuple[Any, ...]:
-    """Of trainable and other variables, the optimizer's and the metrics'.
+def state_shardings(model: keras.Model) -> tuple[list[jax.sharding.Sharding], ...]:
+    """Returns the shardings of `state_of`.
 
-    Keras' own method warns of values whose sharding names no mesh. On one device that is nothing:
-    it leaves them so when it loads weights.
+    Keras' own method warns of values whose sharding names no mesh. On one device that is normal:
+    Keras itself leaves them so when it loads weights.
     """
     return tuple([variable.value.sharding for variable in part] for part in state_of(model))
 
 
-def loop_over(model: Any, step: Callable[..., Any], *, join: bool) -> Callable[..., Any]:
-    """What `fit` calls with a state and an iterator: as many steps as one execution has.
+def loop_over(
+    model: keras.Model, step: Callable[..., Any], *, concatenate: bool
+) -> Callable[..., Any]:
+    """Returns the function of `fit` that runs the steps of one execution on an iterator.
 
-    `join` concatenates what the steps return.
+    Args:
+        model: Model of the step.
+        step: Called with a state and a batch.
+        concatenate: Whether to concatenate the outputs of the steps.
     """
-    return model._make_function(step, concatenate_outputs=join)
+    return model._make_function(step, concatenate_outputs=concatenate)

@@ -1,84 +1,94 @@
-"""What a strategy's scope does for Keras, if the program uses it; imports nothing of Keras itself.
+"""Connects Keras with the scopes of strategies, if the program uses Keras; does not import it.
 
-Keras asks a global setting, its *distribution*, where variables live and how batches are split. A
-scope puts one of the strategy's own in its place. Where Keras is imported after that, it is done
-at the end of the import.
+Keras reads a global setting, its *distribution*, to place variables and to split batches. A scope
+sets a distribution of the strategy. If Keras is imported later, this happens at the end of its
+import.
 """
 
 import contextlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from tpudist.context.strategy_base import StrategyBase
 
 
 @contextlib.contextmanager
 def enter(strategy: StrategyBase) -> Iterator[None]:
-    """Has Keras models that are made in the `with` block belong to `strategy`.
+    """Makes new Keras models belong to `strategy` in the `with` block.
 
     Raises:
-        RuntimeError: The program has set a distribution of Keras' own.
+        RuntimeError: If the program has set a distribution of Keras' own.
     """
-    keras = sys.modules.get("keras")
-    if keras is None or not hasattr(keras, "Model"):  # the latter: this is called in its import
+    if not _is_imported():
         _watch_for_import()
         try:
             yield
         finally:
-            if "tpudist.keras.distribution_in_force" in sys.modules:  # it was imported in the block
-                _leave()
+            # Keras was imported in the block, and `current_distribution.current` may have set the
+            # distribution of this scope.
+            if "tpudist.keras.current_distribution" in sys.modules:
+                _remove_distribution()
         return
     if not _connect():
         yield
         return
-    from tpudist.keras import distribution_in_force
+    from tpudist.keras import current_distribution
 
-    with distribution_in_force.put(strategy):
+    with current_distribution.use(strategy):
         yield
 
 
 def watch() -> None:
-    """Has Keras, if it is imported or will be, know of the functions that strategies compile."""
-    keras = sys.modules.get("keras")
-    if keras is None or not hasattr(keras, "Model"):
-        _watch_for_import()
-    else:
+    """Installs the hooks for functions that strategies compile, now or when Keras is imported."""
+    if _is_imported():
         _connect()
+    else:
+        _watch_for_import()
 
 
-def _leave() -> None:
-    from tpudist.keras import distribution_in_force
+def _is_imported() -> bool:
+    # While Keras is being imported, it is in `sys.modules` without `Model`. Code that runs then may
+    # enter a scope too.
+    return hasattr(sys.modules.get("keras"), "Model")
 
-    distribution_in_force.take_away()
+
+def _remove_distribution() -> None:
+    from tpudist.keras import current_distribution
+
+    current_distribution.remove()
 
 
 def _connect() -> bool:
-    """Has Keras know of strategies, or refuse to train in their scopes; whether it knows them."""
-    from tpudist.keras import refusals
+    """Installs the hooks of Keras, or makes it reject training in scopes; returns which."""
+    from tpudist.keras import keras_support
 
-    if refusals.is_of_jax():
+    if keras_support.uses_jax():
         from tpudist.keras import captured_variables
 
-        captured_variables.install(refusals.reason)
-    if refusals.reason is None:
+        captured_variables.install(keras_support.problem)
+    if keras_support.problem is None:
         from tpudist.keras import trainer_hooks
 
         trainer_hooks.install()
         return True
-    refusals.refuse_training(refusals.reason)
+    keras_support.refuse_training(keras_support.problem)
     return False
 
 
 class _KerasFinder(importlib.abc.MetaPathFinder):
     """Connects Keras at the end of its import."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """The spec of Keras that the others find, of which the loader does one thing more."""
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns the usual spec of Keras, with a loader that connects it afterwards."""
         if fullname != "keras":
             return None
+        # Removed first: `find_spec` below asks all finders again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("keras")
         if spec is not None and spec.loader is not None:
@@ -88,7 +98,7 @@ class _KerasFinder(importlib.abc.MetaPathFinder):
                 load(module)
                 _connect()
 
-            spec.loader.exec_module = exec_module  # the loader is that of this module alone
+            spec.loader.exec_module = exec_module  # each module has a loader of its own
         return spec
 
 

@@ -1,75 +1,79 @@
-"""Which variables of a Keras model are split over the axes inside a replica, by their paths."""
+"""Splits the variables of a Keras model over the axes inside a replica, by their paths."""
 
+import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from jax.sharding import PartitionSpec
 
+from tpudist.array_types import Shape
 from tpudist.context.strategy_base import StrategyBase
 
-Axes = tuple[Any, ...]
+if TYPE_CHECKING:
+    import keras
+
+# The axes that split one dim, and the axes of all dims of a variable.
+_Entry: TypeAlias = str | Sequence[str] | None
+Layout: TypeAlias = Union[Sequence[_Entry], PartitionSpec, "keras.distribution.TensorLayout"]
 
 
-def set_layout_map(strategy: StrategyBase, layout_map: Mapping[str, Any] | None) -> None:
-    """Says how the variables of Keras models made in the scope of `strategy` are split.
+def set_layout_map(strategy: StrategyBase, layout_map: Mapping[str, Layout] | None) -> None:
+    """Sets how the variables of Keras models are split that you create in the scope of `strategy`.
 
-    Variables whose path (`variable.path`, such as "sequential/dense/kernel") no pattern matches are
-    placed by the strategy's own rule: mirrored, or their largest dim over `fsdp`. What an optimizer
-    keeps for a variable is split as that is.
+    If no pattern matches the path of a variable (`variable.path`, such as
+    "sequential/dense/kernel"), the strategy's own rule places it: mirrored, or its largest dim over
+    `fsdp`. An optimizer's state for a variable is split like the variable.
 
         strategy = tpudist.TPUStrategy(replica_axes={"tensor": 2})
         tpudist.keras.set_layout_map(strategy, {r".*dense.*/kernel": (None, "tensor")})
 
     Args:
-        strategy: One with axes inside a replica.
-        layout_map: For each pattern (a regular expression of the whole path) a tuple with an entry
-            for each dim: None, a mesh axis, a logical axis of the strategy's rules ("mlp",
-            "embed"), or a tuple of them. Or a `keras.distribution.LayoutMap`, whose device mesh
-            does not count. None for none.
+        strategy: Strategy with axes inside a replica.
+        layout_map: Layouts by pattern, a regular expression that matches the whole path. A layout
+            is a tuple with an entry for each dim: None, a mesh axis, a logical axis of the
+            strategy's rules ("mlp", "embed"), or a tuple of axes. A
+            `keras.distribution.LayoutMap` works too; its device mesh is ignored. None removes the
+            map.
 
     Raises:
-        ValueError: An axis that replicas do not have; later, in the scope: two patterns for one
-            variable, another number of dims, or a dim that does not divide. A pattern that no
-            variable of a model matches is a warning when that trains.
+        ValueError: If replicas do not have an axis. Later, when a variable is created in the scope:
+            if two patterns match it, the layout has another number of dims, or a dim does not
+            divide. If no variable of a model matches a pattern, training the model warns.
 
-    As `keras.distribution.LayoutMap`, which knows no logical axes, and is given to a distribution.
+    Matches `keras.distribution.LayoutMap`, which has no logical axes and belongs to a distribution.
     """
     entries = {} if layout_map is None else {str(key): layout_map[key] for key in layout_map}
     specs = {pattern: _resolve(strategy, pattern, axes) for pattern, axes in entries.items()}
     strategy._keras_layout_map = specs
 
 
-def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Over which mesh axes the variable at `path` is split; None if no pattern matches.
+def find_layout(strategy: StrategyBase, path: str, shape: Shape) -> PartitionSpec | None:
+    """Returns the mesh axes that split the variable at `path`; None if no pattern matches.
 
     Raises:
-        ValueError: Several match, or the layout does not fit the shape.
+        ValueError: If several patterns match, or the layout does not fit the shape.
     """
     specs: Mapping[str, PartitionSpec] = strategy._keras_layout_map
-    if path in specs:
-        found = [path]
-    else:
-        found = [pattern for pattern in specs if re.fullmatch(pattern, path)]
-    if not found:
+    # As in Keras, a key that equals the path wins: it need not be a valid expression.
+    matches = [path] if path in specs else [x for x in specs if re.fullmatch(x, path)]
+    if not matches:
         return None
-    if len(found) > 1:
+    if len(matches) > 1:
         raise ValueError(
-            f"The variable {path!r} matches {len(found)} patterns of the layout map: {found}. Each "
-            "variable may match only one. Make the patterns narrower."
+            f"The variable {path!r} matches {len(matches)} patterns of the layout map: {matches}. "
+            "Each variable may match only one. Make the patterns narrower."
         )
-    spec = specs[found[0]]
+    spec = specs[matches[0]]
     if len(spec) != len(shape):
         raise ValueError(
-            f"The layout map has {len(spec)} entries for {found[0]!r}, which matches the variable "
-            f"{path!r} of shape {list(shape)}. Use an axis or None for each of its {len(shape)} "
-            "dims, or a pattern that does not match it."
+            f"The layout map has {len(spec)} entries for {matches[0]!r}, which matches the "
+            f"variable {path!r} of shape {list(shape)}. Use an axis or None for each of its "
+            f"{len(shape)} dims, or a pattern that does not match it."
         )
     sizes = strategy.mesh.shape
     for dim, (size, axes) in enumerate(zip(shape, spec, strict=True)):
-        parts = 1
-        for axis in _names(axes):
-            parts *= sizes[axis]
+        parts = math.prod(sizes[axis] for axis in _names(axes))
         if size % parts:
             raise ValueError(
                 f"The layout map splits dim {dim} of the variable {path!r}, of shape "
@@ -80,14 +84,14 @@ def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> Pa
 
 
 def list_idle_patterns(strategy: StrategyBase, paths: list[str]) -> list[str]:
-    """The patterns of the layout map that match none of `paths`."""
+    """Returns the patterns of the layout map that match none of `paths`."""
     patterns = strategy._keras_layout_map
     return [x for x in patterns if not any(x == p or re.fullmatch(x, p) for p in paths)]
 
 
-def _resolve(strategy: StrategyBase, pattern: str, axes: Any) -> PartitionSpec:
-    """A layout in mesh axes."""
-    axes = getattr(axes, "axes", axes)  # of a keras.distribution.TensorLayout
+def _resolve(strategy: StrategyBase, pattern: str, layout: Layout) -> PartitionSpec:
+    """Returns a layout in mesh axes."""
+    axes = getattr(layout, "axes", layout)  # if it is a keras.distribution.TensorLayout
     if not isinstance(axes, tuple | list | PartitionSpec):
         raise ValueError(
             f"The layout map has {axes!r} for {pattern!r}. Use a tuple with None or the name of an "
@@ -96,7 +100,7 @@ def _resolve(strategy: StrategyBase, pattern: str, axes: Any) -> PartitionSpec:
     inner = {name: strategy.mesh.shape[name] for name in strategy.replica_mesh.inner_axes}
     logical = dict(reversed(list(strategy.logical_axis_rules)))  # the first rule of a name counts
 
-    def mesh_axes(name: Any) -> tuple[str, ...]:
+    def mesh_axes(name: str) -> tuple[str, ...]:
         if name in inner:
             return (name,)
         if name in logical:
@@ -110,10 +114,10 @@ def _resolve(strategy: StrategyBase, pattern: str, axes: Any) -> PartitionSpec:
 
     entries = []
     for entry in axes:
-        found = tuple(x for name in _names(entry) for x in mesh_axes(name))
-        entries.append(None if not found else found[0] if len(found) == 1 else found)
+        split = tuple(x for name in _names(entry) for x in mesh_axes(name))
+        entries.append(None if not split else split[0] if len(split) == 1 else split)
     return PartitionSpec(*entries)
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+def _names(entry: _Entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

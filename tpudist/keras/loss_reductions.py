@@ -1,46 +1,46 @@
-"""Losses of Keras that average over a replica's own rows, where their gradients are summed.
+"""Rejects Keras losses that average over a replica's own rows while their gradients are summed.
 
-TensorFlow refused them in loops of one's own (Keras 2), or divides by the number of replicas (Keras
-3), so that rows of a partial batch weigh more; on JAX Keras does neither, and gradients would be as
-many times too large as there are replicas.
+Gradients would be too large by a factor of the number of replicas. In custom training loops,
+TensorFlow rejects such a loss (Keras 2), or divides it by the number of replicas (Keras 3), so that
+rows of a partial batch weigh more. On JAX, Keras does neither.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tpudist import context
-from tpudist.keras import held_variables
+from tpudist.keras import keras_internals, variable_gradients
 from tpudist.xla.hlo.source_lines import line_of_call
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def install() -> None:
-    """Puts the hook in place."""
-    loss_class: Any = keras.losses.Loss
-    plain = loss_class.__call__
+    """Installs the hook."""
 
-    @functools.wraps(plain)
-    def call(self, y_true, y_pred, sample_weight=None):
-        _check(self)
-        return plain(self, y_true, y_pred, sample_weight)
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self, y_true, y_pred, sample_weight=None):
+            _check(self)
+            return plain(self, y_true, y_pred, sample_weight)
 
-    loss_class.__call__ = call
+        return call
+
+    keras_internals.replace_method(keras.losses.Loss, "__call__", wrap)
 
 
-def _check(loss: Any) -> None:
-    """Refuses one that averages, in what `value_and_grad` differentiates on several replicas.
+def _check(loss: keras.losses.Loss) -> None:
+    """Checks a loss that is called in a replica function.
 
     Raises:
-        ValueError: It is one.
+        ValueError: If it averages, there are several replicas, and `value_and_grad` differentiates.
     """
     replica = context.current().replica_context
     if (
         replica is None
         or replica.num_replicas_in_sync == 1
-        or not held_variables.is_differentiating()
+        or not variable_gradients.is_differentiating()
         or loss.reduction not in _MEANS
     ):
         return

@@ -1,62 +1,71 @@
-"""A Keras model's state in a checkpoint, which any strategy restores, and none."""
+"""The state of a Keras model in a checkpoint, which can be restored with or without a strategy."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.typing import ArrayLike
 
 from tpudist.checkpoint.entries import Container
+from tpudist.keras import keras_internals
+
+if TYPE_CHECKING:
+    import keras
 
 
 class ModelState(Container):
-    """What a Keras model holds, for `tpudist.checkpoint`: weights, seeds and its optimizer's state.
+    """State of a Keras model for `tpudist.checkpoint`: weights, seeds and the optimizer's state.
 
         state = tpudist.checkpoint.Checkpoint(model=model, epoch=0)
         manager = tpudist.checkpoint.CheckpointManager(state, "run/checkpoints")
 
-    A checkpoint takes Keras models, layers, optimizers and metrics as they are, and saves this of a
-    model.
+    You can pass Keras models, layers, optimizers and metrics to a checkpoint directly; for a model,
+    it saves this state.
 
-    Values are saved in the order in which the model has them, not by the names that Keras numbers
-    anew in each program: a model of the same architecture takes them, under another strategy, split
-    otherwise, or out of all scopes. It must be built; an optimizer that is not yet is, on restore
-    as on save. What metrics hold is not saved.
+    Values are saved in the order of the model's variables, not by their names, whose numbers Keras
+    assigns in each program. So a model of the same architecture can restore them under another
+    strategy, with another split, or outside of all scopes. The model must be built. Its optimizer
+    is built if necessary, when saving and when restoring. The state of metrics is not saved.
 
-    As `model.save_weights`, which writes one file from one process.
+    Matches `model.save_weights`, which writes one file from one process.
+
+    Args:
+        model: The model.
     """
 
-    def __init__(self, model: Any):
-        """Of `model`, a `keras.Model`."""
+    def __init__(self, model: "keras.Layer"):
         self._model = model
 
     def checkpoint_objects(self) -> dict[str, Any]:
-        """The variables, by kind and place.
+        """Returns the variables, by kind and number.
 
         Raises:
-            ValueError: The model is not built, so that it has no variables yet.
+            ValueError: If the model is not built, so that it has no variables yet.
         """
         model = self._model
         if not model.built:
             raise _not_built(model)
-        if hasattr(model, "jax_state_sync"):
-            model.jax_state_sync()  # in a callback, in the middle of an epoch
+        if isinstance(model, keras_internals.trainer_class()):
+            # In the middle of an epoch, in a callback, the variables have old values until this
+            # call.
+            model.jax_state_sync()
         weights = list(model.weights)
         known = set(map(id, weights))
         seeds = [v for v in model.variables if id(v) not in known]
-        found = {"weights": _Variables(weights), "seeds": _Variables(seeds)}
-        optimizer = getattr(model, "optimizer", None)
+        state = {"weights": _Variables(weights), "seeds": _Variables(seeds)}
+        optimizer = keras_internals.optimizer_of(model)
         if optimizer is not None:
             _build(optimizer, model)
-            found["optimizer"] = _Variables(optimizer.variables)
-        return found
+            state["optimizer"] = _Variables(optimizer.variables)
+        return state
 
 
-def open_object(x: Any, neighbors: Iterable[Any]) -> Any:
-    """Returns what a checkpoint saves of an object of Keras, or None if it saves nothing of it.
+def open_object(x: object, neighbors: Iterable[object]) -> Any:
+    """Returns the part of a Keras object that a checkpoint saves; None if there is none.
 
     Args:
-        x: A model, layer, optimizer, metric, seed generator or variable.
-        neighbors: The other objects of the checkpoint. An optimizer that is not built is built for
+        x: Model, layer, optimizer, metric, seed generator or variable.
+        neighbors: Other objects of the checkpoint. An optimizer that is not built yet is built for
             the only model among them.
 
     Raises:
@@ -79,11 +88,13 @@ def open_object(x: Any, neighbors: Iterable[Any]) -> Any:
     return _Variable(x) if isinstance(x, keras.Variable) else None
 
 
-def _find_model(optimizer: Any, neighbors: Iterable[Any]) -> Any:
+def _find_model(
+    optimizer: "keras.optimizers.Optimizer", neighbors: Iterable[object]
+) -> "keras.Model":
     import keras
 
     models = list({id(x): x for x in neighbors if isinstance(x, keras.Model)}.values())
-    own = [x for x in models if getattr(x, "optimizer", None) is optimizer] or models
+    own = [x for x in models if keras_internals.optimizer_of(x) is optimizer] or models
     if len(own) != 1:
         raise ValueError(
             f"The Keras optimizer {optimizer.name!r} is not built, but a checkpoint needs its "
@@ -95,16 +106,16 @@ def _find_model(optimizer: Any, neighbors: Iterable[Any]) -> Any:
     return own[0]
 
 
-def _build(optimizer: Any, model: Any) -> None:
+def _build(optimizer: "keras.optimizers.Optimizer", model: Any) -> None:
     if optimizer.built:
         return
-    from tpudist.keras import distribution_in_force
+    from tpudist.keras import current_distribution
 
-    with distribution_in_force.enter_of(model):
+    with current_distribution.enter_scope_of(model):
         optimizer.build(model.trainable_variables)
 
 
-def _not_built(model: Any) -> ValueError:
+def _not_built(model: "keras.Layer") -> ValueError:
     return ValueError(
         f"The Keras model {model.name!r} is not built, but a checkpoint needs its variables. Begin "
         "the model with an Input layer, or call model.build(input_shape) first."
@@ -112,9 +123,9 @@ def _not_built(model: Any) -> ValueError:
 
 
 class _Variables(Container):
-    """Variables by their numbers."""
+    """Variables by their numbers in a sequence."""
 
-    def __init__(self, variables: Sequence[Any]):
+    def __init__(self, variables: Sequence["keras.Variable"]):
         self._variables = variables
 
     def checkpoint_objects(self) -> dict[str, Any]:
@@ -122,18 +133,18 @@ class _Variables(Container):
 
 
 class _Variable:
-    """One variable, as the entries of checkpoints ask for one."""
+    """One variable, with the interface of `checkpoint.entries`."""
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: "keras.Variable"):
         self._variable = variable
 
     @property
     def checkpoint_identity(self) -> Any:
-        """What is saved once, however often it is there."""
+        """The object that a checkpoint saves once, even if it contains it several times."""
         return self._variable
 
     def checkpoint_spec(self) -> tuple[tuple[int, ...], Any, jax.sharding.Sharding | None]:
-        """Its shape, dtype and sharding; none of one device, to which nothing is bound."""
+        """Returns the shape, dtype and sharding; None as the sharding of an array on one device."""
         value = self._variable.value
         sharding = (
             value.sharding if isinstance(value.sharding, jax.sharding.NamedSharding) else None
@@ -143,5 +154,5 @@ class _Variable:
     def checkpoint_value(self) -> Any:
         return self._variable.value
 
-    def restore(self, value: Any) -> None:
+    def restore(self, value: ArrayLike) -> None:
         self._variable.assign(value)

@@ -1,11 +1,10 @@
-"""Keras' optimizers in replica functions: gradients are summed over the replicas, as TensorFlow's.
+"""Makes Keras' optimizers sum gradients over the replicas in replica functions, as in TensorFlow.
 
-Before anything else is done with them: what is clipped, scaled or accumulated is what one device
-would have.
+The sum comes first, so an optimizer clips, scales and accumulates the gradients of one device.
 """
 
 import contextvars
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,25 +16,25 @@ _are_summed: contextvars.ContextVar[bool] = contextvars.ContextVar("are_summed",
 
 
 def are_applied() -> bool:
-    """Whether an optimizer applies gradients that it has summed: what it assigns is equal then."""
+    """Returns whether an optimizer applies summed gradients: its assignments are then equal."""
     return _are_summed.get()
 
 
 def install() -> None:
-    """Puts the hooks in place."""
-    for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        owner: Any = next(x for x in kind.__mro__ if "apply" in vars(x))
-        owner.apply = _sum_first(owner.apply)
+    """Installs the hooks."""
+    for optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        owner = next(x for x in optimizer_class.__mro__ if "apply" in vars(x))
+        keras_internals.replace_method(owner, "apply", _sum_first)
 
 
-def _sum_first(plain: Any) -> Any:
-    @functools.wraps(plain)
+def _sum_first(plain: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self, grads, trainable_variables=None):
         mode = context.current()
         is_on_replicas = mode.frame is not None and mode.replica_context is not None
         if not is_on_replicas or _are_summed.get() or keras_internals.is_in_stateless_scope():
             return plain(self, grads, trainable_variables)
         assert mode.replica_context is not None
+        # `apply` may call another `apply`, as LossScaleOptimizer does: sum only in the outermost.
         token = _are_summed.set(True)
         try:
             summed = mode.replica_context.all_reduce("sum", list(grads))

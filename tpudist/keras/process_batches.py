@@ -1,8 +1,9 @@
-"""Several processes train one Keras model: each is given the whole batches, and places its rows.
+"""Makes several processes train one Keras model: all have the same batches and random numbers.
 
-Keras itself would take what each process has for a part of the batch, and let each initialise and
-shuffle by numbers of its own. Here all have the same data, as under `tf.distribute`, and agree: on
-the seed, on the order in which arrays are shuffled, and that they were given the same batches.
+Keras itself would treat the data of each process as a part of the batch, and each process would
+initialize and shuffle with its own random numbers. Here all processes pass the same data, as under
+`tf.distribute`. They agree on the seed and on the order of shuffled arrays, and compare their
+batches. Each process places its own rows; see `uneven_rows`.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals
 from tpudist.processes import process_agreement
@@ -22,17 +24,17 @@ from tpudist.processes.process_agreement import Intention
 
 
 def agree_on_seed(strategy: StrategyBase) -> None:
-    """Sets Keras' random seed, if the program has not, to that of the first process.
+    """Sets Keras' random seed to a number of the first process, if the program has set none.
 
     Raises:
-        ValueError: Processes have set different seeds, or some have and others have not.
+        ValueError: If processes have set different seeds, or only some have set one.
     """
     mesh = strategy.replica_mesh
     if not process_agreement.is_needed(mesh):
         return
-    mine = keras_internals.random_seed()
+    own = keras_internals.random_seed()
     intention = Intention(f"Keras in the scope of {strategy!r}")
-    texts = process_agreement.exchange(mesh, intention, f"{mine} {secrets.randbits(31)}")
+    texts = process_agreement.exchange(mesh, intention, f"{own} {secrets.randbits(31)}")
     seeds = [text.split()[0] for text in texts]
     if len(set(seeds)) > 1:
         found = ", ".join(f"{s} in process {i}" for i, s in zip(mesh.processes, seeds, strict=True))
@@ -41,19 +43,18 @@ def agree_on_seed(strategy: StrategyBase) -> None:
             "models. Call keras.utils.set_random_seed with the same number in all processes, or in "
             "none."
         )
-    if mine is None:
+    if own is None:
         keras.utils.set_random_seed(int(texts[0].split()[1]))
 
 
-def require_order(strategy: StrategyBase, arguments: Mapping[str, Any]) -> None:
-    """Refuses what `fit` would shuffle in a way that processes cannot agree on.
+def require_order(strategy: StrategyBase, arguments: Mapping[str, PyTree]) -> None:
+    """Checks that the processes can agree on the order of the data of `fit`.
 
     Raises:
-        ValueError: A PyDataset: the numbers are drawn in a thread.
+        ValueError: If `fit` would shuffle a PyDataset, which draws random numbers in a thread.
     """
-    is_numbered = isinstance(arguments.get("x"), keras.utils.PyDataset)
     if (
-        is_numbered
+        isinstance(arguments.get("x"), keras.utils.PyDataset)
         and arguments.get("shuffle", True)
         and process_agreement.is_needed(strategy.replica_mesh)
     ):
@@ -64,11 +65,15 @@ def require_order(strategy: StrategyBase, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Any]:
-    """The host batches of an epoch, which are the same in all processes.
+def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[PyTree]:
+    """Yields the host batches of an epoch, the same in all processes.
+
+    Args:
+        strategy: Strategy of the model.
+        adapter: Keras' source of the batches.
 
     Raises:
-        ProcessesDifferError: They are not; or the data of some process end earlier.
+        ProcessesDifferError: If batches differ, or the data of some process end earlier.
     """
     batches = adapter.get_jax_iterator()
     mesh = strategy.replica_mesh
@@ -79,8 +84,11 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Any]:
     state = hashlib.sha256(repr(np.random.get_state(legacy=False)).encode()).hexdigest()
     facts = {"data": name, "batches": str(adapter.num_batches)}
     texts = process_agreement.exchange(mesh, Intention("an epoch of Keras", facts), state)
-    if len(set(texts)) > 1:  # else all draw the same numbers, and those of a single process
+    if len(set(texts)) > 1:
+        # NumPy's generators differ, and they draw the order of arrays. If they do not differ, the
+        # order is left as it is, so that it equals the order in a single process.
         batches = _draw_from(np.random.RandomState(int(texts[0][:8], 16)), iter(batches))
+    # Slices of equal arrays in an agreed order are equal, so the first batch is enough to compare.
     is_array = keras_internals.is_of_arrays(adapter)
     for number, batch in enumerate(batches):
         if number == 0 or not is_array:
@@ -89,35 +97,39 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Any]:
     process_agreement.agree(mesh, Intention("the end of an epoch of Keras"))
 
 
-def agree_on_batch(strategy: StrategyBase, batch: Any, what: str = "a batch of Keras") -> None:
-    """Compares a host batch with that of the other processes.
+def agree_on_batch(
+    strategy: StrategyBase, batch: PyTree, description: str = "a batch of Keras"
+) -> None:
+    """Compares a host batch with the batches of the other processes.
 
     Raises:
-        ProcessesDifferError: They are different: in shapes, dtypes or values.
+        ProcessesDifferError: If shapes, dtypes or values differ.
     """
     mesh = strategy.replica_mesh
     if process_agreement.is_needed(mesh):
-        leaves = [np.asarray(x) for x in tree.flatten(batch) if hasattr(x, "__array__")]
+        leaves = [
+            np.asarray(x) for x in tree.flatten(batch) if hasattr(x, "__array__")
+        ]  # a sparse tensor has none
         facts = {f"array {i}": _describe(x) for i, x in enumerate(leaves)}
-        process_agreement.agree(mesh, Intention(what, facts))
+        process_agreement.agree(mesh, Intention(description, facts))
 
 
 def _describe(x: np.ndarray) -> str:
-    # Through bytes, as dtypes of JAX's own, such as bfloat16, give no buffer.
+    # A view of bytes, because arrays with dtypes of JAX, such as bfloat16, have no buffer.
     checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data)
     return f"{x.dtype}{list(x.shape)} of checksum {checksum:08x}"
 
 
-def _draw_from(generator: np.random.RandomState, batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, made with a random state of their own in place of NumPy's."""
+def _draw_from(generator: np.random.RandomState, batches: Iterator[PyTree]) -> Iterator[PyTree]:
+    """Yields the batches, drawn with `generator` instead of NumPy's global generator."""
     while True:
-        users = np.random.get_state()
+        global_state = np.random.get_state()
         np.random.set_state(generator.get_state())
         try:
             batch = next(batches, None)
         finally:
             generator.set_state(np.random.get_state())
-            np.random.set_state(users)
+            np.random.set_state(global_state)
         if batch is None:
             return
         yield batch

@@ -1,55 +1,61 @@
-"""What is changed in Keras' JAX trainer: each hook is Keras' own code where no strategy is.
+"""Replaces methods of Keras' JAX trainer, which behave as before outside of strategies.
 
-Keras' steps (`train_step`, `test_step`, `predict_step`), which users override, are called and never
-replaced. What is compiled around them is: a program whose first operation cuts the batch to its
-real rows. Methods are replaced in Keras' classes, as users' models are bound to those at import.
+The steps that users override (`train_step`, `test_step`, `predict_step`) are called, never
+replaced. Only the compiled program around them is: its first operation cuts the batch to its real
+rows. The methods are replaced in Keras' classes, because users' models inherit from them.
 """
 
 import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.keras import (
     chief_callbacks,
+    current_distribution,
     distributed_input,
-    distribution_in_force,
     first_batches,
     fit_runs,
     keras_internals,
+    keras_support,
     layout_map,
     process_batches,
-    refusals,
     uneven_rows,
 )
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.state import missing_arrays
 
-# Which parts of the state (trainable and other variables, optimizer, metrics) each step returns.
-_KEPT = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}
-# Of the functions that `fit` and the others call.
-_distributions: "weakref.WeakKeyDictionary[Any, MeshDistribution]" = weakref.WeakKeyDictionary()
+# The parts of the state (trainable and other variables, optimizer, metrics) that each step returns,
+# as indices of `keras_internals.state_of`.
+_RETURNED = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}
+# The distribution for which each function that `fit` and the others call was compiled.
+_distributions: "weakref.WeakKeyDictionary[Callable, MeshDistribution]" = (
+    weakref.WeakKeyDictionary()
+)
 _is_installed = False
 
 
 def install() -> None:
-    """Puts the hooks in place; once."""
+    """Installs the hooks, once."""
     global _is_installed
     if _is_installed:
         return
     _is_installed = True
     _hook_placement()
-    for kind in _KEPT:
+    for kind in _RETURNED:
         _hook_make_function(kind)
-    # Before the methods that enter the distribution: it is the one that does not place its batch.
+    # `predict_on_batch` is the only method that does not place its batch. This hook must be below
+    # the one of `_hook_training`, which enters the scope, so it comes first.
     _hook_predict_on_batch()
-    for name in refusals.TRAINING:
+    for name in keras_support.TRAINING:
         _hook_training(name)
     _hook_compile()
 
@@ -57,84 +63,85 @@ def install() -> None:
 def _hook_placement() -> None:
     def wrap(plain):
         def place(data, layouts=None):
-            found = distribution_in_force.current()
-            if found is None:
+            distribution = current_distribution.current()
+            if distribution is None:
                 return plain(data, layouts)
-            process_batches.agree_on_batch(found.strategy, data)
-            return uneven_rows.place_batch(data, found)
+            process_batches.agree_on_batch(distribution.strategy, data)
+            return uneven_rows.place_batch(data, distribution)
 
         return place
 
     keras_internals.wrap_placement(wrap)
     keras_internals.wrap_batches(_batches_of)
-    # It puts the distribution in force again, if that was dropped.
-    keras_internals.call_on_creation(lambda _: distribution_in_force.current())
+    # `current` sets the distribution again if `keras.utils.clear_session` has dropped it.
+    keras_internals.call_on_creation(current_distribution.current)
 
 
-def _batches_of(distribution: Any, adapter: Any) -> Iterator[Any] | None:
-    """The batches of an epoch on the devices; None under a distribution of Keras' own."""
+def _batches_of(distribution: object, adapter: Any) -> Iterator[PyTree] | None:
+    """Returns the batches of an epoch on the devices; None under a distribution of Keras' own."""
     if not isinstance(distribution, MeshDistribution):
         return None
     reader = first_batches.reader()
     if reader is not None:
         reader.adapter = adapter
-    batches = map(
-        functools.partial(uneven_rows.place_batch, distribution=distribution),
-        process_batches.iterate(distribution.strategy, adapter)
-        if not isinstance(adapter, distributed_input.DistributedAdapter)
-        else adapter.get_jax_iterator(),
-    )
-    # One ahead, so that the transfer overlaps the step; not on CPUs, where it gains nothing.
+    if isinstance(adapter, distributed_input.DistributedAdapter):
+        host_batches = adapter.get_jax_iterator()
+    else:
+        host_batches = process_batches.iterate(distribution.strategy, adapter)
+    batches = (uneven_rows.place_batch(x, distribution) for x in host_batches)
+    # One batch ahead, so that its transfer overlaps the step. On CPUs, that gains nothing.
     on_cpu = distribution.strategy.replica_mesh.platform == "cpu"
     return batches if on_cpu else _run_one_ahead(batches)
 
 
-def _run_one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    held = next(batches, None)
-    while held is not None:
+def _run_one_ahead(batches: Iterator[PyTree]) -> Iterator[PyTree]:
+    batch = next(batches, None)
+    while batch is not None:
         following = next(batches, None)
-        yield held
-        held = following
+        yield batch
+        batch = following
 
 
 def _hook_make_function(kind: str) -> None:
-    name = f"make_{kind}_function"
-    owner = keras_internals.trainer_class()
-    plain = getattr(owner, name)
+    name, attribute = f"make_{kind}_function", f"{kind}_function"
 
-    @functools.wraps(plain)
-    def make_function(self, force=False):
-        found = distribution_in_force.current()
-        if found is None:
-            return plain(self, force)
-        reader = first_batches.reader()
-        if reader is not None:
-            setattr(self, f"{kind}_function", reader.take)
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self, force=False):
+            distribution = current_distribution.current()
+            if distribution is None:
+                return plain(self, force)
+            reader = first_batches.reader()
+            if reader is not None:
+                setattr(self, attribute, reader.take)
+                return None
+            known = getattr(self, attribute)
+            if known is not None and not force and _distributions.get(known) is distribution:
+                return None
+            step = _compile_step(self, kind, distribution)
+
+            def start(state, data):
+                missing_arrays.require_present(state)
+                return step(state, data)
+
+            function = keras_internals.loop_over(self, start, concatenate=kind == "predict")
+            _distributions[function] = distribution
+            setattr(self, attribute, function)
             return None
-        known = getattr(self, f"{kind}_function")
-        if known is not None and not force and _distributions.get(known) is found:
-            return None
-        step = _compile_step(self, kind, found)
 
-        def start(state, data):
-            missing_arrays.require_present(state)
-            return step(state, data)
+        return make_function
 
-        function = keras_internals.loop_over(self, start, join=kind == "predict")
-        _distributions[function] = found
-        setattr(self, f"{kind}_function", function)
-        return None
-
-    setattr(owner, name, make_function)
+    keras_internals.replace_method(keras_internals.trainer_class(), name, wrap)
 
 
-def _compile_step(model: Any, kind: str, distribution: MeshDistribution) -> Callable[..., Any]:
-    """A step of Keras' or the user's on real rows, compiled as the model asks for."""
+def _compile_step(
+    model: keras.Model, kind: str, distribution: MeshDistribution
+) -> Callable[..., Any]:
+    """Returns the model's step on real rows, compiled as the model requires."""
     _require_on_mesh(model, distribution)
     _warn_of_idle_patterns(model, distribution)
 
     def step(state, data):
-        # Looked up when it is traced, as Keras does.
+        # The method is looked up in each trace, as Keras does.
         outputs, changed = getattr(model, f"{kind}_step")(state, uneven_rows.cut_batch(data))
         return outputs, (state[0], changed) if kind == "predict" else changed
 
@@ -149,39 +156,43 @@ def _compile_step(model: Any, kind: str, distribution: MeshDistribution) -> Call
             )
         return step
     shardings = keras_internals.state_shardings(model)
-    kept = tuple(shardings[i] for i in _KEPT[kind])
-    # What is not state leaves whole: rows that are split unevenly cannot leave a program.
+    returned = tuple(shardings[i] for i in _RETURNED[kind])
+    # The outputs are whole on every device: rows that are split unevenly cannot leave a program.
     return jax.jit(
         step,
         donate_argnums=0,
-        out_shardings=(distribution.whole, kept),
+        out_shardings=(distribution.whole, returned),
         compiler_options=dict(distribution.strategy.compiler_options) or None,
     )
 
 
-def _require_on_mesh(model: Any, distribution: MeshDistribution) -> None:
-    """Refuses a model of which something was made outside of the scope.
+def _require_on_mesh(model: keras.Model, distribution: MeshDistribution) -> None:
+    """Checks that all variables of a model were created in the scope.
 
     Raises:
-        ValueError: Something was, which is named.
+        ValueError: If one was not.
     """
     devices = set(distribution.mesh.devices.flat)
-    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) else []
-    parts = (("", model.variables), ("optimizer's ", optimizer))
-    for whose, variables in (*parts, ("metrics' ", model.metrics_variables)):
+    optimizer = keras_internals.optimizer_of(model)
+    parts = (
+        ("", model.variables),
+        ("optimizer's ", optimizer.variables if optimizer else []),
+        ("metrics' ", model.metrics_variables),
+    )
+    for owner, variables in parts:
         for variable in variables:
-            found = variable.value.sharding.device_set
-            if found != devices:
+            actual = variable.value.sharding.device_set
+            if actual != devices:
                 raise ValueError(
-                    f"The {whose}variable {variable.path!r} of the model {model.name!r} is on "
-                    f"{len(found)} device(s) ({', '.join(sorted(map(str, found))[:3])}), not on "
+                    f"The {owner}variable {variable.path!r} of the model {model.name!r} is on "
+                    f"{len(actual)} device(s) ({', '.join(sorted(map(str, actual))[:3])}), not on "
                     f"the {len(devices)} of {distribution.strategy!r}: it was made outside of the "
                     f"strategy's scope. Make the model, its optimizer and its metrics in `with "
                     f"strategy.scope():`."
                 )
 
 
-def _warn_of_idle_patterns(model: Any, distribution: MeshDistribution) -> None:
+def _warn_of_idle_patterns(model: keras.Model, distribution: MeshDistribution) -> None:
     paths = [variable.path for variable in model.variables]
     unmatched = layout_map.list_idle_patterns(distribution.strategy, paths)
     if unmatched:
@@ -194,55 +205,59 @@ def _warn_of_idle_patterns(model: Any, distribution: MeshDistribution) -> None:
 
 
 def _hook_predict_on_batch() -> None:
-    owner = keras_internals.trainer_class()
-    plain = owner.predict_on_batch
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def predict_on_batch(self, x):
+            distribution = current_distribution.current()
+            if distribution is None:
+                return plain(self, x)
+            process_batches.agree_on_batch(distribution.strategy, x)
+            return plain(self, uneven_rows.place_batch(x, distribution))
 
-    @functools.wraps(plain)
-    def predict_on_batch(self, x):
-        found = distribution_in_force.current()
-        if found is None:
-            return plain(self, x)
-        process_batches.agree_on_batch(found.strategy, x)
-        return plain(self, uneven_rows.place_batch(x, found))
+        return predict_on_batch
 
-    owner.predict_on_batch = predict_on_batch
+    keras_internals.replace_method(keras_internals.trainer_class(), "predict_on_batch", wrap)
 
 
 def _hook_training(name: str) -> None:
-    owner = keras_internals.trainer_class()
-    plain = getattr(owner, name)
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def train(self, *args, **kwargs):
+            distribution = current_distribution.of_model(self)
+            if distribution is None:
+                return plain(self, *args, **kwargs)
+            distribution.require_supported()
+            _require_hooked_functions(self, distribution)
+            if context.current().frame is not None:
+                raise RuntimeError(
+                    f"{name} of the Keras model {self.name!r} was called in a replica function, "
+                    f"which is one step of a program. Call it in `with strategy.scope():` instead."
+                )
+            strategy = distribution.strategy
+            fit_runs.verify_first(self, name, strategy, args, kwargs)
+            with current_distribution.enter_scope(distribution):
+                try:
+                    args, kwargs = distributed_input.adapt(plain, self, distribution, args, kwargs)
+                except NoBatches:
+                    return distributed_input.result_of_no_batches(plain, self, args, kwargs)
+                if name == "fit" and strategy.replica_mesh.num_processes > 1:
+                    args, kwargs = _of_this_process(plain, self, distribution, args, kwargs)
+                return plain(self, *args, **kwargs)
 
-    @functools.wraps(plain)
-    def train(self, *args, **kwargs):
-        found = distribution_in_force.of_model(self)
-        if found is None:
-            return plain(self, *args, **kwargs)
-        found.require_supported()
-        _require_hooked_functions(self, found)
-        if context.current().frame is not None:
-            raise RuntimeError(
-                f"{name} of the Keras model {self.name!r} was called in a replica function, which "
-                f"is one step of a program. Call it in `with strategy.scope():` instead."
-            )
-        fit_runs.verify_first(self, name, found.strategy, args, kwargs)
-        with distribution_in_force.enter(found):
-            try:
-                args, kwargs = distributed_input.adapt(plain, self, found, args, kwargs)
-            except NoBatches:
-                return distributed_input.result_of_no_batches(plain, self, args, kwargs)
-            if name == "fit" and found.strategy.replica_mesh.num_processes > 1:
-                args, kwargs = _of_this_process(plain, self, found, args, kwargs)
-            return plain(self, *args, **kwargs)
+        # `Strategy.verify` reads this attribute of a method that is passed to it.
+        steps = functools.partial(fit_runs.open_steps, name)
+        setattr(train, "tpudist_steps", steps)  # noqa: B010
+        return train
 
-    # What `Strategy.verify` asks a method for.
-    setattr(train, "tpudist_steps", functools.partial(fit_runs.open_steps, name))  # noqa: B010
-    setattr(owner, name, train)
+    keras_internals.replace_method(keras_internals.trainer_class(), name, wrap)
 
 
 def _of_this_process(
-    plain: Any, model: Any, distribution: MeshDistribution, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """The arguments of `fit` for one of several processes."""
+    plain: Callable[..., Any],
+    model: keras.Model,
+    distribution: MeshDistribution,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Returns the arguments of `fit` for one of several processes."""
     bound = inspect.signature(plain).bind(model, *args, **kwargs)
     process_batches.require_order(distribution.strategy, bound.arguments)
     callbacks = bound.arguments.get("callbacks")
@@ -250,13 +265,13 @@ def _of_this_process(
     return bound.args[1:], bound.kwargs
 
 
-def _require_hooked_functions(model: Any, distribution: MeshDistribution) -> None:
-    """Refuses a model that compiles its steps itself, and would see padded batches.
+def _require_hooked_functions(model: keras.Model, distribution: MeshDistribution) -> None:
+    """Checks that a model does not compile its steps itself: it would see padded batches.
 
     Raises:
-        ValueError: It does.
+        ValueError: If it does.
     """
-    for kind in _KEPT:
+    for kind in _RETURNED:
         name = f"make_{kind}_function"
         if getattr(type(model), name) is not getattr(keras_internals.trainer_class(), name):
             raise ValueError(
@@ -267,17 +282,16 @@ def _require_hooked_functions(model: Any, distribution: MeshDistribution) -> Non
 
 
 def _hook_compile() -> None:
-    # Of the base class: on loading, Keras compares a model's `compile` with that one.
-    base = keras_internals.base_trainer_class()
-    plain = base.compile
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(self, *args, **kwargs):
+            distribution = current_distribution.of_model(self)
+            if distribution is None:
+                return plain(self, *args, **kwargs)
+            current_distribution.remember(self, distribution)
+            with current_distribution.enter_scope(distribution):
+                return plain(self, *args, **kwargs)
 
-    @functools.wraps(plain)
-    def compile(self, *args, **kwargs):
-        found = distribution_in_force.of_model(self)
-        if found is None:
-            return plain(self, *args, **kwargs)
-        distribution_in_force.remember(self, found)
-        with distribution_in_force.enter(found):
-            return plain(self, *args, **kwargs)
+        return compile
 
-    base.compile = compile
+    # In the base class: when Keras loads a model, it compares the model's `compile` with that one.
+    keras_internals.replace_method(keras_internals.base_trainer_class(), "compile", wrap)

@@ -1,9 +1,9 @@
-"""Batches whose rows do not divide over the devices, without a program's seeing any padding.
+"""Splits batches whose rows do not divide over the devices; no program sees the padding.
 
-Arrays that enter a program must divide over the devices, values inside it need not. So a batch is
-padded on the host, placed split, and cut to its real rows as the first operation of the compiled
-step, with a sharding constraint: XLA splits 60 rows over 8 devices as 8, ..., 8, 4 and masks what
-is missing by itself. What follows is the program of one device, and nothing of it sees the padding.
+Arrays that enter a program must divide over the devices; values inside it need not. So a batch is
+padded on the host and placed split. The first operation of the compiled step cuts it to its real
+rows, with a sharding constraint: XLA splits 60 rows over 8 devices as 8, ..., 8, 4, and masks the
+missing rows itself. The rest is the program of one device.
 """
 
 import warnings
@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 from keras import tree
 
+from tpudist.array_types import PyTree
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
@@ -25,11 +27,11 @@ class UnevenRows:
     """An array `[rows, ...]` of a batch, padded on the devices.
 
     Attributes:
-        padded: Equal parts of rows and padding, one after the other, split over the devices; or
-            stacked, `[parts, rows of a part, ...]`.
-        rows: How many rows of each part are real: its first ones.
+        padded: Parts of equal size, each with real rows and then padding, split over the devices.
+            The parts are concatenated, or stacked as `[parts, rows of a part, ...]`.
+        rows: Number of real rows of each part.
         is_stacked: Whether the parts are stacked.
-        sharding: How the real rows are split where they are cut out.
+        sharding: Sharding of the real rows after the cut.
     """
 
     __slots__ = ("is_stacked", "padded", "rows", "sharding")
@@ -37,43 +39,43 @@ class UnevenRows:
     def __init__(
         self, padded: Any, rows: tuple[int, ...], is_stacked: bool, sharding: NamedSharding
     ):
-        """Wraps a padded array."""
         self.padded, self.rows, self.is_stacked = padded, rows, is_stacked
         self.sharding = sharding
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The padded array is the child; how many rows are real is part of a program."""
+        """Returns the padded array as the child; the numbers of rows are static."""
         return (self.padded,), (self.rows, self.is_stacked, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, structure, children):
-        """The inverse of `tree_flatten`."""
+        """Returns an object from the results of `tree_flatten`."""
         return cls(children[0], *structure)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is real."""
+        """Shape of the real rows."""
         return (sum(self.rows), *self.padded.shape[1 + self.is_stacked :])
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Number of dims."""
         return self.padded.ndim - self.is_stacked
 
     @property
-    def dtype(self) -> Any:
-        """The dtype."""
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
         return self.padded.dtype
 
     def cut(self) -> jax.Array:
-        """The real rows: split, in a program; whole on every device, outside of one."""
+        """Returns the real rows: split in a program; whole on every device outside."""
         if is_traced(self.padded):
             return jax.lax.with_sharding_constraint(self._join(self.padded), self.sharding)
         whole = NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec())
         return jax.jit(self._join, out_shardings=whole)(self.padded)
 
     def _join(self, padded: jax.Array) -> jax.Array:
-        """The real rows of all parts. Those of one part are where they are: nothing is sent."""
+        # Adjacent ranges of rows are merged. So if there is only one part, or all parts are full,
+        # this is one slice, for which devices send nothing.
         if self.is_stacked:
             padded = padded.reshape(-1, *padded.shape[2:])
         each = padded.shape[0] // len(self.rows)
@@ -87,20 +89,20 @@ class UnevenRows:
         pieces = [padded[start:stop] for start, stop in ranges] or [padded[:0]]
         return pieces[0] if len(pieces) == 1 else jax.numpy.concatenate(pieces)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The real rows on the host; for a model that Keras builds by calling it."""
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """Returns the real rows on the host, for a model that Keras builds by calling it."""
         return np.asarray(self.cut(), dtype)
 
 
 def place(value: Any, distribution: MeshDistribution) -> Any:
-    """A leaf of a host batch on the devices: split over them, padded if need be.
+    """Places a leaf of a host batch on the devices, split over them and padded if necessary.
 
-    In several processes all have the whole batch, of which each places its own rows.
+    In several processes, each process has the whole batch and places its own rows.
     """
     if value is None or isinstance(value, UnevenRows):
         return value
     if not isinstance(value, jax.Array):
-        if not hasattr(value, "__array__"):  # a sparse one
+        if not is_dense(value):
             _warn_of_whole(value, distribution)
             return jax.device_put(value, distribution.whole)
         value = _canonical(np.asarray(value))
@@ -116,7 +118,12 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
     return UnevenRows(padded, (num_rows,), False, sharding)
 
 
-def _warn_of_whole(value: Any, distribution: MeshDistribution) -> None:
+def is_dense(value: object) -> bool:
+    """Returns whether NumPy can convert a leaf of a batch: sparse tensors have no `__array__`."""
+    return hasattr(value, "__array__")
+
+
+def _warn_of_whole(value: object, distribution: MeshDistribution) -> None:
     if distribution.mesh.size > 1:
         warnings.warn(
             f"A batch for {distribution.strategy!r} holds a sparse {type(value).__name__}, whose "
@@ -126,19 +133,19 @@ def _warn_of_whole(value: Any, distribution: MeshDistribution) -> None:
         )
 
 
-def place_batch(batch: Any, distribution: MeshDistribution) -> Any:
-    """A host batch on the devices."""
+def place_batch(batch: PyTree, distribution: MeshDistribution) -> PyTree:
+    """Places a host batch on the devices."""
     return tree.map_structure(lambda x: place(x, distribution), batch)
 
 
 def of_replicas(value: Any, distribution: MeshDistribution) -> Any:
-    """A leaf of an element of a distributed dataset, or of its `element_spec`, as rows.
+    """Converts a leaf of an element of a distributed dataset, or of its `element_spec`, to rows.
 
     Raises:
-        TypeError: Its parts are no rows of a batch.
+        TypeError: If its parts are not rows of a batch.
     """
     if not isinstance(value, PerReplica):
-        return value  # of the only replica, or equal everywhere
+        return value  # there is one replica, or the value is equal everywhere
     if value.rows is None or value.dim != 0 or value.other_rows:
         raise TypeError(
             f"An element of the distributed dataset has parts {list(value.shape)} on each replica "
@@ -149,13 +156,13 @@ def of_replicas(value: Any, distribution: MeshDistribution) -> Any:
     return UnevenRows(value.array, value.rows, True, sharding)
 
 
-def cut_batch(batch: Any) -> Any:
-    """The real rows of a batch."""
+def cut_batch(batch: PyTree) -> PyTree:
+    """Returns a batch with only its real rows."""
     return tree.map_structure(lambda x: x.cut() if isinstance(x, UnevenRows) else x, batch)
 
 
-def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that all processes have, on the devices."""
+def put(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Places an array that all processes have on the devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     host = np.asarray(value)
@@ -163,6 +170,6 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _canonical(value: np.ndarray) -> np.ndarray:
-    """With the dtype that JAX gives it: padding would double what is to be halved anyway."""
+    # Convert before padding: JAX would halve the size of 64-bit numbers later anyway.
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     return value if dtype == value.dtype else value.astype(dtype)

@@ -1,6 +1,7 @@
-"""Why this Keras cannot train in a scope, said where a program asks it to."""
+"""Checks whether this Keras can train in a scope, and makes it raise an error if it cannot."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,16 +10,16 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.keras import keras_internals
 
-OLDEST = (3, 15)
+OLDEST = (3, 15)  # the first version with the methods of `keras_internals`
 TESTED = "3.15"
 TRAINING = (
     "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
 )  # fmt: skip
 
 
-def why_not() -> str | None:
-    """Why Keras, as it is here, cannot train in a scope; None if it can."""
-    version = getattr(keras, "__version__", "of no version")
+def find_problem() -> str | None:
+    """Returns the reason why this Keras cannot train in a scope; None if it can."""
+    version = keras.__version__
     numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdecimal())
     if numbers < OLDEST:
         return (
@@ -47,28 +48,27 @@ def why_not() -> str | None:
     return None
 
 
-def is_of_jax() -> bool:
-    """Whether Keras computes with JAX, so that its variables can be in compiled functions."""
+def uses_jax() -> bool:
+    """Returns whether Keras computes with JAX, so that compiled functions can use its variables."""
     return keras.backend.backend() == "jax"
 
 
-_refused: set[tuple[type, str]] = set()
+_replaced: set[tuple[type, str]] = set()  # classes and their methods that raise an error
 
 
 def refuse_training(reason: str) -> None:
-    """Has a model's `compile` and the methods that train raise in a strategy's scope; once.
-
-    `fit` may be called after the scope, where nothing tells that the model was made in it.
-    """
+    """Makes a model's `compile` and training methods raise an error in a strategy's scope."""
+    # `compile` as well, because a program may call `fit` after the scope, where nothing shows that
+    # the model was created in it.
     for name in ("compile", *TRAINING):
         owner = next((c for c in keras.Model.__mro__ if name in vars(c)), None)
-        if owner is not None and (owner, name) not in _refused:
-            _refused.add((owner, name))
-            setattr(owner, name, _refuse(vars(owner)[name], name, reason))
+        if owner is not None and (owner, name) not in _replaced:
+            _replaced.add((owner, name))
+            refuse = functools.partial(_refuse, name=name, reason=reason)
+            keras_internals.replace_method(owner, name, refuse)
 
 
-def _refuse(plain: Any, name: str, reason: str) -> Any:
-    @functools.wraps(plain)
+def _refuse(plain: Callable[..., Any], *, name: str, reason: str) -> Callable[..., Any]:
     def refuse(self, *args, **kwargs):
         mode = context.current()
         if context.depth() and mode.kind is ContextKind.SCOPE:
@@ -80,5 +80,5 @@ def _refuse(plain: Any, name: str, reason: str) -> Any:
     return refuse
 
 
-# Asked once: none of it changes while a program runs.
-reason = why_not()
+# Computed once: nothing of this changes while a program runs.
+problem = find_problem()

@@ -9,7 +9,7 @@ import pytest
 
 import keras_models as km
 import tpudist
-from tpudist.keras import distribution_in_force
+from tpudist.keras import current_distribution
 from tpudist.keras.mesh_distribution import MeshDistribution, owner_of
 
 
@@ -57,7 +57,7 @@ def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
 @pytest.mark.slow
 def test_a_distribution_of_keras_works_as_ever_out_of_scopes():
     with keras.distribution.DataParallel().scope():
-        assert distribution_in_force.current() is None
+        assert current_distribution.current() is None
         found = km.train(km.make(km.mlp), km.IMAGES[:64], km.LABELS[:64], 32, epochs=1)
     km.assert_same(found, km.train(km.make(km.mlp), km.IMAGES[:64], km.LABELS[:64], 32, epochs=1))
 
@@ -78,7 +78,7 @@ def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        assert distribution_in_force.of_model(model).strategy is strategy
+        assert current_distribution.of_model(model).strategy is strategy
 
 
 @pytest.mark.slow
@@ -94,11 +94,11 @@ def test_a_model_knows_its_strategy_before_it_is_compiled():
     with other.scope():
         keras.layers.Dense(1).build((None, 3))
     gc.collect()
-    found = distribution_in_force.of_model(model)
+    found = current_distribution.of_model(model)
     assert found is not None
     assert found.strategy is not other
     model.compile("sgd", "mse")
-    assert distribution_in_force.of_model(model) is found
+    assert current_distribution.of_model(model) is found
     model.fit(np.ones((13, 3)), np.ones((13, 1)), batch_size=5, verbose=0)
     kernel = model.layers[0].kernel
     assert owner_of(copy.deepcopy(kernel)) is found

@@ -1,20 +1,22 @@
-"""A Keras that is not known is refused by name, and not used in the hope that it is alike."""
+"""An unknown version of Keras raises an error that names the difference, and is not used."""
 
 import keras
 import pytest
 
-from tpudist.keras import keras_internals, refusals
+from tpudist.keras import keras_internals, keras_support
 
 
 def test_this_keras_is_known():
-    assert refusals.why_not() is None
-    assert refusals.reason is None
+    assert keras_support.find_problem() is None
+    assert keras_support.problem is None
 
 
 @pytest.mark.parametrize("version", ["3.14.2", "2.15.0"])
 def test_an_old_keras_is_refused(monkeypatch, version):
     monkeypatch.setattr(keras, "__version__", version)
-    assert refusals.why_not().startswith(f"Keras is {version}, but a strategy's scope needs 3.15")
+    assert keras_support.find_problem().startswith(
+        f"Keras is {version}, but a strategy's scope needs 3.15"
+    )
 
 
 def test_another_trainer_is_refused(monkeypatch):
@@ -26,7 +28,7 @@ def test_another_trainer_is_refused(monkeypatch):
 
     monkeypatch.setattr(owner, "_make_function", _make_function)
     monkeypatch.delattr("keras.src.backend.jax.trainer._distribute_data")
-    reason = refusals.why_not()
+    reason = keras_support.find_problem()
     assert reason.startswith("Keras 3.99.0 differs from the versions that tpudist knows (3.15)")
     assert "JAXTrainer._make_function has the parameters ('self', 'step_function'" in reason
     assert "there is no keras.src.backend.jax.trainer._distribute_data" in reason
@@ -34,9 +36,9 @@ def test_another_trainer_is_refused(monkeypatch):
 
 def test_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
-    assert 'KERAS_BACKEND to "jax" before you import Keras' in refusals.why_not()
+    assert 'KERAS_BACKEND to "jax" before you import Keras' in keras_support.find_problem()
 
 
 def test_the_nnx_mode_of_keras_is_refused(monkeypatch):
     monkeypatch.setattr(keras_internals, "is_nnx_enabled", lambda: True)
-    assert "Keras was started with KERAS_NNX_ENABLED" in refusals.why_not()
+    assert "Keras was started with KERAS_NNX_ENABLED" in keras_support.find_problem()
