@@ -1,4 +1,4 @@
-"""Takes a program for tf.distribute to tpudist as far as that is certain; lists what is left."""
+"""Ports programs from tf.distribute to tpudist, as far as that is safe, and lists the rest."""
 
 from tpudist.port.leftovers import Leftover
 from tpudist.port.notebook import port_notebook, show_code

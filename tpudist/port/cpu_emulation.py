@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.nodes import function_name, has_text, keyword_arg, remove_statement
+from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 
 _SET = (
@@ -19,28 +20,27 @@ _DEVICE = (
     "tensorflow.config.LogicalDeviceConfiguration",
     "tensorflow.config.experimental.VirtualDeviceConfiguration",
 )
-_NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
 class CpuEmulation(Transformer):
     """Writes `tpudist.emulate(num_devices=...)`, and removes statements for the old setting."""
 
     def __init__(self, program: Program):
-        """Finds the statements that set devices, and the names that nothing else reads."""
         super().__init__(program)
-        self._nums: dict[cst.CSTNode, cst.BaseExpression] = {}
-        self._leads: list[cst.SimpleStatementLine] = []
-        program.walk(_Finder(self))
+        self._nums: dict[cst.CSTNode, cst.BaseExpression] = {}  # by statement to replace
+        self._leads: list[cst.SimpleStatementLine] = []  # statements before it, to remove
+        for statement in program.nodes(cst.SimpleStatementLine):
+            self._note_statement(statement)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        """One statement."""
+        """Rewrites or removes a statement."""
         if original_node in self._leads:
             return remove_statement(self.program.parent(original_node), updated_node)
         if original_node not in self._nums:
             return updated_node
-        num_devices = cst.Arg(self._nums[original_node], cst.Name("num_devices"), _NO_SPACE)
+        num_devices = keyword_arg("num_devices", self._nums[original_node])
         emulate = cst.Call(self.write("tpudist.emulate"), [num_devices])
         first = min([original_node, *self._leads], key=self.program.line)
         lines = [
@@ -49,8 +49,7 @@ class CpuEmulation(Transformer):
         ]
         return updated_node.with_changes(body=[cst.Expr(emulate)], leading_lines=lines)
 
-    def look(self, statement: cst.SimpleStatementLine) -> None:
-        """Records the replacement of a statement."""
+    def _note_statement(self, statement: cst.SimpleStatementLine) -> None:
         if len(statement.body) != 1 or not isinstance(statement.body[0], cst.Expr):
             return
         call = statement.body[0].value
@@ -70,9 +69,9 @@ class CpuEmulation(Transformer):
                     self._leads.append(lead)
 
     def _num_devices(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
-        """The number in `[Device()] * number`, or `[Device() for _ in range(number)]`."""
+        """Returns the number in `[Device()] * number` or `[Device() for _ in range(number)]`."""
         if isinstance(value, cst.Name):
-            values = self.program.values(value) or []
+            values = self.program.values(value)
             return self._num_devices(values[0]) if len(values) == 1 else None
         if isinstance(value, cst.ListComp) and self._is_device(value.elt):
             loop, call = value.for_in, value.for_in.iter
@@ -80,8 +79,7 @@ class CpuEmulation(Transformer):
                 loop.inner_for_in is None
                 and not loop.ifs
                 and isinstance(call, cst.Call)
-                and isinstance(call.func, cst.Name)
-                and call.func.value == "range"
+                and function_name(call) == "range"
                 and len(call.args) == 1
             ):
                 return call.args[0].value
@@ -94,7 +92,7 @@ class CpuEmulation(Transformer):
         return None
 
     def _num_devices_of_list(self, value: cst.List) -> int:
-        """The length of a list of devices; 0 if it holds something else."""
+        """Returns the length of a list of devices; 0 if it contains other objects."""
         elements = value.elements
         are_devices = all(
             isinstance(one, cst.Element) and self._is_device(one.value) for one in elements
@@ -105,13 +103,16 @@ class CpuEmulation(Transformer):
         return self.program.callee(value) in _DEVICE
 
     def _is_cpu(self, value: cst.BaseExpression) -> bool:
-        """Whether a device is one of `tf.config.list_physical_devices("CPU")`."""
+        """Returns whether a device is one of `tf.config.list_physical_devices("CPU")`."""
         if isinstance(value, cst.Subscript):
             value = value.value
         if isinstance(value, cst.Name):
             if len(self.program.assignments(value)) != 1:
                 return False
-            [part] = getattr(self._statement(value), "body", [None])
+            statement = self._statement(value)
+            if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+                return False
+            [part] = statement.body
             if not isinstance(part, cst.Assign):
                 return False
             value = part.value
@@ -121,8 +122,7 @@ class CpuEmulation(Transformer):
             self.program.callee(value) in _LIST
             and isinstance(value, cst.Call)
             and len(value.args) == 1
-            and isinstance(value.args[0].value, cst.SimpleString)
-            and value.args[0].value.evaluated_value == "CPU"
+            and has_text(value.args[0].value, "CPU")
         )
 
     def _is_read_once(self, name: cst.Name) -> bool:
@@ -130,19 +130,10 @@ class CpuEmulation(Transformer):
         return len(found) == 1 and len(list(found[0].references)) == 1
 
     def _statement(self, name: cst.Name) -> cst.CSTNode:
-        """The statement that binds a name."""
+        """Returns the statement that binds a name."""
         [assignment] = self.program.assignments(name)
         return next(
             outer
             for outer in self.program.around(assignment.node)
             if isinstance(outer, cst.BaseStatement)
         )
-
-
-class _Finder(cst.CSTVisitor):
-    def __init__(self, emulation: CpuEmulation):
-        super().__init__()
-        self._emulation = emulation
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._emulation.look(node)

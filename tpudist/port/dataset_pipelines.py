@@ -1,4 +1,4 @@
-"""Datasets: `tf.data` pipelines over arrays become `tpudist.NumpyDataset`s where that is safe.
+"""Turns `tf.data` pipelines over arrays into `tpudist.NumpyDataset`s if that is safe.
 
 This is safe if a pipeline slices arrays, optionally shuffles, batches and repeats them in this
 order, and if only a strategy reads it. Other pipelines stay: a strategy and Keras accept them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from tpudist.port.analysis.nodes import keyword_arg, method_name
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.pipeline_steps import (
@@ -20,7 +21,6 @@ from tpudist.port.pipeline_steps import (
     advance,
     arguments_of,
     begin,
-    keyword_of,
     read_step,
     repeat_rows,
 )
@@ -30,16 +30,13 @@ _CALLS = {"distribute_datasets_from_function", "experimental_distribute_datasets
 
 
 class DatasetPipelines(Transformer):
-    """Rewrites the pipelines that are known whole, call by call."""
+    """Rewrites the pipelines that are known completely, call by call."""
 
     def __init__(self, program: Program):
-        """Finds them."""
         super().__init__(program)
         self._steps: dict[cst.CSTNode, Step] = {}
         self._bases: dict[cst.CSTNode, cst.CSTNode | None] = {}
-        finder = _Finder(program)
-        program.walk(finder)
-        for chain in finder.chains():
+        for chain in _ChainFinder(program).chains():
             self._steps |= {step.call: step for step in chain.steps}
             self._bases[chain.base] = chain.repeat
 
@@ -57,11 +54,12 @@ class DatasetPipelines(Transformer):
         assert isinstance(updated_node.func, cst.Attribute)
         if step.method in ("cache", "prefetch"):
             return updated_node.func.value
-        args = [cst.Arg(value, **keyword_of(name)) for name, value in arguments_of(step)]
+        arguments = arguments_of(step)
+        args = [keyword_arg(name, x) if name else cst.Arg(x) for name, x in arguments]
         return updated_node.with_changes(args=args)
 
     def _repeat_element(self, repeat: cst.Call) -> cst.BaseExpression:
-        """`from_tensors(element).repeat(n)` as a dataset of arrays of n rows."""
+        """Rewrites `from_tensors(element).repeat(n)` to a dataset of arrays with n rows."""
         assert isinstance(repeat.func, cst.Attribute)
         base = repeat.func.value
         assert isinstance(base, cst.Call)
@@ -76,26 +74,21 @@ class DatasetPipelines(Transformer):
         return cst.Call(self.write("tpudist.NumpyDataset"), [cst.Arg(arrays)])
 
 
-class _Finder(cst.CSTVisitor):
+class _ChainFinder:
     """Finds the pipelines that can be rewritten; others stay."""
 
     def __init__(self, program: Program):
-        super().__init__()
         self._program = program
-        self._ends: list[cst.Call] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        """Notes what begins a pipeline."""
-        if self._program.callee(node) in (SLICES, ONE):
-            end = _end(self._program, node)
-            assert isinstance(end, cst.Call)
-            self._ends.append(end)
 
     def chains(self) -> list[Chain]:
-        """The pipelines, each whole and read by strategies only."""
+        """Returns the complete pipelines that only strategies read."""
         chains: list[Chain] = []
         seen: set[tuple[object, str]] = set()
-        for end in self._ends:
+        for node in self._program.nodes(cst.Call):
+            if self._program.callee(node) not in (SLICES, ONE):
+                continue
+            end = _end(self._program, node)
+            assert isinstance(end, cst.Call)
             name = _name_of(self._program, end)
             if name is None:
                 if _is_read_by_strategy(self._program, end):
@@ -108,10 +101,10 @@ class _Finder(cst.CSTVisitor):
         return chains
 
     def _chains_of_name(self, name: cst.Name) -> list[Chain]:
-        """All that a name is bound to, if all of it can be rewritten.
+        """Returns the chains of a name; none if one of its values cannot be rewritten.
 
         The chain may span several statements, `dataset = dataset.batch(64)`, and end with the
-        dataset distributed under its old name. Then they stand in one block, after each other.
+        dataset distributed under its old name. Then all statements must be in one block.
         """
         program = self._program
         pieces: list[cst.Call] = []
@@ -146,9 +139,11 @@ class _Finder(cst.CSTVisitor):
         return self._chains_of(pieces, ends)
 
     def _chains_of(self, pieces: list[cst.Call], ends: list[cst.Call]) -> list[Chain]:
-        """The chains of one name, in the order of the program; none if one cannot be rewritten.
+        """Returns the chains of one name, in order; none if one cannot be rewritten.
 
-        `ends` continue the dataset where it is read, without binding it.
+        Args:
+            pieces: Calls whose results are bound to the name.
+            ends: Calls that continue the dataset where it is read, without binding it.
         """
         chains: list[Chain] = []
         stage: Stage | None = None
@@ -195,20 +190,16 @@ def _root(end: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _distributes(call: cst.Call, name: str) -> bool:
-    """Whether a call distributes the dataset of a name."""
-    return (
-        isinstance(call.func, cst.Attribute)
-        and call.func.attr.value in _DISTRIBUTES
-        and bool(call.args)
-        and isinstance(call.args[0].value, cst.Name)
-        and call.args[0].value.value == name
-    )
+    """Returns whether a call distributes the dataset of a name."""
+    first = call.args[0].value if call.args else None
+    is_name = isinstance(first, cst.Name) and first.value == name
+    return is_name and method_name(call) in _DISTRIBUTES
 
 
 def _block(program: Program, node: cst.CSTNode) -> cst.CSTNode | None:
-    """The block that a node's statement is in."""
+    """Returns the block of a node's statement."""
     for outer in program.around(node):
-        if isinstance(outer, cst.SimpleStatementSuite):  # in the line of an `if`
+        if isinstance(outer, cst.SimpleStatementSuite):  # a statement in the line of an `if`
             return outer
         if isinstance(outer, cst.BaseStatement):
             return program.parent(outer)
@@ -216,7 +207,7 @@ def _block(program: Program, node: cst.CSTNode) -> cst.CSTNode | None:
 
 
 def _end(program: Program, call: cst.CSTNode) -> cst.CSTNode:
-    """The last call of the chain that a node begins."""
+    """Returns the last call of the chain that a node begins."""
     while True:
         attribute = program.parent(call)
         outer = program.parent(attribute) if isinstance(attribute, cst.Attribute) else None
@@ -226,7 +217,7 @@ def _end(program: Program, call: cst.CSTNode) -> cst.CSTNode:
 
 
 def _name_of(program: Program, end: cst.Call) -> cst.Name | None:
-    """The name that a chain is assigned to."""
+    """Returns the name to which a chain is assigned; None if there is none."""
     statement = program.parent(end)
     if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
         target = statement.targets[0].target
@@ -235,16 +226,10 @@ def _name_of(program: Program, end: cst.Call) -> cst.Name | None:
 
 
 def _is_read_by_strategy(program: Program, node: cst.CSTNode) -> bool:
-    """Whether a dataset is given to a strategy where it is read, or returned to one."""
+    """Returns whether the reader of a dataset is a strategy, or a function for one."""
     outer = program.parent(node)
-    if isinstance(outer, cst.Arg):
-        call = program.parent(outer)
-        return (
-            isinstance(call, cst.Call)
-            and isinstance(call.func, cst.Attribute)
-            and call.func.attr.value in _DISTRIBUTES
-            and call.args[0] is outer
-        )
+    if (call := program.call_of_argument(node)) is not None:
+        return method_name(call) in _DISTRIBUTES and call.args[0] is outer
     if not isinstance(outer, cst.Return | cst.Lambda):
         return False
     function = next(x for x in program.around(node) if isinstance(x, cst.FunctionDef | cst.Lambda))
@@ -255,10 +240,4 @@ def _is_read_by_strategy(program: Program, node: cst.CSTNode) -> bool:
 
 
 def _is_called_by_strategy(program: Program, function: cst.CSTNode) -> bool:
-    outer = program.parent(function)
-    call = program.parent(outer) if isinstance(outer, cst.Arg) else None
-    return (
-        isinstance(call, cst.Call)
-        and isinstance(call.func, cst.Attribute)
-        and call.func.attr.value in _CALLS
-    )
+    return method_name(program.call_of_argument(function)) in _CALLS

@@ -1,7 +1,7 @@
-"""Gradient tapes: the recorded code becomes a function, which `value_and_grad` differentiates.
+"""Turns gradient tapes into functions that `tpudist.keras.value_and_grad` differentiates.
 
-This is safe if the program asks the tape once, right after it, for the gradients of a loss that is
-computed in it, and if the recorded code can be in a function.
+This is safe if only the statement after the tape uses it, if that computes the gradients of a loss
+from the tape, and if the recorded code can be in a function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.function_roles import Role
 from tpudist.port.analysis.keras_objects import (
     is_called_as_model,
     is_model,
@@ -20,20 +20,21 @@ from tpudist.port.analysis.keras_objects import (
     is_without_keras,
     makes_model,
 )
+from tpudist.port.analysis.nodes import keyword_arg, nodes_in
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 
 _TAPE = "tensorflow.GradientTape"
 _TRAINED = {"trainable_variables", "trainable_weights"}
 _NAME = "loss_of_batch"
-# What a function of its own would take elsewhere.
+# Statements that have another meaning in a function of their own.
 _JUMPS = (cst.Return, cst.Yield, cst.Break, cst.Continue, cst.Await, cst.Del)
 _JUMPS += (cst.Global, cst.Nonlocal)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tape:
-    """A tape and the statement that asks it.
+    """A tape and the statement that computes the gradients.
 
     Attributes:
         loss: Name of the loss.
@@ -52,16 +53,14 @@ class GradientTapes(Transformer):
     """Rewrites the tapes in functions that replicas run."""
 
     def __init__(self, program: Program):
-        """Finds where functions run."""
         super().__init__(program)
-        self._roles = program.once(Roles)
         self._has_keras_model = program.once(makes_model)
         self._is_without_keras = program.once(is_without_keras)
 
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        """A block with tapes in it."""
+        """Rewrites the tapes of a block."""
         before, after = list(original_node.body), list(updated_node.body)
         if self._is_without_keras or len(before) != len(after):
             return updated_node
@@ -79,15 +78,15 @@ class GradientTapes(Transformer):
         if not isinstance(statement, cst.With) or len(statement.items) != 1:
             return None
         [item] = statement.items
-        made = item.item
-        if not isinstance(made, cst.Call) or made.args or self.program.callee(made) != _TAPE:
+        value = item.item
+        if not isinstance(value, cst.Call) or value.args or self.program.callee(value) != _TAPE:
             return None
         if item.asname is None:
             return None
-        name, asked = item.asname.name, _assignment(following)
-        if not isinstance(name, cst.Name) or asked is None:
+        name, assign = item.asname.name, _assignment(following)
+        if not isinstance(name, cst.Name) or assign is None:
             return None
-        call = asked.value
+        call = assign.value
         if not (
             isinstance(call, cst.Call)
             and isinstance(call.func, cst.Attribute)
@@ -105,20 +104,18 @@ class GradientTapes(Transformer):
         bound = self._names_of(statement)
         if loss.value not in bound:
             return None
-        if not self._is_of_keras(variables.value, asked.targets[0].target):
+        if not self._is_of_keras(variables.value, assign.targets[0].target):
             return None
         others = tuple(x for x, is_read in bound.items() if is_read and x != loss.value)
         if not all(self._is_always_bound(statement, x) for x in (loss.value, *others)):
             return None
-        asks = (
-            variables.value
-            if is_model(self.program, variables.value)
-            else cst.Lambda(cst.Parameters(), variables)
-        )
-        return _Tape(loss.value, asked.targets[0].target, asks, others)
+        source = variables.value
+        if not is_model(self.program, source):
+            source = cst.Lambda(cst.Parameters(), variables)
+        return _Tape(loss.value, assign.targets[0].target, source, others)
 
     def _is_of_keras(self, model: cst.BaseExpression, gradients: cst.CSTNode) -> bool:
-        """Whether variables are Keras' own: of its model, or given to an optimizer of it."""
+        """Returns whether a Keras model has the variables, or a Keras optimizer updates them."""
         if self._has_keras_model or is_model(self.program, model):
             return True
         if is_called_as_model(self.program, model):
@@ -134,8 +131,8 @@ class GradientTapes(Transformer):
         )
 
     def _can_move(self, statement: cst.With) -> bool:
-        """Whether what a tape records can stand in a function."""
-        if self._roles.of(statement) is not Role.REPLICA:
+        """Returns whether the recorded code can be in a function."""
+        if self.roles.of(statement) is not Role.REPLICA:
             return False
         for outer in self.program.around(statement):
             if isinstance(outer, cst.FunctionDef):
@@ -157,7 +154,7 @@ class GradientTapes(Transformer):
         )
 
     def _names_of(self, statement: cst.With) -> dict[str, bool]:
-        """The names that what a tape records binds, and whether they are read outside of it."""
+        """Returns the names that the recorded code binds, and whether code outside reads them."""
         inside = _nodes_of(statement.body)
         scope = self.program.scope(statement.body.body[0])
         found: dict[str, bool] = {}
@@ -170,13 +167,14 @@ class GradientTapes(Transformer):
         return found
 
     def _is_always_bound(self, statement: cst.With, name: str) -> bool:
-        """Whether what a tape records binds a name, and not only in a branch or a loop of it."""
+        """Returns whether the recorded code always binds a name, not only in a branch or loop."""
         nodes = {one.node for one in self._assignments(statement, name)}
         return self._binds(statement.body, nodes)
 
     def _binds(self, block: cst.CSTNode, nodes: set[cst.CSTNode]) -> bool:
-        """Whether a block binds one of some nodes however it is run through."""
-        for statement in getattr(block, "body", ()):
+        """Returns whether every path through a block binds one of some nodes."""
+        body = block.body if isinstance(block, cst.IndentedBlock | cst.SimpleStatementSuite) else ()
+        for statement in body:
             if isinstance(statement, cst.If):
                 if statement.orelse is not None and self._binds_in_all(statement, nodes):
                     return True
@@ -189,15 +187,13 @@ class GradientTapes(Transformer):
         return False
 
     def _binds_in_all(self, branch: cst.If, nodes: set[cst.CSTNode]) -> bool:
-        """Whether all branches of a condition, of which the last is `else`, bind a node."""
+        """Returns whether all branches of a condition bind a node; the last must be `else`."""
         last = branch.orelse
         if last is None or not self._binds(branch.body, nodes):
             return False
-        return (
-            self._binds_in_all(last, nodes)
-            if isinstance(last, cst.If)
-            else self._binds(last.body, nodes)
-        )
+        if isinstance(last, cst.If):
+            return self._binds_in_all(last, nodes)
+        return self._binds(last.body, nodes)
 
     def _assignments(self, statement: cst.With, name: str) -> list[metadata.Assignment]:
         scope = self.program.scope(statement.body.body[0])
@@ -205,28 +201,27 @@ class GradientTapes(Transformer):
         return [one for one in found if isinstance(one, metadata.Assignment)]
 
     def _write(self, tape: _Tape, statement: Any, following: Any) -> list[cst.BaseStatement]:
-        """A function, and the statement that calls it."""
+        """Returns a function, and the statement that calls it."""
         name = self.program.free_name(_NAME)
         value: cst.BaseExpression = cst.Name(tape.loss)
-        given: cst.BaseExpression = cst.Name(tape.loss)
+        result: cst.BaseExpression = cst.Name(tape.loss)
         options = []
         if tape.others:
             rest = [cst.Name(x) for x in tape.others]
             other = rest[0] if len(rest) == 1 else _tuple(rest, parenthesized=True)
             value = _tuple([value, other])
-            given = _tuple([given, other], parenthesized=True)
-            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            options = [cst.Arg(cst.Name("True"), keyword=cst.Name("has_aux"), equal=equal)]
-        result = cst.SimpleStatementLine([cst.Return(value)])
+            result = _tuple([result, other], parenthesized=True)
+            options = [keyword_arg("has_aux", cst.Name("True"))]
+        last = cst.SimpleStatementLine([cst.Return(value)])
         function = cst.FunctionDef(
             cst.Name(name),
             cst.Parameters(),
-            statement.body.with_changes(body=[*statement.body.body, result]),
+            statement.body.with_changes(body=[*statement.body.body, last]),
             leading_lines=statement.leading_lines,
         )
         args = [cst.Arg(cst.Name(name)), cst.Arg(tape.variables), *options]
         compute = cst.Call(self.write("tpudist.keras.value_and_grad"), args)
-        target = cst.AssignTarget(_tuple([given, tape.gradients]))
+        target = cst.AssignTarget(_tuple([result, tape.gradients]))
         assign = cst.Assign([target], cst.Call(compute))
         lines = following.leading_lines or [cst.EmptyLine(indent=False)]
         return [function, following.with_changes(body=[assign], leading_lines=lines)]
@@ -234,15 +229,11 @@ class GradientTapes(Transformer):
 
 def _nodes_of(node: cst.CSTNode) -> set[cst.CSTNode]:
     """Returns a node and all nodes inside it."""
-    found, left = set(), [node]
-    while left:
-        found.add(left[-1])
-        left += left.pop().children
-    return found
+    return set(nodes_in(node, cst.CSTNode))
 
 
 def _assignment(statement: cst.CSTNode) -> cst.Assign | None:
-    """`name = expression` of one name, if that is all there is in the line."""
+    """Returns `name = expression` with one target, if it is alone in its line."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
         [one] = statement.body
         if isinstance(one, cst.Assign) and len(one.targets) == 1:

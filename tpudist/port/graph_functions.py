@@ -1,16 +1,16 @@
-"""Contexts: `@tf.function` goes, and with it the loops and prints that only a graph needs.
+"""Removes `@tf.function`, and the loops and prints that only a graph needs.
 
-What `Strategy.run` is given is compiled by it. Code around it is Python, which needs no graph. But
-a function that makes the step in itself, which would be another one at each call, becomes one
-program: `@tpudist.function`, where that is certain to work. Functions of a tf.data pipeline keep
-theirs.
+`Strategy.run` compiles its function. Code around it is plain Python, without a graph. But a
+function that defines the step inside itself would define a new one at each call. It becomes
+`@tpudist.function`, one program, if that certainly works. Functions of a tf.data pipeline stay.
 """
 
 from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.function_roles import Role
+from tpudist.port.analysis.nodes import function_name, method_name, nodes_in
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
@@ -19,61 +19,64 @@ _FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_co
 
 
 class GraphFunctions(Transformer):
-    """Takes functions out of graphs."""
+    """Removes graph functions."""
 
     def __init__(self, program: Program):
-        """Finds where functions run."""
         super().__init__(program)
-        self._roles = program.once(Roles)
         self._kinds = ValueKinds(program)
-        self._asked: set[str] = set()  # of methods, something of whose graph is asked for
-        program.walk(_Asked(program, self._asked))
+        # The names in `object.name.attribute`: methods whose graph may be used. Not those of a
+        # module: `tf.train.Checkpoint` does not use a function called `train`.
+        self._owners = {
+            node.value.attr.value
+            for node in program.nodes(cst.Attribute)
+            if isinstance(node.value, cst.Attribute) and not program.name(node.value)
+        }
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
-        """Drops the decorator, with all its options."""
-        keeps = [
+        """Removes the decorator, with all its options."""
+        decorators = [
             updated
             for original, updated in zip(
                 original_node.decorators, updated_node.decorators, strict=True
             )
             if not self._is_function(original.decorator)
         ]
-        if len(keeps) == len(updated_node.decorators) or not self._is_free(original_node):
+        if len(decorators) == len(updated_node.decorators) or not self._is_free(original_node):
             return updated_node
-        if not keeps and self._makes_its_step(original_node):
+        if not decorators and self._makes_its_step(original_node):
             [decorator] = updated_node.decorators
             whole = decorator.with_changes(decorator=self.write("tpudist.function"))
             return updated_node.with_changes(decorators=[whole])
         first = original_node.decorators[0].leading_lines
-        if not keeps:  # comments on the decorator are comments on the function
+        if not decorators:  # comments on the decorator become comments on the function
             lines = [*updated_node.leading_lines, *first, *updated_node.lines_after_decorators]
             return updated_node.with_changes(
                 decorators=[], leading_lines=lines, lines_after_decorators=[]
             )
-        return updated_node.with_changes(decorators=keeps)
+        return updated_node.with_changes(decorators=decorators)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        """`tf.function(f)` is `f`; what is printed at each step by JAX, or by Python."""
+        """Rewrites `tf.function(f)` to `f`, and `tf.print`."""
         name = self.program.callee(original_node)
         if name == "tensorflow.function" and original_node.args:
             arg, *options = updated_node.args
             is_decorator = isinstance(self.program.parent(original_node), cst.Decorator)
             are_named = all(x.keyword is not None for x in options)
             if not is_decorator and are_named and arg.keyword is None and not arg.star:
-                role = self._roles.of(original_node)
+                role = self.roles.of(original_node)
                 return updated_node if role is Role.DATASET else arg.value
         if name == "tensorflow.print":
             return self._print(original_node, updated_node)
         return updated_node
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
-        """A loop over `tf.range` is one over `range`, whose numbers are those of Python."""
+        """Rewrites a loop over `tf.range` to one over `range`, whose numbers are Python's."""
         call = original_node.iter
         if (
             self.program.callee(call) == "tensorflow.range"
-            and self._roles.of(original_node) in (Role.HOST, Role.REPLICA, Role.BOTH)
+            and self.roles.of(original_node) in (Role.HOST, Role.REPLICA, Role.BOTH)
             and isinstance(call, cst.Call)
             and not any(arg.star for arg in call.args)
             and self._is_only_counted(original_node.target)
@@ -85,33 +88,33 @@ class GraphFunctions(Transformer):
         return updated_node
 
     def _numbers_of_range(self, call: cst.Call) -> list[cst.BaseExpression] | None:
-        """The arguments of `range`; None if one of them may be no integer."""
+        """Returns the arguments of `range`; None if one of them may not be an integer."""
         names = ("start", "limit", "delta", "dtype", "name")
         if len(call.args) > len(names):
             return None
-        given = {
+        values = {
             (arg.keyword.value if arg.keyword else names[i]): arg.value
             for i, arg in enumerate(call.args)
             if not (isinstance(arg.value, cst.Name) and arg.value.value == "None")
         }
-        given.pop("name", None)
-        dtype = given.pop("dtype", None)
+        values.pop("name", None)
+        dtype = values.pop("dtype", None)
         if dtype is not None and self._kinds.of_dtype(dtype) is not Numbers.INTEGERS:
             return None
-        if not given or not set(given) <= set(names):
+        if not values or not set(values) <= set(names):
             return None
-        if any(self._kinds.numbers(value) is Numbers.FLOATS for value in given.values()):
+        if any(self._kinds.numbers(value) is Numbers.FLOATS for value in values.values()):
             return None
-        if "limit" not in given and "start" in given:  # the one that is given is the end
-            given["limit"] = given.pop("start")
-        if "limit" not in given:
+        if "limit" not in values and "start" in values:  # a single argument is the end
+            values["limit"] = values.pop("start")
+        if "limit" not in values:
             return None
-        if "delta" in given:
-            given.setdefault("start", cst.Integer("0"))
-        return [self._integer(given[name]) for name in names if name in given]
+        if "delta" in values:
+            values.setdefault("start", cst.Integer("0"))
+        return [self._integer(values[name]) for name in names if name in values]
 
     def _integer(self, value: cst.BaseExpression) -> cst.BaseExpression:
-        """A number of TensorFlow as one of Python: `int(n)` of `tf.cast(n, tf.int32)`."""
+        """Returns a number of TensorFlow in Python, such as `int(n)` for `tf.cast(n, tf.int32)`."""
         if isinstance(value, cst.Call):
             name = self.program.callee(value).removeprefix("tensorflow.")
             if name in ("constant", "convert_to_tensor", "identity") and value.args:
@@ -123,7 +126,7 @@ class GraphFunctions(Transformer):
     def _print(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if any(arg.keyword or arg.star for arg in original.args):
             return updated
-        role = self._roles.of(original)
+        role = self.roles.of(original)
         if role is Role.HOST:
             return updated.with_changes(func=cst.Name("print"))
         if role is Role.REPLICA:
@@ -138,20 +141,20 @@ class GraphFunctions(Transformer):
         return self.program.name(called) in _FUNCTION
 
     def _is_free(self, function: cst.FunctionDef) -> bool:
-        """Whether nothing asks for the graph of a function."""
-        if self._roles.of(function) is Role.DATASET:
+        """Returns whether nothing uses the graph of a function."""
+        if self.roles.of(function) is Role.DATASET:
             return False
         for read in self.program.references(function.name):
             outer = self.program.parent(read)
             if isinstance(outer, cst.Attribute) and outer.value is read:
                 return False
-        return function.name.value not in self._asked
+        return function.name.value not in self._owners
 
     def _makes_its_step(self, function: cst.FunctionDef) -> bool:
-        """Whether a function makes what it has replicas run, and does nothing else around it."""
+        """Returns whether a function defines the step that it runs, and does nothing else."""
         params = function.params
         if (
-            self._roles.of(function) is not Role.HOST
+            self.roles.of(function) is not Role.HOST
             or isinstance(params.star_arg, cst.Param)
             or params.star_kwarg is not None
             or any(p.default is not None for p in (*params.params, *params.kwonly_params))
@@ -160,19 +163,29 @@ class GraphFunctions(Transformer):
         ):
             return False
         steps = [x for x in function.body.body if isinstance(x, cst.FunctionDef)]
-        around = _Around(self.program, steps)
-        for statement in function.body.body:
-            if not isinstance(statement, cst.FunctionDef):
-                statement.visit(around)
-        return around.runs and not around.does_more and self._are_passed_on(function)
+        others = [x for x in function.body.body if x not in steps]
+        nodes = [node for x in others for node in nodes_in(x, cst.CSTNode)]
+        if any(isinstance(x, cst.BaseCompoundStatement | cst.Lambda | cst.BaseComp) for x in nodes):
+            return False
+        calls = [x for x in nodes if isinstance(x, cst.Call)]
+        runs = [call for call in calls if self._runs(call, steps)]
+        return (
+            bool(runs)
+            and all(x in runs or method_name(x) == "reduce" or _is_next(x) for x in calls)
+            and self._are_passed_on(function)
+        )
+
+    def _runs(self, call: cst.Call, steps: list[cst.FunctionDef]) -> bool:
+        first = [self.program.function(arg.value) for arg in call.args[:1]]
+        return method_name(call) == "run" and any(x in steps for x in first)
 
     def _is_called(self, read: cst.CSTNode) -> bool:
-        """Whether a function is called where its name is read, and given to nobody."""
+        """Returns whether a function is called where its name is read, and not passed on."""
         outer = self.program.parent(read)
         return isinstance(outer, cst.Call) and outer.func is read
 
     def _are_passed_on(self, function: cst.FunctionDef) -> bool:
-        """Whether each argument is an iterator of which the next is taken, or goes to the step."""
+        """Returns whether each parameter is an iterator for `next`, or an argument of the step."""
         return all(
             self._is_passed_on(read)
             for param in function.params.params
@@ -182,13 +195,13 @@ class GraphFunctions(Transformer):
     def _is_passed_on(self, read: cst.CSTNode) -> bool:
         for outer in self.program.around(read):
             if isinstance(outer, cst.Call):
-                return _is_next(outer) or _method(outer) == "run"
+                return _is_next(outer) or method_name(outer) == "run"
             if isinstance(outer, cst.FunctionDef):
                 return False
         return False
 
     def _is_only_counted(self, target: cst.BaseAssignTargetExpression) -> bool:
-        """Whether the number of a round is used as a number only, and not as a tensor."""
+        """Returns whether the number of a round is used only as a number, not as a tensor."""
         if not isinstance(target, cst.Name):
             return False
         return not any(
@@ -198,43 +211,5 @@ class GraphFunctions(Transformer):
         )
 
 
-class _Around(cst.CSTVisitor):
-    """What there is around the functions that a function makes."""
-
-    def __init__(self, program: Program, steps: list[cst.FunctionDef]):
-        super().__init__()
-        self._program, self._steps = program, steps
-        self.runs = self.does_more = False
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        if isinstance(node, cst.BaseCompoundStatement | cst.Lambda | cst.BaseComp):
-            self.does_more = True
-        if isinstance(node, cst.Call):
-            given = [self._program.function(arg.value) for arg in node.args[:1]]
-            is_run = _method(node) == "run" and any(x in self._steps for x in given)
-            self.runs = self.runs or is_run
-            is_known = is_run or _method(node) == "reduce" or _is_next(node)
-            self.does_more = self.does_more or not is_known
-        return True
-
-
-def _method(call: cst.Call) -> str:
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-
-
 def _is_next(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Name) and call.func.value == "next"
-
-
-class _Asked(cst.CSTVisitor):
-    """The names in `object.name.something`."""
-
-    def __init__(self, program: Program, names: set[str]):
-        super().__init__()
-        self._program = program
-        self._names = names
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        # `tf.train.Checkpoint` asks nothing of a function that is called `train`.
-        if isinstance(node.value, cst.Attribute) and not self._program.name(node.value):
-            self._names.add(node.value.attr.value)
+    return function_name(call) == "next"

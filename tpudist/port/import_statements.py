@@ -1,4 +1,4 @@
-"""Imports: what is imported from TensorFlow and Keras, and what the other changes need."""
+"""Rewrites imports of TensorFlow and Keras, and adds the imports that other changes need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
-from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.nodes import remove_statement
+from tpudist.port.analysis.program import Program
 from tpudist.port.keras_names import BACKEND, is_backend
 from tpudist.port.tensorflow_names import TPUDIST, is_in_keras
 
@@ -25,10 +26,14 @@ _Import = cst.Import | cst.ImportFrom
 
 
 class ImportStatements(cst.CSTTransformer):
-    """Rewrites the imports of a program from which all other changes were made."""
+    """Rewrites the imports of a program, after all other changes.
+
+    Args:
+        program: The program.
+        imports: Keys of `STATEMENTS` that the program needs; it may have some of them already.
+    """
 
     def __init__(self, program: Program, imports: set[str]):
-        """`imports` are keys of `STATEMENTS`, of which the program may have some."""
         super().__init__()
         self._program = program
         self._reads = _reads(program)
@@ -39,7 +44,7 @@ class ImportStatements(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel | cst.RemovalSentinel:
-        """One line of imports; the first of TensorFlow at the top is where new ones stand."""
+        """Rewrites a line of imports, and adds new ones to the first line with TensorFlow."""
         if not any(_is_of_tensorflow(part) for part in original_node.body):
             return updated_node
         statements: list[str] = []
@@ -64,7 +69,7 @@ class ImportStatements(cst.CSTTransformer):
         return cst.FlattenSentinel(lines)
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        """Puts what is needed before all else, if no import of TensorFlow stands at the top."""
+        """Adds imports at the beginning, if the module does not import TensorFlow at its top."""
         body = list(updated_node.body)
         if not self._is_placed and (missing := self.new_statements()):
             place = _after_header(body)
@@ -72,11 +77,11 @@ class ImportStatements(cst.CSTTransformer):
         return updated_node.with_changes(body=_with_backend(body))
 
     def new_statements(self) -> list[str]:
-        """The statements that the program has not."""
+        """Returns the statements that the program does not have yet."""
         return [STATEMENTS[name] for name in sorted(self._needs) if self._bound.get(name) is None]
 
     def conflicts(self) -> list[str]:
-        """Names of `STATEMENTS` that stand for something else at the top of the program."""
+        """Returns names of `STATEMENTS` that have another meaning at the top of the program."""
         return [
             name
             for name in sorted(self._needs)
@@ -116,12 +121,12 @@ class ImportStatements(cst.CSTTransformer):
                 yield f"from {module} import {alias.evaluated_name}{other}"
 
     def _is_read(self, statement: _Import, name: str | None = None) -> bool:
-        """Whether what a statement imports is read (of one name)."""
+        """Returns whether the program reads an imported name; without `name`, any of an import."""
         return any(node is statement and name in (None, bound) for node, bound in self._reads)
 
 
 def _reads(program: Program) -> list[tuple[cst.CSTNode, str]]:
-    """The imports that are read: the statement, and the name that it binds."""
+    """Returns the imports that are read: the statement, and the name that it binds."""
     return [
         (assignment.node, assignment.name)
         for scope in program.scopes()
@@ -131,24 +136,19 @@ def _reads(program: Program) -> list[tuple[cst.CSTNode, str]]:
 
 
 def _bound_at_top(program: Program) -> dict[str, str]:
-    """What the names of a module stand for: the imported module, or an empty string."""
+    """Returns the imported module of each name of a module; empty for other names."""
     found: dict[str, str] = {}
-    for statement in program.module.body:
-        if isinstance(statement, cst.SimpleStatementLine):
-            for part in statement.body:
-                if isinstance(part, cst.Import):
-                    for alias in part.names:
-                        name = alias.evaluated_name
-                        found[alias.evaluated_alias or name.partition(".")[0]] = (
-                            name if alias.evaluated_alias else name.partition(".")[0]
-                        )
-                elif isinstance(part, cst.ImportFrom) and not isinstance(
-                    part.names, cst.ImportStar
-                ):
-                    module = _module_name(part.module) if part.module else ""
-                    for alias in part.names:
-                        bound = alias.evaluated_alias or alias.evaluated_name
-                        found[bound] = f"{module}.{alias.evaluated_name}"
+    for part in _small_statements(program.module.body):
+        if isinstance(part, cst.Import):
+            for alias in part.names:
+                first = alias.evaluated_name.partition(".")[0]
+                new = alias.evaluated_alias
+                found[new or first] = alias.evaluated_name if new else first
+        elif isinstance(part, cst.ImportFrom) and not isinstance(part.names, cst.ImportStar):
+            module = _module_name(part.module) if part.module else ""
+            for alias in part.names:
+                bound = alias.evaluated_alias or alias.evaluated_name
+                found[bound] = f"{module}.{alias.evaluated_name}"
     for name in STATEMENTS:
         if name not in found and program.is_bound(name):
             found[name] = ""
@@ -156,27 +156,24 @@ def _bound_at_top(program: Program) -> dict[str, str]:
 
 
 def _with_backend(body: Sequence) -> list:
-    """The statements of a module, with the backend before the first import of Keras."""
-    parts = [
-        part
-        for statement in body
-        if isinstance(statement, cst.SimpleStatementLine)
-        for part in statement.body
-    ]
+    """Returns the statements of a module, with the backend before the first import of Keras."""
+    parts = _small_statements(body)
     is_keras = any(_imports(part, "keras") for part in parts)
     if not is_keras or any(is_backend(part) for part in parts):
         return list(body)
+    # TensorFlow imports Keras as well, so the backend must come before both.
     place = next(
         i
         for i, statement in enumerate(body)
-        if isinstance(statement, cst.SimpleStatementLine)
-        and any(_may_import_keras(part) for part in statement.body)
+        if any(
+            name.startswith(("keras", "tensorflow"))
+            for part in _small_statements([statement])
+            for name in _modules_of(part)
+        )
     )
     has_os = any(
-        isinstance(part, cst.Import) and any(x.evaluated_name == "os" for x in part.names)
-        for statement in body[:place]
-        if isinstance(statement, cst.SimpleStatementLine)
-        for part in statement.body
+        isinstance(part, cst.Import) and "os" in _modules_of(part)
+        for part in _small_statements(body[:place])
     )
     blank = [cst.EmptyLine(indent=False)]
     leading = body[place].leading_lines
@@ -193,7 +190,7 @@ def _with_backend(body: Sequence) -> list:
 
 
 def _after_header(body: Sequence) -> int:
-    """Where imports may begin: after the docstring and imports from `__future__`."""
+    """Returns the place of new imports: after the docstring and imports from `__future__`."""
     place = 0
     for i, statement in enumerate(body[:20]):
         if not isinstance(statement, cst.SimpleStatementLine):
@@ -210,25 +207,23 @@ def _after_header(body: Sequence) -> int:
 
 
 def _imports(part: cst.CSTNode, module: str) -> bool:
-    """Whether a statement imports a module, or from it."""
-    if isinstance(part, cst.Import):
-        names = [alias.evaluated_name for alias in part.names]
-    elif isinstance(part, cst.ImportFrom) and part.module is not None:
-        names = [_module_name(part.module)]
-    else:
-        return False
-    return any(name == module or name.startswith(f"{module}.") for name in names)
+    """Returns whether a statement imports a module, or from it."""
+    return any(x == module or x.startswith(f"{module}.") for x in _modules_of(part))
 
 
-def _may_import_keras(part: cst.CSTNode) -> bool:
-    """Whether a statement imports Keras, TensorFlow, or a library that may import them."""
+def _modules_of(part: cst.CSTNode) -> list[str]:
+    """Returns the modules that a statement imports."""
     if isinstance(part, cst.Import):
-        names = [alias.evaluated_name for alias in part.names]
-    else:
-        names = (
-            [_module_name(part.module)] if isinstance(part, cst.ImportFrom) and part.module else []
-        )
-    return any(name.startswith(("keras", "tensorflow")) for name in names)
+        return [alias.evaluated_name for alias in part.names]
+    if isinstance(part, cst.ImportFrom) and part.module is not None:
+        return [_module_name(part.module)]
+    return []
+
+
+def _small_statements(body: Sequence) -> list[cst.BaseSmallStatement]:
+    """Returns the statements in the simple lines of a block."""
+    lines = [x for x in body if isinstance(x, cst.SimpleStatementLine)]
+    return [part for line in lines for part in line.body]
 
 
 def _is_of_tensorflow(part: cst.CSTNode) -> bool:
@@ -249,5 +244,5 @@ def _from(name: str, other: str) -> str:
 
 
 def _module_of(statement: str) -> str:
-    """What statements are sorted by: the module that they name, as isort does."""
+    """Returns the module of a statement: the key by which imports are sorted, as in isort."""
     return statement.split()[1].lower()

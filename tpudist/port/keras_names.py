@@ -1,6 +1,6 @@
-"""Keras: `tf.keras` is Keras 3, which is `keras`; here it computes with JAX.
+"""Renames `tf.keras` to `keras`, which is Keras 3, and selects its JAX backend.
 
-The backend is chosen before Keras is imported, so the program says it in its first lines.
+The backend must be selected before Keras is imported, so the first lines of the program do that.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.keras_objects import is_called_as_model, is_model, makes_model
-from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.nodes import has_text, remove_statement
+from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.tensorflow_names import KERAS_ALIASES, is_in_keras
 
@@ -18,12 +19,12 @@ BACKEND = 'os.environ["KERAS_BACKEND"] = "jax"'
 
 
 class KerasNames(Transformer):
-    """`tf.keras.X` is `keras.X`, metrics are reset by their new name, and the backend is JAX."""
+    """Rewrites `tf.keras.X`, the method that resets metrics, and the choice of a backend."""
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        """The part of a name that changes, if `keras` has the whole of it."""
+        """Rewrites the first part of a name, if `keras` has the whole name."""
         name = self.program.name(original_node)
         if name == _KERAS and self._is_there(original_node, _KERAS):
             return self.write("keras", updated_node)
@@ -36,7 +37,7 @@ class KerasNames(Transformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        """`keras = tf.keras` is an import here."""
+        """Removes `keras = tf.keras`, which becomes an import."""
         [first, *more] = original_node.body
         if more or not isinstance(first, cst.Assign) or len(first.targets) != 1:
             return updated_node
@@ -54,7 +55,7 @@ class KerasNames(Transformer):
     def leave_Comparison(
         self, original_node: cst.Comparison, updated_node: cst.Comparison
     ) -> cst.Comparison:
-        """`"bn" in v.name`: the names of layers are in the path of a variable here."""
+        """Rewrites `"bn" in v.name`: in Keras 3, the path of a variable has the layer's name."""
         [first, *more] = original_node.comparisons
         name = first.comparator
         if (
@@ -71,7 +72,7 @@ class KerasNames(Transformer):
         return updated_node
 
     def _is_variable(self, name: cst.Name) -> bool:
-        """Whether a name stands for one variable after the other of a model of Keras."""
+        """Returns whether a name is the target of loops over the variables of Keras models."""
         loops = [self.program.parent(one.node) for one in self.program.assignments(name)]
         return bool(loops) and all(
             isinstance(loop, cst.For | cst.CompFor)
@@ -87,52 +88,41 @@ class KerasNames(Transformer):
         )
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        """Another backend that the program itself asks for."""
-        return (
-            updated_node.with_changes(value=cst.SimpleString('"jax"'))
-            if (is_backend(original_node) and not _is_text(original_node.value, "jax"))
-            else updated_node
-        )
+        """Rewrites the backend that the program selects itself."""
+        if is_backend(original_node) and not has_text(original_node.value, "jax"):
+            return updated_node.with_changes(value=cst.SimpleString('"jax"'))
+        return updated_node
 
     def _is_there(self, node: cst.CSTNode, module: str) -> bool:
-        """Whether `keras` has the longest name that a node is part of."""
+        """Returns whether `keras` has the longest name that contains a node."""
         name = self.program.name(_whole(self.program, node))
         inner = name.removeprefix(module).removeprefix(".")
         return not inner or is_in_keras(inner)
 
     def _is_class(self, node: cst.CSTNode) -> bool:
-        """Whether a class is named: its module has functions by other names, too."""
+        """Returns whether a node is followed by a class: functions may have other names there."""
         outer = self.program.parent(node)
         return isinstance(outer, cst.Attribute) and outer.attr.value[:1].isupper()
 
     def _is_metric(self, value: cst.BaseExpression) -> bool:
-        """Whether a name is bound to metrics only."""
-        values = self.program.values(value) if isinstance(value, cst.Name) else None
-        return bool(values) and all(
-            self.program.callee(one).startswith(
-                ("tensorflow.keras.metrics.", "keras.metrics.", "tensorflow.metrics.")
-            )
-            for one in values or ()
-        )
+        """Returns whether a name is bound to metrics only."""
+        modules = ("tensorflow.keras.metrics.", "keras.metrics.", "tensorflow.metrics.")
+        return self.program.has_only(value, lambda x: self.program.callee(x).startswith(modules))
 
 
 def is_backend(statement: cst.CSTNode) -> bool:
-    """Whether a statement is `os.environ["KERAS_BACKEND"] = ...`."""
+    """Returns whether a statement is `os.environ["KERAS_BACKEND"] = ...`."""
     if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
         return False
     target = statement.targets[0].target
     if not isinstance(target, cst.Subscript) or len(target.slice) != 1:
         return False
     index = target.slice[0].slice
-    return isinstance(index, cst.Index) and _is_text(index.value, "KERAS_BACKEND")
-
-
-def _is_text(value: cst.BaseExpression, text: str) -> bool:
-    return isinstance(value, cst.SimpleString) and value.evaluated_value == text
+    return isinstance(index, cst.Index) and has_text(index.value, "KERAS_BACKEND")
 
 
 def _whole(program: Program, node: cst.CSTNode) -> cst.CSTNode:
-    """The longest name that a node is the beginning of."""
+    """Returns the longest name that begins with a node."""
     outer = program.parent(node)
     while isinstance(outer, cst.Attribute) and outer.value is node:
         node, outer = outer, program.parent(outer)

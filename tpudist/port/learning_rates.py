@@ -9,6 +9,7 @@ from __future__ import annotations
 import libcst as cst
 
 from tpudist.port.analysis.keras_objects import is_optimizer
+from tpudist.port.analysis.nodes import keyword_name
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 
@@ -25,26 +26,26 @@ class LearningRates(Transformer):
         return updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """`Adam(lr=0.1)`."""
+        """Rewrites `Adam(lr=0.1)`."""
         if not is_optimizer(self.program, original_node):
             return updated_node
         args = [
             arg.with_changes(keyword=cst.Name("learning_rate"))
-            if arg.keyword is not None and arg.keyword.value == "lr"
+            if keyword_name(arg) == "lr"
             else arg
             for arg in updated_node.args
         ]
         return updated_node.with_changes(args=args)
 
     def _is_certain(self, node: cst.Attribute) -> bool:
-        """Whether the object is a Keras optimizer, and the rate is not called as a schedule."""
+        """Returns whether the object is a Keras optimizer, and the rate is not a schedule."""
         outer = self.program.parent(node)
         is_called = isinstance(outer, cst.Call) and outer.func is node
         return not is_called and is_optimizer(self.program, node.value)
 
 
 def is_old_rate(program: Program, node: cst.Attribute) -> bool:
-    """Whether an attribute is the `lr` of an object that is, or has the name of, an optimizer.
+    """Returns whether an attribute is the `lr` of an optimizer, by its value or its name.
 
     The program is ported already, so it imports Keras only by the name `keras`.
     """

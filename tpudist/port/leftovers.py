@@ -15,6 +15,7 @@ from tpudist.port.analysis.keras_objects import (
     is_without_keras,
     makes_model,
 )
+from tpudist.port.analysis.nodes import code_of, method_name, nodes_in
 from tpudist.port.analysis.program import Program
 from tpudist.port.guide_sections import (
     CAPTURED,
@@ -42,16 +43,16 @@ MARK = "# tpudist port:"
 # Methods that change a Keras object.
 _CHANGES = {"apply", "apply_gradients", "update_state"}
 _RESULT = "result"
-# Methods of optimizers that scale losses, which Keras 3 has not.
+# Methods of loss scale optimizers that Keras 3 does not have.
 _SCALES = {"get_scaled_loss", "get_unscaled_gradients"}
 _TRAINED = (".trainable_variables", ".trainable_weights")
-# What functions are called, which have no state.
+# Ends of names of functions, which have no state.
 _FUNCTIONS = ("fn", "func", "function", "loss")
 _GRADIENTS = "tpudist.keras.value_and_grad"
 _TRAINS = {"evaluate", "fit", "predict"}
-# A callback that writes by `tf.summary`.
+# A callback that writes with `tf.summary`.
 _TENSORBOARD = "keras.callbacks.TensorBoard"
-# What makes objects without state of Keras.
+# Prefixes of functions whose results have no state of Keras.
 _STATELESS = ("keras.losses.", "tpudist.", "jax.", "flax.", "optax.", "numpy.", "functools.")
 
 
@@ -74,12 +75,10 @@ class Leftover:
     cell: int | None = None
 
 
-class Leftovers(cst.CSTVisitor):
+class Leftovers:
     """Finds the leftovers of a program, and the names of TensorFlow that may stay."""
 
     def __init__(self, program: Program):
-        """Looks through a program."""
-        super().__init__()
         self._program = program
         self._roles = program.once(Roles)
         self._has_keras_model = program.once(makes_model)
@@ -88,31 +87,26 @@ class Leftovers(cst.CSTVisitor):
         self._trains: list[cst.Call] = []
         self._is_without_keras = program.once(is_without_keras)
         self._has_servers = self._is_without_keras and program.once(has_servers)
-        program.walk(self)
+        # The names in imports are left out: they are found at their uses.
+        skip = (cst.Import, cst.ImportFrom)
+        for node in nodes_in(program.module, cst.CSTNode, skip=skip):
+            if isinstance(node, cst.Name | cst.Attribute):
+                self._check_name(node)
+            elif isinstance(node, cst.Call):
+                self._check_call(node)
+            elif isinstance(node, cst.ImportFrom):
+                self._check_import(node)
         if self._is_without_keras and program.imports("keras"):
             for call in self._trains:
-                code = cst.Module([]).code_for_node(call.func)
-                self.found.append((call.func, "".join(code.split()), NO_KERAS))
+                self._add(call.func, NO_KERAS)
         self.found += find_wrong_accesses(program)
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Checks a dotted name, or the learning rate of an object that may be a Keras optimizer."""
-        if is_old_rate(self._program, node):
-            code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
-            self.found.append((node, "".join(code.split()), OLD_LEARNING_RATE))
-        return self._look(node)
-
-    def visit_Name(self, node: cst.Name) -> bool:
-        """Checks a single name."""
-        return self._look(node)
-
-    def visit_Call(self, node: cst.Call) -> None:
+    def _check_call(self, node: cst.Call) -> None:
         """Finds objects that a replica changes and that may not be Keras objects, and results."""
         owner = node.func
         is_named = bool(self._program.callee(node))
         if isinstance(owner, cst.Attribute) and owner.attr.value in _SCALES and not is_named:
-            code = cst.Module([]).code_for_node(owner)
-            self.found.append((owner, "".join(code.split()), SCALED_LOSS))
+            self._add(owner, SCALED_LOSS)
         if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not is_named:
             self._trains.append(node)
         if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
@@ -124,26 +118,19 @@ class Leftovers(cst.CSTVisitor):
             and self._roles.of(node) is Role.REPLICA
             and self._is_keras_object(owner)
         ):
-            code = cst.Module([]).code_for_node(node.func)
-            is_keras = self._is_by_keras(owner) or self._is_given_keras_variables(node)
+            is_keras = self._is_by_keras(owner) or self._has_keras_variables(node)
             if self._is_without_keras or not is_keras:
-                advice = SERVERS_CAPTURED if self._has_servers else CAPTURED
-                self.found.append((node.func, "".join(code.split()), advice))
-            elif self._is_asked(node):
-                self.found.append((node.func, "".join(code.split()), RESULT))
+                self._add(node.func, SERVERS_CAPTURED if self._has_servers else CAPTURED)
+            elif method_name(node) == _RESULT:
+                self._add(node.func, RESULT)
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        """Skips imports; names are found at their uses."""
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+    def _check_import(self, node: cst.ImportFrom) -> None:
         """Finds imports of private modules of TensorFlow, and of all names."""
         module = cst.Module([]).code_for_node(node.module) if node.module else ""
         if module.startswith("tensorflow.python"):
             self.found.append((node, module, advise(module)))
         elif module.startswith("tensorflow") and isinstance(node.names, cst.ImportStar):
             self.found.append((node, f"from {module} import *", STAR))
-        return False
 
     def lines(self) -> list[Leftover]:
         """Returns one leftover for each line and name, in order."""
@@ -153,17 +140,26 @@ class Leftovers(cst.CSTVisitor):
             for (line, name), advice in sorted(found.items())
         ]
 
-    def _look(self, node: cst.Name | cst.Attribute) -> bool:
+    def _add(self, node: cst.BaseExpression, advice: Advice) -> None:
+        name = code_of(node.with_changes(lpar=[], rpar=[]))
+        self.found.append((node, name, advice))
+
+    def _check_name(self, node: cst.Name | cst.Attribute) -> None:
+        """Checks a dotted name, or the learning rate of an object that may be an optimizer."""
+        if isinstance(node, cst.Attribute) and is_old_rate(self._program, node):
+            self._add(node, OLD_LEARNING_RATE)
+        outer = self._program.parent(node)
+        if isinstance(outer, cst.Attribute) and self._is_of_library(self._program.name(outer)):
+            return  # a part of a longer name
         name = self._program.name(node)
-        is_keras = name.startswith("keras.")
-        if not (name == "tensorflow" or name.startswith("tensorflow.") or is_keras):
-            return True
-        if is_keras:
+        if not self._is_of_library(name):
+            return
+        if name.startswith("keras."):
             if name == _TENSORBOARD:
                 self.stays.add(name)
             name = f"tensorflow.{name}"
             if is_in_keras(name.removeprefix("tensorflow.keras.")):
-                return False
+                return
         if self._roles.of(node) is Role.DATASET:
             self.stays.add("tf.data")
         elif name == "tensorflow.name_scope" and self._program.uses("tensorflow.summary."):
@@ -171,36 +167,40 @@ class Leftovers(cst.CSTVisitor):
         elif name.startswith(STAYS):
             self.stays.add(f"tf.{name.split('.')[1]}")
         elif not self._is_of_dataset(node):
-            code = cst.Module([]).code_for_node(node.with_changes(lpar=[], rpar=[]))
-            called = "".join(code.split())  # a name may go on in the next line
-            advice = advise(name)
-            if name == "tensorflow.GradientTape" and self._has_servers:
-                advice = SERVERS_TAPE
-            elif name == "tensorflow.GradientTape" and self._has_keras_model:
-                advice = KERAS_TAPE
-            elif name == "tensorflow.Module" and self._program.uses(_GRADIENTS):
-                advice = KERAS_MODULE
-            elif name == "tensorflow.Variable" and is_in_module(self._program, node):
-                advice = MODULE_VARIABLE
-            elif name.startswith("tensorflow.random.") and self._is_first_value(node):
-                advice = RANDOM_VALUE
-            self.found.append((node, called, advice))
-        return False
+            self._add(node, self._advise(name, node))
+
+    def _is_of_library(self, name: str) -> bool:
+        return name == "tensorflow" or name.startswith(("tensorflow.", "keras."))
+
+    def _advise(self, name: str, node: cst.Name | cst.Attribute) -> Advice:
+        """Returns the advice for a name, which may depend on the rest of the program."""
+        if name == "tensorflow.GradientTape" and self._has_servers:
+            return SERVERS_TAPE
+        if name == "tensorflow.GradientTape" and self._has_keras_model:
+            return KERAS_TAPE
+        if name == "tensorflow.Module" and self._program.uses(_GRADIENTS):
+            return KERAS_MODULE
+        if name == "tensorflow.Variable" and is_in_module(self._program, node):
+            return MODULE_VARIABLE
+        if name.startswith("tensorflow.random.") and self._is_first_value(node):
+            return RANDOM_VALUE
+        return advise(name)
 
     def _is_keras_object(self, name: cst.Name) -> bool:
-        """Whether a name is bound, around a function, to what Keras or an unknown function made."""
+        """Returns whether a captured name is bound to results of Keras or unknown functions."""
         scopes = {assignment.scope for assignment in self._program.assignments(name)}
         if self._program.scope(name) in scopes or not self._program.imports("keras"):
             return False
-        values = self._program.values(name)
-        return bool(values) and all(
-            isinstance(value, cst.Call) and not self._program.callee(value).startswith(_STATELESS)
-            for value in values or ()
+        return self._program.has_only(
+            name,
+            lambda x: (
+                isinstance(x, cst.Call) and not self._program.callee(x).startswith(_STATELESS)
+            ),
         )
 
     def _is_by_keras(self, name: cst.Name) -> bool:
-        """Whether a Keras object certainly is one, or the program's model is."""
-        values = self._program.values(name) or []
+        """Returns whether an object, or the program's model, is certainly a Keras object."""
+        values = self._program.values(name)
         return (
             self._has_keras_model
             or is_called_as_model(self._program, name)
@@ -212,23 +212,19 @@ class Leftovers(cst.CSTVisitor):
             )
         )
 
-    def _is_given_keras_variables(self, call: cst.Call) -> bool:
-        """Whether an optimizer is given gradients by the variables of a model of Keras."""
-        code = cst.Module([]).code_for_node(call)
-        return _is_update(call) and any(name in code for name in _TRAINED)
-
-    def _is_asked(self, call: cst.Call) -> bool:
-        return isinstance(call.func, cst.Attribute) and call.func.attr.value == _RESULT
+    def _has_keras_variables(self, call: cst.Call) -> bool:
+        """Returns whether a call updates an optimizer with the variables of a Keras model."""
+        return method_name(call) in _CHANGES and any(name in code_of(call) for name in _TRAINED)
 
     def _is_first_value(self, node: cst.CSTNode) -> bool:
-        """Whether a node is in the first value of a variable that is made in Python."""
+        """Returns whether a node is in the first value of a variable that Python creates."""
         return self._roles.of(node) is Role.HOST and any(
             self._program.callee(outer) in ("tensorflow.Variable", "tpudist.Variable")
             for outer in self._program.around(node)
         )
 
     def _is_of_dataset(self, node: cst.CSTNode) -> bool:
-        """Whether a node is an argument of a dataset that stays TensorFlow's."""
+        """Returns whether a node is an argument of a dataset that remains TensorFlow's."""
         for outer in self._program.around(node):
             if isinstance(outer, cst.BaseStatement | cst.FunctionDef | cst.Lambda):
                 return False
@@ -249,10 +245,6 @@ class Leftovers(cst.CSTVisitor):
         return False
 
 
-def _is_update(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and call.func.attr.value in _CHANGES
-
-
 class Unmark(cst.CSTTransformer):
     """Removes the marks of an earlier port."""
 
@@ -267,10 +259,9 @@ class Unmark(cst.CSTTransformer):
 
 
 class Mark(cst.CSTTransformer):
-    """Puts marks above each statement with leftovers, one for each section to read."""
+    """Adds marks above each statement with leftovers, one for each section of the guides."""
 
     def __init__(self, leftovers: Leftovers, program: Program):
-        """Creates the marks for the leftovers of a program."""
         super().__init__()
         names: dict[cst.CSTNode, dict[str, list[str]]] = {}
         for node, name, advice in leftovers.found:

@@ -1,6 +1,6 @@
-"""Optimizers of old Keras that the new one has with the same rule: `legacy.SGD`.
+"""The optimizer of old Keras that has the same rule in Keras 3: `legacy.SGD`.
 
-The others differ in where they add epsilon, so they are left.
+The other ones stay, because they add epsilon in a different place.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _SAME = {"learning_rate", "momentum", "nesterov", "name"}
 
 
 class LegacyOptimizers(Transformer):
-    """Rewrites calls whose arguments mean the same."""
+    """Rewrites calls whose arguments have the same meaning."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """One optimizer."""
+        """Rewrites one optimizer."""
         if self.program.callee(original_node) != _LEGACY or len(original_node.args) > 4:
             return updated_node
-        given = [arg.keyword.value for arg in original_node.args if arg.keyword]
-        if any(arg.star for arg in original_node.args) or not set(given) <= _SAME:
+        keywords = [arg.keyword.value for arg in original_node.args if arg.keyword]
+        if any(arg.star for arg in original_node.args) or not set(keywords) <= _SAME:
             return updated_node
-        if len(original_node.args) - len(given) > 3:  # the fourth is another one
+        if len(original_node.args) - len(keywords) > 3:  # the fourth differs
             return updated_node
         return updated_node.with_changes(func=self.write("keras.optimizers.SGD"))

@@ -14,7 +14,8 @@ from typing import Any
 from tpudist.port.leftovers import Leftover
 from tpudist.port.port_program import CannotPort, Ported, port_program
 
-# Statements that stand for what is no Python while a program is ported: none of them is changed.
+# Statements that replace cell borders and IPython commands during the port, which does not change
+# them.
 _CELL = re.compile(r"^__tpudist_cell__\((\d+)\)\n", re.MULTILINE)
 _LINE = re.compile(r"__tpudist_line__\((\d+)\)")
 _IPYTHON = re.compile(r"^([ \t]*)((?:!|\?|%%?[A-Za-z]).*)$", re.MULTILINE)
@@ -64,16 +65,14 @@ def port_notebook(
     leftovers.sort(key=lambda one: (one.cell or 0, one.line, one.name))
     is_same = all(new.get(i, text) == text for i, text in texts.items())
     indent = re.search(r'^\{\n( *)"', source)
-    after = (
-        source
-        if is_same
-        else json.dumps(notebook, indent=len(indent[1]) if indent else 1, ensure_ascii=False) + "\n"
-    )
-    return Ported(after, tuple(leftovers), tuple(sorted(stays)))
+    if not is_same:
+        num_blanks = len(indent[1]) if indent else 1
+        source = json.dumps(notebook, indent=num_blanks, ensure_ascii=False) + "\n"
+    return Ported(source, tuple(leftovers), tuple(sorted(stays)))
 
 
 def show_code(source: str) -> str:
-    """The code of a notebook as text, each cell under its number, to compare two of them."""
+    """Returns the code of a notebook, each cell under its number, to compare two notebooks."""
     return "".join(
         f"# In cell {i}:\n{''.join(cell['source'])}\n"
         for i, cell in enumerate(json.loads(source)["cells"], 1)
@@ -84,7 +83,7 @@ def show_code(source: str) -> str:
 def _port_cells(
     texts: dict[int, str], is_whole: bool, on_pass: Callable[[int, int], None]
 ) -> tuple[dict[int, str], list[Leftover], set[str]]:
-    """The cells of one program after the port."""
+    """Returns the cells of one program after the port, its leftovers, and the names that stay."""
     lines: list[str] = []
 
     def hide(line: re.Match[str]) -> str:
@@ -98,7 +97,7 @@ def _port_cells(
     ported = port_program(program, is_whole=is_whole, on_pass=on_pass)
     _, *parts = _CELL.split(ported.source)
     numbers = [int(number) for number in parts[::2]]
-    assert numbers == list(texts)  # nothing takes such a statement away
+    assert numbers == list(texts)  # no transformer removes such a statement
     new = {
         i: _LINE.sub(lambda line: lines[int(line[1])], text.removesuffix("\n"))
         for i, text in zip(numbers, parts[1::2], strict=True)
@@ -115,7 +114,7 @@ def _port_cells(
 
 
 def _is_python(text: str) -> bool:
-    """Whether a cell has no line of IPython: a line of an expression may begin with `%` as well."""
+    """Returns whether a cell is plain Python: a line of an expression may begin with `%`, too."""
     try:
         compile(text, "cell", "exec")
     except (SyntaxError, ValueError):

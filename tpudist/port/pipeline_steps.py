@@ -1,4 +1,4 @@
-"""The steps of a `tf.data` pipeline: which of them mean the same of a `tpudist.NumpyDataset`."""
+"""The steps of a `tf.data` pipeline that have an equivalent in `tpudist.NumpyDataset`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stage(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call of a pipeline: what it is called, and with what."""
+    """One call of a pipeline, with the name of the method and its arguments."""
 
     call: cst.Call
     method: str
@@ -43,7 +43,7 @@ PARAMETERS = {
 
 @dataclasses.dataclass
 class Chain:
-    """A pipeline: its first call, `repeat` of a single element if it is one, and its steps."""
+    """A pipeline: its first call, `repeat` if it repeats a single element, and its steps."""
 
     base: cst.Call
     repeat: cst.Call | None
@@ -51,7 +51,7 @@ class Chain:
 
 
 def begin(program: Program, root: cst.Call, calls: list[cst.Call]) -> Chain | None:
-    """The start of a chain, if what it slices can be arrays."""
+    """Returns the start of a chain; None if its data may not be arrays."""
     if len(root.args) != 1 or root.args[0].keyword is not None or root.args[0].star:
         return None
     if program.callee(root) == SLICES:
@@ -104,7 +104,7 @@ def arguments_of(step: Step) -> list[tuple[str, cst.BaseExpression]]:
 
 
 def read_step(call: cst.Call) -> Step | None:
-    """A call as a step of a pipeline, if all its arguments are known."""
+    """Returns a call as a step of a pipeline; None if an argument is unknown."""
     assert isinstance(call.func, cst.Attribute)
     method = call.func.attr.value
     parameters = PARAMETERS.get(method)
@@ -115,7 +115,7 @@ def read_step(call: cst.Call) -> Step | None:
         if arg.keyword is None and i >= len(parameters):
             return None
         name = arg.keyword.value if arg.keyword else parameters[i]
-        if name == "name":  # of the operation, in TensorFlow's graph
+        if name == "name":  # the name in TensorFlow's graph
             continue
         if name not in parameters:
             return None
@@ -124,15 +124,8 @@ def read_step(call: cst.Call) -> Step | None:
 
 
 def _is_literal_element(value: cst.BaseExpression) -> bool:
-    """Numbers, lists of them, or a tuple of such."""
-    if isinstance(value, cst.Tuple):
-        return all(
-            isinstance(part, cst.Element)
-            and not isinstance(part.value, cst.Tuple)
-            and _is_literal_element(part.value)
-            for part in value.elements
-        )
-    if isinstance(value, cst.List):
+    """Returns whether a value is a number, a list of numbers, or a tuple of both."""
+    if isinstance(value, cst.Tuple | cst.List):
         return all(
             isinstance(part, cst.Element)
             and not isinstance(part.value, cst.Tuple)
@@ -143,16 +136,8 @@ def _is_literal_element(value: cst.BaseExpression) -> bool:
 
 
 def repeat_rows(value: cst.BaseExpression, times: cst.BaseExpression) -> cst.BinaryOperation:
-    """`[value] * times`."""
+    """Returns `[value] * times`."""
     return cst.BinaryOperation(cst.List([cst.Element(value)]), cst.Multiply(), times)
-
-
-_NO_SPACE = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def keyword_of(name: str) -> dict:
-    """The keyword of an argument, if it has one."""
-    return {"keyword": cst.Name(name), "equal": _NO_SPACE} if name else {}
 
 
 def _is_name(value: cst.BaseExpression, *names: str) -> bool:

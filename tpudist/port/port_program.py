@@ -26,7 +26,8 @@ from tpudist.port.saved_files import SavedFiles
 from tpudist.port.state_variables import StateVariables
 from tpudist.port.strategy_names import StrategyNames
 
-# Those of one group do not change what the others of it look at.
+# The transformers of a group share one walk, so none may change code that another one of its group
+# reads. A later group sees the program as the earlier groups left it.
 TRANSFORMERS = (
     (DatasetPipelines,),
     (GraphFunctions, StateVariables),
@@ -89,7 +90,7 @@ def port_program(
             "For another module of the same program, add --module."
         )
     imports: set[str] = set()
-    num_passes = len(TRANSFORMERS) + 2  # then imports, and the list of what is left
+    num_passes = len(TRANSFORMERS) + 2  # the last two are the imports and the leftovers
     for number, transformers in enumerate(TRANSFORMERS, 1):
         changes = [transformer(program) for transformer in transformers]
         module = program.module.visit(Together(changes))
@@ -145,24 +146,7 @@ def _with_imports(program: Program, imports: set[str]) -> cst.Module:
 
 
 def _is_distributed(program: Program) -> bool:
-    """Whether a program uses tf.distribute, or was ported already."""
-    finder = _Finder(program)
-    program.walk(finder)
-    return finder.found
-
-
-class _Finder(cst.CSTVisitor):
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found = False
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        self._look(node)
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self._look(node)
-
-    def _look(self, node: cst.Name | cst.Attribute) -> None:
-        libraries = ("tensorflow.distribute", "tensorflow.compat.v1.distribute", "tpudist")
-        self.found = self.found or self._program.name(node).startswith(libraries)
+    """Returns whether a program uses tf.distribute, or was ported already."""
+    libraries = ("tensorflow.distribute", "tensorflow.compat.v1.distribute", "tpudist")
+    nodes = (*program.nodes(cst.Attribute), *program.nodes(cst.Name))
+    return any(program.name(node).startswith(libraries) for node in nodes)

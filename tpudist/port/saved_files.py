@@ -12,6 +12,7 @@ import libcst as cst
 
 from tpudist.port.analysis.file_accesses import MODEL, WEIGHTS, FileAccess, find_accesses
 from tpudist.port.analysis.file_paths import PathEnd
+from tpudist.port.analysis.nodes import code_of, function_name, keyword_name
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.guide_sections import (
@@ -82,11 +83,8 @@ class SavedFiles(Transformer):
         args = [
             arg
             for arg in updated_node.args
-            if not (
-                arg.keyword is not None
-                and arg.keyword.value == "save_format"
-                and isinstance(arg.value, cst.SimpleString | cst.Name)
-            )
+            if keyword_name(arg) != "save_format"
+            or not isinstance(arg.value, cst.SimpleString | cst.Name)
         ]
         if len(args) == len(updated_node.args):
             return updated_node
@@ -100,7 +98,7 @@ def find_wrong_accesses(program: Program) -> list[tuple[cst.CSTNode, str, Advice
     found: list[tuple[cst.CSTNode, str, Advice]] = []
     for access in program.once(find_accesses):
         function = access.call.func
-        name = "".join(cst.Module([]).code_for_node(function).split())
+        name = code_of(function)
         if access.is_wrong and access.is_load:
             found.append((function, name, LOADED_PATH))
         elif access.is_wrong:
@@ -120,7 +118,7 @@ def find_wrong_accesses(program: Program) -> list[tuple[cst.CSTNode, str, Advice
 def _corrections(
     program: Program, accesses: list[FileAccess]
 ) -> Iterator[tuple[FileAccess, PathEnd]]:
-    """The accesses to correct, each with the new end of its path."""
+    """Yields the accesses to correct, each with the new end of its path."""
     groups: list[tuple[list[FileAccess], dict[cst.Call, PathEnd]]] = []
     done: set[cst.Call] = set()
     for access in accesses:
@@ -171,22 +169,22 @@ def _correct_group(
 
 
 def _same_file(access: FileAccess, accesses: list[FileAccess]) -> list[FileAccess]:
-    """All accesses to the file of one access."""
+    """Returns all accesses to the file of one access."""
     group = [access]
-    for one in group:  # which grows
+    for one in group:  # the list grows in the loop, at most to all accesses
         group += [x for x in accesses if x not in group and one.is_same(x)]
     return group
 
 
 def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]) -> bool:
-    """Whether the variables of a path are used only as paths of such files."""
+    """Returns whether the variables of a path are used only as paths of such files."""
     calls = {one.call for one in accesses}
     assert access.end is not None
     return all(
         any(
             outer in calls
             or program.callee(outer) in _ASKS
-            or (isinstance(outer, cst.Call) and _is_print(outer))
+            or function_name(outer) == "print"
             or outer is program.parent(name)
             for outer in program.around(read)
         )
@@ -195,39 +193,17 @@ def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]
     )
 
 
-def _is_print(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Name) and call.func.value == "print"
-
-
 def _mentions(program: Program, group: list[FileAccess], accesses: list[FileAccess]) -> bool:
-    """Whether the program has the path of a file elsewhere, too."""
+    """Returns whether the program has the path of a file elsewhere, too."""
     paths = {one.end.text.rstrip("/") for one in group if one.end is not None}
-    finder = _Texts(program, {one.end.node for one in accesses if one.end is not None})
-    program.walk(finder)
+    known = {one.end.node for one in accesses if one.end is not None}
+    texts = {x.value for x in program.nodes(cst.FormattedStringText) if x not in known}
+    for node in program.nodes(cst.SimpleString):
+        outer, text = program.parent(node), node.evaluated_value
+        is_name = isinstance(outer, cst.Arg) and keyword_name(outer) == "name"
+        # A string that is a statement is a comment.
+        if node not in known and not is_name and not isinstance(outer, cst.Expr):
+            texts |= {text} if isinstance(text, str) else set()
     return any(
-        text.rstrip("/") == path or text.startswith(f"{path}/")
-        for text in finder.found
-        for path in paths
+        text.rstrip("/") == path or text.startswith(f"{path}/") for text in texts for path in paths
     )
-
-
-class _Texts(cst.CSTVisitor):
-    """The texts of a program, except some nodes, names and texts that are statements."""
-
-    def __init__(self, program: Program, known: set):
-        super().__init__()
-        self._program = program
-        self._known = known
-        self.found: set[str] = set()
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        outer = self._program.parent(node)
-        is_name = isinstance(outer, cst.Arg) and outer.keyword and outer.keyword.value == "name"
-        text = node.evaluated_value
-        if not is_name and not isinstance(outer, cst.Expr) and isinstance(text, str):
-            if node not in self._known:
-                self.found.add(text)
-
-    def visit_FormattedStringText(self, node: cst.FormattedStringText) -> None:
-        if node not in self._known:
-            self.found.add(node.value)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from tpudist.port.analysis.function_roles import Role, Roles
+from tpudist.port.analysis.function_roles import Role
 from tpudist.port.analysis.keras_objects import is_in_module
-from tpudist.port.analysis.program import Program
+from tpudist.port.analysis.nodes import function_name
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.operations.array_operations import DTYPES
 
@@ -24,13 +24,8 @@ _READERS = {"print", "float", "int", "bool", "str", "repr"}
 class StateVariables(Transformer):
     """Rewrites the variables whose readers are all known."""
 
-    def __init__(self, program: Program):
-        """Finds where functions run."""
-        super().__init__(program)
-        self._roles = program.once(Roles)
-
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """One variable that is made."""
+        """Rewrites the creation of a variable."""
         if self.program.callee(original_node) == "tensorflow.Variable" and self._is_known(
             original_node
         ):
@@ -40,14 +35,13 @@ class StateVariables(Transformer):
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        """The dtype of one."""
+        """Rewrites the dtype of a variable."""
         name = self.program.name(original_node).removeprefix("tensorflow.").removeprefix("dtypes.")
-        arg = self.program.parent(original_node)
-        call = self.program.parent(arg) if isinstance(arg, cst.Arg) else None
+        call = self.program.call_of_argument(original_node)
         if (
             name in DTYPES
             and self.program.name(original_node).startswith("tensorflow.")
-            and isinstance(call, cst.Call)
+            and call is not None
             and self.program.callee(call) == "tensorflow.Variable"
             and self._is_known(call)
         ):
@@ -55,9 +49,9 @@ class StateVariables(Transformer):
         return updated_node
 
     def _is_known(self, call: cst.Call) -> bool:
-        """Whether all that becomes of a variable is known."""
+        """Returns whether all uses of a variable are known."""
         outer = self.program.parent(call)
-        if self._roles.of(call) is not Role.HOST:
+        if self.roles.of(call) is not Role.HOST:
             return False
         if isinstance(outer, cst.Arg):
             return self._is_read_by(self.program.parent(outer))
@@ -65,30 +59,28 @@ class StateVariables(Transformer):
             return False
         name = outer.targets[0].target
         if isinstance(name, cst.Attribute):
-            if is_in_module(self.program, call):  # it is in `trainable_variables`
+            if is_in_module(self.program, call):  # `trainable_variables` lists it
                 return False
             return self._is_known_attribute(name.attr.value)
-        values = self.program.values(name) if isinstance(name, cst.Name) else None
-        if not values or not all(self.program.callee(one) in _VARIABLE for one in values):
+        if not self.program.has_only(name, lambda x: self.program.callee(x) in _VARIABLE):
             return False
         assert isinstance(name, cst.Name)
         return all(self._is_reader(read) for read in self.program.references(name))
 
     def _is_known_attribute(self, name: str) -> bool:
-        """Whether all that is assigned to an attribute is a variable, and all its readers known."""
+        """Returns whether an attribute has only variables as values, and all its uses are known."""
         values = self.program.attribute_values(name)
         if not all(self.program.callee(one) in _VARIABLE for one in values):
             return False
-        finder = _Attributes(name)
-        self.program.walk(finder)
         return all(
             self._is_reader(node)
-            for node in finder.found
-            if not isinstance(self.program.parent(node), cst.AssignTarget)
+            for node in self.program.nodes(cst.Attribute)
+            if node.attr.value == name
+            and not isinstance(self.program.parent(node), cst.AssignTarget)
         )
 
     def _is_reader(self, read: cst.CSTNode) -> bool:
-        role = self._roles.of(read)
+        role = self.roles.of(read)
         if role is not Role.HOST:
             return role is Role.REPLICA
         outer = self.program.parent(read)
@@ -106,24 +98,11 @@ class StateVariables(Transformer):
         )
 
     def _is_read_by(self, call: cst.CSTNode | None) -> bool:
-        """Whether a call only looks at a variable."""
+        """Returns whether a call only reads a variable."""
         if not isinstance(call, cst.Call):
             return False
         if self.program.callee(call) == "tensorflow.train.Checkpoint":
             return True
         if isinstance(call.func, cst.Attribute):
             return call.func.attr.value == "format" and isinstance(call.func.value, cst.BaseString)
-        return isinstance(call.func, cst.Name) and call.func.value in _READERS
-
-
-class _Attributes(cst.CSTVisitor):
-    """The attributes of a name, of whatever objects."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self._name = name
-        self.found: list[cst.Attribute] = []
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        if node.attr.value == self._name:
-            self.found.append(node)
+        return function_name(call) in _READERS

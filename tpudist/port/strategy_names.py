@@ -9,42 +9,33 @@ import functools
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, remove_statement
+from tpudist.port.analysis.nodes import remove_statement
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.tensorflow_names import TPUDIST
 
-_INITIALISES = (
-    "tensorflow.autograph.set_verbosity",
-    "tensorflow.compat.v1.enable_eager_execution",
-    "tensorflow.compat.v1.enable_v2_behavior",
-    "tensorflow.compat.v1.logging.set_verbosity",
-    "tensorflow.config.optimizer.set_experimental_options",
-    "tensorflow.config.optimizer.set_jit",
-    "tensorflow.config.set_soft_device_placement",
-    "tensorflow.config.threading.set_inter_op_parallelism_threads",
-    "tensorflow.config.threading.set_intra_op_parallelism_threads",
-    "tensorflow.debugging.set_log_device_placement",
-    "tensorflow.enable_eager_execution",
-    "tensorflow.enable_v2_behavior",
-    "tensorflow.config.experimental_connect_to_cluster",
-    "tensorflow.config.experimental_connect_to_host",
-    "tensorflow.tpu.experimental.initialize_tpu_system",
-    "tensorflow.tpu.experimental.shutdown_tpu_system",
-)
+_INITIALIZES = {
+    f"tensorflow.{name}"
+    for name in """
+        autograph.set_verbosity compat.v1.enable_eager_execution compat.v1.enable_v2_behavior
+        compat.v1.logging.set_verbosity config.experimental_connect_to_cluster
+        config.experimental_connect_to_host config.optimizer.set_experimental_options
+        config.optimizer.set_jit config.set_soft_device_placement
+        config.threading.set_inter_op_parallelism_threads
+        config.threading.set_intra_op_parallelism_threads debugging.set_log_device_placement
+        enable_eager_execution enable_v2_behavior tpu.experimental.initialize_tpu_system
+        tpu.experimental.shutdown_tpu_system
+    """.split()
+}
 
 # JAX allocates most of the memory at its start by default.
 _GROWS = "tensorflow.config.experimental.set_memory_growth"
 _NO_PREALLOCATION = 'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"'
 _LISTS = {
-    f"tensorflow.config.{name}"
-    for name in (
-        "experimental.list_logical_devices",
-        "experimental.list_physical_devices",
-        "list_logical_devices",
-        "list_physical_devices",
-    )
+    f"tensorflow.config.{place}list_{kind}_devices"
+    for place in ("", "experimental.")
+    for kind in ("logical", "physical")
 }
-# To list devices of JAX starts it, which has to wait for these.
+# Listing devices starts JAX, so it has to come after these.
 _BEFORE_DEVICES = (
     _GROWS,
     "tensorflow.config.experimental.set_virtual_device_configuration",
@@ -57,12 +48,12 @@ _BEFORE_DEVICES = (
 
 
 class StrategyNames(Transformer):
-    """`tf.distribute.X` is `tpudist.X`."""
+    """Rewrites `tf.distribute.X` to `tpudist.X`."""
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        """Names by the table."""
+        """Rewrites a name of the table."""
         name = TPUDIST.get(self.program.name(original_node))
         if name and not self._is_server_here(original_node) and self._names_objects(original_node):
             return self.write(name, updated_node)
@@ -76,7 +67,7 @@ class StrategyNames(Transformer):
         if more or not isinstance(first, cst.Expr):
             return updated_node
         called = self.program.callee(first.value)
-        if called in _INITIALISES:
+        if called in _INITIALIZES:
             return remove_statement(self.program.parent(original_node), updated_node)
         if called == _GROWS:
             self.imports.add("os")
@@ -86,7 +77,7 @@ class StrategyNames(Transformer):
         return updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        """The devices of one kind, and whether code is run as it is written."""
+        """Rewrites lists of the devices of one kind, and `tf.executing_eagerly()`."""
         name = self.program.callee(original_node)
         if name == "tensorflow.executing_eagerly" and not original_node.args:
             return cst.Name("True")
@@ -103,13 +94,13 @@ class StrategyNames(Transformer):
 
     @functools.cached_property
     def _waits(self) -> bool:
-        """Whether a program sets up something that must come before JAX starts."""
-        finder = _Finder(self.program)
-        self.program.walk(finder)
-        return finder.found
+        """Returns whether the program sets up something that must come before JAX starts."""
+        return any(
+            self.program.name(x) in _BEFORE_DEVICES for x in self.program.nodes(cst.Attribute)
+        )
 
     def _names_objects(self, node: cst.Attribute) -> bool:
-        """Whether a checkpoint is given its objects by name, as it must be here."""
+        """Returns whether a checkpoint receives its objects by name, as tpudist requires."""
         call = self.program.parent(node)
         if self.program.name(node) != "tensorflow.train.Checkpoint" or not isinstance(
             call, cst.Call
@@ -118,22 +109,10 @@ class StrategyNames(Transformer):
         return all(arg.keyword is not None or arg.star == "**" for arg in call.args)
 
     def _is_server_here(self, node: cst.Attribute) -> bool:
-        """Whether a server is started and not kept: one of several in this process."""
+        """Returns whether a server is started and not stored: one of several in this process."""
         call = self.program.parent(node)
         return (
             self.program.name(node) == "tensorflow.distribute.Server"
             and isinstance(call, cst.Call)
             and isinstance(self.program.parent(call), cst.Expr)
         )
-
-
-class _Finder(cst.CSTVisitor):
-    """Whether anything that must come before JAX starts is named."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found = False
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        self.found = self.found or self._program.name(node) in _BEFORE_DEVICES

@@ -1,6 +1,6 @@
 """Names of TensorFlow that tpudist, or Keras, offers with the same meaning."""
 
-# Of `tf.distribute`, by submodule; tpudist has them at the same places.
+# The names of `tf.distribute` by submodule. tpudist has them in the same places.
 DISTRIBUTE = {
     "": """
         CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
@@ -27,7 +27,7 @@ DISTRIBUTE = {
     "experimental.rpc": "Client Server",
 }
 
-# Of `tf.compat.v1.distribute`.
+# The names of `tf.compat.v1.distribute`.
 DISTRIBUTE_V1 = {
     "": """
         CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy
@@ -42,32 +42,29 @@ DISTRIBUTE_V1 = {
 }
 
 TPUDIST = {
-    "tensorflow.IndexedSlices": "tpudist.IndexedSlices",
-    "tensorflow.VariableAggregation": "tpudist.VariableAggregation",
-    "tensorflow.VariableSynchronization": "tpudist.VariableSynchronization",
-    "tensorflow.config.functions_run_eagerly": "tpudist.functions_run_eagerly",
     "tensorflow.config.experimental_run_functions_eagerly": "tpudist.run_functions_eagerly",
-    "tensorflow.config.run_functions_eagerly": "tpudist.run_functions_eagerly",
-    "tensorflow.errors.CancelledError": "tpudist.errors.CancelledError",
-    "tensorflow.errors.DeadlineExceededError": "tpudist.errors.DeadlineExceededError",
-    "tensorflow.errors.OutOfRangeError": "tpudist.errors.OutOfRangeError",
-    "tensorflow.errors.UnavailableError": "tpudist.errors.UnavailableError",
-    "tensorflow.train.Checkpoint": "tpudist.checkpoint.Checkpoint",
-    "tensorflow.train.CheckpointManager": "tpudist.checkpoint.CheckpointManager",
-    "tensorflow.train.latest_checkpoint": "tpudist.checkpoint.latest_checkpoint",
     "tensorflow.train.ClusterSpec": "tpudist.cluster_resolver.ClusterSpec",
-    "tensorflow.types.experimental.distributed.Mirrored": "tpudist.Mirrored",
-    "tensorflow.types.experimental.distributed.PerReplica": "tpudist.PerReplica",
 }
-for _name in (
-    "DeviceAssignment",
-    "DeviceOrderMode",
-    "HardwareFeature",
-    "TPUSystemMetadata",
-    "Topology",
-    "initialize_tpu_system",
+# Other names, by the module of TensorFlow and the module of tpudist.
+for _tensorflow, _tpudist, _names in (
+    ("", "", "IndexedSlices VariableAggregation VariableSynchronization"),
+    ("config.", "", "functions_run_eagerly run_functions_eagerly"),
+    (
+        "errors.",
+        "errors.",
+        "CancelledError DeadlineExceededError OutOfRangeError UnavailableError",
+    ),
+    ("train.", "checkpoint.", "Checkpoint CheckpointManager latest_checkpoint"),
+    ("types.experimental.distributed.", "", "Mirrored PerReplica"),
+    (
+        "tpu.experimental.",
+        "experimental.",
+        "DeviceAssignment DeviceOrderMode HardwareFeature TPUSystemMetadata Topology "
+        "initialize_tpu_system",
+    ),
 ):
-    TPUDIST[f"tensorflow.tpu.experimental.{_name}"] = f"tpudist.experimental.{_name}"
+    for _name in _names.split():
+        TPUDIST[f"tensorflow.{_tensorflow}{_name}"] = f"tpudist.{_tpudist}{_name}"
 for _tables, _tensorflow, _tpudist in (
     (DISTRIBUTE, "tensorflow.distribute", "tpudist"),
     (DISTRIBUTE_V1, "tensorflow.compat.v1.distribute", "tpudist.compat.v1.distribute"),
@@ -77,7 +74,7 @@ for _tables, _tensorflow, _tpudist in (
             _inner = f"{_module}.{_name}" if _module else _name
             TPUDIST[f"{_tensorflow}.{_inner}"] = f"{_tpudist}.{_inner}"
 
-# Of TensorFlow 2.21, whose `tf.keras` is Keras 3: older names of the same.
+# Older names of modules of Keras in TensorFlow 2.21, whose `tf.keras` is Keras 3.
 KERAS_ALIASES = {
     "tensorflow.losses": "keras.losses",
     "tensorflow.metrics": "keras.metrics",
@@ -85,8 +82,8 @@ KERAS_ALIASES = {
     "tensorflow.initializers": "keras.initializers",
 }
 
-# What Keras 3 has for its own backend only, or not at all, though `tf.keras` has names for it.
-# Where a name is a prefix, all below it is meant.
+# Names of `tf.keras` that Keras 3 does not have, or only for its TensorFlow backend. A name stands
+# for everything below it, too.
 NOT_IN_KERAS = (
     "backend",
     "estimator",
@@ -117,7 +114,7 @@ NOT_IN_KERAS = (
     "utils.experimental",
     "wrappers",
 )
-# Of `keras.backend`, what Keras 3 has for every backend.
+# Names of `keras.backend` that Keras 3 has for every backend.
 IN_KERAS_BACKEND = (
     "backend backend.clear_session backend.epsilon backend.floatx backend.get_uid "
     "backend.image_data_format backend.is_float_dtype backend.is_int_dtype "
@@ -125,26 +122,19 @@ IN_KERAS_BACKEND = (
     "backend.set_image_data_format backend.standardize_dtype backend.backend"
 ).split()
 
-# What works on beside JAX, because what it gives is read as NumPy, or is about files.
-STAYS = (
-    "tensorflow.__version__",
-    "tensorflow.data",
-    "tensorflow.io",
-    "tensorflow.summary",
-    "tensorflow.get_logger",
-    "tensorflow.lookup",
-    "tensorflow.strings",
-    "tensorflow.train.BytesList",
-    "tensorflow.train.Example",
-    "tensorflow.train.Feature",
-    "tensorflow.train.FloatList",
-    "tensorflow.train.Int64List",
-    "tensorflow.version",
+# Names that still work next to JAX, because their results are read as NumPy arrays, or because they
+# only handle files.
+STAYS = tuple(
+    f"tensorflow.{name}"
+    for name in """
+        __version__ data io summary get_logger lookup strings train.BytesList train.Example
+        train.Feature train.FloatList train.Int64List version
+    """.split()
 )
 
 
 def is_in_keras(name: str) -> bool:
-    """Whether `keras` has what `tf.keras` calls `name`, as `layers.Dense`."""
+    """Returns whether `keras` has a name of `tf.keras`, such as `layers.Dense`."""
     if name in IN_KERAS_BACKEND:
         return True
     missing = " ".join(NOT_IN_KERAS).split()

@@ -9,6 +9,7 @@ import libcst as cst
 
 from tpudist.port.analysis.file_paths import PathEnd, read_end
 from tpudist.port.analysis.keras_objects import is_model
+from tpudist.port.analysis.nodes import code_of, keyword_name
 from tpudist.port.analysis.program import Program
 
 MODEL, WEIGHTS = "model", "weights"
@@ -36,7 +37,7 @@ _ACCEPTED = {
 _ACCEPTED_BY_CHECKPOINT = (".keras", ".h5")
 # Arguments of Keras 2 that raise an exception in Keras 3.
 _REMOVED = {"load_weights_on_restart", "options", "period", "save_traces", "signatures"}
-# Arguments for other forms of files, about which nothing is said.
+# Arguments for other forms of files; the port leaves such calls.
 _OTHER_FORMS = {"max_shard_size", "zipped"}
 
 # Libraries whose objects have other methods of the same name.
@@ -68,11 +69,11 @@ class FileAccess:
     removed: tuple[str, ...]
 
     def has(self, argument: str) -> bool:
-        """Whether the call has a keyword argument."""
-        return any(arg.keyword and arg.keyword.value == argument for arg in self.call.args)
+        """Returns whether the call has a keyword argument."""
+        return any(keyword_name(arg) == argument for arg in self.call.args)
 
     def is_same(self, other: FileAccess) -> bool:
-        """Whether two calls certainly access the same file."""
+        """Returns whether two calls certainly access the same file."""
         if self.end is None or other.end is None:
             return False
         if self.code == other.code or (self.end.node and self.end.node is other.end.node):
@@ -83,19 +84,19 @@ class FileAccess:
         return is_equal or _matches(self.end, other.end) or _matches(other.end, self.end)
 
     def may_be_same(self, other: FileAccess) -> bool:
-        """Whether two calls may access the same file, by the ends of their paths."""
+        """Returns whether two calls may access the same file, by the ends of their paths."""
         if self.end is None or other.end is None or self.is_same(other):
             return False
         if self._has_other_folder(other.end):
             return False
         one, two = self.end.literals, other.end.literals
         if self.end.is_name and other.end.is_name and 1 in (len(one), len(two)):
-            return False  # `is_same` has compared all of them
+            return False  # `is_same` has compared the complete names
         starts = one[0].startswith(two[0]) or two[0].startswith(one[0])
         return starts and (one[-1].endswith(two[-1]) or two[-1].endswith(one[-1]))
 
     def _has_other_folder(self, other: PathEnd) -> bool:
-        """Whether the folders of two paths certainly differ."""
+        """Returns whether the folders of two paths certainly differ."""
         assert self.end is not None
         one, two = self.end.folder, other.folder
         is_known = self.end.is_name and other.is_name and "{" not in one + two
@@ -107,61 +108,59 @@ def find_accesses(program: Program) -> list[FileAccess]:
     uses_keras = program.imports("keras") or any(map(program.uses, ("keras.", "tensorflow.keras.")))
     if not uses_keras:
         return []
-    finder = _Accesses(program)
-    program.walk(finder)
-    return [one for one in finder.found if not finder.is_defined(one.call)]
+    finder = _AccessFinder(program)
+    accesses = [finder.read(node) for node in program.nodes(cst.Call)]
+    return [x for x in accesses if x is not None and not finder.is_defined(x.call)]
 
 
 def _matches(pattern: PathEnd, end: PathEnd) -> bool:
-    """Whether a name is another name with numbers for inserted values."""
+    """Returns whether a name is another name with numbers for inserted values."""
     return re.fullmatch(r"[-\d.]+".join(map(re.escape, pattern.literals)), end.name) is not None
 
 
-class _Accesses(cst.CSTVisitor):
+class _AccessFinder:
     def __init__(self, program: Program):
-        super().__init__()
         self._program = program
-        self._methods: set[str] = set()  # that the program defines itself
-        self.found: list[FileAccess] = []
+        # The functions that the program defines itself.
+        self._defined = {node.name.value for node in program.nodes(cst.FunctionDef)}
 
     def is_defined(self, call: cst.Call) -> bool:
-        """Whether the program may define the method of a call itself."""
+        """Returns whether the program may define the method of a call itself."""
         return (
             isinstance(call.func, cst.Attribute)
-            and call.func.attr.value in self._methods
+            and call.func.attr.value in self._defined
             and not self._program.callee(call)
             and not is_model(self._program, call.func.value)
         )
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._methods.add(node.name.value)
-
-    def visit_Call(self, node: cst.Call) -> None:
-        if any(arg.star for arg in node.args) or (what := self._what(node)) is None:
-            return
-        kind, place, is_load, is_certain, accepted = what
+    def read(self, node: cst.Call) -> FileAccess | None:
+        """Returns a call as a file access; None for other calls."""
+        if any(arg.star for arg in node.args) or (method := self._find_method(node)) is None:
+            return None
+        kind, place, is_load, is_certain, accepted = method
         value = self._argument(node, place, "filepath")
         if value is None:
-            return
+            return None
         end = read_end(self._program, value)
         if end is not None and end.text.startswith("hf://"):
-            return
+            return None
         if end is not None and not end.is_name and _may_have(end.text, accepted):
             end = None
         keywords = {arg.keyword.value for arg in node.args if arg.keyword}
         if keywords & _OTHER_FORMS:
-            return
+            return None
         removed = keywords & _REMOVED
         if kind == WEIGHTS and "save_format" in keywords:
             removed |= {"save_format"}
         is_wrong = end is not None and not end.text.endswith(accepted)
-        code = "".join(cst.Module([]).code_for_node(value).split())
-        self.found.append(
-            FileAccess(node, kind, is_load, is_certain, code, end, is_wrong, tuple(sorted(removed)))
-        )
+        in_order = tuple(sorted(removed))
+        return FileAccess(node, kind, is_load, is_certain, code_of(value), end, is_wrong, in_order)
 
-    def _what(self, call: cst.Call) -> tuple[str, int, bool, bool, tuple[str, ...]] | None:
-        """The kind, the place of the path, whether it loads and is certain, and extensions."""
+    def _find_method(self, call: cst.Call) -> tuple[str, int, bool, bool, tuple[str, ...]] | None:
+        """Returns the method of a call: kind, position of the path, and three facts.
+
+        These are whether it loads, whether the kind is certain, and the accepted extensions.
+        """
         name = self._program.callee(call).removeprefix("tensorflow.")
         if name == _CHECKPOINT:
             only = self._argument(call, _WEIGHTS_ONLY, "save_weights_only")
@@ -182,32 +181,29 @@ class _Accesses(cst.CSTVisitor):
         return *found, is_certain, _ACCEPTED[found[0], found[2]]
 
     def _is_model(self, owner: cst.BaseExpression) -> bool:
-        """Whether an object, or an attribute of objects, is certainly a Keras model."""
-        made = (
-            self._program.attribute_values(owner.attr.value)
-            if isinstance(owner, cst.Attribute)
-            else []
-        )
-        is_stored = bool(made) and all(is_model(self._program, value) for value in made)
+        """Returns whether an object, or an attribute of objects, is certainly a Keras model."""
+        name = owner.attr.value if isinstance(owner, cst.Attribute) else ""
+        values = self._program.attribute_values(name)
+        is_stored = bool(values) and all(is_model(self._program, value) for value in values)
         return is_stored or is_model(self._program, owner)
 
     def _may_be_model(self, owner: cst.BaseExpression) -> bool:
-        """Whether the name of an object ends in `model`, and another library did not create it."""
-        values = self._program.values(owner) if isinstance(owner, cst.Name) else None
+        """Returns whether an object has a name like a model, and no other library created it."""
+        values = self._program.values(owner)
         name = owner.attr if isinstance(owner, cst.Attribute) else owner
         return (
             isinstance(name, cst.Name)
             and name.value.lower().rstrip("_0123456789").endswith("model")
-            and not any(self._program.callee(x).startswith(_OTHERS) for x in values or ())
+            and not any(self._program.callee(x).startswith(_OTHERS) for x in values)
         )
 
     def _argument(self, call: cst.Call, place: int, name: str) -> cst.BaseExpression | None:
         positional = [arg.value for arg in call.args if arg.keyword is None]
         if place < len(positional):
             return positional[place]
-        return next((x.value for x in call.args if x.keyword and x.keyword.value == name), None)
+        return next((x.value for x in call.args if keyword_name(x) == name), None)
 
 
 def _may_have(text: str, accepted: tuple[str, ...]) -> bool:
-    """Whether the unknown beginning of a path may complete a file extension."""
+    """Returns whether the unknown beginning of a path may complete a file extension."""
     return not text.startswith(".") and any(suffix.endswith(text) for suffix in accepted)

@@ -7,6 +7,7 @@ import re
 
 import libcst as cst
 
+from tpudist.port.analysis.nodes import function_name
 from tpudist.port.analysis.program import Program
 
 _JOINS = ("os.path.join", "posixpath.join", "tensorflow.io.gfile.join")
@@ -14,7 +15,7 @@ _PATHS = ("pathlib.Path", "pathlib.PurePath", "pathlib.PosixPath")
 _SAME = ("os.fspath", "os.path.abspath", "os.path.expanduser", "os.path.normpath")
 # The checkpoints of `tf.train` are several files with a common prefix.
 _CHECKPOINTS = ("tensorflow.train.latest_checkpoint", "tpudist.checkpoint.latest_checkpoint")
-_DEPTH = 9  # how many expressions are followed
+_DEPTH = 9  # number of expressions that are followed, which also ends recursion
 # An inserted number, which cannot be part of a file extension.
 _NUMBER = re.compile(r"[^a-z]*[dfi]")
 # Values that an operator or a callback inserts.
@@ -104,7 +105,7 @@ def read_end(program: Program, value: cst.BaseExpression, depth: int = 0) -> Pat
             return _end_of_template(text, r"%([^%a-zA-Z]*[a-zA-Z])$")
         case cst.Name():
             values = program.values(value)
-            if values is None or len(values) != 1:
+            if len(values) != 1:
                 return None
             end = read_end(program, values[0], depth + 1)
             return end and dataclasses.replace(end, variables=(value, *end.variables))
@@ -119,8 +120,8 @@ def _end_of_call(program: Program, call: cst.Call, depth: int) -> PathEnd | None
         return PathEnd("ckpt-1", None, False)
     if not call.args or any(arg.star for arg in call.args):
         return None
-    is_str = isinstance(function, cst.Name) and function.value == "str"
-    if name in _JOINS or name in _PATHS or name in _SAME or (is_str and not name):
+    is_str = function_name(call) == "str" and not name
+    if name in _JOINS or name in _PATHS or name in _SAME or is_str:
         return read_end(program, call.args[-1].value, depth + 1)
     if not isinstance(function, cst.Attribute):
         return None
@@ -132,7 +133,7 @@ def _end_of_call(program: Program, call: cst.Call, depth: int) -> PathEnd | None
 
 
 def _end_of_format(value: cst.FormattedString) -> PathEnd | None:
-    """The end of an f-string."""
+    """Returns the end of an f-string."""
     if not value.parts:
         return None
     first, *_, last = [*value.parts[:1], *value.parts]
@@ -147,7 +148,7 @@ def _end_of_format(value: cst.FormattedString) -> PathEnd | None:
 
 
 def _end_of_template(text: cst.SimpleString, last: str) -> PathEnd | None:
-    """The end of a text into which an operator inserts values."""
+    """Returns the end of a string into which an operator inserts values."""
     value = text.evaluated_value
     if not isinstance(value, str):
         return None

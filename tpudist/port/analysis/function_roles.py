@@ -11,8 +11,8 @@ import functools
 
 import libcst as cst
 
+from tpudist.port.analysis.nodes import code_of, keyword_name, returned_values
 from tpudist.port.analysis.program import Program
-from tpudist.port.analysis.returned_values import Returns
 
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
 _MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
@@ -22,15 +22,9 @@ _FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
 _KERAS = ("tensorflow.keras.", "keras.")
 
+# Prefixes of operations that read or decode examples.
 _READS = tuple(
-    f"tensorflow.{name}"
-    for name in (
-        "io.decode",
-        "io.parse",
-        "io.read_file",
-        "image.",
-        "py_function",
-    )
+    f"tensorflow.{x}" for x in "io.decode io.parse io.read_file image. py_function".split()
 )
 
 Function = cst.FunctionDef | cst.Lambda
@@ -46,19 +40,23 @@ class Role(enum.Enum):
     KERAS = "in a Keras object, on whatever backend"
 
 
-class Roles(cst.CSTVisitor):
+class Roles:
     """The roles of all functions of a program; a function may have several."""
 
     def __init__(self, program: Program):
-        """Finds the roles of the functions of `program`."""
-        super().__init__()
         self._program = program
         self._roles: dict[Function, set[Role]] = {}
-        self._calls: list[tuple[Function | None, Function]] = []
-        self._gives: set[cst.CSTNode] = set()
+        self._calls: list[tuple[Function | None, Function]] = []  # callers and callees
+        self._passed: set[cst.CSTNode] = set()  # arguments of strategies and datasets
         self._methods: dict[str, list[cst.FunctionDef]] = {}
-        program.walk(_Methods(self._methods))
-        program.walk(self)
+        for node in program.nodes(cst.ClassDef):
+            for statement in node.body.body:
+                if isinstance(statement, cst.FunctionDef):
+                    self._methods.setdefault(statement.name.value, []).append(statement)
+        for call in program.nodes(cst.Call):
+            self._note_call(call)
+        self._note_properties()
+        self._note_keras_methods()
         self._note_other_uses()
         self._note_readers_of_files()
         self._spread()
@@ -70,13 +68,13 @@ class Roles(cst.CSTVisitor):
                 found := self._roles.get(outer)
             ):
                 if Role.KERAS in found and Role.DATASET not in found:
-                    return Role.KERAS  # which computes anywhere but in a pipeline
+                    return Role.KERAS  # `keras.ops` work everywhere except in a pipeline
                 if found == {Role.HOST, Role.REPLICA}:
                     return Role.BOTH
                 return next(iter(found)) if len(found) == 1 else None
         return Role.HOST
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def _note_call(self, node: cst.Call) -> None:
         """Records functions that a strategy or a dataset receives, and calls."""
         func = node.func
         if isinstance(func, cst.Name) and (callee := self._program.function(func)):
@@ -89,43 +87,43 @@ class Roles(cst.CSTVisitor):
         is_run = func.attr.value in _RUNS and self._is_strategy(func.value, node)
         if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:
             return
-        given: list[Function] = []
+        passed: list[Function] = []
         for arg in node.args:
             if arg.keyword is None or arg.keyword.value in _FUNCTIONS:
                 function = self._function(arg.value)
-                if function is not None and not (is_run and given):
-                    given.append(function)
-                    self._gives.add(arg.value)
+                if function is not None and not (is_run and passed):
+                    passed.append(function)
+                    self._passed.add(arg.value)
         if self._program.name(func) != _FUNCTION:
-            for function in given:
+            for function in passed:
                 self._add(function, Role.REPLICA if is_run else Role.DATASET)
 
-    def visit_Attribute(self, node: cst.Attribute) -> None:
+    def _note_properties(self) -> None:
         """Records properties, whose methods run where they are read."""
-        for method in self._methods.get(node.attr.value, ()):
-            if any(_is_property(one.decorator) for one in method.decorators):
-                self._calls.append((self._function_around(node), method))
+        for node in self._program.nodes(cst.Attribute):
+            for method in self._methods.get(node.attr.value, ()):
+                if any(_is_property(one.decorator) for one in method.decorators):
+                    self._calls.append((self._function_around(node), method))
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        """Methods of Keras classes."""
-        if any(self._program.name(base.value).startswith(_KERAS) for base in node.bases):
-            for statement in node.body.body:
-                if isinstance(statement, cst.FunctionDef):
-                    self._add(statement, Role.KERAS)
+    def _note_keras_methods(self) -> None:
+        for node in self._program.nodes(cst.ClassDef):
+            if any(self._program.name(base.value).startswith(_KERAS) for base in node.bases):
+                for statement in node.body.body:
+                    if isinstance(statement, cst.FunctionDef):
+                        self._add(statement, Role.KERAS)
 
     def _is_strategy(self, owner: cst.BaseExpression, call: cst.Call) -> bool:
-        """Whether an object with a `run` is a strategy, by its value, its name or its arguments.
+        """Returns whether an object with a `run` is a strategy, by its value, name or arguments.
 
-        The port cannot follow an argument of a function. It counts as a strategy if its name says
-        so, or if its `run` receives `args=`.
+        The port cannot follow an argument of a function. It counts as a strategy if its name
+        contains "strategy", or if its `run` receives `args=`.
         """
         if self._program.name(owner):  # a module
             return False
-        values = self._program.values(owner) if isinstance(owner, cst.Name) else None
-        if values and all(self._program.callee(one).startswith(_STRATEGIES) for one in values):
+        if self._program.has_only(owner, lambda x: self._program.callee(x).startswith(_STRATEGIES)):
             return True
-        name = cst.Module([]).code_for_node(owner).lower()
-        return "strategy" in name or any(x.keyword and x.keyword.value == "args" for x in call.args)
+        name = code_of(owner).lower()
+        return "strategy" in name or any(keyword_name(x) == "args" for x in call.args)
 
     def _function(self, node: cst.CSTNode) -> Function | None:
         """Returns the function of a name, a lambda or `self.name`; None if uncertain."""
@@ -142,7 +140,7 @@ class Roles(cst.CSTVisitor):
             for read in self._program.references(function.name):
                 outer = self._program.parent(read)
                 is_call = isinstance(outer, cst.Call) and outer.func is read
-                if not is_call and read not in self._gives:
+                if not is_call and read not in self._passed:
                     self._add(function, Role.HOST)
 
     def _note_readers_of_files(self) -> None:
@@ -150,25 +148,28 @@ class Roles(cst.CSTVisitor):
 
         Another file may pass them to `map`. They have a parameter and return a value.
         """
-        finder = _Readers(self._program)
-        self._program.walk(finder)
-        for node in finder.found:
+        for node in self._program.nodes(cst.Call):
+            if not self._program.callee(node).startswith(_READS):
+                continue
             function = self._function_around(node)
             if isinstance(function, cst.FunctionDef) and function not in self._roles:
-                returns = Returns()
-                function.body.visit(returns)
-                if function.params.params and any(x is not None for x in returns.values):
+                if function.params.params and any(map(bool, returned_values(function))):
                     self._add(function, Role.DATASET)
 
     def builds_model(self, node: cst.CSTNode) -> bool:
-        """Whether the function around a node calls layers of Keras, also on symbolic tensors."""
+        """Returns whether the function around a node calls Keras layers, maybe symbolically."""
         return self._function_around(node) in self._builders
 
     @functools.cached_property
     def _builders(self) -> set[Function | None]:
-        finder = _LayerCalls(self._program)
-        self._program.walk(finder)
-        return {self._function_around(node) for node in finder.found}
+        calls = filter(self._is_layer_call, self._program.nodes(cst.Call))
+        return {self._function_around(node) for node in calls}
+
+    def _is_layer_call(self, node: cst.Call) -> bool:
+        """Returns whether a call creates and calls a layer at once, or creates a model's input."""
+        layer = self._program.callee(node.func)
+        is_input = self._program.callee(node).endswith(("keras.Input", "keras.layers.Input"))
+        return is_input or layer.startswith(("tensorflow.keras.layers.", "keras.layers."))
 
     def _add(self, function: Function, role: Role) -> None:
         self._roles.setdefault(function, set()).add(role)
@@ -188,7 +189,7 @@ class Roles(cst.CSTVisitor):
         while before != (before := sum(map(len, self._roles.values()))):
             for caller, callee in self._calls:
                 roles = self._roles_around(caller)
-                # A function that nobody gives to a strategy is of the host, without being noted.
+                # A function without a record belongs to the host, so that role need not be added.
                 if roles != {Role.HOST} or callee in self._roles:
                     self._roles.setdefault(callee, set()).update(roles)
 
@@ -203,44 +204,3 @@ class Roles(cst.CSTVisitor):
 
 def _is_property(decorator: cst.BaseExpression) -> bool:
     return isinstance(decorator, cst.Name) and decorator.value in ("property", "cached_property")
-
-
-class _Methods(cst.CSTVisitor):
-    """The functions of all classes, by name."""
-
-    def __init__(self, methods: dict[str, list[cst.FunctionDef]]):
-        super().__init__()
-        self._methods = methods
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        for statement in node.body.body:
-            if isinstance(statement, cst.FunctionDef):
-                self._methods.setdefault(statement.name.value, []).append(statement)
-
-
-class _Readers(cst.CSTVisitor):
-    """Operations that read or decode examples."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found: list[cst.CSTNode] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        if self._program.callee(node).startswith(_READS):
-            self.found.append(node)
-
-
-class _LayerCalls(cst.CSTVisitor):
-    """Layers of Keras that are made and called at once, and inputs of models."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found: list[cst.CSTNode] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        made = self._program.callee(node.func)
-        is_input = self._program.callee(node).endswith(("keras.Input", "keras.layers.Input"))
-        if is_input or made.startswith(("tensorflow.keras.layers.", "keras.layers.")):
-            self.found.append(node)

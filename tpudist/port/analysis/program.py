@@ -6,19 +6,22 @@ with the name `tf` is not TensorFlow. A name with two meanings counts as unknown
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import metadata
+from libcst.helpers import get_full_name_for_node_or_raise
 from libcst.metadata import QualifiedNameSource
 
-# As TensorFlow 2 calls itself where both are meant.
+from tpudist.port.analysis.nodes import children_of, nodes_in
+
+# Other names that TensorFlow 2 has for itself.
 _SAME_MODULE = (("tensorflow.compat.v2", "tensorflow"), ("tensorflow.v2", "tensorflow"))
 
-# What transformers write, and import in the end; `tf` may come with all names of another module.
+# The names that transformers write before the program imports them, and their modules. `tf` may
+# come from `import *` of another module.
 _WRITTEN = {
     "tf": "tensorflow",
     "jax": "jax",
@@ -31,54 +34,45 @@ _WRITTEN = {
 
 
 _T = TypeVar("_T")
+_N = TypeVar("_N", bound=cst.CSTNode)
 
 
 class Program:
-    """A module with facts about its nodes, which are nodes of `module`, not of the argument."""
+    """A module with facts about its nodes.
+
+    Args:
+        module: The module. It is copied: all nodes here are nodes of the attribute `module`.
+    """
 
     def __init__(self, module: cst.Module):
-        """Resolves the names of a module."""
         self._wrapper = metadata.MetadataWrapper(module)
         self.module = self._wrapper.module
         self._names: dict[tuple[object, str], str] = {}
         self._memo: dict[object, Any] = {}
+        self._by_class: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
 
     def once(self, make: Callable[[Program], _T]) -> _T:
-        """The result of a function of the program, which is made once."""
+        """Returns the result of a function of the program, which is called once."""
         if make not in self._memo:
             self._memo[make] = make(self)
         return self._memo[make]
 
-    # Each takes a walk through the whole module, so it is made when it is asked for.
+    # The properties below are cached, because each needs a walk through the whole module.
 
     @functools.cached_property
     def _parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
         """Parent of each node, except for blanks, commas and parentheses."""
-        parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        left: list[cst.CSTNode] = [self.module]
-        while left:
-            node = left.pop()
-            for child in _children(node):
-                parents[child] = node
-                left.append(child)
-        return parents
+        return {
+            child: node
+            for node in nodes_in(self.module, cst.CSTNode)
+            for child in children_of(node)
+        }
 
-    def walk(self, visitor: cst.CSTVisitor) -> None:
-        """Visits each node; skips the children of nodes for which the visitor returns False."""
-        visits: dict[type[cst.CSTNode], Any] = {}
-        left: list[cst.CSTNode] = [self.module]
-        while left:
-            node = left.pop()
-            kind = type(node)
-            if kind not in visits:
-                name = f"visit_{kind.__name__}"
-                is_own = getattr(type(visitor), name, None) is not getattr(
-                    cst.CSTVisitor, name, None
-                )
-                visits[kind] = getattr(visitor, name) if is_own else None
-            visit = visits[kind]
-            if visit is None or visit(node) is not False:
-                left.extend(reversed(_children(node)))
+    def nodes(self, node_class: type[_N]) -> list[_N]:
+        """Returns all nodes of a class, in the order of the text."""
+        if node_class not in self._by_class:
+            self._by_class[node_class] = list(nodes_in(self.module, node_class))
+        return self._by_class[node_class]  # pyright: ignore[reportReturnType]
 
     @functools.cached_property
     def _positions(self) -> Mapping:
@@ -93,11 +87,11 @@ class Program:
         first = node
         while isinstance(first, cst.Attribute):
             first = first.value
-        if not isinstance(first, cst.Name):  # what a call gives has no name
+        if not isinstance(first, cst.Name):  # the result of a call has no name
             return ""
         assert isinstance(node, cst.Name | cst.Attribute)
         scope = self.scope(first)
-        key = (scope, _text_of_name(node))
+        key = (scope, get_full_name_for_node_or_raise(node))
         if (name := self._names.get(key)) is None:
             name = self._names[key] = self._resolve(node, first.value, scope)
         return name
@@ -107,8 +101,8 @@ class Program:
     ) -> str:
         found = scope.get_qualified_names_for(node) if scope is not None else ()
         if not found and scope is not None and not scope[first]:
-            # What an earlier transformer has written is imported when all of them are through.
-            written, _, rest = _text_of_name(node).partition(".")
+            # An earlier transformer may have written this name. It is imported only at the end.
+            written, _, rest = get_full_name_for_node_or_raise(node).partition(".")
             return f"{_WRITTEN[written]}.{rest}".rstrip(".") if written in _WRITTEN else ""
         names = {one.name for one in found if one.source is QualifiedNameSource.IMPORT}
         if len(names) != 1 or len(names) != len(found):
@@ -124,15 +118,21 @@ class Program:
         return self.name(node.func) if isinstance(node, cst.Call) else ""
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """The node around a node; None around the module."""
+        """Returns the node around a node; None for the module."""
         return self._parents.get(node)
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around a node, from the inside out."""
+        """Yields the nodes around a node, from the inside out."""
         outer = self.parent(node)
         while outer is not None:
             yield outer
             outer = self.parent(outer)
+
+    def call_of_argument(self, node: cst.CSTNode | None) -> cst.Call | None:
+        """Returns the call of which a node is an argument; None for other nodes."""
+        arg = self.parent(node) if node is not None else None
+        call = self.parent(arg) if isinstance(arg, cst.Arg) else None
+        return call if isinstance(call, cst.Call) else None
 
     def line(self, node: cst.CSTNode) -> int:
         """Returns the first line of a node, from 1."""
@@ -144,15 +144,11 @@ class Program:
         return scope if isinstance(scope, metadata.Scope) else None
 
     def scopes(self) -> set[metadata.Scope]:
-        """All scopes of the program."""
-        return self._all_scopes
-
-    @functools.cached_property
-    def _all_scopes(self) -> set[metadata.Scope]:
-        return {scope for scope in self._scopes.values() if isinstance(scope, metadata.Scope)}
+        """Returns all scopes of the program."""
+        return self.once(_scopes_of)
 
     def imports(self, library: str) -> bool:
-        """Whether a library, or something in it, is imported anywhere."""
+        """Returns whether a library, or something in it, is imported anywhere."""
         prefixes = (f"{library}.", f"tensorflow.{library}.")
         return any(
             f"{name.name}.".startswith(prefixes)
@@ -163,7 +159,7 @@ class Program:
         )
 
     def is_bound(self, name: str) -> bool:
-        """Whether a name has a meaning other than an import in any scope."""
+        """Returns whether a name has a meaning other than an import in any scope."""
         return any(
             isinstance(one, metadata.Assignment) and not isinstance(one, metadata.ImportAssignment)
             for scope in self.scopes()
@@ -181,19 +177,21 @@ class Program:
     @functools.cached_property
     def _mentioned(self) -> set[str]:
         """All names, also imported ones, without attributes and keywords."""
-        finder = _Mentioned(self)
-        self.walk(finder)
-        return finder.found
+        return {node.value for node in self.nodes(cst.Name) if not self._is_label(node)}
+
+    def _is_label(self, node: cst.Name) -> bool:
+        outer = self.parent(node)
+        return (isinstance(outer, cst.Attribute) and outer.attr is node) or (
+            isinstance(outer, cst.Arg) and outer.keyword is node
+        )
 
     def uses(self, prefix: str) -> bool:
-        """Whether the program uses a full name with this prefix."""
+        """Returns whether the program uses a full name with this prefix."""
         return any(name.startswith(prefix) for name in self._used)
 
     @functools.cached_property
     def _used(self) -> set[str]:
-        finder = _Used(self)
-        self.walk(finder)
-        return finder.found
+        return {self.name(node) for node in self.nodes(cst.Attribute)}
 
     def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
         """Returns all assignments of a name; empty if it has another meaning too."""
@@ -203,64 +201,44 @@ class Program:
             return []
         return [one for one in found if isinstance(one, metadata.Assignment)]
 
-    def values(self, name: cst.Name) -> list[cst.BaseExpression] | None:
-        """Returns the values of `name = value`; None if the name is bound in another way."""
+    def values(self, node: cst.CSTNode) -> list[cst.BaseExpression]:
+        """Returns the values of a name, as in `name = value`.
+
+        Empty if the node is not a name, or if the name is bound in another way, too.
+        """
         values = []
-        for assignment in self.assignments(name):
+        for assignment in self.assignments(node) if isinstance(node, cst.Name) else ():
             target = self.parent(assignment.node)
             if isinstance(target, cst.AnnAssign) and target.target is assignment.node:
                 values.append(target.value)
                 continue
             if not isinstance(target, cst.AssignTarget):
-                return None
+                return []
             statement = self.parent(target)
             assert isinstance(statement, cst.Assign)
             values.append(statement.value)
-        return values if values and None not in values else None
+        return [] if None in values else values
+
+    def has_only(
+        self, node: cst.CSTNode, is_expected: Callable[[cst.BaseExpression], bool]
+    ) -> bool:
+        """Returns whether a node is a name, and certainly all its values are as expected."""
+        values = self.values(node)
+        return bool(values) and all(map(is_expected, values))
 
     def attribute_values(self, name: str) -> list[cst.BaseExpression]:
-        """The expressions that are assigned to an attribute of this name, of whatever object."""
+        """Returns the expressions that are assigned to an attribute of this name, of any object."""
         return self._attribute_values.get(name, [])
 
     @functools.cached_property
     def _attribute_values(self) -> dict[str, list[cst.BaseExpression]]:
-        finder = _AttributeValues()
-        self.walk(finder)
-        return finder.found
-
-    def last_value(self, name: cst.Name) -> cst.BaseExpression | None:
-        """Returns the value of a name at the place where it is read; None if uncertain.
-
-        The value is `name = value` earlier in the same block, without a binding in between.
-        """
-        statement: cst.CSTNode = name
-        for block in self.around(name):
-            if isinstance(block, cst.Module | cst.IndentedBlock):
-                break
-            statement = block
-        else:
-            return None
-        if isinstance(statement, cst.While):  # its test is read after its body, too
-            return None
-        binds = {
-            outer: assignment.node
-            for assignment in self.assignments(name)
-            for outer in self.around(assignment.node)
-            if self.parent(outer) is block
-        }
-        body = list(block.body)
-        for before in reversed(body[: [id(x) for x in body].index(id(statement))]):
-            if before in binds:
-                return self._value_in(before, binds[before])
-        return None
-
-    def _value_in(self, statement: cst.CSTNode, target: cst.CSTNode) -> cst.BaseExpression | None:
-        """The expression of `target = expression`, if that is a statement by itself."""
-        outer = self.parent(target)
-        assign = self.parent(outer) if isinstance(outer, cst.AssignTarget) else None
-        if isinstance(assign, cst.Assign) and self.parent(assign) is statement:
-            return assign.value
-        return None
+        pairs = [(x.target, node.value) for node in self.nodes(cst.Assign) for x in node.targets]
+        pairs += [(node.target, node.value) for node in self.nodes(cst.AnnAssign) if node.value]
+        found: dict[str, list[cst.BaseExpression]] = {}
+        for target, value in pairs:
+            if isinstance(target, cst.Attribute):
+                found.setdefault(target.attr.value, []).append(value)
+        return found
 
     def references(self, name: cst.Name) -> list[cst.CSTNode]:
         """Returns the nodes that read a name, in any scope that sees it."""
@@ -279,101 +257,6 @@ class Program:
         return None
 
 
-def _text_of_name(name: cst.Name | cst.Attribute) -> str:
-    """A dotted name as text."""
-    parts: list[str] = []
-    node: cst.BaseExpression = name
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    assert isinstance(node, cst.Name)
-    return ".".join([node.value, *reversed(parts)])
-
-
-# Fields of nodes that hold no names.
-_BLANKS = {"comma", "lpar", "rpar", "semicolon", "equal", "header", "footer", "indent", "dot"}
-_BLANKS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "trailing_whitespace"}
-_BLANKS |= {"lines_after_decorators", "first_colon", "second_colon", "newline", "colon", "star"}
-
-
-@functools.cache
-def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    names = [field.name for field in dataclasses.fields(kind)]
-    return tuple(x for x in names if x not in _BLANKS and not x.startswith("whitespace"))
-
-
-def _children(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """The nodes in a node, in the order of the text."""
-    found: list[cst.CSTNode] = []
-    for name in _fields(type(node)):
-        value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found += [one for one in value if isinstance(one, cst.CSTNode)]
-    return found
-
-
-def name_expression(name: str) -> cst.Name | cst.Attribute:
-    """An expression of a dotted name."""
-    first, *rest = name.split(".")
-    expression: cst.Name | cst.Attribute = cst.Name(first)
-    for part in rest:
-        expression = cst.Attribute(expression, cst.Name(part))
-    return expression
-
-
-def remove_statement(
-    parent: cst.CSTNode | None, statement: cst.SimpleStatementLine
-) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-    """Removes a statement and its comment; leaves `pass` in an empty block."""
-    if isinstance(parent, cst.IndentedBlock) and len(parent.body) == 1:
-        return statement.with_changes(body=[cst.Pass()])
-    return cst.RemoveFromParent()
-
-
-class _AttributeValues(cst.CSTVisitor):
-    """Values that the program assigns to attributes, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[cst.BaseExpression]] = {}
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        for target in node.targets:
-            if isinstance(target.target, cst.Attribute):
-                self.found.setdefault(target.target.attr.value, []).append(node.value)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        if isinstance(node.target, cst.Attribute) and node.value is not None:
-            self.found.setdefault(node.target.attr.value, []).append(node.value)
-
-
-class _Used(cst.CSTVisitor):
-    """Full names of imports that the program uses."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found: set[str] = set()
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        name = self._program.name(node)
-        self.found.add(name)
-        return not name
-
-
-class _Mentioned(cst.CSTVisitor):
-    """Names that are not attributes or keywords."""
-
-    def __init__(self, program: Program):
-        super().__init__()
-        self._program = program
-        self.found: set[str] = set()
-
-    def visit_Name(self, node: cst.Name) -> None:
-        outer = self._program.parent(node)
-        is_attribute = isinstance(outer, cst.Attribute) and outer.attr is node
-        is_keyword = isinstance(outer, cst.Arg) and outer.keyword is node
-        if not is_attribute and not is_keyword:
-            self.found.add(node.value)
+def _scopes_of(program: Program) -> set[metadata.Scope]:
+    scopes = program._scopes.values()
+    return {scope for scope in scopes if isinstance(scope, metadata.Scope)}

@@ -1,24 +1,37 @@
-"""Changes of a program: each transformer makes one kind of them, and several share one walk."""
+"""The base class of the transformers, and a walk that several of them share."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from tpudist.port.analysis.program import Program, name_expression
+from tpudist.port.analysis.function_roles import Roles
+from tpudist.port.analysis.nodes import name_expression
+from tpudist.port.analysis.program import Program
 
 
 class Transformer(cst.CSTTransformer):
-    """One kind of change; `imports` are the modules that what it writes needs."""
+    """One kind of change of a program.
+
+    Attributes:
+        program: The program before the change.
+        imports: Modules that the changed code needs.
+        changes: Whether anything was changed.
+    """
 
     def __init__(self, program: Program):
-        """Transforms the module of `program`."""
         super().__init__()
         self.program = program
         self.imports: set[str] = set()
-        self.changes = False  # whether anything was changed
+        self.changes = False
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """The roles of the functions of the program."""
+        return self.program.once(Roles)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Records whether a node changed."""
@@ -27,36 +40,48 @@ class Transformer(cst.CSTTransformer):
         return result
 
     def write(self, name: str, like: cst.CSTNode | None = None) -> cst.Name | cst.Attribute:
-        """An expression of a name of `jnp`, `np`, `jax`, `keras` or `tpudist`, imported so.
+        """Returns the expression of a dotted name, and adds its module to `imports`.
 
-        With the parentheses of the expression that it replaces.
+        Args:
+            name: Name that begins with `jnp`, `np`, `jax`, `keras` or `tpudist`.
+            like: Expression that it replaces, for its parentheses.
         """
         self.imports.add(name.partition(".")[0])
-        parentheses = {}
-        if isinstance(like, cst.Name | cst.Attribute):
-            parentheses = {"lpar": like.lpar, "rpar": like.rpar}
-        return name_expression(name).with_changes(**parentheses)
+        return with_parentheses_of(name_expression(name), like)
+
+
+def with_parentheses_of(new: Any, old: cst.CSTNode | None) -> Any:
+    """Returns an expression with the parentheses of the expression that it replaces."""
+    if not isinstance(old, cst.BaseExpression):
+        return new
+    return new.with_changes(lpar=old.lpar, rpar=old.rpar)
 
 
 class Together(cst.CSTTransformer):
-    """Several transformers of the same module, in one walk."""
+    """Several transformers of the same module, in one walk.
+
+    Each node goes through the transformers in turn. If one replaces it by a node of another class,
+    or removes it, the others do not see it.
+    """
 
     def __init__(self, transformers: Sequence[Transformer]):
-        """Asks each transformer in turn; what one removes, the others do not see."""
         super().__init__()
         self._transformers = transformers
-        self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}  # by class of nodes
+        # The transformers that have a method for a class of nodes. Most nodes have none, so this
+        # saves most of the calls of a walk.
+        self._changing: dict[type[cst.CSTNode], list[Transformer]] = {}
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Applies each transformer to a node."""
-        kind = type(original_node)
-        if kind not in self._changing:
-            name = f"leave_{kind.__name__}"
+        node_class = type(original_node)
+        if node_class not in self._changing:
+            # libcst finds methods by their names, and its base class has all of them.
+            name = f"leave_{node_class.__name__}"
             inherited = getattr(cst.CSTTransformer, name, None)
-            self._changing[kind] = [
+            self._changing[node_class] = [
                 one for one in self._transformers if getattr(type(one), name, None) is not inherited
             ]
-        for transformer in self._changing[kind]:
+        for transformer in self._changing[node_class]:
             result = transformer.on_leave(original_node, updated_node)
             if type(result) is not type(updated_node):
                 return result

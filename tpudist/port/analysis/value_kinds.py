@@ -6,11 +6,11 @@ import enum
 
 import libcst as cst
 
+from tpudist.port.analysis.nodes import function_name, keyword_name, returned_values
 from tpudist.port.analysis.program import Program
-from tpudist.port.analysis.returned_values import Returns
 
-_DEPTH = 12
-# Operations whose results are floats, whatever they are given.
+_DEPTH = 12  # number of expressions that are followed, which also ends recursion
+# Operations whose results are always floats.
 _FLOATS = set(
     "exp cos sin tan cosh sinh tanh sqrt rsqrt log log1p expm1 sigmoid log_sigmoid erf reciprocal "
     "divide truediv divide_no_nan reduce_std reduce_variance reduce_logsumexp softmax log_softmax "
@@ -24,7 +24,7 @@ _BOOLS = set(
     "logical_xor reduce_any reduce_all is_nan is_inf is_finite".split()
 )
 _INTEGERS = {"argmax", "argmin", "argsort", "size", "rank", "count_nonzero", "shape"}
-# Operations whose results are numbers of the kind of the argument of this number.
+# Operations whose results have the kind of their first argument.
 _OF_FIRST = set(
     "abs sign square floor ceil round negative identity stop_gradient reduce_sum reduce_max "
     "reduce_min reduce_prod reduce_mean cumsum cumprod transpose reshape broadcast_to expand_dims "
@@ -32,7 +32,8 @@ _OF_FIRST = set(
     "concat split unstack maximum minimum add subtract multiply pow squared_difference matmul "
     "zeros_like ones_like pad boolean_mask slice constant convert_to_tensor".split()
 )
-# Where operations take a dtype, from 0; those of floats without one; and what says it as well.
+# Positions of the parameter dtype, from 0; operations that return floats without a dtype; and
+# keywords that determine the dtype.
 _DTYPE_PLACES = {
     "constant": 1,
     "convert_to_tensor": 1,
@@ -47,30 +48,30 @@ _DTYPE_PLACES = {
 _MAKE_FLOATS = {"eye", "one_hot", "ones", "uniform", "zeros"}
 _GIVE_DTYPES = {"dtype", "on_value", "off_value"}
 _FLOAT_NAMES = ("float", "bfloat", "half", "double")
-_PYTHON = {"float": "float", "int": "integer", "len": "integer", "bool": "bool"}
+_PYTHON = {"float", "int", "len", "bool"}
+_LOSSES = ("tensorflow.keras.losses.", "keras.losses.")
 
 
 class Numbers(enum.Enum):
-    """The numbers that an array has."""
+    """The kind of numbers in an array."""
 
     FLOATS = "floats"
     INTEGERS = "integers or booleans"
     UNKNOWN = "unknown"
-    ANY = "those of a value that is being looked at"
+    ANY = "any: a name whose values are being examined, which adds no information"
 
 
 class ValueKinds:
     """Determines the kinds of expressions of a program."""
 
     def __init__(self, program: Program):
-        """Looks at the expressions of `program`."""
         self._program = program
         self._numbers: dict[tuple[object, str], Numbers] = {}
         self._lists: dict[tuple[object, str], bool] = {}
-        self._active: set[tuple[object, str]] = set()  # names that are being looked at
+        self._active: set[tuple[object, str]] = set()  # names that are being examined
 
     def numbers(self, value: cst.BaseExpression, depth: int = 0) -> Numbers:
-        """The numbers of an array, of a number, or of a list of them."""
+        """Returns the kind of numbers of an array, of a number, or of a list of them."""
         if depth > _DEPTH:
             return Numbers.UNKNOWN
         if isinstance(value, cst.Float):
@@ -96,7 +97,7 @@ class ValueKinds:
         return Numbers.UNKNOWN
 
     def may_be_list(self, value: cst.BaseExpression) -> bool:
-        """Whether an expression is a list or a tuple, or a name that is bound to one anywhere."""
+        """Returns whether an expression is a list or tuple, or a name that may be bound to one."""
         if isinstance(value, cst.List | cst.Tuple | cst.ListComp):
             return True
         if isinstance(value, cst.BinaryOperation):
@@ -107,33 +108,34 @@ class ValueKinds:
             name = self._program.callee(value).removeprefix("tensorflow.")
             if name in ("split", "unstack"):
                 return True
-            return isinstance(value.func, cst.Name) and value.func.value in ("list", "tuple")
+            return function_name(value) in ("list", "tuple")
         if isinstance(value, cst.Attribute):
             return value.attr.value in ("losses", "values")
         if isinstance(value, cst.Name):
             key = (self._program.scope(value), value.value)
             if key not in self._lists:
-                self._lists[key] = False  # of what a name is bound to by itself
+                # The answer while the name is examined, for values that contain the name itself.
+                self._lists[key] = False
                 self._lists[key] = any(self.may_be_list(one) for one in self._values(value))
             return self._lists[key]
         return False
 
     def _values(self, name: cst.Name) -> list[cst.BaseExpression]:
-        """All expressions that a name is bound to, or that are added to it."""
-        found = []
-        for assignment in self._program.assignments(name):
-            target = self._program.parent(assignment.node)
-            statement = self._program.parent(target) if target is not None else None
-            if isinstance(target, cst.AssignTarget) and isinstance(statement, cst.Assign):
-                found.append(statement.value)
-            elif isinstance(target, cst.AnnAssign) and target.value is not None:
-                found.append(target.value)
-            elif isinstance(target, cst.NamedExpr | cst.AugAssign):
-                found.append(target.value)
-        return found
+        """Returns all expressions that a name is bound to, or that are added to it."""
+        values = (self._bound_value(x.node) for x in self._program.assignments(name))
+        return [value for value in values if value is not None]
+
+    def _bound_value(self, node: cst.CSTNode) -> cst.BaseExpression | None:
+        """Returns the expression of an assignment to a name; None for another binding."""
+        target = self._program.parent(node)
+        if isinstance(target, cst.AssignTarget):
+            statement = self._program.parent(target)
+            return statement.value if isinstance(statement, cst.Assign) else None
+        is_value = isinstance(target, cst.AnnAssign | cst.NamedExpr | cst.AugAssign)
+        return target.value if is_value else None
 
     def is_number(self, value: cst.BaseExpression, depth: int = 0) -> bool:
-        """Whether an expression is certainly a number of Python."""
+        """Returns whether an expression is certainly a number of Python."""
         if isinstance(value, cst.Integer | cst.Float):
             return True
         if isinstance(value, cst.UnaryOperation):
@@ -146,60 +148,62 @@ class ValueKinds:
         if isinstance(value, cst.Attribute):
             return value.attr.value == "num_replicas_in_sync"
         if isinstance(value, cst.Call):
-            is_own = isinstance(value.func, cst.Name) and self._program.assignments(value.func)
-            return isinstance(value.func, cst.Name) and not is_own and value.func.value in _PYTHON
+            return self._is_python_number(value)
         if isinstance(value, cst.Name) and depth < _DEPTH:
             values = self._values(value)
             is_all = len(values) == len(self._program.assignments(value))
             return bool(values) and is_all and all(self.is_number(x, depth + 1) for x in values)
         return False
 
+    def _is_python_number(self, call: cst.Call) -> bool:
+        """Returns whether a call is one of `float`, `int`, `len` and `bool` of Python."""
+        is_own = isinstance(call.func, cst.Name) and self._program.assignments(call.func)
+        return not is_own and function_name(call) in _PYTHON
+
     def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
         """Returns the kind of several values, if it is the same."""
         return _join({self.numbers(value, depth + 1) for value in values})
 
     def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
-        """Numbers of an operation, whose operands TensorFlow wants to be of one dtype."""
+        """Returns the kind of an operation; TensorFlow requires operands of one dtype."""
         if isinstance(value.operator, cst.Divide):
             return Numbers.FLOATS
         found = {self.numbers(value.left, depth + 1), self.numbers(value.right, depth + 1)}
         if Numbers.FLOATS in found:
             return Numbers.FLOATS
-        # An integer of Python takes the dtype of the array.
+        # A Python integer takes the dtype of the array.
         return _join(found)
 
     def _of_name(self, name: cst.Name, depth: int) -> Numbers:
-        """Numbers of all that a name is bound to; what it is bound to by itself adds none."""
+        """Returns the kind of all values of a name."""
         key = (self._program.scope(name), name.value)
-        if key in self._active:
+        if key in self._active:  # a value contains the name itself, and so adds no information
             return Numbers.ANY
         if key in self._numbers:
             return self._numbers[key]
         self._active.add(key)
         found = self._of_bindings(name, depth)
         self._active.remove(key)
-        if not self._active:  # else it may lack what a name that is being looked at adds
+        # Only the result of the outermost name is complete: an inner one may lack the values of a
+        # name that is being examined.
+        if not self._active:
             self._numbers[key] = found
         return found
 
     def _of_bindings(self, name: cst.Name, depth: int) -> Numbers:
-        found = self._program.assignments(name)
         values: list[cst.BaseExpression] = []
-        for assignment in found:
+        for assignment in self._program.assignments(name):
             target = self._program.parent(assignment.node)
-            outer = self._program.parent(target) if target is not None else None
-            if isinstance(target, cst.AugAssign):
-                if isinstance(target.operator, cst.DivideAssign):
-                    return Numbers.UNKNOWN
-                values.append(target.value)
-            elif isinstance(target, cst.AssignTarget) and isinstance(outer, cst.Assign):
-                values.append(outer.value)
-            elif isinstance(target, cst.NamedExpr):
-                values.append(target.value)
-            elif isinstance(target, cst.For | cst.CompFor) and target.target is assignment.node:
+            if isinstance(target, cst.For | cst.CompFor) and target.target is assignment.node:
                 values.append(target.iter)
-            else:
+                continue
+            value = self._bound_value(assignment.node)
+            is_division = isinstance(target, cst.AugAssign) and isinstance(
+                target.operator, cst.DivideAssign
+            )
+            if value is None or is_division or isinstance(target, cst.AnnAssign):
                 return Numbers.UNKNOWN
+            values.append(value)
         if not values:
             return Numbers.UNKNOWN
         kinds = {
@@ -212,45 +216,42 @@ class ValueKinds:
     def _of_call(self, call: cst.Call, depth: int) -> Numbers:
         name = self._program.callee(call)
         last = name.rpartition(".")[2]
-        if name.startswith(("tensorflow.keras.losses.", "keras.losses.")) and last[:1].islower():
+        if name.startswith(_LOSSES) and last[:1].islower():
             return Numbers.FLOATS
         if last in ("cast", "astype") and name.startswith(("tensorflow.", "jax.", "keras.ops.")):
             return self._of_dtype(call)
         if name.startswith("tensorflow."):
             return self._of_operation(last, call, depth)
-        if isinstance(call.func, cst.Name) and not name:
-            if not self._program.assignments(call.func) and call.func.value in _PYTHON:
-                is_float = call.func.value == "float"
-                return Numbers.FLOATS if is_float else Numbers.INTEGERS
+        if not name and self._is_python_number(call):
+            return Numbers.FLOATS if function_name(call) == "float" else Numbers.INTEGERS
         if isinstance(call.func, cst.Call):  # a loss or a layer of Keras
-            made = self._program.callee(call.func)
-            is_loss = made.startswith(("tensorflow.keras.losses.", "keras.losses."))
-            return Numbers.FLOATS if is_loss else Numbers.UNKNOWN
+            return self._of_losses([call.func])
         function = self._program.function(call.func)
         if isinstance(function, cst.FunctionDef):
-            returns = Returns()
-            function.body.visit(returns)
-            if returns.values and None not in returns.values:
-                kinds = {self.numbers(x, depth + 1) for x in returns.values if x is not None}
-                return _join(kinds)
-            return Numbers.UNKNOWN
-        values = self._program.values(call.func) if isinstance(call.func, cst.Name) else None
-        if values and all(
-            self._program.callee(x).startswith(("tensorflow.keras.losses.", "keras.losses."))
-            for x in values
-        ):
-            return Numbers.FLOATS
-        return Numbers.UNKNOWN
+            returned = returned_values(function)
+            values = [x for x in returned if x is not None]
+            is_certain = bool(values) and len(values) == len(returned)
+            return self._of_all(values, depth) if is_certain else Numbers.UNKNOWN
+        return self._of_losses(self._program.values(call.func))
+
+    def _of_losses(self, values: list[cst.BaseExpression] | list[cst.Call]) -> Numbers:
+        """Returns the kind of the results of objects: floats if all objects are Keras losses."""
+        are_losses = bool(values) and all(
+            self._program.callee(x).startswith(_LOSSES) for x in values
+        )
+        return Numbers.FLOATS if are_losses else Numbers.UNKNOWN
 
     def _of_operation(self, last: str, call: cst.Call, depth: int) -> Numbers:
-        """Numbers of an operation of TensorFlow, by its last name."""
+        """Returns the kind of an operation of TensorFlow, by its last name."""
         if last in _FLOATS:
             return Numbers.FLOATS
         if last in _BOOLS or last in _INTEGERS:
             return Numbers.INTEGERS
         if last in _DTYPE_PLACES:
             keywords = {x.keyword.value for x in call.args if x.keyword}
-            first = 2 if last == "one_hot" else _DTYPE_PLACES[last]  # that may say it
+            # The first position whose argument determines the dtype: for `one_hot`, it is
+            # `on_value`.
+            first = 2 if last == "one_hot" else _DTYPE_PLACES[last]
             if keywords & _GIVE_DTYPES or len(call.args) - len(keywords) > first:
                 return self._of_dtype(call, _DTYPE_PLACES[last])
             if last in _MAKE_FLOATS:
@@ -264,13 +265,13 @@ class ValueKinds:
         return Numbers.UNKNOWN
 
     def _of_dtype(self, call: cst.Call, place: int = 1) -> Numbers:
-        """Numbers by the dtype that a call is given, by keyword or at a place, from 0."""
-        found = [x.value for x in call.args if x.keyword and x.keyword.value == "dtype"]
+        """Returns the kind of a call's dtype, by keyword or at a position, from 0."""
+        found = [x.value for x in call.args if keyword_name(x) == "dtype"]
         found = found or [x.value for x in call.args[place : place + 1] if not x.keyword]
         return self.of_dtype(found[0]) if found else Numbers.UNKNOWN
 
     def of_dtype(self, dtype: cst.BaseExpression) -> Numbers:
-        """Numbers of a dtype: of NumPy or TensorFlow, or its name."""
+        """Returns the kind of a dtype of NumPy or TensorFlow, or of its name."""
         name = self._program.name(dtype).rpartition(".")[2]
         if isinstance(dtype, cst.SimpleString):
             name = str(dtype.evaluated_value)

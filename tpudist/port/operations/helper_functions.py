@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-# By the name that templates call them by. Each needs `jnp`.
+from tpudist.port.analysis.nodes import code_of, function_name, nodes_in
+
+# Functions by the name that templates use. Each needs `jnp`.
 HELPERS = {
     "clip_by_global_norm": '''
 def clip_by_global_norm(arrays, clip_norm):
@@ -23,8 +25,8 @@ def with_helpers(module: cst.Module, names: dict[str, str]) -> cst.Module:
     """Adds helper functions to a module, each before the first statement that calls it.
 
     Args:
-        module: The module, whose calls have the new names already.
-        names: Names in the module, by the name in `HELPERS`.
+        module: The module. Its calls have the new names already.
+        names: New names by the names in `HELPERS`.
     """
     body: list = list(module.body)
     for name, new in names.items():
@@ -41,24 +43,16 @@ def with_helpers(module: cst.Module, names: dict[str, str]) -> cst.Module:
 
 
 def _with_blanks(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """The lines above a statement, which begin with two blank ones."""
+    """Returns the lines above a statement, preceded by two blank ones."""
     blanks = next((i for i, line in enumerate(lines) if line.comment), len(lines))
     missing = max(_NUM_BLANKS - blanks, 0)
     return [*[cst.EmptyLine(indent=False)] * missing, *lines]
 
 
 def _is_mark_of_cell(statement: cst.CSTNode) -> bool:
-    """Whether a statement stands for the beginning of a notebook's cell."""
-    return cst.Module([]).code_for_node(statement).strip().startswith("__tpudist_cell__(")
+    """Returns whether a statement marks the beginning of a notebook's cell."""
+    return code_of(statement).startswith("__tpudist_cell__(")
 
 
 def _calls(statement: cst.CSTNode, name: str) -> bool:
-    found: list[bool] = []
-
-    class Finder(cst.CSTVisitor):
-        def visit_Call(self, node: cst.Call) -> None:
-            if isinstance(node.func, cst.Name) and node.func.value == name:
-                found.append(True)
-
-    statement.visit(Finder())
-    return bool(found)
+    return any(function_name(call) == name for call in nodes_in(statement, cst.Call))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from tpudist.port.analysis.function_roles import Role
+from tpudist.port.analysis.nodes import code_of, has_text
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
 from tpudist.port.operations.shape_values import are_parts_of_shape, is_shape, is_taken_as_shape
@@ -16,23 +17,31 @@ from tpudist.port.operations.signatures import is_signature
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of an operation: where it is, and the arguments that it gives."""
+    """A call of an operation, for the choice of its template.
+
+    Attributes:
+        program: The program.
+        kinds: The kinds of its values.
+        role: Role of the code around the call.
+        node: The call.
+        args: Arguments by parameter.
+        used: Parameters whose arguments the template already contains.
+    """
 
     program: Program
     kinds: ValueKinds
     role: Role | None
     node: cst.Call
     args: dict[str, cst.BaseExpression]
-
     used: set[str] = dataclasses.field(default_factory=set)
 
     def use(self, *names: str) -> None:
-        """Notes arguments whose values the choice of the template has used up."""
+        """Records arguments that are part of the template."""
         self.used.update(names)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the call is Python's, where shapes may depend on data."""
+        """Whether the call runs in Python, where shapes may depend on data."""
         return self.role is Role.HOST
 
 
@@ -40,7 +49,7 @@ _NAMES = {"True": True, "False": False}
 
 
 def _mean(call: Call) -> str:
-    """The mean of integers is an integer: TensorFlow divides them as integers, toward zero."""
+    # In TensorFlow the mean of integers is an integer, rounded toward zero.
     of = "_input_tensor, _axis, keepdims=_keepdims"
     if call.kinds.is_number(call.args["input_tensor"]):
         return ""
@@ -51,12 +60,12 @@ def _mean(call: Call) -> str:
         return f"keras.ops.cast(keras.ops.mean({of}), {dtype})"
     if numbers is Numbers.INTEGERS:
         return f"jnp.mean({of}, dtype={dtype})"
-    # JAX would add float16 in float16, had it the dtype of floats too.
+    # Only integers get a dtype: with the dtype float16, JAX would also add in float16.
     return f"jnp.mean({of}, dtype={dtype} if jnp.issubdtype({dtype}, jnp.integer) else None)"
 
 
 def _prod(call: Call) -> str:
-    """The product of the sizes of a shape is a number, as the sizes are."""
+    # The product of the sizes of a shape is a Python number, like the sizes.
     if len(call.args) == 1 and is_shape(call.program, call.args["input_tensor"]):
         return "np.prod(_input_tensor, dtype=int)"
     return "jnp.prod(_input_tensor, _axis, keepdims=_keepdims)"
@@ -66,7 +75,7 @@ def _matmul(call: Call) -> str:
     names = []
     for name in ("a", "b"):
         transposed = call.args.get(f"transpose_{name}")
-        text = _code(transposed) if transposed is not None else "False"
+        text = code_of(transposed) if transposed is not None else "False"
         if text not in _NAMES:
             return ""
         names.append(f"jnp.swapaxes(_{name}, -1, -2)" if _NAMES[text] else f"_{name}")
@@ -75,12 +84,12 @@ def _matmul(call: Call) -> str:
 
 
 def _split(call: Call) -> str:
-    """A number of parts is the same here; sizes of parts are the places where they end."""
+    # TensorFlow takes the sizes of the parts; JAX takes the places where parts end.
     sizes = call.args["num_or_size_splits"]
     if call.kinds.is_number(sizes):
         return "jnp.split(_value, _num_or_size_splits, _axis)"
     if isinstance(sizes, cst.List | cst.Tuple):
-        numbers = [_code(x.value) for x in sizes.elements]
+        numbers = [code_of(x.value) for x in sizes.elements]
         if not all(x.isdigit() for x in numbers):
             return ""
         call.use("num_or_size_splits")
@@ -91,7 +100,7 @@ def _split(call: Call) -> str:
 
 
 def _concat(call: Call) -> str:
-    """Parts of shapes make a shape, which is known before the program runs."""
+    # Parts of shapes make a shape, a tuple of Python numbers.
     if are_parts_of_shape(call.program, call.args["values"]):
         call.use("axis")
         return "[size for part in _values for size in part]"
@@ -99,7 +108,7 @@ def _concat(call: Call) -> str:
 
 
 def _stack(call: Call) -> str:
-    """Numbers that make a shape stay numbers."""
+    # Numbers that make a shape stay Python numbers.
     values = call.args["values"]
     is_list = isinstance(values, cst.List) and "axis" not in call.args
     if is_list and is_taken_as_shape(call.program, call.node):
@@ -126,25 +135,22 @@ def _pad(call: Call) -> str:
 
 
 def _range(call: Call) -> str:
-    """The one argument that is given is the end, also where the step is given."""
-    given = [name for name in ("start", "limit", "delta") if name in call.args]
-    if given == ["start", "delta"]:
+    # A single positional argument is the end, also if a step is given.
+    names = [name for name in ("start", "limit", "delta") if name in call.args]
+    if names == ["start", "delta"]:
         return "jnp.arange(0, _start, _delta, dtype=_dtype)"
-    return f"jnp.arange({', '.join(f'_{name}' for name in given)}, dtype=_dtype)"
+    return f"jnp.arange({', '.join(f'_{name}' for name in names)}, dtype=_dtype)"
 
 
 def _norm(call: Call) -> str:
-    order = call.args.get("ord")
-    if order is not None and not (
-        isinstance(order, cst.SimpleString) and order.evaluated_value == "euclidean"
-    ):
+    if "ord" in call.args and not has_text(call.args["ord"], "euclidean"):
         return ""
     call.use("ord")
     return "jnp.linalg.norm(_tensor, axis=_axis, keepdims=_keepdims)"
 
 
 def _boolean_mask(call: Call) -> str:
-    """The number of rows that a mask leaves is known in Python only."""
+    # Only Python may compute a number of rows from data.
     return "_tensor[np.asarray(_mask)]" if call.is_on_host else ""
 
 
@@ -156,7 +162,7 @@ def _where(call: Call) -> str:
 
 def _band_part(call: Call) -> str:
     call.use("num_lower", "num_upper")
-    bands = (_code(call.args["num_lower"]), _code(call.args["num_upper"]))
+    bands = (code_of(call.args["num_lower"]), code_of(call.args["num_upper"]))
     return {("-1", "0"): "jnp.tril(_input)", ("0", "-1"): "jnp.triu(_input)"}.get(bands, "")
 
 
@@ -179,7 +185,7 @@ def _top_k(call: Call) -> str:
 
 
 def _shape(call: Call) -> str:
-    """A tuple of numbers where it is taken for one, else an array."""
+    # A tuple of numbers if all readers accept one, else an array.
     array = call.args["input"]
     is_name = isinstance(array, cst.Name | cst.Attribute) and not call.kinds.may_be_list(array)
     shape = "_input.shape" if is_name and call.role is not Role.KERAS else "jnp.shape(_input)"
@@ -195,11 +201,11 @@ def _cond(call: Call) -> str:
 
 
 def _one_hot(call: Call) -> str:
-    """Ones and zeros are what it gives here, too; of what dtype, they say if nothing else does."""
+    # JAX has only ones and zeros. Without a dtype, `on_value` and `off_value` determine it.
     dtype = "_dtype"
     for name, value in (("on_value", 1), ("off_value", 0)):
         if name in call.args:
-            text = _code(call.args[name])
+            text = code_of(call.args[name])
             if text not in (f"{value}", f"{value}.0", f"{value}."):
                 return ""
             if text == f"{value}" and "dtype" not in call.args:
@@ -209,7 +215,7 @@ def _one_hot(call: Call) -> str:
 
 
 def _uniform(call: Call) -> str:
-    """Integers have a function of their own, and no greatest one of their own accord."""
+    # For integers, Keras has another function, and TensorFlow no default for `maxval`.
     dtype = call.args.get("dtype")
     numbers = call.kinds.of_dtype(dtype) if dtype is not None else Numbers.FLOATS
     if numbers is Numbers.FLOATS:
@@ -232,7 +238,7 @@ def _count_nonzero(call: Call) -> str:
 
 
 def _name_scope(call: Call) -> str:
-    """In Python the scope names the records of `tf.summary`, which stays."""
+    # In Python the scope may give names to records of `tf.summary`, which stays.
     if call.role is Role.KERAS:
         return "keras.name_scope(_name)"
     names_summaries = call.is_on_host and call.program.uses("tensorflow.summary.")
@@ -240,23 +246,19 @@ def _name_scope(call: Call) -> str:
 
 
 def _trace(call: Call) -> str:
-    call.use("_r")  # which says that it is a step, as its number does
+    call.use("_r")  # it says that this is a step, as does the number of the step
     if "step_num" in call.args:
         return "jax.profiler.StepTraceAnnotation(_name, step_num=_step_num)"
     return "jax.profiler.TraceAnnotation(_name)"
 
 
 def _tensor_spec(call: Call) -> str:
-    """A shape and a dtype, except specs that a pipeline or a graph receives."""
+    # Specifications for a pipeline or a graph stay.
     call.use("name")
-    code = _code(call.node)
+    code = code_of(call.node)
     if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
         return ""
     return "" if is_signature(call.program, call.node) else "jax.ShapeDtypeStruct(_shape, _dtype)"
-
-
-def _code(value: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(value)
 
 
 def _parameters(text: str) -> dict[str, str | None]:
@@ -267,7 +269,7 @@ def _parameters(text: str) -> dict[str, str | None]:
     return found
 
 
-# Functions of any number of arguments, which have a namesake.
+# Functions with any number of arguments, and the functions with the same arguments here.
 SAME_ARGUMENTS = {
     "tensorflow.einsum": "jnp.einsum",
     "tensorflow.linalg.einsum": "jnp.einsum",
@@ -276,6 +278,8 @@ SAME_ARGUMENTS = {
     "tensorflow.nest.assert_same_structure": "keras.tree.assert_same_structure",
 }
 
+# By name: the parameters, the parameters that must be arrays, and a function that chooses a
+# template; an empty template leaves the call unchanged.
 IRREGULAR: dict[str, tuple[dict[str, str | None], frozenset[str], Callable[[Call], str]]] = {}
 for _names, _text, _arrays, _choose in (
     ("reduce_mean math.reduce_mean", "input_tensor axis= keepdims=", "input_tensor", _mean),

@@ -1,9 +1,10 @@
-"""Shapes: which values are some, and whether what reads one takes a tuple of numbers."""
+"""Finds shapes, and whether the readers of a shape accept a tuple of numbers."""
 
 from __future__ import annotations
 
 import libcst as cst
 
+from tpudist.port.analysis.nodes import function_name
 from tpudist.port.analysis.program import Program
 
 _TAKES_SHAPES = set(
@@ -12,7 +13,7 @@ _TAKES_SHAPES = set(
 
 
 def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether whatever reads a shape takes a tuple of numbers."""
+    """Returns whether every reader of a shape accepts a tuple of numbers."""
     outer = program.parent(node)
     if isinstance(outer, cst.Subscript) and outer.value is node:
         [index, *more] = outer.slice
@@ -21,13 +22,10 @@ def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bo
         if isinstance(index.slice, cst.Index):
             return True
         return is_taken_as_shape(program, outer, depth)
-    if isinstance(outer, cst.Arg):
-        call = program.parent(outer)
-        if not isinstance(call, cst.Call):
-            return False
+    if (call := program.call_of_argument(node)) is not None:
         name = program.callee(call)
         last = name.rpartition(".")[2]
-        if isinstance(call.func, cst.Name) and call.func.value in ("print", "len", "tuple", "list"):
+        if function_name(call) in ("print", "len", "tuple", "list"):
             return True
         takes_all = last == "reduce_prod" and len(call.args) == 1
         return name.startswith("tensorflow.") and (last in _TAKES_SHAPES or takes_all)
@@ -41,37 +39,26 @@ def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bo
         return bool(reads) and all(is_taken_as_shape(program, read, depth + 1) for read in reads)
     if isinstance(outer, cst.Element):  # a part of a shape
         values = program.parent(outer)
-        arg = program.parent(values) if values is not None else None
-        if not isinstance(arg, cst.Arg):
-            return False
-        is_concat = program.callee(program.parent(arg)) == "tensorflow.concat"
-        return is_concat and are_parts_of_shape(program, arg.value)
+        is_concat = program.callee(program.call_of_argument(values)) == "tensorflow.concat"
+        return is_concat and are_parts_of_shape(program, values)
     return isinstance(outer, cst.StarredElement | cst.FormattedStringExpression)
 
 
-def are_parts_of_shape(program: Program, values: cst.BaseExpression) -> bool:
-    """Whether values are shapes, parts of them, and lists."""
+def are_parts_of_shape(program: Program, values: cst.CSTNode | None) -> bool:
+    """Returns whether a list has only shapes, parts of shapes and lists, and at least one shape."""
     if not isinstance(values, cst.List | cst.Tuple):
         return False
-    shapes = lists = 0
-    for element in values.elements:
-        part = element.value
-        if isinstance(part, cst.List):
-            lists += 1
-        elif program.callee(part.value if isinstance(part, cst.Subscript) else part) == (
-            "tensorflow.shape"
-        ):
-            shapes += 1
-    return shapes > 0 and shapes + lists == len(values.elements)
+    parts = [x.value for x in values.elements if not isinstance(x.value, cst.List)]
+    wholes = [x.value if isinstance(x, cst.Subscript) else x for x in parts]
+    return bool(wholes) and all(program.callee(x) == "tensorflow.shape" for x in wholes)
 
 
 def is_shape(program: Program, value: cst.BaseExpression) -> bool:
-    """Whether a value is a shape that becomes a tuple of numbers, or a part of one."""
+    """Returns whether a value is a shape that becomes a tuple of numbers, or a part of one."""
     if isinstance(value, cst.Subscript):
         return is_shape(program, value.value)
     if isinstance(value, cst.Name):
-        values = program.values(value)
-        return bool(values) and all(
-            isinstance(x, cst.Call | cst.Subscript) and is_shape(program, x) for x in values or ()
+        return program.has_only(
+            value, lambda x: isinstance(x, cst.Call | cst.Subscript) and is_shape(program, x)
         )
     return program.callee(value) == "tensorflow.shape" and is_taken_as_shape(program, value)

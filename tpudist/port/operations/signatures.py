@@ -1,4 +1,4 @@
-"""Specifications of arrays: which of them TensorFlow itself reads."""
+"""Finds the specifications of arrays that TensorFlow itself reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tpudist.port.analysis.program import Program
 
 
 def is_signature(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether a specification comes to a signature, or to TensorFlow, or is read nowhere."""
+    """Returns whether a signature or TensorFlow reads a specification, or nothing does."""
     for outer in program.around(node):
         if isinstance(outer, cst.Arg) and outer.keyword and "signature" in outer.keyword.value:
             return True
