@@ -9,11 +9,11 @@ import jax
 import keras
 import numpy as np
 
-from tpudist.array_types import PyTree
 from tpudist.input.dataset import DistributedDataset
 from tpudist.input.iterator import DistributedIterator
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.keras import keras_internals, uneven_rows
+from tpudist.keras.keras_internals import Batch
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.values.per_replica import PerReplica
 
@@ -40,7 +40,7 @@ class DistributedAdapter(keras_internals.data_adapter_class()):
     def __init__(self, dataset: DistributedDataset, distribution: MeshDistribution):
         self._dataset, self._distribution = dataset, distribution
 
-    def get_jax_iterator(self) -> Iterator[PyTree]:
+    def get_jax_iterator(self) -> Iterator[Batch]:
         """Yields the elements of the next pass, which are on the devices already."""
         for element in self._dataset:
             yield _rows_of(element, self._distribution)
@@ -71,9 +71,9 @@ def adapt(
     plain: Callable[..., Any],
     model: keras.Model,
     distribution: MeshDistribution,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
-) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Returns the arguments of `fit` and similar methods, with adapters for distributed datasets.
 
     Raises:
@@ -105,7 +105,7 @@ def adapt(
     return bound.args[1:], bound.kwargs
 
 
-def _check_place(name: str, key: str, value: PyTree, distribution: MeshDistribution) -> None:
+def _check_place(name: str, key: str, value: object, distribution: MeshDistribution) -> None:
     if isinstance(value, DistributedIterator):
         raise TypeError(
             f"{name} received an iterator of a distributed dataset as {key}, which allows only "
@@ -126,7 +126,7 @@ def _check_place(name: str, key: str, value: PyTree, distribution: MeshDistribut
         )
 
 
-def _check_conflicts(name: str, arguments: Mapping[str, PyTree]) -> None:
+def _check_conflicts(name: str, arguments: Mapping[str, Any]) -> None:
     for key, why in _CONFLICTS.items():
         value = arguments.get(key)
         # Keras' default of `validation_split` is 0.0, not None.
@@ -143,8 +143,8 @@ def _check_conflicts(name: str, arguments: Mapping[str, PyTree]) -> None:
 def result_of_no_batches(
     plain: Callable[..., Any],
     model: keras.Model,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Returns the result of `fit`, `evaluate` or `predict` after 0 steps, and warns about it.
 
@@ -180,7 +180,7 @@ def result_of_no_batches(
     return metrics if arguments.get("return_dict") else model._flatten_metrics_in_order(metrics)
 
 
-def _rows_of(element: PyTree, distribution: MeshDistribution) -> PyTree:
+def _rows_of(element: Batch, distribution: MeshDistribution) -> Batch:
     return jax.tree.map(
         lambda x: uneven_rows.of_replicas(x, distribution),
         element,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 
-from tpudist.array_types import PyTree
 from tpudist.input.dataset import DistributedDataset
 from tpudist.keras import keras_internals
+from tpudist.keras.keras_internals import Batch
 
 if TYPE_CHECKING:
     import keras
@@ -56,7 +56,7 @@ class FirstBatches:
     batches: list[Any] = dataclasses.field(default_factory=list)
     adapter: Any = None
 
-    def take(self, state: tuple[list[jax.Array], ...], iterator: Iterator[PyTree]) -> NoReturn:
+    def take(self, state: tuple[list[jax.Array], ...], iterator: Iterator[Batch]) -> NoReturn:
         """Replaces the step that `fit` calls: stores its arguments, and ends the call."""
         for variables, arrays in zip(keras_internals.state_of(self.model), state, strict=True):
             for variable, array in zip(variables, arrays, strict=True):
@@ -71,7 +71,7 @@ def reader() -> FirstBatches | None:
 
 
 def find_problem(
-    model: "keras.Model", name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    model: "keras.Model", name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
     """Returns the reason why a call cannot be compared with one device; "" if it can."""
     if name not in TRAINING:
@@ -93,8 +93,8 @@ def find_problem(
 def read(
     model: "keras.Model",
     name: str,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     count: int,
 ) -> FirstBatches:
     """Returns the first batches of a call of `fit` or `train_on_batch`, and its first state."""

@@ -17,11 +17,11 @@ import numpy as np
 from keras import tree
 
 from tpudist import context
-from tpudist.array_types import PyTree
 from tpudist.context import ContextKind, Mode
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import current_distribution, first_batches, keras_internals, uneven_rows
 from tpudist.keras.first_batches import FirstBatches
+from tpudist.keras.keras_internals import Batch, State
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.lowering import placement
 from tpudist.lowering.array_copies import fetch, put
@@ -42,8 +42,8 @@ def open_steps(
     model: keras.Model,
     strategy: StrategyBase,
     one_device: ReplicaMesh,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     count: int,
 ) -> Iterator["FitRuns"]:
     """Returns the first steps of a call of `fit` or `train_on_batch`, without changing the model.
@@ -70,8 +70,8 @@ def verify_first(
     model: keras.Model,
     name: str,
     strategy: StrategyBase,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
     """Verifies the first training of each model, if the strategy verifies the steps of `run`."""
     verify = strategy._replicator.before_first_call
@@ -108,11 +108,11 @@ class FitRuns:
         self._twin._twin_of = strategy
         self._compiled: dict[str, tuple[ClosedJaxpr, Run]] = {}
 
-    def fetch_rows(self, batch: PyTree) -> PyTree:
+    def fetch_rows(self, batch: Batch) -> Batch:
         """Returns the rows of a batch in host memory."""
         return tree.map_structure(_fetch_rows, batch)
 
-    def split_rows(self, batch: PyTree) -> list[tuple[bytes, ...]]:
+    def split_rows(self, batch: Batch) -> list[tuple[bytes, ...]]:
         """Returns the rows of each replica of a distributed dataset; nothing for other data.
 
         Arrays in which all numbers are equal, such as masks, are left out: they do not show which
@@ -133,7 +133,7 @@ class FitRuns:
             return 0
         return min(adapter.partial_batch_size or num_rows // 2 + 1, num_rows)
 
-    def on_devices(self, state: PyTree, batch: PyTree) -> Any:
+    def on_devices(self, state: State, batch: Batch) -> Any:
         """Runs the program of `fit`. The batch may be on the devices."""
         with current_distribution.enter_scope(self._distribution):
             shardings = jax.tree.map(
@@ -150,12 +150,12 @@ class FitRuns:
             )
             return jax.tree.map(fetch, self._model.train_function(arrays, iter([batch])))
 
-    def trace_on_devices(self, state: PyTree, batch: PyTree) -> ClosedJaxpr:
+    def trace_on_devices(self, state: State, batch: Batch) -> ClosedJaxpr:
         """Returns the program of a step in the strategy's scope."""
         with current_distribution.enter_scope(self._distribution):
             return jax.make_jaxpr(self._step)(state, batch)
 
-    def compile_on_one(self, state: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, Run]:
+    def compile_on_one(self, state: State, batch: Batch) -> tuple[ClosedJaxpr, Run]:
         """Returns the program of a step on one device, and a function that runs it.
 
         With a seed, the run adds errors to its sums, as large as rounding errors may be.
@@ -165,12 +165,12 @@ class FitRuns:
             self._compiled[key] = self._compile_on_one(state, batch)
         return self._compiled[key]
 
-    def _compile_on_one(self, state: PyTree, batch: PyTree) -> tuple[ClosedJaxpr, Run]:
+    def _compile_on_one(self, state: State, batch: Batch) -> tuple[ClosedJaxpr, Run]:
         with self._enter_one_device():
             traced = jax.jit(self._step).trace(*self._put(state, batch))
             compiled = traced.lower().compile()
 
-        def run(state: PyTree, batch: PyTree, seed: int | None = None) -> PyTree:
+        def run(state: State, batch: Batch, seed: int | None = None) -> Any:
             with self._enter_one_device():
                 arguments = self._put(state, batch)
                 if seed is None:
@@ -195,10 +195,10 @@ class FitRuns:
         differ = (eqn for x, y, eqn in pairs if x != y and eqn is not None)
         return user_lines.first_line_of(differ)
 
-    def _step(self, state: PyTree, batch: PyTree) -> Any:
+    def _step(self, state: State, batch: Batch) -> Any:
         return self._model.train_step(state, batch)
 
-    def _put(self, *values: PyTree) -> Any:
+    def _put(self, *values: Batch | State) -> Any:
         return jax.tree.map(lambda x: put(self._one_device, x), values)
 
     @contextlib.contextmanager

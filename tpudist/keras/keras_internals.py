@@ -12,12 +12,17 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
 if TYPE_CHECKING:
     import keras
+
+# A batch as Keras passes it: nested tuples, lists and dicts of arrays.
+Batch: TypeAlias = Any
+# The arrays of the variables of `state_of`, on devices or in host memory.
+State: TypeAlias = tuple[list[Any], ...]
 
 _TRAINER = "keras.src.backend.jax.trainer"
 _CORE = "keras.src.backend.jax.core"

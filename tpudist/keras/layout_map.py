@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 from jax.sharding import PartitionSpec
 
-from tpudist.array_types import Shape
 from tpudist.context.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def set_layout_map(strategy: StrategyBase, layout_map: Mapping[str, Layout] | No
     strategy._keras_layout_map = specs
 
 
-def find_layout(strategy: StrategyBase, path: str, shape: Shape) -> PartitionSpec | None:
+def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
     """Returns the mesh axes that split the variable at `path`; None if no pattern matches.
 
     Raises:

@@ -16,9 +16,9 @@ import keras
 import numpy as np
 from keras import tree
 
-from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals
+from tpudist.keras.keras_internals import Batch
 from tpudist.processes import process_agreement
 from tpudist.processes.process_agreement import Intention
 
@@ -47,7 +47,7 @@ def agree_on_seed(strategy: StrategyBase) -> None:
         keras.utils.set_random_seed(int(texts[0].split()[1]))
 
 
-def require_order(strategy: StrategyBase, arguments: Mapping[str, PyTree]) -> None:
+def require_order(strategy: StrategyBase, arguments: Mapping[str, Any]) -> None:
     """Checks that the processes can agree on the order of the data of `fit`.
 
     Raises:
@@ -65,7 +65,7 @@ def require_order(strategy: StrategyBase, arguments: Mapping[str, PyTree]) -> No
         )
 
 
-def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[PyTree]:
+def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Batch]:
     """Yields the host batches of an epoch, the same in all processes.
 
     Args:
@@ -98,7 +98,7 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[PyTree]:
 
 
 def agree_on_batch(
-    strategy: StrategyBase, batch: PyTree, description: str = "a batch of Keras"
+    strategy: StrategyBase, batch: Batch, description: str = "a batch of Keras"
 ) -> None:
     """Compares a host batch with the batches of the other processes.
 
@@ -120,7 +120,7 @@ def _describe(x: np.ndarray) -> str:
     return f"{x.dtype}{list(x.shape)} of checksum {checksum:08x}"
 
 
-def _draw_from(generator: np.random.RandomState, batches: Iterator[PyTree]) -> Iterator[PyTree]:
+def _draw_from(generator: np.random.RandomState, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yields the batches, drawn with `generator` instead of NumPy's global generator."""
     while True:
         global_state = np.random.get_state()

@@ -16,7 +16,6 @@ import jax
 import keras
 
 from tpudist import context
-from tpudist.array_types import PyTree
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.keras import (
     chief_callbacks,
@@ -30,6 +29,7 @@ from tpudist.keras import (
     process_batches,
     uneven_rows,
 )
+from tpudist.keras.keras_internals import Batch
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.state import missing_arrays
 
@@ -77,7 +77,7 @@ def _hook_placement() -> None:
     keras_internals.call_on_creation(current_distribution.current)
 
 
-def _batches_of(distribution: object, adapter: Any) -> Iterator[PyTree] | None:
+def _batches_of(distribution: object, adapter: Any) -> Iterator[Batch] | None:
     """Returns the batches of an epoch on the devices; None under a distribution of Keras' own."""
     if not isinstance(distribution, MeshDistribution):
         return None
@@ -94,7 +94,7 @@ def _batches_of(distribution: object, adapter: Any) -> Iterator[PyTree] | None:
     return batches if on_cpu else _run_one_ahead(batches)
 
 
-def _run_one_ahead(batches: Iterator[PyTree]) -> Iterator[PyTree]:
+def _run_one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
@@ -254,9 +254,9 @@ def _of_this_process(
     plain: Callable[..., Any],
     model: keras.Model,
     distribution: MeshDistribution,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of `fit` for one of several processes."""
     bound = inspect.signature(plain).bind(model, *args, **kwargs)
     process_batches.require_order(distribution.strategy, bound.arguments)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from keras import tree
 
-from tpudist.array_types import PyTree
+from tpudist.keras.keras_internals import Batch
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
@@ -133,7 +133,7 @@ def _warn_of_whole(value: object, distribution: MeshDistribution) -> None:
         )
 
 
-def place_batch(batch: PyTree, distribution: MeshDistribution) -> PyTree:
+def place_batch(batch: Batch, distribution: MeshDistribution) -> Batch:
     """Places a host batch on the devices."""
     return tree.map_structure(lambda x: place(x, distribution), batch)
 
@@ -156,7 +156,7 @@ def of_replicas(value: Any, distribution: MeshDistribution) -> Any:
     return UnevenRows(value.array, value.rows, True, sharding)
 
 
-def cut_batch(batch: PyTree) -> PyTree:
+def cut_batch(batch: Batch) -> Batch:
     """Returns a batch with only its real rows."""
     return tree.map_structure(lambda x: x.cut() if isinstance(x, UnevenRows) else x, batch)
 

@@ -11,7 +11,7 @@ import functools
 
 import libcst as cst
 
-from tpudist.port.analysis.nodes import code_of, keyword_name, returned_values
+from tpudist.port.analysis.nodes import code_of, keyword_name, values_of_returns
 from tpudist.port.analysis.program import Program
 
 _RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
@@ -153,7 +153,7 @@ class Roles:
                 continue
             function = self._function_around(node)
             if isinstance(function, cst.FunctionDef) and function not in self._roles:
-                if function.params.params and any(map(bool, returned_values(function))):
+                if function.params.params and any(map(bool, values_of_returns(function))):
                     self._add(function, Role.DATASET)
 
     def builds_model(self, node: cst.CSTNode) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from tpudist.port.analysis.nodes import code_of, keyword_name, nodes_in, returned_values
+from tpudist.port.analysis.nodes import code_of, keyword_name, nodes_in, values_of_returns
 from tpudist.port.analysis.program import Program
 
 _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
@@ -40,7 +40,7 @@ def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> boo
             return is_class_of_models(program, bound[0])
     function = program.function(value.func)
     return isinstance(function, cst.FunctionDef) and _are_models(
-        program, returned_values(function), depth
+        program, values_of_returns(function), depth
     )
 
 

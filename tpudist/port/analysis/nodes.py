@@ -57,7 +57,7 @@ def nodes_in(
             left.extend(reversed(children_of(inner)))
 
 
-def returned_values(function: cst.FunctionDef) -> list[cst.BaseExpression | None]:
+def values_of_returns(function: cst.FunctionDef) -> list[cst.BaseExpression | None]:
     """Returns the values that a function returns, without functions inside it.
 
     A bare `return` has the value None.

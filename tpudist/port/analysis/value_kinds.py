@@ -6,7 +6,7 @@ import enum
 
 import libcst as cst
 
-from tpudist.port.analysis.nodes import function_name, keyword_name, returned_values
+from tpudist.port.analysis.nodes import function_name, keyword_name, values_of_returns
 from tpudist.port.analysis.program import Program
 
 _DEPTH = 12  # number of expressions that are followed, which also ends recursion
@@ -228,7 +228,7 @@ class ValueKinds:
             return self._of_losses([call.func])
         function = self._program.function(call.func)
         if isinstance(function, cst.FunctionDef):
-            returned = returned_values(function)
+            returned = values_of_returns(function)
             values = [x for x in returned if x is not None]
             is_certain = bool(values) and len(values) == len(returned)
             return self._of_all(values, depth) if is_certain else Numbers.UNKNOWN
