@@ -62,12 +62,6 @@ def variables_of_state(state: nnx.State) -> list[tuple[str, nnx.Variable | None]
     found = []
     for path, x in holders:
         variable = x if isinstance(x, nnx.Variable) else None
-        name = "".join(f".{_key_name(key)}" for key in path)
+        name = f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
         found += [(name, variable)] * len(jax.tree.leaves(x))
     return found
-
-
-def _key_name(key: object) -> object:
-    # The classes of JAX's keys have either attribute: DictKey and FlattenedIndexKey `key`,
-    # GetAttrKey `name`.
-    return getattr(key, "key", getattr(key, "name", key))

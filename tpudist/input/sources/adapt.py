@@ -12,6 +12,7 @@ import numpy as np
 
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.iterable import IterableSource, Source
+from tpudist.input.sources.records import Records
 
 
 def to_source(dataset: object) -> IndexedDataset | IterableSource:
@@ -74,8 +75,9 @@ def adapt_library_dataset(dataset: Any) -> IterableSource | None:
         from tpudist.input.sources import hugging_face
 
         return hugging_face.batches(dataset)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        if not hasattr(dataset, "__iter__") or "torch" in libraries or "datasets" in libraries:
+    if isinstance(dataset, Records):
+        # Datasets of examples can be iterated over too, in these libraries.
+        if not isinstance(dataset, Iterable) or libraries & {"torch", "datasets"}:
             raise TypeError(
                 f"A {type(dataset).__name__} holds examples, not batches. Distribute "
                 f"tpudist.input.from_records(dataset).batch(global_batch_size)."

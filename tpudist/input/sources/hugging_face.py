@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ def examples(
         TypeError: If the examples cannot be read by number, or do not consist of numbers.
     """
     _check_is_single(dataset)
-    if not hasattr(dataset, "__len__"):
+    if not isinstance(dataset, Sized):
         raise TypeError(
             f"A Hugging Face {type(dataset).__name__} has no examples that can be read by number. "
             f"Load it without streaming, or distribute dataset.batch(global_batch_size)."
@@ -56,7 +56,7 @@ def batches(dataset: Any) -> "HuggingFaceBatches":
         by_number = (
             "tpudist.input.from_records(dataset).batch(global_batch_size), which reads each "
             "example once, or "
-            if hasattr(dataset, "__len__")
+            if isinstance(dataset, Sized)
             else ""
         )
         raise TypeError(

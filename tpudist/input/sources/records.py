@@ -19,6 +19,7 @@ _MAX_THREADS = 8
 _MIN_CHUNK = 4
 
 
+@runtime_checkable
 class Records(Protocol):
     """An object with a length and indices, such as a list or a PyTorch dataset."""
 
@@ -234,8 +235,7 @@ def _matches(leaf: object, spec: jax.ShapeDtypeStruct) -> bool:
 
 
 def _length(source: Records) -> int:
-    has_records = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, dict | str | bytes) or not has_records:
+    if isinstance(source, dict | str | bytes) or not isinstance(source, Records):
         raise TypeError(
             f"A {type(source).__name__} has no examples that can be read by number. Pass an object "
             "with len(source) and source[i]; distribute an iterable of batches as it is."
