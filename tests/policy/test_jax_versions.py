@@ -286,7 +286,7 @@ OF_OTHERS = {
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name
-    "_current_frames": "processes/process_watch.py",  # sys._current_frames, also public
+    "_current_frames": "processes/process_exit.py",  # sys._current_frames, also public
     "_replace": None,  # of named tuples
     "_fields": None,
     "_asdict": None,

@@ -54,6 +54,7 @@ class RecordDataset(IndexedDataset):
         num_threads: int | None = None,
     ):
         self._source = source
+        self._fetch_several = source.__getitems__ if isinstance(source, _BatchedRecords) else None
         self._num_rows = _length(source)
         self._begin(transform, random_transform, num_threads)
 
@@ -96,8 +97,8 @@ class RecordDataset(IndexedDataset):
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
         """Returns the records with these numbers; several threads call it at once."""
-        if isinstance(self._source, _BatchedRecords) and len(numbers) > 1:
-            return self._source.__getitems__(numbers)
+        if self._fetch_several is not None and len(numbers) > 1:
+            return self._fetch_several(numbers)
         return [self._source[number] for number in numbers]
 
     def _name(self, number: int) -> str:
