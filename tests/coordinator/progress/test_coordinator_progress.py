@@ -366,7 +366,7 @@ def test_a_notebook_cell_redraws_the_table(start, monkeypatch):
             shown.append(page["text/plain"])
 
     monkeypatch.setattr(IPython.display, "display", lambda page, raw, display_id: Handle())
-    monkeypatch.setattr(progress_display, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress_display, "in_notebook", lambda: True)
     run = start()
     with run.coordinator.progress():
         run.schedule(len, ("abc",))
