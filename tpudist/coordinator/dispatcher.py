@@ -199,9 +199,8 @@ class Dispatcher:
             self._replace(index, closure, f"{actor} was given up: {why}", "too late")
         except Exception as error:  # The function raised it.
             _add_note(error, closure, actor)
-            if (
-                closure.per_worker_values
-            ):  # It consumed elements, but no `Completion` says how many.
+            if closure.per_worker_values:
+                # It consumed elements, but no `Completion` says how many.
                 self.resources.fetch_positions(index, actor)
             self._queue.fail(closure, index, error)
         else:

@@ -105,9 +105,8 @@ class CallLine:
         with self._changed:
             self._changed.wait_for(lambda: reply.has_arrived or self._error is not None, timeout_s)
             if not reply.has_arrived and self._error is not None:
-                raise copy.copy(
-                    self._error
-                )  # otherwise its traceback would keep the caller's frames
+                # A copy: otherwise the traceback would keep the caller's frames.
+                raise copy.copy(self._error)
             return reply.has_arrived
 
     def close(self) -> None:

@@ -14,15 +14,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tpudist import context
 from tpudist.context.closure_place import current_place
-from tpudist.engine.engine import ActorDied, Engine
 from tpudist.ps.changes import TableChange
-from tpudist.ps.servers import Servers, gather
+from tpudist.ps.pending_rows import PendingRows
+from tpudist.ps.servers import Servers
 from tpudist.ps.tables import table_checkpoint, table_options
 from tpudist.ps.tables.id_hash import as_ids, shard_of
 from tpudist.ps.tables.row_touches import Eviction
 from tpudist.ps.tables.table_options import Initializer, TableOptions
 from tpudist.ps.tables.table_state import State, part_of_shard
-from tpudist.ps.worker_session import WorkerSession
 from tpudist.xla import traces
 
 T = TypeVar("T")
@@ -246,7 +245,16 @@ class Table:
         place = current_place()
         if place is not None and place.state is not None:
             place.state.check_table(self._number, self.name)
-        return PendingRows(self, ids, create)
+        flat = as_ids(ids.reshape(-1))
+        return PendingRows(
+            self._number,
+            self.options,
+            flat,
+            ids.shape,
+            self._divide(flat),
+            create=create,
+            find_servers=lambda: self._servers,
+        )
 
     def _change(self, op: str, ids: ArrayLike, values: ArrayLike) -> None:
         self._check_not_traced("changed", ids, values)
@@ -289,67 +297,6 @@ class Table:
         """Returns a reference for workers in other processes."""
         contents = {k: v for k, v in vars(self).items() if k != "_strategy"}
         return find_table, (self._strategy, self._number, contents)
-
-
-class PendingRows:
-    """Rows of a table that servers look up; created by `Table.prefetch`."""
-
-    def __init__(self, table: Table, ids: np.ndarray, create: bool):
-        self._table, self._create, self._shape = table, create, ids.shape
-        self._flat = as_ids(ids.reshape(-1))
-        self._parts = table._divide(self._flat)
-        self._ask()
-
-    def get(self) -> np.ndarray:
-        """Waits for the rows, and returns them: `[*ids.shape, dim]`."""
-        try:
-            parts = gather(self._engine, self._calls)
-        except ActorDied as died:
-            parts = self._ask_again(died)
-        if len(self._parts) == 1 and self._parts[0][1] is None:
-            rows = parts[0]
-        else:
-            options = self._table.options
-            rows = np.empty((self._flat.size, options.dim), options.dtype)
-            for server, positions in self._parts:
-                rows[positions] = parts[server]
-        return rows.reshape(*self._shape, self._table.options.dim)
-
-    def _ask_again(self, died: ActorDied) -> dict[int, Any]:
-        """Asks again after a server was lost."""
-        if _session() is not None:
-            # On a worker. The dispatcher replaces servers: if it has done so since `prefetch`, the
-            # session has the successor. Otherwise `ActorDied` ends the closure, which runs again.
-            self._ask()
-            return gather(self._engine, self._calls)
-        while True:
-            self._table._servers.replace(died)
-            self._ask()
-            try:
-                return gather(self._engine, self._calls)
-            except ActorDied as again:
-                died = again
-
-    def _ask(self) -> None:
-        session = _session()
-        if session is not None:
-            self._engine: Engine = session.engine
-            actors = session.servers
-        else:
-            self._engine = self._table._servers.engine
-            actors = self._table._servers.actors
-        self._calls = {}
-        for server, positions in self._parts:
-            ids = self._flat if positions is None else self._flat[positions]
-            number = self._table._number
-            call = self._engine.call(actors[server], "pull_table", number, ids, self._create)
-            self._calls[server] = call
-
-
-def _session() -> WorkerSession | None:
-    """Returns the session of this thread's worker; None outside of workers."""
-    place = current_place()
-    return None if place is None else place.session
 
 
 def find_table(strategy: Any, number: int, contents: Mapping[str, Any]) -> Table:

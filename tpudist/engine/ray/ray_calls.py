@@ -86,9 +86,8 @@ class _Peer:
             self._is_connecting = True
             try:
                 address = ray.get(self.address)
-            except (
-                ray.exceptions.RayActorError
-            ):  # it has died; the next call through Ray reports it
+            except ray.exceptions.RayActorError:
+                # The actor has died; the next call through Ray reports it.
                 self._is_decided = True
                 return None
             except ray.exceptions.RayError as error:

@@ -64,9 +64,8 @@ class RaySession:
         if "ray" in sys.modules and import_ray().is_initialized():
             return
         address = None if self._head else self._address or os.environ.get("RAY_ADDRESS")
-        address = (
-            None if address == "local" else address
-        )  # Ray's name for a new Ray on this machine
+        if address == "local":  # Ray's name for a new Ray on this machine
+            address = None
         if self._needs_token:
             choose_token(self._head or address, was_imported="ray" in sys.modules)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -20,6 +20,8 @@ _MIN_BITS = 6
 class IdMap:
     """Ids of 64 bits, each with a row of its own.
 
+    Methods accept ids as `as_ids` does, and raise its errors.
+
     Attributes:
         num_rows: Upper bound of the row numbers: rows in use, and freed rows.
     """
@@ -39,12 +41,7 @@ class IdMap:
         return self._slots.nbytes + self._id_of_row.nbytes + self._free_rows.nbytes
 
     def find(self, ids: ArrayLike) -> np.ndarray:
-        """Returns the row of each id, int64 `[n]`; -1 for missing ids.
-
-        Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If they do not have one dim.
-        """
+        """Returns the row of each id, int64 `[n]`; -1 for missing ids."""
         return self._probe(as_ids(ids))[0]
 
     def find_or_add(self, ids: ArrayLike) -> np.ndarray:
@@ -52,10 +49,6 @@ class IdMap:
 
         Freed rows are used first, then new ones, in the order of the ids: the order in which a call
         names them does not matter.
-
-        Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If they do not have one dim.
         """
         ids = as_ids(ids)
         rows = self.find(ids)
@@ -69,12 +62,7 @@ class IdMap:
         return rows
 
     def remove(self, ids: ArrayLike) -> np.ndarray:
-        """Removes ids, and frees their rows; returns the rows `[n]`, -1 for missing ids.
-
-        Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If they do not have one dim.
-        """
+        """Removes ids, and frees their rows; returns the rows `[n]`, -1 for missing ids."""
         rows, at = self._probe(as_ids(ids))
         at = np.unique(at[rows >= 0])
         if len(at):

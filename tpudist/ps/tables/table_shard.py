@@ -35,6 +35,10 @@ _update_rows = jax.jit(
 class TableShard:
     """Rows `[dim]` by id, and their state of the optimizer.
 
+    Methods raise the errors of `as_ids` and `TableOptions.check_rows` for invalid ids and rows. If
+    a call needs new rows, it raises ValueError if it names more than `max_rows` ids, and
+    MemoryError if the rows do not fit into `max_bytes`. A call that raises changes nothing.
+
     Args:
         options: Options of the table, the same on all of its shards.
 
@@ -70,11 +74,6 @@ class TableShard:
             ids: Ids; an id may occur more than once.
             create: Whether to create rows for missing ids. With False, their initial values are
                 returned, and no use is recorded: for evaluation.
-
-        Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If they do not have one dim, or are more than `max_rows`.
-            MemoryError: If there is no room for new rows in `max_bytes`.
         """
         ids = as_ids(ids)
         rows = self._find_or_create(ids) if create else self._map.find(ids)
@@ -91,10 +90,6 @@ class TableShard:
         """Updates the rows of ids `[n]` by gradients `[n, dim]`, each row once.
 
         Gradients of one id are summed. A missing id gets a row first.
-
-        Raises:
-            TypeError: If the ids are not integers, or the gradients are not floats.
-            ValueError: If the shapes do not match, or there are more ids than `max_rows`.
         """
         ids, gradients = as_ids(ids), np.asarray(gradients)
         self.options.check_rows("gradients", gradients, len(ids))
@@ -112,10 +107,6 @@ class TableShard:
         """Replaces the rows of ids `[n]` by `rows` `[n, dim]`, but not their slots.
 
         If an id occurs more than once, its last row counts.
-
-        Raises:
-            TypeError: If the ids are not integers, or the rows are not floats.
-            ValueError: If the shapes do not match, or there are more ids than `max_rows`.
         """
         ids, values = as_ids(ids), np.asarray(rows)
         self.options.check_rows("rows", values, len(ids))
@@ -125,12 +116,7 @@ class TableShard:
         self._arrays.wait()
 
     def remove(self, ids: ArrayLike) -> np.ndarray:
-        """Removes rows; returns the ids that had rows, in order.
-
-        Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If they do not have one dim.
-        """
+        """Removes rows; returns the ids that had rows, in order."""
         ids = np.unique(as_ids(ids))
         return ids[self._map.remove(ids) >= 0]
 
