@@ -18,7 +18,9 @@ REASON = "reason"
 LOG = "log"
 _LOGGERS = re.compile(r"_?(log|logger|logging)")
 _LEVELS = ("warning", "error", "exception", "critical")
-_PRINTS = ("say",)
+_PRINTS = ("say", "print_error")
+# Records whose text other processes print.
+_RECORDS = ("Verdict",)
 _FILTERS = ("filterwarnings", "simplefilter", "isinstance", "issubclass", "suppress")
 # Keys of dicts that go to another process, which shows the value.
 _KEYS = ("message", "error")
@@ -104,7 +106,7 @@ class Sources:
             return ""
         if name in self.errors and not name.startswith("_"):
             return name
-        if name in ("refuse", "add_note") or name in self.errors:
+        if name in ("refuse", "add_note", *_RECORDS) or name in self.errors:
             return REASON
         first = text_of(call.args[0]) if call.args else ""
         if name in _PRINTS or (name == "_write" and first.startswith("tpudist")):

@@ -39,7 +39,7 @@ INTERNAL = {
     "TraceFailed": "the error of the trace",
     "_CannotTrace": "the operation of the library stays",
     "_Enough": "the call of `fit` ends, with its first batches",
-    "_NotUnderstood": "unknown values may differ between replicas",
+    "_UnknownLayout": "unknown values may differ between replicas",
     "_OutOfTime": "the result of the search so far",
 }
 
