@@ -1,4 +1,4 @@
-"""What is saved comes back, bit by bit, wherever the objects are now; what does not fit is said."""
+"""States are restored bitwise, on any placement of the objects; mismatches raise."""
 
 import dataclasses
 import warnings
@@ -30,7 +30,7 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def states():
-    """A state under each strategy, made when it is asked for."""
+    """A function that returns the state under a strategy, created at the first call."""
     known = {}
 
     def get(name):
@@ -76,7 +76,7 @@ OTHER_PAIRS = [pytest.mark.slow, pytest.mark.exhaustive]
         for there in ("one device", "8 replicas", "fsdp 2 x tensor 4")
     ],
 )
-def test_a_state_comes_back_bit_by_bit_on_any_mesh(states, saved, there, here):
+def test_a_state_is_restored_bitwise_on_any_mesh(states, saved, there, here):
     state, (folder, step, expected) = states(here), saved(there)
     shardings = [x.sharding for x in jax.tree.leaves(nnx.state(state.model))]
     assert digest(state) != expected
@@ -110,7 +110,7 @@ def test_a_restored_state_trains_as_the_saved_one_does(saved, name):
     assert three_steps() == saved_one != further
 
 
-def test_arrays_that_were_donated_are_restored_to_where_they_were(tmp_path):
+def test_donated_arrays_are_restored_to_their_placement(tmp_path):
     mesh = tpudist.MirroredStrategy().mesh
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("replica"))
     checkpoint = Checkpoint(x=jax.device_put(jnp.arange(16.0), split), key=jax.random.key(1))
@@ -126,7 +126,7 @@ def test_arrays_that_were_donated_are_restored_to_where_they_were(tmp_path):
     assert not checkpoint.key.committed
 
 
-def test_variables_in_central_storage_are_restored_to_it(tmp_path):
+def test_variables_in_central_storage_are_restored_there(tmp_path):
     strategy = tpudist.experimental.CentralStorageStrategy()
     with strategy.scope():
         v = tpudist.Variable(jnp.arange(4.0))
@@ -171,10 +171,8 @@ def test_different_paths_have_different_names(paths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
-def test_variables_with_components_are_saved_aggregated_and_shared_out_again(
-    tmp_path, num_replicas
-):
-    """As TensorFlow saves them; but 7 over 2 replicas stays 7."""
+def test_variables_with_components_are_saved_aggregated(tmp_path, num_replicas):
+    """TensorFlow saves them in the same way, but there 7 over 2 replicas does not stay 7."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:4])
     with strategy.scope():
         total = tpudist.Variable(0, synchronization=ON_READ, aggregation=SUM)
@@ -199,14 +197,14 @@ def test_variables_with_components_are_saved_aggregated_and_shared_out_again(
     assert sum(int(x.numpy()) for x in total.values) == 10
 
 
-def test_a_variable_whose_components_have_no_one_value_is_not_saved(tmp_path):
+def test_a_variable_without_a_single_value_is_not_saved(tmp_path):
     with tpudist.MirroredStrategy().scope():
         apart = tpudist.Variable(0, synchronization=ON_READ)
     with pytest.raises(ValueError, match="its components have no single value"):
         CheckpointManager(Checkpoint(apart=apart), tmp_path).save(1)
 
 
-def test_what_is_there_twice_is_saved_once_and_may_be_apart_later(tmp_path):
+def test_a_shared_object_is_saved_once_and_may_be_separate_later(tmp_path):
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with CheckpointManager(Checkpoint(a=layer, b=layer), tmp_path) as manager:
         manager.save(1)
@@ -218,7 +216,7 @@ def test_what_is_there_twice_is_saved_once_and_may_be_apart_later(tmp_path):
     np.testing.assert_array_equal(b.kernel[...], layer.kernel[...])
 
 
-def test_the_iterator_of_a_dataset_goes_on_where_it_was(tmp_path):
+def test_the_iterator_of_a_dataset_resumes_at_its_position(tmp_path):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     dataset = tpudist.NumpyDataset(np.arange(24)).shuffle(3).batch(4)
 
@@ -245,7 +243,7 @@ def test_the_iterator_of_a_dataset_goes_on_where_it_was(tmp_path):
         second.batches.close()
 
 
-def test_what_is_assigned_later_belongs_to_the_state_too(tmp_path):
+def test_objects_that_are_assigned_later_are_saved(tmp_path):
     state = tpudist.TrainState(None, None, extra=1)
     state.more = {"a": [jnp.ones(2), None, "text"]}
     state._private = object()
@@ -295,7 +293,7 @@ def _saved(tmp_path, **objects):
     return tmp_path
 
 
-def test_all_that_does_not_fit_is_listed_at_once_and_nothing_restored(tmp_path):
+def test_all_differences_are_listed_and_nothing_is_restored(tmp_path):
     _saved(
         tmp_path,
         shape=jnp.zeros((2, 3)),
@@ -331,7 +329,7 @@ def test_all_that_does_not_fit_is_listed_at_once_and_nothing_restored(tmp_path):
     assert target.fits.tolist() == [1, 1]
 
 
-def test_a_dtype_is_converted_only_when_asked(tmp_path):
+def test_a_dtype_is_converted_only_with_cast(tmp_path):
     _saved(tmp_path, x=jnp.array([1.5, 2.25]))
     target = Checkpoint(x=jnp.zeros(2, jnp.bfloat16))
     manager = CheckpointManager(target, tmp_path)
@@ -372,7 +370,7 @@ def test_a_part_is_restored_by_name_or_by_type(net_folder):
 
 
 @pytest.mark.slow
-def test_parameters_alone_are_restored_by_their_type(net_folder):
+def test_only_parameters_are_restored_by_their_type(net_folder):
     state = tpudist.TrainState(make_state(tpudist.OneDeviceStrategy(), 5).model)
     report = CheckpointManager(state, net_folder).restore(only=[nnx.Param])
     assert all(name.startswith("model.") for name in report.restored)
@@ -380,7 +378,7 @@ def test_parameters_alone_are_restored_by_their_type(net_folder):
     assert state.step == 0
 
 
-def test_names_may_be_others_than_in_the_checkpoint(tmp_path):
+def test_names_of_the_checkpoint_can_be_renamed(tmp_path):
     _saved(tmp_path, encoder={"a": jnp.ones(2), "b": jnp.full(2, 3.0)}, step=4)
     target = Checkpoint(model={"body": {"a": jnp.zeros(2), "c": jnp.zeros(2)}}, steps=0)
     rename = {"encoder": "model.body", "encoder.b": "model.body.c", "step": "steps"}
@@ -403,7 +401,7 @@ def test_names_may_be_others_than_in_the_checkpoint(tmp_path):
         ("*", ["net.0.bias", "net.0.kernel", "net.1.in.kernel", "net.10.kernel", "step"]),
     ],
 )
-def test_a_pattern_names_what_to_restore(only, restored):
+def test_a_pattern_selects_names(only, restored):
     net = {"0": {"kernel": 1, "bias": 2}, "1": {"in": {"kernel": 3}}, "10": {"kernel": 4}}
     found = Entries({"net": net, "step": 5}, lambda name, x: None)
     saved = {x.name: {"kind": x.kind, "shape": (), "dtype": "int"} for x in found.entries}
@@ -429,7 +427,7 @@ def test_a_pattern_names_what_to_restore(only, restored):
         ({"layers_0": "top"}, ["top.w", "layers_12.w", "top"]),
     ],
 )
-def test_a_pattern_renames_what_it_stands_for(rename, names):
+def test_a_pattern_renames_matching_names(rename, names):
     saved = dict.fromkeys(["layers_0.w", "layers_12.w", "top"], {"kind": VALUE, "dtype": "int"})
     saved = {name: x | {"shape": ()} for name, x in saved.items()}
     found = Entries({name: 0 for name in names}, lambda name, x: None)
@@ -440,7 +438,7 @@ def test_a_pattern_renames_what_it_stands_for(rename, names):
     assert [(entry.name, old) for entry, old in paired] == list(zip(names, saved, strict=True))
 
 
-def test_a_rename_that_is_not_clear_is_an_error(tmp_path):
+def test_an_ambiguous_rename_raises(tmp_path):
     _saved(tmp_path, a={"x": 1, "y": 2}, b=3)
     manager = CheckpointManager(Checkpoint(b=0), tmp_path)
     with pytest.raises(CheckpointError, match=r"several names are renamed to b: a.x, a.y"):
@@ -451,14 +449,14 @@ def test_a_rename_that_is_not_clear_is_an_error(tmp_path):
         manager.restore(rename={"a.*": "b"})
 
 
-def test_a_star_in_a_name_is_found_as_it_is(tmp_path):
+def test_a_star_in_a_name_matches_itself(tmp_path):
     _saved(tmp_path, t={"a*": 1, "ab": 2})
     target = Checkpoint(t={"c": 0, "ab": 0})
     CheckpointManager(target, tmp_path).restore(rename={"t.a*": "t.c"} | {"t.ab": "t.ab"})
     assert target.t == {"c": 1, "ab": 2}
 
 
-def test_a_part_that_is_not_there_is_an_error(tmp_path):
+def test_selecting_a_missing_name_raises(tmp_path):
     _saved(tmp_path, x=jnp.ones(2))
     manager = CheckpointManager(Checkpoint(x=jnp.ones(2)), tmp_path)
     with pytest.raises(CheckpointError, match="the objects have nothing of this name: model"):
@@ -467,7 +465,7 @@ def test_a_part_that_is_not_there_is_an_error(tmp_path):
         manager.restore(only=[nnx.Param])
 
 
-def test_a_position_that_is_refused_leaves_the_arrays_as_they_were(tmp_path):
+def test_a_rejected_position_leaves_the_arrays_unchanged(tmp_path):
     class Stubborn(Counter):
         def set_state(self, state):
             raise ValueError("not mine")
@@ -479,16 +477,16 @@ def test_a_position_that_is_refused_leaves_the_arrays_as_they_were(tmp_path):
     assert target.x.tolist() == [0, 0]
 
 
-# What cannot be saved.
+# Objects that cannot be saved.
 
 
-def test_what_cannot_be_saved_is_named_all_of_it(tmp_path):
+def test_all_unsupported_objects_are_named(tmp_path):
     checkpoint = Checkpoint(ok=1, f=lambda: 1, tree={"a": object(), "b": np.array([None])})
     with pytest.raises(TypeError, match=r"f: builtins.function\n  tree.a: .*\n  tree.b: numpy"):
         CheckpointManager(checkpoint, tmp_path).save(1)
 
 
-def test_a_state_that_json_cannot_hold_is_refused(tmp_path):
+def test_a_state_that_is_not_json_raises(tmp_path):
     class Odd(Counter):
         def get_state(self):
             return {"position": (1, 2)}
@@ -497,7 +495,7 @@ def test_a_state_that_json_cannot_hold_is_refused(tmp_path):
         CheckpointManager(Checkpoint(batches=Odd(1)), tmp_path).save(1)
 
 
-def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path):
+def test_an_unsupported_dtype_raises(tmp_path):
     with pytest.raises(TypeError, match="'x' is x uint4.3., and checkpoints cannot store"):
         CheckpointManager(Checkpoint(x=jnp.ones(3, jnp.uint4)), tmp_path).save(1)
 
@@ -510,12 +508,12 @@ def test_arrays_that_have_been_donated_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["_x", "checkpoint_objects"])
-def test_a_name_that_is_taken_is_refused(name):
+def test_a_reserved_name_raises(name):
     with pytest.raises(ValueError, match="is reserved"):
         Checkpoint(**{name: 1})
 
 
-def test_only_checkpoints_have_managers(tmp_path):
+def test_a_manager_requires_a_checkpoint(tmp_path):
     with pytest.raises(TypeError, match="must be a Checkpoint"):
         CheckpointManager({"x": 1}, tmp_path)
 
@@ -581,7 +579,7 @@ def test_numpy_scalars_stay_numpy_scalars(tmp_path):
 @pytest.mark.parametrize(
     "x", [np.array(["a"]), np.str_("a"), np.array(["2020-01-01"], "datetime64[D]"), 1j, b"bytes"]
 )
-def test_what_is_no_number_is_refused_before_anything_is_written(tmp_path, x):
+def test_an_invalid_step_number_raises_before_anything_is_written(tmp_path, x):
     with pytest.raises(TypeError, match="cannot save these objects:\n  x: "):
         CheckpointManager(Checkpoint(x=x), tmp_path / "run").save(1)
     assert not (tmp_path / "run").exists()
@@ -600,13 +598,13 @@ class Twin:
         return "twin"
 
 
-def test_two_objects_of_one_name_are_refused_since_one_would_overwrite_the_other(tmp_path):
+def test_two_objects_with_one_name_raise(tmp_path):
     checkpoint = Checkpoint(x={Twin(0): jnp.zeros(2), Twin(1): jnp.ones(2)})
     with pytest.raises(TypeError, match="x.twin: 2 objects have this name"):
         CheckpointManager(checkpoint, tmp_path).save(1)
 
 
-def test_shapes_become_arrays_and_cannot_be_saved_before(tmp_path):
+def test_shapes_are_restored_as_arrays_and_cannot_be_saved(tmp_path):
     split = jax.sharding.NamedSharding(
         tpudist.MirroredStrategy().mesh, jax.sharding.PartitionSpec("replica")
     )
@@ -627,7 +625,7 @@ def test_shapes_become_arrays_and_cannot_be_saved_before(tmp_path):
     assert shapes.x.sharding == split
 
 
-def test_a_checkpoint_may_refer_to_the_one_that_holds_it(tmp_path):
+def test_a_checkpoint_may_refer_to_its_container(tmp_path):
     inner = Checkpoint(x=jnp.ones(2))
     outer = Checkpoint(inner=inner)
     inner.outer = outer
@@ -644,7 +642,7 @@ def test_one_part_needs_no_list(tmp_path):
     assert manager.restore(exclude=nnx.Param).restored == ("x",)
 
 
-def test_a_step_that_was_donated_is_told(tmp_path):
+def test_a_donated_step_counter_raises(tmp_path):
     step = jnp.asarray(3)
     step.delete()
     with pytest.raises(CheckpointError, match="step number is an array that was don"):

@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept, and what becomes of a run whose disk is full."""
+"""The times of saves, retention, and runs whose disk is full."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def _checkpoint(value: float = 0.0, **more) -> Checkpoint:
         ({"max_to_keep": 1}, 10, [10, 60]),
     ],
 )
-def test_each_rule_keeps_its_own(rules, newest, kept):
+def test_each_retention_rule_keeps_its_checkpoints(rules, newest, kept):
     steps = [10, 20, 30, 40, 50, 60]
     losses = [float("nan"), 1.0, 1.5, 3.0, 4.0, 2.0]
     metrics = {step: {"loss": x} for step, x in zip(steps, losses, strict=True)}
@@ -66,12 +66,12 @@ def test_each_rule_keeps_its_own(rules, newest, kept):
         ({"checkpoint_interval": 2}, "needs a step counter"),
     ],
 )
-def test_rules_that_cannot_be_followed_are_refused(tmp_path, arguments, message):
+def test_invalid_retention_rules_raise(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         CheckpointManager(_checkpoint(), tmp_path, **arguments)
 
 
-def test_what_has_no_meaning_here_warns(tmp_path):
+def test_ignored_arguments_warn(tmp_path):
     with pytest.warns(UserWarning, match="checkpoint_name='ckpt'.* has no effect"):
         manager = CheckpointManager(_checkpoint(), tmp_path, checkpoint_name="ckpt")
     with pytest.warns(UserWarning, match="options=1.* has no effect"):
@@ -79,7 +79,7 @@ def test_what_has_no_meaning_here_warns(tmp_path):
     manager.close()
 
 
-def test_the_newest_and_the_best_are_kept_and_found_again(tmp_path):
+def test_the_newest_and_the_best_checkpoints_are_kept_and_found(tmp_path):
     losses = [3.0, 1.0, 2.0, 5.0, 4.0]
     with CheckpointManager(
         _checkpoint(), tmp_path, max_to_keep=2, best=("held_out_loss", "min")
@@ -112,7 +112,7 @@ def test_checkpoints_are_numbered_by_the_step_or_one_after_another(tmp_path):
         CheckpointManager(_checkpoint(), tmp_path).save(1.5)
 
 
-def test_an_interval_is_heeded_unless_forced(tmp_path):
+def test_the_checkpoint_interval_applies_unless_forced(tmp_path):
     counter = tpudist.Variable(0)
     state = tpudist.TrainState(None)
     for name, arguments in (("a", {"step_counter": counter}), ("b", {})):
@@ -126,7 +126,7 @@ def test_an_interval_is_heeded_unless_forced(tmp_path):
         manager.close()
 
 
-# Going on in the background.
+# Saves in the background.
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_numpy_arrays_may_be_changed_as_soon_as_save_returns(tmp_path):
     np.testing.assert_array_equal(checkpoint.x, np.arange(1 << 20))
 
 
-def test_a_save_that_blocks_is_there_when_it_returns(tmp_path):
+def test_a_synchronous_save_is_complete_when_it_returns(tmp_path):
     manager = CheckpointManager(_checkpoint(), tmp_path, asynchronous=False)
     manager.save(3)
     assert manager.verify(3) == []
@@ -168,7 +168,7 @@ def test_a_save_that_blocks_is_there_when_it_returns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_save_waits_for_the_one_before_and_for_that_of_another_manager(tmp_path):
+def test_a_save_waits_for_earlier_saves_also_of_another_manager(tmp_path):
     big = Checkpoint(x=jnp.arange(1 << 22))
     first, second = (CheckpointManager(big, tmp_path) for _ in range(2))
     for step in range(0, 6, 2):
@@ -180,7 +180,7 @@ def test_a_save_waits_for_the_one_before_and_for_that_of_another_manager(tmp_pat
     assert all(first.verify(step) == [] for step in first.steps)
 
 
-def test_a_closed_manager_saves_no_more(tmp_path):
+def test_a_closed_manager_raises(tmp_path):
     manager = CheckpointManager(_checkpoint(), tmp_path)
     manager.save(1)
     manager.close()
@@ -200,7 +200,7 @@ def test_a_new_directory_initializes(tmp_path):
     assert called == [1]
 
 
-# What is refused before anything is lost.
+# Errors before anything is lost.
 
 
 def test_a_step_is_not_replaced(tmp_path):
@@ -215,7 +215,7 @@ def test_a_step_is_not_replaced(tmp_path):
     assert checkpoint.x.tolist() == [1] * 4
 
 
-def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_a_missing_step_raises_and_existing_steps_are_listed(tmp_path):
     manager = CheckpointManager(_checkpoint(), tmp_path)
     with pytest.raises(CheckpointError, match="contains no checkpoint to restore"):
         manager.restore()
@@ -225,7 +225,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
         manager.restore(3)
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
+def test_a_directory_that_is_a_file_raises(tmp_path):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(CheckpointError, match="this is a file"):
         CheckpointManager(_checkpoint(), tmp_path / "file")
@@ -235,7 +235,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_a_directory_that_cannot_be_written_is_refused():
+def test_a_read_only_directory_raises():
     manager = CheckpointManager(_checkpoint(), "/proc/self/checkpoints")  # root may not either
     assert manager.restore_or_initialize() is None
     with pytest.raises(CheckpointError, match="cannot write to the directory"):
@@ -344,12 +344,12 @@ def _check_full_disk(folder: Path, limit: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_last_checkpoint_and_is_told_at_the_next_step(tmp_path):
+def test_a_full_disk_keeps_the_last_checkpoint_and_warns_at_the_next_step(tmp_path):
     _check_full_disk(tmp_path / "run", 1_000_000)
 
 
 @pytest.mark.slow
-def test_a_really_full_disk_does_so_too(tmp_path):
+def test_a_full_file_system_keeps_the_last_checkpoint_too(tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
@@ -376,7 +376,7 @@ SAVES_FOR_EVER = """
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_killed_in_the_middle_is_never_picked_up(tmp_path):
+def test_a_partial_checkpoint_of_a_killed_program_is_never_restored(tmp_path):
     """Each run is killed while it writes; the next one has the newest that was complete."""
     env = os.environ | {"PYTHONPATH": PYTHONPATH}
     for attempt in range(2):
@@ -411,7 +411,7 @@ def test_a_checkpoint_that_was_killed_in_the_middle_is_never_picked_up(tmp_path)
     assert [x.name for x in (tmp_path / "run").iterdir()] == [str(10**6)]
 
 
-def test_what_others_keep_in_the_directory_is_left_alone(tmp_path):
+def test_other_files_in_the_directory_are_not_changed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "mine.orbax-checkpoint-tmp").mkdir()
@@ -426,8 +426,8 @@ def test_what_others_keep_in_the_directory_is_left_alone(tmp_path):
     assert names == ["007", "2", "8", "mine.orbax-checkpoint-tmp", "notes.txt"]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path):
-    """A link to a directory is none to remove: somebody else's checkpoint, as a rule."""
+def test_an_old_checkpoint_that_cannot_be_deleted_causes_a_warning(tmp_path):
+    """A link to a directory is not deleted: it is usually the checkpoint of another run."""
     manager = CheckpointManager(_checkpoint(), tmp_path / "run", max_to_keep=1)
     manager.save(1)
     manager.wait()
@@ -441,7 +441,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_the_block_is_not_hidden_by_that_of_the_save(tmp_path):
+def test_the_error_of_a_save_does_not_hide_the_error_of_the_block(tmp_path):
     program = """
         import resource, signal, sys
         import numpy as np
@@ -462,7 +462,7 @@ def test_an_error_in_the_block_is_not_hidden_by_that_of_the_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_that_forgets_to_wait_still_has_its_last_checkpoint(tmp_path):
+def test_a_program_that_does_not_wait_keeps_its_last_checkpoint(tmp_path):
     program = """
         import sys
         import numpy as np
@@ -503,7 +503,7 @@ def test_threads_save_one_after_another(tmp_path):
     assert not any(map(manager.verify, manager.steps))
 
 
-def test_what_ctrl_c_has_broken_off_is_in_nobodys_way(tmp_path, monkeypatch):
+def test_an_interrupted_save_does_not_disturb_the_next_one(tmp_path, monkeypatch):
     manager = CheckpointManager(_checkpoint(), tmp_path)
     manager.save(1)
     manager.wait()
@@ -523,8 +523,8 @@ def test_what_ctrl_c_has_broken_off_is_in_nobodys_way(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_program_may_remove_what_is_being_read(tmp_path):
-    """As one that trains does to one that evaluates: the newer one is taken, in silence."""
+def test_another_program_may_delete_a_checkpoint_that_is_being_read(tmp_path):
+    """A training program does this while another one evaluates, which then uses a newer one."""
     checkpoint = Checkpoint(step=0, x=np.zeros(1000))
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: one directory, and what one of them finds all of them know."""
+"""Checkpoints of several processes: one directory, and the same result in all of them."""
 
 import warnings
 
@@ -125,7 +125,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_restore_what_one_has_saved(finished):
+def test_two_processes_restore_a_checkpoint_of_one(finished):
     folder, saved, results = finished
     for result in results:
         assert result["path"] == str(folder / "from_one" / "3")
@@ -133,7 +133,7 @@ def test_two_processes_restore_what_one_has_saved(finished):
 
 
 @pytest.mark.exhaustive
-def test_all_processes_are_told_of_a_damaged_file(finished):
+def test_all_processes_report_a_damaged_file(finished):
     _, _, results = finished
     for result in results:
         (warned,) = result["warned"]
@@ -142,7 +142,7 @@ def test_all_processes_are_told_of_a_damaged_file(finished):
 
 
 @pytest.mark.parametrize("make", [tpudist.OneDeviceStrategy, tpudist.MirroredStrategy])
-def test_one_process_restores_what_two_have_saved(finished, make):
+def test_one_process_restores_a_checkpoint_of_two(finished, make):
     folder, _, results = finished
     state = make_state(make(), 1)
     manager = CheckpointManager(state, folder / "to_one")
@@ -170,7 +170,7 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
         assert result["steps"] == [[1], [1, 3], []]
 
 
-def test_what_the_failed_save_has_written_is_gone(finished):
+def test_files_of_a_failed_save_are_deleted(finished):
     folder, _, _ = finished
     names = ["1", "3", "best", "checkpoint", "ckpt-1", "ckpt-2"]
     assert sorted(x.name for x in (folder / "faulty").iterdir()) == names

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files is found, whatever file it is in: no fault is silent.
+"""Damage to any file of a checkpoint is detected: no fault is silent.
 
 Orbax alone restores an array with a flipped bit as if nothing had happened.
 """
@@ -22,7 +22,7 @@ from places import PACKAGE
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 
 FLIPS_PER_FILE = 24
-RESTORED_FULLY = 40  # so many of the faults are followed through to the values; it takes longer
+RESTORED_FULLY = 40  # number of faults after which the values are restored, too; that takes longer
 
 
 def _state(value: float) -> Checkpoint:
@@ -86,7 +86,7 @@ def _restored(folder: Path) -> tuple[list, list[str]]:
 
 @pytest.mark.slow
 def test_no_fault_in_any_file_is_silent(folder):
-    """The values are those of the step before, with a warning; or the right ones after all."""
+    """Either the values of the step before are restored, with a warning, or the right ones."""
     rng = random.Random(0)
     good, before = _values(_state(2)), _values(_state(1))
     manager = CheckpointManager(_state(0), folder)
@@ -117,12 +117,12 @@ def test_no_fault_in_any_file_is_silent(folder):
             file.write_bytes(original)
     assert silent == []
     assert manager.verify(2) == []
-    # Only the time of the commit and the path in Orbax's marker are no part of what is restored.
+    # Only the time of the commit and the path in Orbax's marker do not affect a restore.
     assert harmless < len(faults) / 10
 
 
 @pytest.mark.parametrize("gone", ["state", "tpudist", "state/d", "tpudist_manifest.json"])
-def test_a_step_that_has_lost_a_part_is_not_used(folder, tmp_path, gone):
+def test_a_step_without_one_of_its_parts_is_not_restored(folder, tmp_path, gone):
     shutil.copytree(folder, tmp_path / "copy")
     lost = tmp_path / "copy" / "2" / gone
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
@@ -131,14 +131,14 @@ def test_a_step_that_has_lost_a_part_is_not_used(folder, tmp_path, gone):
     assert any("2 is damaged" in x and "is missing" in x for x in warned)
 
 
-def test_files_that_have_changed_places_are_found(folder, tmp_path):
+def test_swapped_files_are_detected(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     for file in ("tpudist/metadata", "tpudist_manifest.json"):
         shutil.copy(tmp_path / "copy" / "1" / file, tmp_path / "copy" / "2" / file)
         assert CheckpointManager(_state(0), tmp_path / "copy").verify(2), file
 
 
-def test_none_good_is_an_error_and_never_a_silent_start(folder, tmp_path):
+def test_damaged_checkpoints_raise_and_never_start_from_scratch(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     for step in (1, 2):
         (tmp_path / "copy" / str(step) / "tpudist" / "metadata").write_text("{}")
@@ -152,14 +152,14 @@ def test_none_good_is_an_error_and_never_a_silent_start(folder, tmp_path):
     assert _values(state) == _values(_state(9))
 
 
-def test_a_damaged_step_that_was_asked_for_is_an_error(folder, tmp_path):
+def test_requesting_a_damaged_step_raises(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "2" / "state" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match="state/_METADATA: is missing"):
         CheckpointManager(_state(9), tmp_path / "copy").restore(2)
 
 
-def test_a_damaged_step_makes_way_for_a_new_one_of_its_number(folder, tmp_path):
+def test_a_damaged_step_can_be_saved_again(folder, tmp_path):
     """Else a run that recomputes it could never save it, or would lose a good one to it."""
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "2" / "state" / "_METADATA").unlink()
@@ -176,7 +176,7 @@ def test_a_damaged_step_makes_way_for_a_new_one_of_its_number(folder, tmp_path):
     assert {x.name for x in (tmp_path / "copy").iterdir()} == {"2", "2.damaged"}
 
 
-def test_a_checkpoint_of_orbax_alone_is_taken_only_when_asked(tmp_path):
+def test_a_plain_orbax_checkpoint_needs_verify_false(tmp_path):
     tree = {"big": jnp.arange(4.0), "layer": {"kernel": jnp.ones((2, 2))}}
     with ocp.CheckpointManager(tmp_path) as orbax:
         orbax.save(3, args=ocp.args.StandardSave(tree))
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_orbax_alone_is_taken_only_when_asked(tmp_path):
 
 
 def test_no_pickle_is_loaded(folder, tmp_path, monkeypatch):
-    """Whoever can write to the directory could run code otherwise."""
+    """With pickle, anybody who can write to the directory could run code."""
     import pickle
 
     for name in ("load", "loads", "Unpickler"):
@@ -205,7 +205,7 @@ def test_no_pickle_is_loaded(folder, tmp_path, monkeypatch):
         assert [x.name for x in sources if word in x.read_text()] == [], word
 
 
-def test_what_orbax_says_of_a_step_may_be_written_late(tmp_path, monkeypatch):
+def test_metadata_of_orbax_may_be_written_late(tmp_path, monkeypatch):
     path = type(epath.Path(tmp_path))
     write_text = path.write_text
 

@@ -1,4 +1,4 @@
-"""A program that loses its last checkpoint does not end as if all were well."""
+"""A program that loses its last checkpoint does not exit with code 0."""
 
 import json
 import os

@@ -45,7 +45,7 @@ def test_numbers_of_one_kind_restore_into_each_other(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_numbers_of_another_kind_do_not_fit(tmp_path, kind):
+def test_numbers_of_different_kinds_do_not_match(tmp_path, kind):
     save(tmp_path, x=SAVED[kind])
     for other in SAVED.keys() - {kind}:
         target = Checkpoint(x=(OTHER[other] * 6)[: len(SAVED[kind])])
@@ -92,8 +92,8 @@ def test_one_saved_number_may_be_restored_as_two_types(tmp_path, names):
 
 
 @pytest.mark.slow
-def test_a_linen_state_that_was_just_made_is_restored(tmp_path):
-    """Its step is a Python int, and an array after the first step."""
+def test_a_new_linen_state_is_restored(tmp_path):
+    """The step of a new state is a Python int; after the first step it is an array."""
     strategy, net = tpudist.MirroredStrategy(jax.devices()[:2]), nn.Dense(1)
 
     def make():

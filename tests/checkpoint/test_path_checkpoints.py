@@ -52,7 +52,7 @@ def test_a_written_checkpoint_is_replaced_and_is_not_the_latest(tmp_path):
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_a_new_program_that_does_not_restore_replaces_the_first(tmp_path):
+def test_a_new_program_without_restore_replaces_the_first_checkpoint(tmp_path):
     for value in (1, 2):
         assert Checkpoint(x=value).save(tmp_path / "a") == str(tmp_path / "a-1")
     checkpoint = Checkpoint(x=0)
@@ -60,7 +60,7 @@ def test_a_new_program_that_does_not_restore_replaces_the_first(tmp_path):
     assert checkpoint.x == 2
 
 
-def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_failed_checkpoint_keeps_the_old_one(tmp_path, monkeypatch):
     checkpoint = Checkpoint(x=1)
     path = checkpoint.write(tmp_path / "best")
     checkpoint.x = float("nan")
@@ -92,7 +92,7 @@ def test_a_program_that_was_killed_between_the_renames_loses_nothing(tmp_path):
     assert names(tmp_path) == ["a-1", "checkpoint"]
 
 
-def test_something_else_is_not_replaced(tmp_path):
+def test_files_that_are_not_checkpoints_are_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint of tpudist"):
@@ -116,7 +116,7 @@ def test_checkpoints_of_a_manager_are_restored_by_their_paths(tmp_path):
         checkpoint.restore(tmp_path)
 
 
-def test_the_newest_of_a_manager_and_of_single_saves_is_the_latest(tmp_path, monkeypatch):
+def test_the_latest_checkpoint_may_come_from_a_manager_or_a_save(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = Checkpoint(x=1)
     with CheckpointManager(checkpoint, "run") as manager:
@@ -148,7 +148,7 @@ def test_names_that_only_one_side_has_are_reported(tmp_path):
         less.restore(path, only="a")
 
 
-def test_no_checkpoint_is_no_restore(tmp_path):
+def test_restoring_none_restores_nothing(tmp_path):
     status = Checkpoint(x=1).restore(latest_checkpoint(tmp_path))
     assert status.report is None
     status.expect_partial()
@@ -156,7 +156,7 @@ def test_no_checkpoint_is_no_restore(tmp_path):
         status.assert_consumed()
 
 
-def test_what_does_not_fit_is_an_error(tmp_path):
+def test_a_mismatch_raises(tmp_path):
     path = Checkpoint(x=jnp.zeros(2)).save(tmp_path / "x")
     for objects, message in (
         ({"x": jnp.zeros(3)}, r"x is float32\[3\] in the objects"),
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         Checkpoint(x=1).restore(tmp_path / "x-9")
 
 
-def test_values_of_each_replica_do_not_fit_one_value_and_the_error_says_what_to_do(tmp_path):
+def test_replica_values_do_not_match_one_value_and_the_error_has_a_remedy(tmp_path):
     strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
 
     def count(variable, rows):
@@ -216,9 +216,7 @@ def test_a_damaged_checkpoint_is_not_restored(tmp_path):
         ("state/_METADATA", "{", "", "Cannot read the arrays of .* so nothing was restored"),
     ],
 )
-def test_damage_that_leaves_nothing_to_restore_is_an_error_without_verification(
-    tmp_path, file, old, new, message
-):
+def test_fatal_damage_raises_without_verification(tmp_path, file, old, new, message):
     path = Checkpoint(x=jnp.arange(3.0), n=1).save(tmp_path / "x")
     description = tmp_path / "x-1" / file
     description.write_text(description.read_text().replace(old, new, 1))
@@ -232,7 +230,7 @@ def test_damage_that_leaves_nothing_to_restore_is_an_error_without_verification(
     ("text", "message"),
     [("", "is damaged"), ("\xff", "is damaged"), ('model_checkpoint_path: "x-7"\n', "'x-7'")],
 )
-def test_a_state_that_is_damaged_does_not_hide_the_checkpoints(tmp_path, text, message):
+def test_a_damaged_state_file_does_not_hide_the_checkpoints(tmp_path, text, message):
     """TensorFlow's `latest_checkpoint` gives None, and training starts from scratch."""
     checkpoint = Checkpoint(x=1)
     checkpoint.save(tmp_path / "y")
@@ -249,6 +247,6 @@ def test_a_state_that_is_damaged_does_not_hide_the_checkpoints(tmp_path, text, m
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_names_of_methods_are_taken():
+def test_names_of_methods_are_reserved():
     with pytest.raises(ValueError, match="'save' is reserved"):
         Checkpoint(save=1)

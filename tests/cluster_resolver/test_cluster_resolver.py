@@ -63,7 +63,7 @@ def test_without_a_chief_the_first_worker_coordinates():
     ("task_type", "task_id"),
     [("ps", 0), ("worker", 2), ("worker", -1), ("worker", None), (None, 0), ("evaluator", 0)],
 )
-def test_a_task_that_is_not_in_the_cluster_is_refused(task_type, task_id):
+def test_a_task_outside_of_the_cluster_raises(task_type, task_id):
     resolver = SimpleClusterResolver(CLUSTER, task_type=task_type, task_id=task_id)
     with pytest.raises(ValueError, match=r"not one of the cluster's tasks: 1 of 'chief', 2 of 'w"):
         resolver.process_index()
@@ -81,7 +81,7 @@ def test_an_evaluator_runs_alone(tf_config, monkeypatch, make, more):
     assert float(strategy.run(lambda: tpudist.get_replica_context().all_reduce("sum", 1.0))) == 8
 
 
-def test_an_evaluator_is_none_of_the_workers_that_others_connect_to(tf_config, monkeypatch):
+def test_an_evaluator_is_not_one_of_the_processes(tf_config, monkeypatch):
     met = []
     monkeypatch.setattr(connection, "connect", lambda *args: met.append(args))
     cluster = {"worker": ["a:1", "b:2"], "evaluator": ["e:5"]}
@@ -90,7 +90,7 @@ def test_an_evaluator_is_none_of_the_workers_that_others_connect_to(tf_config, m
     assert met == [("a:1", 2, 1, None)]
 
 
-def test_a_resolver_is_made_by_saying_what_the_cluster_is():
+def test_a_resolver_only_needs_a_cluster_spec():
     class Mine(ClusterResolver):
         def cluster_spec(self):
             return {}
@@ -107,7 +107,7 @@ def test_a_resolver_is_made_by_saying_what_the_cluster_is():
 # SimpleClusterResolver.
 
 
-def test_a_simple_resolver_returns_what_it_was_given():
+def test_a_simple_resolver_returns_its_arguments():
     resolver = SimpleClusterResolver(
         CLUSTER, master="m:9", task_type="worker", task_id=1, environment="test"
     )
@@ -117,12 +117,12 @@ def test_a_simple_resolver_returns_what_it_was_given():
 
 
 @pytest.mark.parametrize("spec", [["a:1"], "a:1", None])
-def test_a_cluster_that_is_no_mapping_is_refused(spec):
+def test_a_cluster_that_is_not_a_mapping_raises(spec):
     with pytest.raises(TypeError, match="cluster_spec must map jobs to lists of addresses"):
         SimpleClusterResolver(spec)
 
 
-def test_a_master_that_is_no_string_is_refused():
+def test_a_master_that_is_not_a_string_raises():
     with pytest.raises(TypeError, match="master must be a string, got int"):
         SimpleClusterResolver({}, master=3)
 
@@ -138,7 +138,7 @@ def test_tf_config_names_the_cluster_and_the_task(tf_config):
     assert resolver.environment == "gce"
 
 
-def test_tf_config_is_read_anew_at_each_call(tf_config):
+def test_tf_config_is_read_at_each_call(tf_config):
     resolver = TFConfigClusterResolver()
     tf_config({"cluster": CLUSTER, "task": {"type": "chief", "index": 0}})
     assert resolver.process_index() == 0
@@ -146,13 +146,13 @@ def test_tf_config_is_read_anew_at_each_call(tf_config):
     assert resolver.process_index() == 2
 
 
-def test_what_is_given_goes_before_tf_config(tf_config):
+def test_arguments_take_precedence_over_tf_config(tf_config):
     tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
     resolver = TFConfigClusterResolver("chief", 0, environment="mine")
     assert (resolver.task_type, resolver.task_id, resolver.environment) == ("chief", 0, "mine")
 
 
-def test_without_tf_config_this_process_is_alone(tf_config):
+def test_without_tf_config_there_is_one_process(tf_config):
     resolver = TFConfigClusterResolver()
     assert (resolver.cluster_spec(), resolver.processes(), resolver.master()) == ({}, [], "")
     assert (resolver.task_type, resolver.task_id) == (None, None)
@@ -167,7 +167,7 @@ def test_without_tf_config_this_process_is_alone(tf_config):
         ('{"cluster": ["a:1"]}', "TF_CONFIG has no cluster"),
     ],
 )
-def test_a_tf_config_that_is_none_is_refused(tf_config, text, message):
+def test_a_malformed_tf_config_raises(tf_config, text, message):
     tf_config(text)
     with pytest.raises(ValueError, match=message + r".*An example: \{\"cluster\""):
         TFConfigClusterResolver().cluster_spec()
@@ -200,7 +200,7 @@ _WORKERS = {"worker": ["a:1", "b:2"]}
         ),
     ],
 )
-def test_a_tf_config_with_a_mistake_is_refused(tf_config, config, message):
+def test_a_mistake_in_tf_config_raises(tf_config, config, message):
     """Such a cluster was believed, and waited for itself."""
     tf_config(config)
     for ask in ("cluster_spec", "master"):
@@ -211,7 +211,7 @@ def test_a_tf_config_with_a_mistake_is_refused(tf_config, config, message):
 @pytest.mark.parametrize(
     "task", [{}, {"type": "evaluator", "index": 0}, {"type": "worker", "index": "1"}]
 )
-def test_a_tf_config_without_a_mistake_is_believed(tf_config, task):
+def test_a_valid_tf_config_is_accepted(tf_config, task):
     tf_config({"cluster": _WORKERS, "task": task})
     assert TFConfigClusterResolver().cluster_spec() == _WORKERS
 
@@ -228,7 +228,7 @@ def test_one_worker_needs_no_connection(tf_config):
     assert tpudist.MultiWorkerMirroredStrategy(given).cluster_resolver is given
 
 
-def test_connecting_after_the_devices_have_started_is_refused(tf_config):
+def test_connecting_after_the_devices_have_started_raises(tf_config):
     """The tests' own devices have: no port is opened here."""
     tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": 0}})
     with pytest.raises(
@@ -238,12 +238,12 @@ def test_connecting_after_the_devices_have_started_is_refused(tf_config):
 
 
 @pytest.mark.parametrize("resolver", ["worker", {"worker": ["a:1"]}, TFConfigClusterResolver])
-def test_a_resolver_that_is_none_is_refused(resolver):
+def test_a_resolver_of_a_wrong_type_raises(resolver):
     with pytest.raises(ValueError, match="cluster_resolver must be a tpudist.cluster_resolver"):
         tpudist.MultiWorkerMirroredStrategy(resolver)
 
 
-def test_communication_options_that_are_none_are_refused():
+def test_communication_options_of_a_wrong_type_raise():
     with pytest.raises(ValueError, match=r"communication_options='ring'\): it must be a"):
         tpudist.MultiWorkerMirroredStrategy(communication_options="ring")
 
@@ -287,18 +287,18 @@ def test_cluster_specs_of_the_same_tasks_are_equal():
         ({3: ["a:1"]}, "Job name 3 must be a string"),
     ],
 )
-def test_a_cluster_of_another_form_is_refused(cluster, message):
+def test_a_malformed_cluster_raises(cluster, message):
     with pytest.raises(TypeError, match=message):
         ClusterSpec(cluster)
 
 
 @pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
-def test_a_job_that_is_not_there_is_refused(method):
+def test_a_missing_job_raises(method):
     with pytest.raises(ValueError, match=r"No such job in cluster: 'evaluator'. It has \['chief',"):
         getattr(ClusterSpec(CLUSTER), method)("evaluator")
 
 
-def test_a_task_that_is_not_there_is_refused():
+def test_a_missing_task_raises():
     spec = ClusterSpec(CLUSTER)
     with pytest.raises(ValueError, match="No such job in cluster: 'evaluator'"):
         spec.task_address("evaluator", 0)
@@ -306,7 +306,7 @@ def test_a_task_that_is_not_there_is_refused():
         spec.task_address("worker", 2)
 
 
-def test_processes_that_are_not_all_known_cannot_train_together():
+def test_unknown_addresses_of_processes_raise():
     resolver = SimpleClusterResolver({"worker": {1: "b:2"}}, task_type="worker", task_id=1)
     with pytest.raises(ValueError, match="must be known, but tasks are missing in ClusterSpec"):
         resolver.processes()
@@ -315,7 +315,7 @@ def test_processes_that_are_not_all_known_cannot_train_together():
 # Accelerators and masters.
 
 
-def test_cpu_devices_are_no_accelerators():
+def test_cpu_devices_do_not_count_as_accelerators():
     class Mine(ClusterResolver):
         def cluster_spec(self):
             return ClusterSpec(CLUSTER)
@@ -343,7 +343,7 @@ def test_accelerators_are_counted_by_task(monkeypatch):
     assert Mine().num_accelerators("ps", 0) == {}
 
 
-def test_a_simple_resolver_says_the_accelerators_that_it_was_given():
+def test_a_simple_resolver_returns_its_accelerators():
     assert SimpleClusterResolver({}).num_accelerators() == {}
     given = SimpleClusterResolver({}, num_accelerators={"TPU": 4})
     assert given.num_accelerators("worker", 3) == {"TPU": 4}
@@ -401,7 +401,7 @@ def test_a_union_has_the_jobs_of_all_its_resolvers():
     assert union.processes() == ["a:1", "b:2"]
 
 
-def test_what_a_union_is_given_goes_before_its_first_resolver():
+def test_arguments_of_a_union_take_precedence():
     first = SimpleClusterResolver(CLUSTER, task_type="chief", task_id=1, rpc_layer="grpc")
     union = UnionResolver(first, task_type="worker", task_id=0, rpc_layer="http")
     assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 0, "http")
@@ -411,7 +411,7 @@ def test_what_a_union_is_given_goes_before_its_first_resolver():
 
 
 def test_the_master_of_a_union_keeps_the_layer_of_its_resolver():
-    """Also where that gives a master of its own; a layer that is asked for goes before it."""
+    """Even if that class overrides `master`. An argument takes precedence."""
 
     class Mine(SimpleClusterResolver):
         def master(self, task_type=None, task_id=None, rpc_layer=None):
@@ -441,7 +441,7 @@ def test_tasks_with_numbers_are_merged_by_number():
         ([SimpleClusterResolver({})], {"job": 1}, ValueError, "Unexpected kwargs provided {'job'"),
     ],
 )
-def test_a_union_of_something_else_is_refused(arguments, options, error, message):
+def test_a_union_of_other_objects_raises(arguments, options, error, message):
     with pytest.raises(error, match=message):
         UnionResolver(*arguments, **options)
 
@@ -495,7 +495,7 @@ def test_jobs_share_the_tasks_of_a_slurm_step(slurm):
 
 
 @pytest.mark.parametrize("tasks_per_node", [2, {"a": 2, "b": 2}])
-def test_tasks_per_node_can_be_said(slurm, tasks_per_node):
+def test_tasks_per_node_can_be_passed(slurm, tasks_per_node):
     slurm(SLURM_STEP_NODELIST="a,b", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_TASKS_PER_NODE=None)
     resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, gpus_per_node=0)
     assert resolver.processes() == ["a:8888", "a:8889", "b:8888", "b:8889"]
@@ -551,7 +551,7 @@ def test_outside_of_slurm_there_is_no_step(slurm, name):
         ({"gpus_per_task": 3}, "Requested more GPUs per node than available: 2 tasks of 3"),
     ],
 )
-def test_more_than_slurm_gave_is_refused(slurm, options, message):
+def test_more_tasks_or_gpus_than_slurm_gave_raise(slurm, options, message):
     with pytest.raises(RuntimeError, match=message):
         SlurmClusterResolver(**options)
 
@@ -571,7 +571,7 @@ def test_a_node_list_is_expanded(text, hosts):
 
 
 @pytest.mark.parametrize("text", ["n[1", "n1]", "n[a-b]", "n[1-2-3]", "n[1,]", "n[[1]]"])
-def test_a_node_list_of_another_form_is_refused(text):
+def test_a_malformed_node_list_raises(text):
     with pytest.raises(ValueError, match="Invalid hostlist format"):
         slurm_module.expand_hostlist(text)
 
@@ -583,7 +583,7 @@ def test_tasks_per_node_are_expanded():
             slurm_module.expand_tasks_per_node(text)
 
 
-def test_nodes_and_their_tasks_must_be_as_many(slurm):
+def test_nodes_and_numbers_of_tasks_must_match(slurm):
     slurm(SLURM_STEP_TASKS_PER_NODE="5")
     with pytest.raises(ValueError, match=r"Slurm lists 3 node\(s\).* but the tasks of 1, \[5\]"):
         SlurmClusterResolver()
@@ -651,7 +651,7 @@ def test_a_group_may_be_empty():
     assert (resolver.task_type, resolver.master()) == ("ps", "")
 
 
-def test_the_google_client_is_made_when_there_is_none(monkeypatch):
+def test_the_google_client_is_created_by_default(monkeypatch):
     made = []
 
     def build(*args, **kwargs):
@@ -685,7 +685,7 @@ def test_the_google_client_is_made_when_there_is_none(monkeypatch):
         ),
     ],
 )
-def test_a_client_that_is_not_installed_is_named(monkeypatch, module, make, message):
+def test_a_missing_client_package_is_named(monkeypatch, module, make, message):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=message):
         make()
@@ -695,7 +695,7 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch, module, make, mess
 
 
 class FakeCore:
-    """The part of `kubernetes.client.CoreV1Api` that is used; lists are of V1Pods."""
+    """The method of `kubernetes.client.CoreV1Api` that the resolver calls; it lists V1Pods."""
 
     def __init__(self, **pods):
         self.pods = pods
@@ -745,7 +745,7 @@ def test_a_pod_that_does_not_run_is_named():
         (KubernetesExecutableLocation.OFF_CLUSTER, "kube"),
     ],
 )
-def test_the_kubernetes_client_is_made_as_for_where_the_program_runs(monkeypatch, location, loaded):
+def test_the_kubernetes_client_depends_on_the_location(monkeypatch, location, loaded):
     calls = []
     fake = types.SimpleNamespace(
         config=types.SimpleNamespace(
@@ -762,7 +762,7 @@ def test_the_kubernetes_client_is_made_as_for_where_the_program_runs(monkeypatch
     assert calls == [loaded]
 
 
-def test_a_location_that_is_none_is_refused():
+def test_an_invalid_location_raises():
     with pytest.raises(ValueError, match="The executable location provided is invalid: 'here'"):
         KubernetesClusterResolver(override_client=FakeCore(), executable_location="here")
 
@@ -825,7 +825,7 @@ def test_connecting_joins_the_hosts_of_a_slice(tpu_hosts, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [TPUClusterResolver, TPUClusterResolver.connect])
-def test_a_tpu_elsewhere_is_refused(make):
+def test_naming_a_tpu_raises(make):
     with pytest.raises(ValueError, match="tpu='my-tpu'.: a JAX program runs on"):
         make("my-tpu")
 
@@ -835,13 +835,13 @@ def test_a_tpu_elsewhere_is_refused(make):
     ["zone", "project", "coordinator_name", "coordinator_address", "credentials", "service"]
     + ["discovery_url"],
 )
-def test_what_would_look_a_tpu_up_has_no_effect(option):
+def test_arguments_that_look_up_a_tpu_have_no_effect(option):
     value = object()
     with pytest.warns(UserWarning, match=rf"TPUClusterResolver\({option}=<object.*has no effect: "):
         TPUClusterResolver(**{option: value})
 
 
-def test_a_slice_says_what_it_consists_of():
+def test_the_metadata_of_a_slice_describe_its_devices():
     metadata = TPUClusterResolver().get_tpu_system_metadata()
     assert metadata[:3] == (8, 1, 8)
     assert metadata.topology.mesh_shape.tolist() == [2, 2, 1, 2]
@@ -867,8 +867,8 @@ def test_several_slices_have_no_topology(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["union", "slurm", "gce", "kubernetes", "tpu"])
-def test_a_multi_worker_strategy_asks_any_resolver(kind, slurm, tpu_hosts):
-    """Three workers, of which this is number 1: the first one's address is where they meet."""
+def test_a_multi_worker_strategy_accepts_any_resolver(kind, slurm, tpu_hosts):
+    """This is worker 1 of three; they meet at the address of worker 0."""
     slurm(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="1(x3)")
     tpu_hosts("n2,b,c", "1")
     pods = [(name, "Running", name) for name in ("n2", "w1", "w2")]

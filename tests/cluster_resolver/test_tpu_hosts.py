@@ -1,4 +1,4 @@
-"""The hosts of a slice, as variables or the metadata server of a TPU VM say."""
+"""The hosts of a slice, from variables or from the metadata server of a TPU VM."""
 
 import contextlib
 import http.server
@@ -12,7 +12,7 @@ from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 
 @contextlib.contextmanager
 def metadata_server(attributes):
-    """As Compute Engine has it; yields its address and the paths that were asked for."""
+    """A server like Compute Engine's; yields its address and the requested paths."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -66,7 +66,7 @@ def test_the_metadata_server_names_the_hosts(endpoints, names, monkeypatch):
         assert find_slice_hosts() is None
 
 
-def test_one_host_and_one_that_is_no_tpu_have_no_slice(tmp_path):
+def test_a_single_host_and_a_host_without_tpu_have_no_slice(tmp_path):
     for answers in ({"worker-network-endpoints": "t-0", "agent-worker-number": "0"}, {}):
         with metadata_server(answers) as (server, asked):
             assert find_slice_hosts({"GCE_METADATA_IP": server}, tmp_path) is None
@@ -82,13 +82,13 @@ def test_one_host_and_one_that_is_no_tpu_have_no_slice(tmp_path):
         ({"worker-network-endpoints": "a,b"}, "agent-worker-number of the metadata server"),
     ],
 )
-def test_what_makes_no_sense_is_refused(answers, said, tmp_path):
+def test_a_malformed_answer_of_the_server_raises(answers, said, tmp_path):
     with metadata_server(answers) as (server, _), pytest.raises(ValueError, match=said):
         find_slice_hosts({"GCE_METADATA_IP": server}, tmp_path)
 
 
 @pytest.mark.parametrize("number", ["", "2", "x"])
-def test_a_number_that_is_none_of_the_hosts_is_refused(number, tmp_path):
+def test_a_number_outside_of_the_hosts_raises(number, tmp_path):
     env = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": number}
     with pytest.raises(
         ValueError, match=f"TPU_WORKER_ID is '{number}', but the numbers of the 2 hosts"
@@ -96,7 +96,7 @@ def test_a_number_that_is_none_of_the_hosts_is_refused(number, tmp_path):
         find_slice_hosts(env, tmp_path)
 
 
-def test_without_an_answer_it_is_said_that_others_may_be_there(tmp_path, caplog):
+def test_a_silent_metadata_server_causes_a_warning(tmp_path, caplog):
     (tmp_path / "accel0").touch()
     with metadata_server({"worker-network-endpoints": 500}) as (server, asked):
         assert find_slice_hosts({"GCE_METADATA_IP": server}, tmp_path) is None

@@ -1,4 +1,4 @@
-"""A program that was asked to end, and never comes to where it would save."""
+"""A program that received a notice and never reaches a boundary where it would save."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_a_program_with_slow_steps_is_given_time():
     assert 200 <= pace.limit_s < 210
 
 
-def test_it_ends_only_who_comes_to_no_boundary(monkeypatch):
+def test_the_last_resort_ends_only_programs_without_boundaries(monkeypatch):
     ended = []
     monkeypatch.setattr(last_resort, "_POLL_S", 0.01)
     monkeypatch.setattr(last_resort, "WITHOUT_STEPS_S", 0.2)

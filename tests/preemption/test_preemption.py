@@ -1,4 +1,4 @@
-"""One process that is asked to end, by real signals: what it saves, and how it ends."""
+"""One process that receives real signals to end: its saves and its exit."""
 
 import gc
 import http.server
@@ -40,7 +40,7 @@ def go_on(handler, step=lambda: time.sleep(0.01)):
 
 
 class Left(Exception):
-    """What `exit_fn` raises where a test goes on afterwards."""
+    """An error that `exit_fn` raises if a test continues afterwards."""
 
 
 def leave():
@@ -77,7 +77,7 @@ def train(handler, checkpoint, num_steps, signal_in=(), send=terminate):
         handler.run(step)
 
 
-def test_the_step_under_way_ends_is_saved_and_the_process_exits_with_143(tmp_path):
+def test_the_current_step_is_saved_and_the_process_exits_with_143(tmp_path):
     checkpoint = checkpoint_of()
     handler = PreemptionCheckpointHandler(None, checkpoint, tmp_path)
     with pytest.raises(SystemExit) as exited:
@@ -125,8 +125,8 @@ def test_a_loop_over_a_dataset_continues_at_the_next_element(tmp_path):
     assert [*first[:-1], *second[:-1], *third] == expected
 
 
-def test_an_evaluation_is_left_too(tmp_path):
-    """Of runs whose training loop alone asked, those that were evaluating were lost."""
+def test_a_notice_also_ends_an_evaluation(tmp_path):
+    """If only the training loop polled, a notice during an evaluation would lose the run."""
     strategy = tpudist.MirroredStrategy()
     dataset = tpudist.input.NumpyDataset(np.arange(80)).batch(8)
     dataset = strategy.experimental_distribute_dataset(dataset)
@@ -148,7 +148,7 @@ def test_an_evaluation_is_left_too(tmp_path):
     handler.close()
 
 
-def test_a_signal_before_the_first_step_or_after_the_last_is_heeded(tmp_path):
+def test_a_signal_before_the_first_or_after_the_last_step_counts(tmp_path):
     checkpoint = checkpoint_of()
     handler = handler_of(checkpoint, tmp_path)
     terminate()
@@ -163,7 +163,7 @@ def test_a_signal_before_the_first_step_or_after_the_last_is_heeded(tmp_path):
     handler.close()
 
 
-def test_a_scope_that_is_left_by_an_error_shows_that_error(tmp_path):
+def test_an_error_in_the_scope_is_raised(tmp_path):
     handler = handler_of(checkpoint_of(), tmp_path)
     terminate()
     with pytest.raises(KeyError), handler.watch_preemption_scope():
@@ -172,7 +172,7 @@ def test_a_scope_that_is_left_by_an_error_shows_that_error(tmp_path):
     handler.close()
 
 
-def test_a_call_of_run_that_was_given_an_element_is_no_boundary(tmp_path):
+def test_a_call_of_run_with_a_new_element_is_not_a_boundary(tmp_path):
     """Saved there, the element would be taken and not used."""
     strategy = tpudist.MirroredStrategy()
     dataset = tpudist.input.NumpyDataset(np.arange(80)).batch(8)
@@ -226,7 +226,7 @@ def test_a_signal_during_a_save_or_a_second_one_changes_nothing(tmp_path):
     handler.close()
 
 
-def test_a_save_that_is_under_way_is_waited_for(tmp_path):
+def test_a_running_save_is_waited_for(tmp_path):
     checkpoint = Checkpoint(step=1, x=jnp.zeros(4_000_000))
     manager = CheckpointManager(checkpoint, tmp_path)
     handler = handler_of(manager, None)
@@ -239,7 +239,7 @@ def test_a_save_that_is_under_way_is_waited_for(tmp_path):
     handler.close()
 
 
-def test_after_a_save_that_failed_in_the_background_it_is_tried_again(tmp_path, caplog):
+def test_a_save_is_repeated_after_a_failed_one(tmp_path, caplog):
     checkpoint = Checkpoint(step=1, x=np.random.default_rng(0).normal(size=500_000))
     manager = CheckpointManager(checkpoint, tmp_path)
     handler = handler_of(manager, None)
@@ -259,7 +259,7 @@ def test_after_a_save_that_failed_in_the_background_it_is_tried_again(tmp_path, 
     handler.close()
 
 
-def test_a_step_that_has_been_saved_is_not_saved_again(tmp_path):
+def test_a_saved_step_is_not_saved_again(tmp_path):
     checkpoint = checkpoint_of(step=4)
     manager = CheckpointManager(checkpoint, tmp_path)
     handler = handler_of(manager, None)
@@ -271,7 +271,7 @@ def test_a_step_that_has_been_saved_is_not_saved_again(tmp_path):
     handler.close()
 
 
-def test_it_is_saved_though_it_is_not_time_yet_and_with_arguments_if_given(tmp_path):
+def test_the_save_ignores_the_interval_and_passes_arguments(tmp_path):
     checkpoint = checkpoint_of(step=4)
     manager = CheckpointManager(checkpoint, tmp_path, checkpoint_interval=100)
     handler = handler_of(manager, None)
@@ -291,7 +291,7 @@ def test_it_is_saved_though_it_is_not_time_yet_and_with_arguments_if_given(tmp_p
     handler.close()
 
 
-def test_a_save_of_the_program_knows_the_calls_of_run_too(tmp_path):
+def test_saves_of_the_program_contain_the_calls_of_run(tmp_path):
     checkpoint = checkpoint_of()
     manager = CheckpointManager(checkpoint, tmp_path)
     handler = PreemptionCheckpointHandler(None, manager)
@@ -305,7 +305,7 @@ def test_a_save_of_the_program_knows_the_calls_of_run_too(tmp_path):
     handler.close()
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_and_no_exit(tmp_path):
+def test_a_state_that_cannot_be_saved_raises_and_does_not_exit(tmp_path):
     """A supervisor that saw 143 would take the state for saved."""
     checkpoint = checkpoint_of()
     handler = handler_of(checkpoint, tmp_path)
@@ -316,7 +316,7 @@ def test_a_state_that_cannot_be_saved_is_an_error_and_no_exit(tmp_path):
     handler.close()
 
 
-def test_where_exit_fn_returns_training_goes_on_and_sigterm_is_given_back(tmp_path):
+def test_training_continues_if_exit_fn_returns(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     checkpoint, exits = checkpoint_of(), []
     handler = handler_of(checkpoint, tmp_path, exit_fn=lambda: exits.append(checkpoint.step))
@@ -325,7 +325,7 @@ def test_where_exit_fn_returns_training_goes_on_and_sigterm_is_given_back(tmp_pa
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_handler_that_was_there_is_called_too_and_its_exit_is_put_off(tmp_path):
+def test_a_previous_handler_is_called_and_its_exit_is_ignored(tmp_path):
     calls = []
 
     def own(number, frame):
@@ -346,7 +346,7 @@ def test_a_handler_that_was_there_is_called_too_and_its_exit_is_put_off(tmp_path
         signal.signal(signal.SIGTERM, before)
 
 
-def test_one_that_is_closed_below_another_passes_the_signal_on(tmp_path):
+def test_a_closed_handler_below_another_forwards_the_signal(tmp_path):
     calls = []
     before = signal.signal(signal.SIGTERM, lambda *_: calls.append("own"))
     try:
@@ -365,7 +365,7 @@ def test_one_that_is_closed_below_another_passes_the_signal_on(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_that_is_forgotten_gives_sigterm_back(tmp_path):
+def test_a_deleted_handler_restores_sigterm(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     handler = handler_of(checkpoint_of(), tmp_path)
     assert signal.getsignal(signal.SIGTERM) != before
@@ -395,7 +395,7 @@ def test_a_forked_child_is_ended_by_sigterm(tmp_path):
     handler.close()
 
 
-def test_ctrl_c_is_what_it_was(tmp_path):
+def test_ctrl_c_is_not_changed(tmp_path):
     checkpoint = checkpoint_of()
     handler = handler_of(checkpoint, tmp_path)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
@@ -424,8 +424,8 @@ def test_a_watcher_function_ends_the_run_from_its_thread(tmp_path):
     assert "termination watcher" not in {t.name for t in threading.enumerate()}
 
 
-def test_a_watcher_function_that_fails_is_an_error_of_the_next_step(tmp_path):
-    """In silence, the run would be lost with the machine."""
+def test_the_next_step_raises_the_error_of_a_watcher_function(tmp_path):
+    """If the error were ignored, the run would be lost with the machine."""
 
     def watcher_fn():
         raise LookupError("no such file")
@@ -436,7 +436,7 @@ def test_a_watcher_function_that_fails_is_an_error_of_the_next_step(tmp_path):
     handler.close()
 
 
-def test_in_a_period_of_grace_it_is_saved_at_once_and_again_before_the_end(tmp_path):
+def test_a_grace_period_saves_at_once_and_before_the_end(tmp_path):
     checkpoint = checkpoint_of()
     handler = handler_of(checkpoint, tmp_path, grace_period=1.5)
 
@@ -460,7 +460,7 @@ def test_in_a_period_of_grace_it_is_saved_at_once_and_again_before_the_end(tmp_p
     handler.close()
 
 
-def test_sigterm_cuts_short_the_grace_that_something_else_has_begun(tmp_path):
+def test_sigterm_shortens_a_grace_period(tmp_path):
     checkpoint = checkpoint_of()
     handler = handler_of(
         checkpoint, tmp_path, termination_watcher_fn=lambda: checkpoint.step > 1, grace_period=60
@@ -480,7 +480,7 @@ def test_sigterm_cuts_short_the_grace_that_something_else_has_begun(tmp_path):
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """What the metadata server of Google's cloud says."""
+    """A server that answers like the metadata server of Google's cloud."""
 
     answers: dict[str, str]
 
@@ -518,7 +518,7 @@ def metadata(monkeypatch):
         ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", None),
     ],
 )
-def test_the_metadata_server_tells_why(metadata, what, value, why):
+def test_the_metadata_server_returns_a_reason(metadata, what, value, why):
     assert gce.is_gce()
     watcher = gce.MetadataWatcher()
     assert watcher() is None
@@ -537,7 +537,7 @@ def test_on_googles_cloud_the_metadata_server_ends_the_run(metadata, tmp_path):
     handler.close()
 
 
-def test_a_metadata_server_that_does_not_answer_is_warned_of_once(monkeypatch, caplog):
+def test_a_silent_metadata_server_causes_one_warning(monkeypatch, caplog):
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     watcher = gce.MetadataWatcher()
     assert [watcher() for _ in range(25)] == [None] * 25
@@ -545,7 +545,7 @@ def test_a_metadata_server_that_does_not_answer_is_warned_of_once(monkeypatch, c
     assert "did not answer 10 times" in warning.message
 
 
-def test_a_watcher_has_a_message_once_the_signal_came():
+def test_a_watcher_has_a_message_after_the_signal():
     watcher = PreemptionWatcher()
     watcher.block_until_worker_exit()  # there is nobody to wait for
     assert watcher.preemption_message is None
@@ -570,12 +570,12 @@ def test_a_watcher_has_a_message_once_the_signal_came():
         ),
     ],
 )
-def test_a_handler_of_what_cannot_be_is_refused(args, error, words):
+def test_invalid_arguments_of_a_handler_raise(args, error, words):
     with pytest.raises(error, match=words):
         PreemptionCheckpointHandler(*args)
 
 
-def test_a_directory_beside_that_of_the_manager_warns(tmp_path):
+def test_a_directory_in_addition_to_a_manager_warns(tmp_path):
     manager = CheckpointManager(checkpoint_of(), tmp_path)
     with pytest.warns(UserWarning, match="has its own directory"):
         PreemptionCheckpointHandler(None, manager, "elsewhere").close()
@@ -611,6 +611,6 @@ def test_outside_of_the_main_thread_a_watcher_function_is_needed(tmp_path):
         ({"grace_period": True}, ValueError, "grace_period=True"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(config, error, words):
+def test_an_invalid_config_raises(config, error, words):
     with pytest.raises(error, match=words):
         TerminationConfig(**config)

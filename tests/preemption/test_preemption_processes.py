@@ -1,4 +1,4 @@
-"""Two processes of which one is asked to end, by real signals: both save the same step."""
+"""Two processes, one of which receives real signals to end: both save the same step."""
 
 import signal
 
@@ -86,8 +86,8 @@ def test_both_save_the_same_step_exit_with_143_and_continue_at_the_next(tmp_path
     assert sum(seen) == rest["total"]
 
 
-def test_notices_of_one_process_reach_the_other_in_every_way_there_is(tmp_path):
-    """A watcher function of one with a period of grace; one that has ended; a watcher alone."""
+def test_notices_of_one_process_reach_the_other(tmp_path):
+    """A watcher function with a grace period, a process that has ended, and only a watcher."""
     program = f"""
         import os, signal, time
         import jax
@@ -122,7 +122,7 @@ def test_notices_of_one_process_reach_the_other_in_every_way_there_is(tmp_path):
             time.sleep(0.01)
             return checkpoint.step < most
 
-        # 1: process 0 is told by its function, and has one second.
+        # 1: the function of process 0 returns True, and the grace period is one second.
         checkpoint, manager, handler = handler_of(
             "grace",
             termination_watcher_fn=lambda: me == 0 and len(steps) > 3,

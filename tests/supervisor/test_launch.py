@@ -1,4 +1,4 @@
-"""`tpudist launch`: real processes of a small program, and what becomes of them."""
+"""`tpudist launch` with real processes of a small program that exit, fail and hang."""
 
 import json
 import os

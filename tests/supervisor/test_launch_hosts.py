@@ -1,4 +1,4 @@
-"""`tpudist launch` on several hosts: which they are, and what becomes of a run when one is lost."""
+"""`tpudist launch` on several hosts: how it finds them, and the loss of one."""
 
 import shlex
 import signal

@@ -1,12 +1,18 @@
-"""At which boundary all processes act on a notice.
+"""Agreement of all processes on the boundary between steps at which they act on a notice.
 
-Processes count the boundaries that they come to. When a notice is known, each posts its count and
-waits at its next boundary until process 0 has seen all counts and posted the largest plus one: no
-process has passed that boundary, and all will come to it. A process that has ended its loops says
-so instead of a count, and then nobody acts: the others are about to end too.
+Each process counts the boundaries that it reaches. When a notice is known:
+
+1. Each process posts its count on the board, and waits at its next boundary.
+2. Process 0 reads all counts and posts the decision: the largest count plus one. No process has
+   passed that boundary, and all will reach it.
+3. All read the decision, and act at that boundary.
+
+A process that has finished its loops posts "closed" instead of a count. Then nobody acts, because
+the others are about to finish, too. The waits end after `_PATIENCE_S`, when process 0 decides that
+nobody acts.
 
 JAX has such a protocol (`multihost_utils.reached_preemption_sync_point`), with one counter and one
-notice in a run. Orbax asks it with other numbers, those of training steps, so it cannot be shared.
+notice per run. Orbax calls it with the numbers of training steps, so it cannot be shared.
 """
 
 import json
@@ -19,31 +25,39 @@ import jax
 from tpudist.preemption.notice import Notice
 
 _log = logging.getLogger("tpudist.preemption")
-_PATIENCE_S = 120.0
+_PATIENCE_S = 120.0  # for which process 0 waits for the counts of the others
 _PAUSE_S = 0.01
 _CLOSED = "closed"
 
 
 class Agreement:
-    """Says at one boundary, the same in all processes, that it is time to act on the notice."""
+    """Determines one boundary, the same in all processes, at which to act on a notice.
+
+    All processes must create it at the same boundary.
+
+    Args:
+        name: Name of the agreement, the same in all processes and unique in the run.
+
+    Attributes:
+        notice: The notice.
+    """
 
     def __init__(self, name: str):
-        """All processes must make theirs at the same boundary and with the same name."""
         self._lock = threading.Lock()
         self._num_boundaries = 0
         self._act_at: int | None = None
         self.notice = Notice(name, self._settle)
 
     def reach_boundary(self) -> bool:
-        """Counts a boundary, and says whether it is the one. In one process: after the notice."""
+        """Counts a boundary; returns whether to act at it. One process acts as soon as possible."""
         if self.notice.board.num_processes == 1:
             return self.notice.content is not None
-        with self._lock:  # held while a boundary is being agreed on
+        with self._lock:  # waits while `_settle` holds it
             self._num_boundaries += 1
             return self._num_boundaries == self._act_at
 
     def close(self) -> None:
-        """Says that this process comes to no more boundaries."""
+        """Announces that this process reaches no more boundaries."""
         self.notice.close()
         if self.notice.board.num_processes > 1:
             try:
@@ -54,19 +68,20 @@ class Agreement:
                 pass
 
     def _settle(self, is_closing: threading.Event) -> None:
-        # Held from before the count is posted until the decision is known: the loop stands at its
-        # next boundary meanwhile, so no process passes the one that is chosen, the largest plus 1.
+        # Runs in the thread of the notice. The lock is held from before the count is posted until
+        # the decision is known: the program waits at its next boundary meanwhile, which is at most
+        # the chosen one, the largest count plus 1.
         with self._lock:
             while not is_closing.is_set():
                 try:
                     if self._has_settled(is_closing):
                         return
-                except ConnectionError:  # not to be let go of: the count has been posted
+                except ConnectionError:  # try again: the count is posted, so the others rely on it
                     pass
                 time.sleep(_PAUSE_S)
 
     def _has_settled(self, is_closing: threading.Event) -> bool:
-        # A text is written once, so this may be tried again: the count has not changed either.
+        # May be repeated: a text is written once, and the count does not change under the lock.
         self._post_count(str(self._num_boundaries))
         if jax.process_index() == 0:
             self._gather(is_closing)
@@ -99,7 +114,7 @@ class Agreement:
         self.notice.board.post(f"counts/{jax.process_index()}", count)
 
     def _decide(self, act_at: int | None, why_not: str = "") -> None:
-        # The first decision stands, on the board and so in all processes.
+        # The board keeps the first decision, so all processes read the same one.
         self.notice.board.post("decision", json.dumps([act_at, why_not]))
 
 

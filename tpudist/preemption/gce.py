@@ -1,4 +1,4 @@
-"""What Google's cloud tells a virtual machine about its end, and whether this is one of them."""
+"""Polls the metadata server of Google's cloud for the end of this virtual machine."""
 
 import logging
 import os
@@ -8,32 +8,39 @@ from pathlib import Path
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.gce import GCEClusterResolver
 
-PREEMPTED = "preempted"  # 30 s are left
-MAINTENANCE = "maintenance"  # 60 s are left, of machines with a GPU an hour
+PREEMPTED = "preempted"  # the machine ends in 30 s
+MAINTENANCE = "maintenance"  # it ends in 60 s; a machine with a GPU in an hour
 GPU_GRACE_S = 3600.0
 
-_HOSTS = ("GCE_METADATA_HOST", "GCE_METADATA_IP")  # Google's own libraries' and TensorFlow's
+_HOSTS = (
+    "GCE_METADATA_HOST",
+    "GCE_METADATA_IP",
+)  # variables of Google's libraries and of TensorFlow
 _TIMEOUT_S = 2.0
 _FAILURES_UNTIL_WARNING = 10
 _log = logging.getLogger("tpudist.preemption")
 
 
 class MetadataWatcher:
-    """Asks the metadata server whether this machine is to end: why, or None."""
+    """Returns, at each call, why this machine must end, or None.
+
+    The server is `metadata.google.internal`, unless `GCE_METADATA_HOST` or `GCE_METADATA_IP` names
+    another one.
+    """
 
     def __init__(self):
-        """The server is `metadata.google.internal`, or what `GCE_METADATA_HOST` names."""
         host = next(filter(None, map(os.environ.get, _HOSTS)), "metadata.google.internal")
         self._url = f"http://{host}/computeMetadata/v1/instance"
+        # Without a proxy, which cannot reach the server on the link-local network.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._num_failures = 0
 
     def __call__(self) -> str | None:
-        """`PREEMPTED`, `MAINTENANCE` or None; a server that does not answer is warned of once."""
+        """Returns `PREEMPTED`, `MAINTENANCE` or None; warns once if the server does not answer."""
         try:
-            if self._ask("preempted") == "TRUE":
+            if self._read("preempted") == "TRUE":
                 return PREEMPTED
-            if self._ask("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
+            if self._read("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
                 return MAINTENANCE
             self._num_failures = 0
         except OSError as error:
@@ -48,16 +55,16 @@ class MetadataWatcher:
                 )
         return None
 
-    def _ask(self, what: str) -> str:
+    def _read(self, attribute: str) -> str:
         request = urllib.request.Request(
-            f"{self._url}/{what}", headers={"Metadata-Flavor": "Google"}
+            f"{self._url}/{attribute}", headers={"Metadata-Flavor": "Google"}
         )
         with self._open(request, timeout=_TIMEOUT_S) as answer:
             return answer.read().decode().strip()
 
 
 def is_gce(cluster_resolver: ClusterResolver | None = None) -> bool:
-    """Whether this is a virtual machine of Google's cloud; Cloud TPU's are too."""
+    """Whether this is a virtual machine of Google's cloud, such as a TPU VM."""
     if isinstance(cluster_resolver, GCEClusterResolver) or any(map(os.environ.get, _HOSTS)):
         return True
     try:

@@ -24,9 +24,11 @@ from tpudist.processes import generations
 from tpudist.processes.coordination import Channel
 
 RUN_CALLS = "checkpointed_runs"
-"""The note of a checkpoint that says how often `run` was called; TensorFlow's name for it."""
+"""Name of the note in a checkpoint with the number of calls of `run`, as in TensorFlow."""
 
-_STEPS_OF_RESERVE = 6  # of the time that is left, as in TensorFlow
+_STEPS_OF_RESERVE = (
+    6  # that the last save begins before the end of the grace period, as in TensorFlow
+)
 _log = logging.getLogger("tpudist.preemption")
 _numbers = generations.Numbers()
 
@@ -54,6 +56,22 @@ class PreemptionCheckpointHandler:
 
     Mirrors `tf.distribute.experimental.PreemptionCheckpointHandler`, in which only `run` is a
     boundary, and which also reports errors of one process to the others.
+
+    Restores the newest intact checkpoint if one exists, and starts to watch for preemption.
+
+    Args:
+        cluster_resolver: Resolver that determines the platform. All processes that JAX has
+            connected take part.
+        checkpoint_or_checkpoint_manager: Checkpoint to save, or the manager that saves.
+        checkpoint_dir: Directory of the checkpoints; only for a Checkpoint.
+        termination_config: Options: how to detect the end, and what to do then.
+
+    Raises:
+        CheckpointError: If checkpoints exist, but all are damaged or do not match the objects.
+        NotImplementedError: If the cluster has parameter servers.
+        TypeError: If the second argument is neither a Checkpoint nor a manager.
+        ValueError: If a Checkpoint has no directory; or if this is not the main thread, and
+            there is no `termination_watcher_fn`.
     """
 
     def __init__(
@@ -63,22 +81,6 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ):
-        """Restores the newest intact checkpoint if one exists, and starts to watch for preemption.
-
-        Args:
-            cluster_resolver: Resolver that determines the platform. All processes that JAX has
-                connected take part.
-            checkpoint_or_checkpoint_manager: Checkpoint to save, or the manager that saves.
-            checkpoint_dir: Directory of the checkpoints; only for a Checkpoint.
-            termination_config: How to detect the end, and what to do then.
-
-        Raises:
-            CheckpointError: If checkpoints exist, but all are damaged or do not match the objects.
-            NotImplementedError: If the cluster has parameter servers.
-            TypeError: If the second argument is neither a Checkpoint nor a manager.
-            ValueError: If a Checkpoint has no directory; or if this is not the main thread, and
-                there is no `termination_watcher_fn`.
-        """
         spec = ClusterSpec(cluster_resolver.cluster_spec()) if cluster_resolver else None
         if spec is not None and "ps" in spec.jobs:
             raise NotImplementedError(
@@ -86,11 +88,13 @@ class PreemptionCheckpointHandler:
                 "because its workers have no common steps. Save from the coordinator, at regular "
                 "times."
             )
-        self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._manager = _require_manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = termination.fill_defaults(termination_config, cluster_resolver)
         self._manager.restore_or_initialize()
         self._total_run_calls = self._manager.notes.get(RUN_CALLS, 0)
 
+        # A handler acts at most twice: at the first notice (`first`), and if that has a grace
+        # period, at its end (`last`). Each time the processes agree on a boundary.
         name = f"preemption/{next(_numbers)}"
         self._name, self._meeting = name, Channel(f"{name}/meeting")
         self._agreement = Agreement(f"{name}/first")
@@ -113,15 +117,15 @@ class PreemptionCheckpointHandler:
         return self._total_run_calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; before that is a boundary, unless an element was taken for it.
+        """Calls the function. Before that is a boundary, unless an element was taken for the call.
 
         Args:
-            distributed_train_function: One step, or several.
-            *args: Of the function.
-            **kwargs: Of the function.
+            distributed_train_function: Function that runs one or several steps.
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
 
         Returns:
-            What it returns.
+            The result of the function.
         """
         if step_boundaries.num_polls() == self._polls_before:
             self._at_boundary()
@@ -130,11 +134,12 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """A boundary: everything that was taken from iterators has been used.
+        """Marks a boundary: all elements that were taken from iterators have been used.
 
         Args:
-            *args: Of `CheckpointManager.save` or `save_fn`, should this be where state is saved.
-            **kwargs: Of the same.
+            *args: Positional arguments of `CheckpointManager.save` or `save_fn`, if the state is
+                saved here.
+            **kwargs: Keyword arguments of the same.
         """
         self._at_boundary(*args, **kwargs)
         self._end_call()
@@ -146,12 +151,12 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """A `with` block whose end is a boundary too, unless it is left by an exception."""
+        """Returns a context manager whose end is a boundary, except after an exception."""
         yield
         self._at_boundary()
 
     def close(self) -> None:
-        """Stops watching, and gives SIGTERM back; also done when the handler is forgotten."""
+        """Stops watching and restores SIGTERM; also called when the handler is deleted."""
         self._is_over = True
         step_boundaries.unregister(self._at_boundary)
         self._close()
@@ -165,11 +170,12 @@ class PreemptionCheckpointHandler:
             self._agreement.notice.give("the grace period is over")
         if not self._agreement.reach_boundary():
             return
-        self._is_handling = self._pace.is_saving = True  # saving may come to boundaries itself
+        # A save may reach boundaries itself, for example in an evaluation of `save_fn`.
+        self._is_handling = self._pace.is_saving = True
         try:
             notice = self._agreement.notice
             assert notice.content is not None
-            # Whoever does not come is named, before anybody begins to write.
+            # If a process does not arrive, this raises an error that names it, before any writes.
             self._meeting.exchange("")
             _log.warning("%s: saving.", notice.content)
             start = time.monotonic()
@@ -177,7 +183,7 @@ class PreemptionCheckpointHandler:
             self._saving_s = time.monotonic() - start
             if self._in_grace_after is None and notice.content.grace_s > 0:
                 self._begin_grace()
-                self._pace.restart()  # saving is no part of a step
+                self._pace.restart()
                 return
         finally:
             self._is_handling = False
@@ -209,10 +215,10 @@ class PreemptionCheckpointHandler:
             return
         manager = self._manager
         try:
-            manager.wait()  # for one that is under way
+            manager.wait()  # a save of the program may be running
         except CheckpointError as error:
             _log.warning("%s", error)
-        # Step k was saved a moment ago where a program saves after it and is to end before k + 1.
+        # A program that saves after step k and ends before step k + 1 has saved step k already.
         if not args and not kwargs and self._is_saved():
             return
         manager.notes[RUN_CALLS] = self._total_run_calls
@@ -230,17 +236,18 @@ class PreemptionCheckpointHandler:
         self._close()
 
     def _is_saved(self) -> bool:
-        """Whether the checkpoint's own number, as process 0 sees it, is one that there is."""
+        """Whether a checkpoint of the present step exists, as process 0 sees it."""
+        # `step` is an attribute that the user may have given to the checkpoint.
         step = getattr(self._manager.checkpoint, "step", None)
-        is_there = step is not None and np.asarray(step).tolist() in self._manager.steps
-        (answer, *_) = self._meeting.exchange(str(is_there))
+        exists = step is not None and np.asarray(step).tolist() in self._manager.steps
+        (answer, *_) = self._meeting.exchange(str(exists))
         return answer == "True"
 
 
 def _make_close(
     listening: NoticeListener, agreements: list[Agreement], last_resort: LastResort
 ) -> Callable[[bool], None]:
-    """What closes the parts of a handler, without the handler."""
+    """Returns a function that closes the parts of a handler, without a reference to the handler."""
 
     def close(process_ends: bool) -> None:
         last_resort.close()
@@ -251,14 +258,16 @@ def _make_close(
     return close
 
 
-def _manager(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
-    if isinstance(given, CheckpointManager):
+def _require_manager(
+    checkpoint: object, directory: str | os.PathLike[str] | None
+) -> CheckpointManager:
+    if isinstance(checkpoint, CheckpointManager):
         why = "the CheckpointManager has its own directory"
         warn_if_given("PreemptionCheckpointHandler(checkpoint_dir", directory, why)
-        return given
-    if not isinstance(given, Checkpoint):
+        return checkpoint
+    if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
-            f"PreemptionCheckpointHandler cannot save {type(given).__name__}. Pass a "
+            f"PreemptionCheckpointHandler cannot save {type(checkpoint).__name__}. Pass a "
             f"tpudist.checkpoint.CheckpointManager, or a Checkpoint and a checkpoint_dir."
         )
     if not directory:
@@ -266,4 +275,4 @@ def _manager(given: Any, directory: str | os.PathLike[str] | None) -> Checkpoint
             "When a checkpoint is passed, a checkpoint_dir must be passed as well. Or pass a "
             "CheckpointManager, which has one."
         )
-    return CheckpointManager(given, directory)
+    return CheckpointManager(checkpoint, directory)

@@ -1,4 +1,4 @@
-"""The end of a program that was asked to end, and does not come to where it would save."""
+"""Ends a program that received a notice and does not reach a boundary where it would save."""
 
 import os
 import sys
@@ -9,39 +9,38 @@ from tpudist.preemption.notice import Notice
 from tpudist.processes.exit_codes import EXIT_PREEMPTED
 
 WITHOUT_STEPS_S = 10.0
-"""How long a program may take that has not come to a boundary yet: it has nothing to lose."""
+"""Seconds for a program that has never reached a boundary: it has nothing to save."""
 PATIENCE_S = 60.0
-"""How long others may take at least; else four times their longest step."""
+"""Minimum seconds for other programs; they get four times their longest step if that is more."""
 _POLL_S = 0.5
 
 
 class Pace:
-    """How a program comes to boundaries between steps; one thread writes, others read.
+    """The times between boundaries of a program; one thread writes, others read.
 
     Attributes:
-        count: How many it has come to.
-        mean_s: Seconds between them.
-        longest_s: The longest of these.
-        is_saving: Whether it is at one, and has to do there.
+        count: Number of boundaries so far.
+        mean_s: Mean time between boundaries.
+        longest_s: Longest time between boundaries.
+        is_saving: Whether the program is at a boundary and saves its state.
     """
 
     def __init__(self):
-        """None yet."""
         self.count, self.mean_s, self.longest_s = 0, 0.0, 0.0
         self.is_saving = False
         self._last_s = time.monotonic()
 
     def reach_boundary(self) -> None:
-        """Notes one."""
+        """Records a boundary."""
         step_s = self.waited_s
         self.count += 1
         self.mean_s += (step_s - self.mean_s) / self.count
-        if self.count > 1:  # before the first one the program begins
+        if self.count > 1:  # the time before the first one is the start of the program
             self.longest_s = max(self.longest_s, step_s)
         self._last_s = time.monotonic()
 
     def restart(self) -> None:
-        """What has happened since the last boundary is no part of a step."""
+        """Excludes the time since the last boundary from the next step."""
         self._last_s = time.monotonic()
 
     @property
@@ -51,20 +50,19 @@ class Pace:
 
     @property
     def limit_s(self) -> float:
-        """How long it may take to come to the next boundary, from a notice on."""
+        """Seconds after a notice within which the program must reach a boundary."""
         return max(PATIENCE_S, 4 * self.longest_s) if self.count else WITHOUT_STEPS_S
 
 
 class LastResort:
-    """Ends this process where a notice is known and its program comes to no boundary."""
+    """A thread that ends this process if the program does not reach a boundary after a notice.
+
+    Args:
+        notice: Notice that the run must end.
+        pace: Times between boundaries of the program.
+    """
 
     def __init__(self, notice: Notice, pace: Pace):
-        """Begins to watch, in a thread.
-
-        Args:
-            notice: That the run is to end.
-            pace: Of the program.
-        """
         self._notice, self._pace = notice, pace
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="preemption, last resort", daemon=True).start()
@@ -79,7 +77,8 @@ class LastResort:
             if self._notice.content is None:
                 continue
             if self._pace.is_saving:
-                return  # from here on it ends by itself
+                return  # the program has reached the boundary, and ends by itself
+            # From the notice or the last boundary on, whichever is later.
             known_s = known_s or time.monotonic()
             waited_s = min(time.monotonic() - known_s, self._pace.waited_s)
             if waited_s > self._pace.limit_s:
@@ -95,6 +94,6 @@ class LastResort:
             )
             sys.stderr.flush()
             sys.stdout.flush()
-        except Exception:  # closed: there is nobody to tell
+        except Exception:  # closed, so nobody can read a message
             pass
         os._exit(EXIT_PREEMPTED)

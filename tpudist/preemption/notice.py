@@ -1,4 +1,4 @@
-"""A notice that the run is to end: given in any process, known in all of them soon after."""
+"""Notice: any process can announce that the run must end, and all learn it within about 0.3 s."""
 
 import atexit
 import dataclasses
@@ -9,25 +9,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from tpudist.processes.coordination import Board
 
 INTERVAL_S = 0.25
-_READS_PER_S = 500
+_READS_PER_S = 500  # that process 0 can answer: with more processes, each reads less often
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a notice says.
+    """The content of a notice.
 
     Attributes:
-        process: The index of the process that is to end.
-        why: What told it so.
-        grace_s: Seconds from then to its end.
-        when: As people write it.
+        process: Index of the process that must end.
+        why: Source of the notice, such as "SIGTERM".
+        grace_s: Seconds from the notice to the end.
+        when: Time of the notice, as a text.
     """
 
     process: int
@@ -40,28 +39,27 @@ class Content:
 
 
 class Notice:
-    """That the run is to end; of several processes' notices the first counts, for all of them.
+    """A notice that the run must end. If several processes give notice, the first one counts.
 
-    Where there are several processes a thread asks for it up to four times a second.
+    If there are several processes, a thread looks for a notice up to four times a second.
+
+    Args:
+        name: Name of the notice, the same in all processes and unique in the run.
+        on_known: Called once in that thread when there is a notice, with an event that is set if
+            the notice is closed meanwhile. Not called if there is only one process.
 
     Attributes:
-        content: What it says; None as long as there is none.
-        given_at_s: When this process gave its own, by `time.monotonic`.
+        board: Board on which the notice is posted.
+        content: Content of the notice; None while there is none.
+        given_at_s: Time at which this process gave notice, by `time.monotonic`.
     """
 
-    def __init__(self, name: str, on_known: Callable[[threading.Event], Any] | None = None):
-        """All processes must make theirs with the same name, which no other has.
-
-        Args:
-            name: Of the notice.
-            on_known: Called in the thread once, when there is a notice, with an event that is set
-                when it is closed meanwhile. In one process it is not called.
-        """
+    def __init__(self, name: str, on_known: Callable[[threading.Event], None] | None = None):
         self.board = Board(name)
         self.content: Content | None = None
         self.given_at_s = math.inf
         self._own: Content | None = None
-        # Asked for here: JAX takes a lock for it, which a signal handler must not.
+        # Read here, because JAX takes a lock for it, which `give` must not do in a signal handler.
         self._process = jax.process_index()
         self._on_known = on_known
         self._closing = threading.Event()
@@ -71,10 +69,11 @@ class Notice:
             self._thread.start()
 
     def give(self, why: str, grace_s: float = 0.0) -> None:
-        """Gives notice in the name of this process, unless there is one.
+        """Gives notice for this process, unless there is one already.
 
-        Any thread and any signal handler may call this: it takes no lock and waits for nobody.
+        Any thread and any signal handler may call this: it takes no lock and does not wait.
         """
+        # It only sets attributes; the thread posts them. In one process there is no thread.
         if self._own is not None or self.content is not None:
             return
         self.given_at_s = time.monotonic()
@@ -85,7 +84,7 @@ class Notice:
 
     @property
     def is_from_this_process(self) -> bool:
-        """Whether it is this process that is to end."""
+        """Whether this process must end, and not another one."""
         return self.content is not None and self.content == self._own
 
     def close(self) -> None:
@@ -95,11 +94,10 @@ class Notice:
             self._thread.join()
 
     def _watch(self) -> None:
-        # Process 0 answers all of them.
         interval_s = INTERVAL_S + self.board.num_processes / _READS_PER_S
         while not self._closing.wait(interval_s):
             try:
-                # The first one that is posted is kept; all read that, its author too.
+                # The board keeps the first notice, and all read that one, also its author.
                 if self._own is not None:
                     self.board.post("notice", json.dumps(dataclasses.asdict(self._own)))
                 text = self.board.read("notice")
@@ -108,19 +106,23 @@ class Notice:
                 self.content = Content(**json.loads(text))
                 if self._on_known is not None:
                     self._on_known(self._closing)
-            except ConnectionError:  # for the moment; or the run has ended, and then this is closed
+            except ConnectionError:  # temporary; at the end of the run, the notice is closed
                 continue
             return
 
 
-def close_with(owner: Any, close: Callable[[bool], Any]) -> Callable[[], Any]:
-    """Has `close` called once: when `owner` is forgotten, when Python ends, or by the result.
+def close_with(owner: object, close: Callable[[bool], None]) -> Callable[[], object]:
+    """Calls `close` once: when `owner` is deleted, when Python ends, or when the result is called.
 
-    It is told whether Python ends. That is before JAX leaves the other processes, which it does at
-    the end too: what was registered first comes last.
+    Args:
+        owner: Object whose end closes.
+        close: Called with whether Python ends. It must not refer to `owner`.
     """
     finalizer = weakref.finalize(owner, close, False)
-    finalizer.atexit = False  # weakref's turn may come after JAX's
+    # Exit handlers run in reverse order. JAX leaves the other processes in a handler that was
+    # registered when it connected, so ours, which still needs them, runs before. weakref has one
+    # handler for all finalizers, which may have been registered earlier.
+    finalizer.atexit = False
 
     def at_exit() -> None:
         if finalizer.detach() is not None:

@@ -1,4 +1,4 @@
-"""What tells this process that it is to end: SIGTERM, and a function that is asked every second."""
+"""NoticeListener: gives notice after SIGTERM, or when a polled function returns a reason."""
 
 import threading
 from collections.abc import Callable
@@ -7,12 +7,26 @@ from tpudist.preemption.notice import Notice
 from tpudist.preemption.sigterm import SigtermListener
 from tpudist.preemption.termination import SIGTERM, URGENT, WATCHER_FN
 
-INTERVAL_S = 1.0  # as TensorFlow's
-PATIENCE_S = 5.0  # with a watcher that does not return: its thread does not keep Python alive
+INTERVAL_S = 1.0  # between two polls, as in TensorFlow
+PATIENCE_S = 5.0  # for a poll that does not return; its thread is a daemon
 
 
 class NoticeListener:
-    """Gives a notice when something tells this process that it is to end."""
+    """Gives notice when this process must end.
+
+    Args:
+        notice: Notice to give.
+        watcher: Called every second in a thread; returns why the run must end, or None. None if
+            only SIGTERM counts.
+        grace_after: Called with a reason; returns the seconds from the notice to the end.
+
+    Attributes:
+        heard: All reasons so far.
+
+    Raises:
+        ValueError: If there is no `watcher` and this is not the main thread, which alone can handle
+            signals.
+    """
 
     def __init__(
         self,
@@ -20,17 +34,6 @@ class NoticeListener:
         watcher: Callable[[], str | None] | None,
         grace_after: Callable[[str], float],
     ):
-        """Begins to listen.
-
-        Args:
-            notice: To be given.
-            watcher: Gives why the run is to end, or None.
-            grace_after: Seconds from a notice for a reason to the end.
-
-        Raises:
-            ValueError: There is no `watcher`, and this is not the main thread, the only one that
-                can catch signals.
-        """
         self.heard: list[str] = []
         self._notice, self._grace_after = notice, grace_after
         self._watcher = watcher
@@ -46,10 +49,10 @@ class NoticeListener:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises what the watcher did.
+        """Raises the error of the watcher, once.
 
         Raises:
-            RuntimeError: The watcher failed.
+            RuntimeError: If the watcher failed.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -59,11 +62,11 @@ class NoticeListener:
             ) from error
 
     def close(self, process_ends: bool = False) -> None:
-        """Ends the thread, and gives SIGTERM back.
+        """Ends the thread, and restores the previous handler of SIGTERM.
 
         Args:
-            process_ends: If it does, SIGTERM is not given back: it would cut short what the program
-                has to do at its end.
+            process_ends: Whether the process ends. Then SIGTERM is not restored, because it would
+                interrupt the end of the program.
         """
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -80,12 +83,12 @@ class NoticeListener:
         while True:
             try:
                 why = self._watcher()
-            except BaseException as error:  # shown by the next step
+            except BaseException as error:  # the next step raises it
                 self._error = error
                 return
             if why is not None and why not in self.heard:
                 self._on_notice(why)
                 if why in (*URGENT, WATCHER_FN):
-                    return  # nothing more can be said
+                    return  # no later reason could be more urgent
             if self._closing.wait(INTERVAL_S):
                 return

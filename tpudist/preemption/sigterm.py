@@ -1,14 +1,17 @@
-"""SIGTERM as a request: it is noted, and the program decides when to end."""
+"""SigtermListener: SIGTERM becomes a request, and the program decides when to end."""
 
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import FrameType, MethodType
+from typing import Any, TypeAlias
 
 from tpudist.processes.preemption_service import SigtermHandler
+
+# Like the type of `signal.getsignal`: None is a handler that was not installed from Python.
+_Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 _all: "weakref.WeakSet[SigtermListener]" = weakref.WeakSet()
 
@@ -23,22 +26,21 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class SigtermListener:
-    """Calls a function at each SIGTERM, which no longer ends the process, until it is closed.
+    """Calls a function at each SIGTERM, which no longer ends the process until this is closed.
 
-    A handler that was written in Python and was there before is called too; an exit that it asks
-    for is put off, since the state is to be saved first. JAX's own, which only notes the signal
-    for functions that nobody calls here, is replaced. Ctrl-C stays as it is.
+    A previous handler written in Python is also called, but a `SystemExit` that it raises is
+    ignored, because the state must be saved first. JAX's handler is replaced: it only records the
+    signal for functions that nobody calls here. Ctrl-C is not changed.
+
+    Args:
+        on_signal: Called in the main thread between two operations of Python. It must not take
+            locks.
+
+    Raises:
+        ValueError: If this is not the main thread, where alone Python allows signal handlers.
     """
 
-    def __init__(self, on_signal: Callable[[], Any]):
-        """Takes over SIGTERM; only in the main thread.
-
-        Args:
-            on_signal: Called in the main thread between two operations of Python: no locks in it.
-
-        Raises:
-            ValueError: In another thread, where Python allows no signal handlers.
-        """
+    def __init__(self, on_signal: Callable[[], None]):
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 f"Python handles SIGTERM only in the main thread, but this is thread "
@@ -47,40 +49,42 @@ class SigtermListener:
             )
         self._on_signal = on_signal
         self._is_open = True
-        self._previous: Any = signal.signal(signal.SIGTERM, self._handle)
+        self._previous: _Handler = signal.signal(signal.SIGTERM, self._handle)
         _all.add(self)
 
     def close(self) -> None:
-        """Gives SIGTERM back, or where that is not possible passes it on."""
+        """Restores the previous handler of SIGTERM, or forwards signals to it."""
         self._is_open = False
         if self._is_installed() and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        listens = self._is_open
-        if listens:
+        # A closed listener stays installed if a later handler calls it, or if it was closed in
+        # another thread. Then it behaves like the handler before it.
+        is_open = self._is_open
+        if is_open:
             self._on_signal()
         previous = self._previous_handler()
-        if listens and isinstance(previous, SigtermHandler):
-            return  # it ends those that do not listen
+        if is_open and isinstance(previous, SigtermHandler):
+            return  # that is for programs that do not handle SIGTERM
         if callable(previous):
             try:
                 previous(number, frame)
             except SystemExit:
-                if not listens:
+                if not is_open:
                     raise
-        elif not listens and previous == signal.SIG_DFL and self._is_installed():
+        elif not is_open and previous == signal.SIG_DFL and self._is_installed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_installed(self) -> bool:
-        """Whether it is called by the signal, and not by a handler that came later."""
+        """Whether the signal calls this handler, and not a later one."""
         return signal.getsignal(signal.SIGTERM) == self._handle
 
-    def _previous_handler(self) -> Any:
-        """What was there before, other than listeners that have been closed since."""
+    def _previous_handler(self) -> "_Handler":
+        """Returns the handler before this one, without listeners that have been closed since."""
         previous = signal.SIG_DFL if self._previous is None else self._previous
-        below = getattr(previous, "__self__", None)
-        if isinstance(below, SigtermListener) and not below._is_open:
-            return below._previous_handler()
+        owner = previous.__self__ if isinstance(previous, MethodType) else None
+        if isinstance(owner, SigtermListener) and not owner._is_open:
+            return owner._previous_handler()
         return previous

@@ -1,4 +1,4 @@
-"""TerminationConfig: how a run learns that it is to end, and what it does then."""
+"""TerminationConfig: how a run detects that it must end, and what it does then."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from tpudist.processes.exit_codes import EXIT_PREEMPTED
 SIGTERM = "SIGTERM"
 WATCHER_FN = "termination_watcher_fn"
 URGENT = (SIGTERM, gce.PREEMPTED)
-"""What ends a period of grace that something else has begun."""
+"""Reasons that end a grace period which another reason has begun."""
 
 
 class TerminationConfig:
@@ -35,6 +35,19 @@ class TerminationConfig:
 
     Mirrors `tf.distribute.experimental.TerminationConfig`, in which the watcher function replaces
     SIGTERM, and the default exit code is 42 outside of Google's cloud.
+
+    The options must be the same in all processes.
+
+    Args:
+        termination_watcher_fn: Called once per second in a thread; must return soon. If it
+            raises an error, the next step raises it.
+        exit_fn: Called without arguments after the last save.
+        grace_period: Seconds from the notice to the shutdown.
+        save_fn: Called to save the state.
+
+    Raises:
+        TypeError: If a function is not callable.
+        ValueError: If `grace_period` is not a number of seconds of at least 0.
     """
 
     def __init__(
@@ -44,19 +57,6 @@ class TerminationConfig:
         grace_period: float | None = None,
         save_fn: Callable[..., Any] | None = None,
     ):
-        """Creates the options. They must be the same in all processes.
-
-        Args:
-            termination_watcher_fn: Called once per second in a thread; must return soon. If it
-                raises an error, the next step raises it.
-            exit_fn: Called without arguments after the last save.
-            grace_period: Seconds from the notice to the shutdown.
-            save_fn: Called to save the state.
-
-        Raises:
-            TypeError: If a function is not callable.
-            ValueError: If `grace_period` is not a number of seconds of at least 0.
-        """
         for name, fn in (
             ("termination_watcher_fn", termination_watcher_fn),
             ("exit_fn", exit_fn),
@@ -81,14 +81,15 @@ class TerminationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Termination:
-    """A TerminationConfig in which everything is said.
+    """A TerminationConfig with the defaults of the platform.
 
     Attributes:
-        watcher: Gives why the run is to end, or None; None if there is nobody to ask.
-        exit_fn: Ends the program.
-        grace_s: Seconds of grace by reason; others have `usual_grace_s`.
-        usual_grace_s: In seconds.
-        save_fn: Saves in place of the manager.
+        watcher: Called without arguments; returns why the run must end, or None. None if only
+            SIGTERM counts.
+        exit_fn: Called without arguments to end the program.
+        grace_s: Reason -> seconds of its grace period.
+        usual_grace_s: Seconds of the grace period after other reasons.
+        save_fn: Called to save instead of the manager, or None.
     """
 
     watcher: Callable[[], str | None] | None
@@ -98,14 +99,14 @@ class Termination:
     save_fn: Callable[..., Any] | None
 
     def grace_after(self, why: str) -> float:
-        """Seconds between a notice for this reason and the end."""
+        """Returns the seconds between a notice for this reason and the end."""
         return self.grace_s.get(why, self.usual_grace_s)
 
 
 def fill_defaults(
     config: TerminationConfig | None, cluster_resolver: ClusterResolver | None
 ) -> Termination:
-    """`config` with the defaults of the platform that this process is on."""
+    """Returns `config` with the defaults of the platform of this process."""
     config = config or TerminationConfig()
     watcher: Callable[[], str | None] | None = None
     if config.termination_watcher_fn is not None:

@@ -1,4 +1,4 @@
-"""PreemptionWatcher: the notice alone, for programs that save and end in a way of their own."""
+"""PreemptionWatcher: only the notice, for programs that save and end in their own way."""
 
 import logging
 import time
@@ -24,14 +24,12 @@ class PreemptionWatcher:
     Mirrors `tf.distribute.experimental.PreemptionWatcher`, which does nothing outside of Google's
     own data centers. There, the watching process outlives its workers and connects to new ones.
     Here, all processes are workers; to train with other processes, start a new run.
+
+    Raises:
+        ValueError: If this is not the main thread, and not Google's cloud.
     """
 
     def __init__(self):
-        """Starts to watch.
-
-        Raises:
-            ValueError: If this is not the main thread, and not Google's cloud.
-        """
         notice = Notice(f"preemption watcher/{next(_numbers)}")
         self._notice = notice
         listening = NoticeListener(
@@ -39,6 +37,7 @@ class PreemptionWatcher:
         )
         self._check = listening.check
 
+        # Without a reference to `self`, so that a deleted watcher is closed.
         def close(process_ends: bool) -> None:
             listening.close(process_ends)
             notice.close()
@@ -69,9 +68,9 @@ class PreemptionWatcher:
         try:
             while self._notice.board.read(f"left/{content.process}") is None:
                 time.sleep(_PAUSE_S)
-        except ConnectionError:  # the first process, which all others depend on, has ended
+        except ConnectionError:  # process 0 has ended, and with it the board and all others
             pass
 
     def close(self) -> None:
-        """Stops watching, and gives SIGTERM back; also done when the watcher is forgotten."""
+        """Stops watching and restores SIGTERM; also called when the watcher is deleted."""
         self._close()

@@ -1,4 +1,4 @@
-"""State on its way between programs: what arrives is what was sent."""
+"""A state that is transferred to the next program arrives unchanged."""
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ def test_a_state_in_memory_outlives_its_descriptor():
     }
     leaves = {"step": {"kind": "value", "value": 3}}
     state = StateCopy(5, leaves, {"b": "a"}, arrays)
-    found = state_transfer.take_from_memory(state_transfer.put_into_memory(state))
+    found = state_transfer.read_from_memory(state_transfer.write_to_memory(state))
     assert (found.commit, found.leaves, found.aliases) == (5, leaves, {"b": "a"})
     assert list(found.arrays) == list(arrays)
     for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Programs that survive: processes are lost and come, and the numbers are those of a calm run."""
+"""Programs that survive: processes are lost and join, and the losses match a calm run."""
 
 import os
 import signal
@@ -49,8 +49,8 @@ def require_explained_time(starts, process):
     assert abs(spent - wall_s) < 0.01 * wall_s
 
 
-def test_the_others_go_on_in_the_same_processes_when_one_is_killed(calm, tmp_path):
-    """And the doctor explains the time of a process that went on."""
+def test_the_others_continue_in_their_processes_after_a_kill(calm, tmp_path):
+    """The doctor also explains the time of a process that continued."""
     with Run(tmp_path, *FOUR, env={"TPUDIST_GOODPUT": str(tmp_path)}) as run:
         run.wait_for_step(10, of_all=True)
         before = run.pids()
@@ -87,8 +87,8 @@ def test_a_new_process_joins_between_two_steps(calm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spares", ["0", "1"])
-def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, tmp_path):
-    """As with devices that only the end of a program gives back."""
+def test_programs_restart_in_their_processes_if_jax_cannot(spares, calm, tmp_path):
+    """For devices that are released only when a program ends."""
     with Run(tmp_path, *TWO, "--spares", spares, env={"IN_PROCESS": "0"}) as run:
         run.wait_for_step(10, of_all=True)
         before = run.pids()
@@ -105,7 +105,7 @@ def test_programs_start_again_in_their_processes_where_jax_cannot(spares, calm, 
 
 
 @pytest.mark.slow
-def test_the_time_of_programs_that_started_again_is_explained(tmp_path):
+def test_the_time_of_restarted_programs_is_explained(tmp_path):
     env = {"IN_PROCESS": "0", "TPUDIST_GOODPUT": str(tmp_path)}
     with Run(tmp_path, *TWO, env=env) as run:
         run.wait_for_step(10, of_all=True)
@@ -126,8 +126,8 @@ def test_the_time_of_programs_that_started_again_is_explained(tmp_path):
 
 @pytest.mark.slow
 # Not slow, though it takes seconds: the quick tests, too, have a run that loses processes.
-def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
-    """After a spare one has come in the place of one that was killed."""
+def test_sigterm_removes_one_process_between_two_steps(calm, tmp_path):
+    """First a spare replaces a killed process, and then one process receives SIGTERM."""
     with Run(tmp_path, *TWO, "--spares", "1", env={"PAUSE_S": "0.1"}) as run:
         run.wait_for_step(8, of_all=True)
         before = run.pids()
@@ -150,7 +150,7 @@ def test_sigterm_of_one_process_takes_it_out_between_two_steps(calm, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_of_all_saves_the_step_and_a_new_run_goes_on_from_it(calm, tmp_path):
+def test_sigterm_of_all_saves_the_step_and_a_new_run_resumes(calm, tmp_path):
     env = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with Run(tmp_path / "first", *TWO, env=env) as run:
         run.wait_for_step(10, of_all=True)
@@ -167,7 +167,7 @@ def test_sigterm_of_all_saves_the_step_and_a_new_run_goes_on_from_it(calm, tmp_p
 
 
 @pytest.mark.slow
-def test_an_error_of_the_program_ends_all(tmp_path):
+def test_an_error_of_the_program_ends_all_processes(tmp_path):
     env = {"FAULT": '{"kind": "raise", "process": 1, "step": 12}'}
     with Run(tmp_path, *TWO, env=env) as run:
         run.wait_for_step(12)
@@ -227,7 +227,7 @@ def test_a_fault_of_a_seed_is_survived_or_named(in_process, seed, calm, tmp_path
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
+def test_a_missing_process_is_named_and_ends_the_wait(tmp_path):
     file = tmp_path / "late.py"
     file.write_text(
         "import json, os, time, tpudist\n"
@@ -244,7 +244,7 @@ def test_who_does_not_come_is_named_and_not_waited_for_longer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wait_that_is_no_number_is_wrong_use(tmp_path):
+def test_an_invalid_hang_timeout_is_wrong_use(tmp_path):
     with Run(tmp_path, *FOUR, env={"TPUDIST_HANG_TIMEOUT_S": "soon"}) as run:
         seen = run.wait()
     assert seen.code == 2

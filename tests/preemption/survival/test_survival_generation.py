@@ -1,33 +1,44 @@
-"""How a generation ends between two steps: no process waits for a step of another one."""
+"""A generation that ends between two steps: no process waits for a step of another one."""
 
 import threading
 
-from tpudist.preemption.survival.survival import _Generation
+import pytest
+
+from tpudist.preemption.survival.program_generation import ProgramGeneration
+from tpudist.preemption.survival.survivor import Copies
 
 
-def test_it_is_said_at_once_where_a_process_is():
-    """One that waits in a step for another one, which waits for this word, could not say it."""
-    said = []
-    generation = _Generation(3, 7, lambda outgoing: said.append(outgoing.message))
+@pytest.fixture
+def messages():
+    return []
+
+
+@pytest.fixture
+def generation(messages):
+    copies = Copies(None)
+    yield ProgramGeneration(3, 7, messages.append, copies)
+    copies.end(5)
+
+
+def test_a_pause_reports_the_commit_at_once(generation, messages):
+    """A process in a step that waits for others could not report at its next commit."""
     assert not generation.is_last(8)
     generation.pause()
-    assert said == [{"paused": 3, "commit": 8}]
-    found = []
-    program = threading.Thread(target=lambda: found.append(generation.is_last(9)))
+    assert messages == [{"paused": 3, "commit": 8}]
+    results = []
+    program = threading.Thread(target=lambda: results.append(generation.is_last(9)))
     program.start()
     program.join(0.3)
-    assert found == []  # nobody passes the next commit before it is known which is the last one
+    assert results == []  # no process passes the next commit before the last one is known
     generation.stop_at(10, ends_all=False)
     program.join(5)
-    assert found == [False]
+    assert results == [False]
     assert generation.is_last(10)
-    assert said == [{"paused": 3, "commit": 8}]
+    assert messages == [{"paused": 3, "commit": 8}]
 
 
-def test_before_the_first_commit_it_is_where_the_state_is():
-    said = []
-    generation = _Generation(3, 7, lambda outgoing: said.append(outgoing.message))
+def test_a_pause_before_the_first_commit_reports_the_restored_one(generation, messages):
     generation.pause()
-    assert said == [{"paused": 3, "commit": 7}]
+    assert messages == [{"paused": 3, "commit": 7}]
     generation.end()
     assert not generation.is_last(8)  # nobody waits in a generation that has ended

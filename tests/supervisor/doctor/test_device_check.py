@@ -1,4 +1,4 @@
-"""Checks of devices and of a TPU, in real processes: well, wrong, crashing, and hanging."""
+"""Checks of devices and of a TPU, in real processes that work, err, crash and hang."""
 
 import fcntl
 import importlib.util
@@ -23,7 +23,7 @@ processes = pytest.mark.multiprocess
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """As on a machine without a TPU, on which the tests of others have left no variable."""
+    """Imitates a machine without a TPU, and removes variables that other tests have set."""
     for name in ("TPU_LIBRARY_PATH", "TPUDIST_EMULATE", "JAX_PLATFORMS", *tpu_check._VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name in [x for x in os.environ if x.startswith("MEGASCALE_") or x == "TF_CONFIG"]:
@@ -352,7 +352,7 @@ def test_a_fault_is_a_row_a_remedy_and_the_exit_code_1(capsys, monkeypatch):
 
 
 def test_the_doctor_ends_even_if_every_check_hangs(monkeypatch, capsys):
-    """The worst case, in small: no check answers, and the command still says so of each."""
+    """The worst case: no check answers, and the command still reports that for each."""
     monkeypatch.setattr(device_check, "END_S", 0.2)
     hang = lambda *_: time.sleep(90)  # noqa: E731
     checks = [examination.Check(f"check {i}", hang, 0.3) for i in range(5)]

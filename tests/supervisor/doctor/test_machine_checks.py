@@ -1,4 +1,4 @@
-"""Checks of versions, memory, disk, clock and variables, each with a fault that is really there."""
+"""Checks of versions, memory, disk, clock and variables, each with a real fault."""
 
 import os
 import resource
@@ -98,7 +98,7 @@ def test_versions_are_compared_by_their_numbers(version, bounds, expected):
 
 
 def install(folder, name, version, *requires):
-    """What an installer leaves of a package."""
+    """Creates the metadata of an installed package."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
@@ -142,7 +142,7 @@ def test_a_package_outside_its_bounds_is_named(tmp_path, monkeypatch, name, vers
 
 
 def make_machine(folder, available_kib, files, cgroup="0::/job"):
-    """What /proc and /sys say of a machine."""
+    """Creates the files in /proc and /sys of a machine."""
     proc, cgroups = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(cgroup + "\n")
@@ -379,7 +379,7 @@ def test_chrony_is_read_with_a_timeout(tmp_path, monkeypatch, script, expected):
 
 
 def test_the_kernel_clock_can_be_read():
-    """As `adjtimex --print` would: an error in the layout of its structure gives nonsense."""
+    """An error in the layout of the C structure would return nonsense."""
     found = clock_check.read_kernel_clock()
     assert found is None or 0 <= found.max_error_s <= 16.1  # where the kernel stops counting
 

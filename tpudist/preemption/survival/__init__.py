@@ -1,1 +1,1 @@
-"""Processes that survive the loss of another one continue without a restart."""
+"""Continues a run without a restart after the loss of a process."""

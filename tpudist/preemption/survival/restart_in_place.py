@@ -1,9 +1,8 @@
-"""A process that becomes the same program again, started anew, with its number and its state.
+"""Restarts the program in its own process (`exec`), and keeps its connection and its state.
 
-For devices that only the end of a program gives back, such as those of a TPU: the new program
-replaces the old one in its process (`exec`), so that nothing of the old one is left, and those who
-watch the process see the same one. What it keeps is the connection to the supervisor, and the state
-of the run in a file that is memory and has no name.
+For devices that are released only when a program ends, such as a TPU's. The process stays the same
+for the supervisor, with its pid. Two descriptors survive: the connection to the supervisor, and an
+anonymous file in memory with the state of the run.
 """
 
 import dataclasses
@@ -18,50 +17,51 @@ from tpudist.preemption.survival.survivor import StateCopy
 from tpudist.processes import generations
 from tpudist.processes.json_lines import JsonLines
 
-_KEPT = "TPUDIST_KEPT"
+_KEPT = "TPUDIST_KEPT"  # variable with the two descriptors, -1 for no state
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """What is left of the program that ran in this process before.
+class PreviousProgram:
+    """Remains of the program that ran in this process before.
 
     Attributes:
-        line: To the supervisor.
-        state: The newest that it had.
+        line: Connection to the supervisor.
+        state: Newest state of the program, if it had one.
     """
 
     line: JsonLines
     state: StateCopy | None
 
 
-def why_not() -> str:
-    """Why a program cannot be replaced so on this system; empty where it can."""
+def why_not_supported() -> str:
+    """Returns why this system does not support it, or ""."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
         return ""
     return f"{sys.platform} has no in-memory files that outlive a program (Linux has memfd_create)"
 
 
-def take() -> Kept | None:
-    """What the program before this one has kept, once; None if this is the first one."""
-    kept = os.environ.pop(_KEPT, None)
-    if kept is None:
+def take_previous() -> PreviousProgram | None:
+    """Returns the remains of the previous program, once; None if this is the first program."""
+    descriptors = os.environ.pop(_KEPT, None)
+    if descriptors is None:
         return None
-    line, state = map(int, kept.split())
+    line, state = map(int, descriptors.split())
     os.set_inheritable(line, False)
-    return Kept(
+    return PreviousProgram(
         JsonLines.of_descriptor(line),
-        state_transfer.take_from_memory(state) if state >= 0 else None,
+        state_transfer.read_from_memory(state) if state >= 0 else None,
     )
 
 
 def restart(line: JsonLines, state: StateCopy | None) -> NoReturn:
-    """Replaces this program by itself, started anew; what its threads do ends in its midst."""
-    descriptors = [line.fileno(), -1 if state is None else state_transfer.put_into_memory(state)]
+    """Replaces this program by a new start of itself. All other threads end where they are."""
+    descriptors = [line.fileno(), -1 if state is None else state_transfer.write_to_memory(state)]
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:  # those of libraries hold devices
+        # Libraries may have made their descriptors inheritable; these would keep devices open.
+        if int(name) > 2:
             try:
                 os.set_inheritable(int(name), int(name) in descriptors)
-            except OSError:  # closed by now
+            except OSError:  # closed meanwhile
                 pass
     os.environ[_KEPT] = " ".join(map(str, descriptors))
     goodput.close()

@@ -1,4 +1,4 @@
-"""State of a run on its way from one process to another, in memory."""
+"""Transfers the state of a run to another process, or in memory to the next program."""
 
 import json
 import mmap
@@ -12,14 +12,14 @@ from tpudist.preemption.survival.survivor import StateCopy
 from tpudist.processes import json_lines
 from tpudist.processes.json_lines import JsonLines
 
-_ALIGNMENT = 64  # bytes, of arrays in memory
+_ALIGNMENT = 64  # bytes; the alignment with which XLA can use host memory without a copy
 
 
 def send(line: JsonLines, state: StateCopy) -> None:
     """Sends a state.
 
     Raises:
-        OSError: The other process has gone.
+        OSError: If the other process has gone.
     """
     line.send(**_describe(state))
     for x in state.arrays.values():
@@ -27,28 +27,32 @@ def send(line: JsonLines, state: StateCopy) -> None:
 
 
 def fetch(host: str, port: int, secret: str, generation: int) -> StateCopy:
-    """The state with which a generation begins, from a process that has it.
+    """Returns the state with which a generation begins, from a process that has it.
 
     Raises:
-        OSError: It has gone.
+        OSError: If the process has gone, or has another generation.
     """
     line = json_lines.connect(host, port, secret)
     try:
         line.send(generation=generation)
-        found = line.read()
-        if found is None or "commit" not in found:
+        header = line.read()
+        if header is None or "commit" not in header:
             raise ConnectionError(f"{host}:{port} has no state of generation {generation}.")
 
         def read(kind: np.dtype, count: int) -> np.ndarray:
             return np.frombuffer(line.read_bytes(kind.itemsize * count), kind)
 
-        return _state_of(found, read)
+        return _assemble(header, read)
     finally:
         line.close()
 
 
-def put_into_memory(state: StateCopy) -> int:
-    """Writes a state into a file that is memory and has no name; its descriptor."""
+# The file: a line of JSON (`_describe`), then each array, aligned. The reader maps the file, so
+# arrays are not copied, and the memory is freed with the last array.
+
+
+def write_to_memory(state: StateCopy) -> int:
+    """Writes a state to an anonymous file in memory; returns its descriptor."""
     descriptor = os.memfd_create("tpudist state")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(json.dumps(_describe(state)).encode() + b"\n")
@@ -59,8 +63,8 @@ def put_into_memory(state: StateCopy) -> int:
     return descriptor
 
 
-def take_from_memory(descriptor: int) -> StateCopy:
-    """The state that `put_into_memory` has written; the memory is given back with its arrays."""
+def read_from_memory(descriptor: int) -> StateCopy:
+    """Returns the state that `write_to_memory` wrote, and closes the descriptor."""
     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     os.close(descriptor)
     header = memory.readline()
@@ -72,7 +76,7 @@ def take_from_memory(descriptor: int) -> StateCopy:
         offset = start + kind.itemsize * count
         return np.frombuffer(memory, kind, count, start) if count else np.empty(0, kind)
 
-    return _state_of(json.loads(header), read)
+    return _assemble(json.loads(header), read)
 
 
 def _describe(state: StateCopy) -> dict[str, Any]:
@@ -84,12 +88,12 @@ def _describe(state: StateCopy) -> dict[str, Any]:
     }
 
 
-def _state_of(found: Mapping[str, Any], read: Callable[[np.dtype, int], np.ndarray]) -> StateCopy:
+def _assemble(header: Mapping[str, Any], read: Callable[[np.dtype, int], np.ndarray]) -> StateCopy:
     arrays = {}
-    for name, dtype, shape in found["arrays"]:
+    for name, dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))
         arrays[name] = read(np.dtype(dtype), count).reshape(shape)
-    return StateCopy(found["commit"], found["leaves"], found["aliases"], arrays)
+    return StateCopy(header["commit"], header["leaves"], header["aliases"], arrays)
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,9 @@
-"""Survivor: what a program says of its state, so that it goes on when a process is lost."""
+"""Survivor: the object by which a program commits and restores its state in memory.
+
+Copies of the state are made on the devices and moved to the host by a thread, so a commit does not
+wait. Each process has the whole state: every process that remains can continue, and send the state
+to others.
+"""
 
 import dataclasses
 import queue
@@ -19,14 +24,14 @@ from tpudist.processes.generations import GenerationEnded
 
 @dataclasses.dataclass(frozen=True)
 class StateCopy:
-    """The state of a run in memory of the host.
+    """A copy of the state of a run in host memory.
 
     Attributes:
-        commit: How often state was committed, with this one.
-        leaves: What there is, by name: `kind`, `shape`, `dtype`, and the `value` of what is no
-            array.
-        aliases: Other names.
-        arrays: By name; random keys as numbers.
+        commit: Number of the commit, from 1.
+        leaves: Name of each value -> its `kind`, `shape` and `dtype`, and the `value` if it is not
+            an array; as in a checkpoint.
+        aliases: Other names -> names in `leaves`.
+        arrays: Name of each array -> the array; random keys as numbers.
     """
 
     commit: int
@@ -36,22 +41,24 @@ class StateCopy:
 
 
 class Copies:
-    """The newest state that is whole in memory of the host, and those that are on their way.
+    """The newest complete copy of the state in host memory, and unfinished newer ones.
+
+    Args:
+        newest: Copy to begin with, or None.
 
     Attributes:
-        newest: None if there is none yet.
-        thread: What finishes them.
+        newest: Newest complete copy, or None.
+        thread: Thread that completes the copies. It may wait forever for a lost process.
     """
 
     def __init__(self, newest: StateCopy | None):
-        """Begins with one that is known."""
         self.newest = newest
         self._waiting: queue.SimpleQueue[StateCopy | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._finish, name="tpudist copies", daemon=True)
         self.thread.start()
 
     def begin(self, commit: int, state: Checkpoint) -> None:
-        """Copies a state; the arrays may be overwritten as soon as this returns."""
+        """Starts to copy a state; the arrays may be overwritten after this has returned."""
         found = find_entries(state)
         leaves: dict[str, dict[str, Any]] = {}
         arrays: dict[str, Any] = {}
@@ -72,7 +79,7 @@ class Copies:
         self._waiting.put(StateCopy(commit, leaves, found.aliases, arrays))
 
     def end(self, wait_s: float) -> StateCopy | None:
-        """The newest, after a moment for those that are on their way; no more come."""
+        """Stops after a moment for unfinished copies; returns the newest complete copy."""
         self._waiting.put(None)
         self.thread.join(wait_s)
         return self.newest
@@ -84,21 +91,22 @@ class Copies:
                     name: host_copies.finish(x) if isinstance(x, jax.Array) else x
                     for name, x in state.arrays.items()
                 }
-            except Exception:  # a process was lost in this step; the type varies
+            except Exception:  # a process was lost in this step; jaxlib's type varies
                 return
+            # One assignment: other threads see the old copy or the new one, never a part.
             self.newest = dataclasses.replace(state, arrays=arrays)
-            del state, arrays
+            del state, arrays  # else the loop keeps a third copy while it waits
 
 
 class Survivor:
-    """What a program that survives is given: where its state comes from, and goes to.
+    """Restores the state of a program from memory, and commits it there; see `survive`.
 
     Attributes:
-        generation: Number of sets of processes before this one.
+        generation: Number of the generation. 0 without a supervisor, where there is only one;
+            otherwise the first one is 1.
     """
 
     def __init__(self, generation: int, copies: Copies, every: int, link: "Link"):
-        """Created by `survive`."""
         self.generation = generation
         self._copies, self._every, self._link = copies, every, link
         self._commits = copies.newest.commit if copies.newest else 0
@@ -151,9 +159,9 @@ class Survivor:
         """Reports the state after a step. Every `every`-th commit keeps a copy of it.
 
         All processes call this at the same place, with all objects that the next step needs: model,
-        optimizer, iterator, random streams. Returns when the devices have been asked for copies,
-        which takes no more time than a step on them. A generation ends here if processes join, or
-        if one received a request to end.
+        optimizer, iterator, random streams. Returns when the copies on the devices are dispatched,
+        which takes no more time than a step. A generation ends here if processes join, or if one
+        received a request to end.
         """
         self._commits += 1
         if self._link.is_over:
@@ -170,12 +178,12 @@ class Survivor:
 
 
 class Link:
-    """What a Survivor asks of those who look after its process.
+    """The connection of a Survivor to its supervisor; this class is for programs without one.
 
     Attributes:
-        is_over: Whether its generation has ended.
+        is_over: Whether the generation has ended.
         ends_all: Whether all processes end at the last commit.
-        platform: Of the devices; None until it is known that JAX has them.
+        platform: Platform of the devices; None until JAX has started them.
     """
 
     is_over = False
@@ -183,12 +191,12 @@ class Link:
     platform: str | None = None
 
     def is_last(self, commit: int) -> bool:
-        """Called with each commit: whether the generation ends with it. May wait."""
+        """Returns whether the generation ends with this commit; may wait for the others."""
         return False
 
 
-def _place(entry: Entry, value: np.ndarray) -> Any:
-    """As a restore from disk would give it: on the devices that the entry has, if they are many."""
+def _place(entry: Entry, value: np.ndarray) -> np.ndarray | jax.Array:
+    """Returns the value as a restore from disk would: sharded over processes like its entry."""
     target = entry_values.target(entry)
     if target.sharding is None or jax.process_count() == 1:
         return value

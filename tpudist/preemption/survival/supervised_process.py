@@ -1,0 +1,384 @@
+"""SupervisedProcess: leads a process through the generations of its run, by order of a supervisor.
+
+`supervisor/generation_control.py` lists the messages. Four kinds of threads take part:
+
+- The main thread (`run`) handles events one by one. It never blocks in JAX.
+- A listening thread turns messages of the supervisor into events.
+- One thread per generation runs the program. If it waits for a lost process in C++, it is left
+  behind, and is never joined.
+- One thread per generation connects to its coordination service, which may wait for a process that
+  dies meanwhile. Then a newer order arrives, and the result of this thread is ignored.
+
+So no death costs a timeout: whatever waits is in a thread that a newer generation overtakes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+
+from tpudist.goodput import goodput
+from tpudist.preemption.survival import restart_in_place, state_transfer
+from tpudist.preemption.survival.program_generation import ProgramGeneration
+from tpudist.preemption.survival.survivor import Copies, StateCopy, Survivor
+from tpudist.processes import generations, json_lines, process_state
+from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
+from tpudist.processes.generations import GenerationEnded
+from tpudist.processes.json_lines import JsonLines, Listener
+from tpudist.xla.settings import Setting
+
+_log = logging.getLogger("tpudist")
+
+CONNECT_S = 60.0
+# Seconds for which an error is not raised: a lost process may be its cause, and then the supervisor
+# orders a new generation. It notices a death within 0.1 s, but a host that does not answer later.
+_HOLD_S = 1.0
+_HOLD_COLLECTIVE_S = 5.0
+_UNWIND_S = 0.3  # for the program to reach a line of Python
+_COPY_S = 0.2  # for copies of the state that are on their way to the host
+
+Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """The thread that connects to a generation is done; `belong` makes this process a member."""
+
+    order: Message
+    belong: Callable[[], None]
+    state: StateCopy | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProgramEnded:
+    """The program has returned, or raised an error."""
+
+    generation: ProgramGeneration
+    result: Any = None
+    commit: int = 0
+    error: BaseException | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Received:
+    """A message of the supervisor."""
+
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outgoing:
+    """A message for the supervisor.
+
+    Only the main thread sends, because an exception may end the program's thread within a line.
+    """
+
+    message: Message
+
+
+class _TerminationRequested:
+    """SIGTERM arrived."""
+
+
+class _SupervisorLost:
+    """The connection to the supervisor ended."""
+
+
+class SupervisedProcess:
+    """This process, from the first message of the supervisor to the last.
+
+    Args:
+        train: Called with a `Survivor` in each generation.
+        every: Number of commits per copy of the state.
+        allowed: Numbers of processes with which the program can run; None for any number.
+        in_process: Whether JAX restarts in this process; None for the default of the platform.
+        supervisor: Address of the supervisor: host, port, secret, and number of this process.
+    """
+
+    def __init__(
+        self,
+        train: Callable[[Survivor], Any],
+        every: int,
+        allowed: list[int] | None,
+        in_process: bool | None,
+        supervisor: str,
+    ):
+        self._train, self._every, self._in_process = train, every, in_process
+        self._allowed = allowed
+        host, port, self._secret, self._index = supervisor.split()
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        previous = restart_in_place.take_previous()
+        self._is_restarted = previous is not None
+        self._line: JsonLines = (
+            previous.line
+            if previous
+            else json_lines.connect(host, int(port), self._secret, CONNECT_S)
+        )
+        self._server = Listener(self._line.local_host(), self._secret, self._serve_state)
+        self._generation: ProgramGeneration | None = None
+        self._state: StateCopy | None = previous.state if previous else None
+        # Generation and state that other processes may fetch. Fixed when a generation begins, so
+        # that all members get the same state.
+        self._offer: tuple[int, StateCopy | None] = (-1, None)
+        self._result, self._has_result = None, False
+        self._order = -1  # the newest generation that the supervisor has ordered
+
+    def run(self) -> Any:
+        """Runs the program through all generations; returns its result.
+
+        Raises:
+            SystemExit: If this process is not needed any more, or received a request to end.
+        """
+        _use_compile_cache()
+        generations.supervise(lambda process, why: self._send(lost=process, why=why))
+        before = signal.signal(signal.SIGTERM, lambda *_: self._events.put(_TerminationRequested()))
+        self._send(
+            hello=int(self._index),
+            again=self._is_restarted,
+            place=process_state.here(),
+            host=self._line.local_host(),
+            port=self._server.port,
+            allowed=self._allowed,
+        )
+        threading.Thread(target=self._listen, name="tpudist supervisor", daemon=True).start()
+        try:
+            while True:
+                match self._events.get():
+                    case _Received({"done": _}):
+                        if not self._has_result:
+                            raise SystemExit(0)  # a spare that was not needed
+                        return self._result
+                    case _Received(message):
+                        self._obey(message)
+                    case _Joined() as joined:
+                        self._begin(joined)
+                    case _ProgramEnded() as ended:
+                        self._on_program_ended(ended)
+                    case _Outgoing(message):
+                        self._send(**message)
+                    case _TerminationRequested():
+                        self._send(leaving=True)
+                    case _SupervisorLost():
+                        self._end_alone()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self._server.close()
+
+    # The supervisor.
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self._line.send(**message)
+        except OSError:  # `_listen` notices the end
+            pass
+
+    def _listen(self) -> None:
+        if self._is_restarted:
+            with contextlib.suppress(OSError):  # if it has ended, the loop below ends at once
+                self._line.skip_to("welcome")
+        for message in self._line:
+            generation = self._generation
+            # These are for the thread of the program. The main thread may be busy for some time.
+            if "pause" in message or "stop_at" in message:
+                if generation is not None and generation.number == message["generation"]:
+                    if "pause" in message:
+                        generation.pause()
+                    else:
+                        generation.stop_at(message["stop_at"], message["ends_all"])
+            else:
+                self._events.put(_Received(message))
+        self._events.put(_SupervisorLost())
+
+    def _end_alone(self) -> None:
+        print(
+            "tpudist: the supervisor of this run ended or is unreachable, so this process ends. "
+            "Restart all processes from the last checkpoint.",
+            flush=True,
+        )
+        goodput.flush()
+        os._exit(EXIT_PEER_LOST)
+
+    def _obey(self, order: Message) -> None:
+        if "leave" in order:
+            self._end_generation("it received a request to end")
+            raise SystemExit(EXIT_PREEMPTED)
+        if "stop" in order:
+            self._order = order["stop"]
+            if self._generation is not None and not self._may_restart_jax(self._generation):
+                self._end_program(self._generation, order["why"])
+                restart_in_place.restart(self._line, self._state)
+            self._end_generation(order["why"])
+            self._offer = self._order, self._state
+            commit = self._state.commit if self._state else -1
+            self._send(ready=self._order, commit=commit)
+        elif "go" in order and order["go"] == self._order:
+            joining = threading.Thread(target=self._join, args=(order,), daemon=True)
+            generations.forget(joining)  # it may never return
+            joining.start()
+
+    # From one generation to the next.
+
+    def _may_restart_jax(self, generation: ProgramGeneration) -> bool:
+        """Whether JAX restarts in this process; otherwise the whole program restarts."""
+        if self._in_process is not None:
+            return self._in_process
+        platform = generation.platform or Setting.PLATFORMS.read()
+        return platform == "cpu" or bool(restart_in_place.why_not_supported())
+
+    def _end_generation(self, why: str) -> None:
+        generation, self._generation = self._generation, None
+        self._result, self._has_result = None, False
+        if generation is not None:
+            generations.leave(self._end_program(generation, why))
+
+    def _end_program(self, generation: ProgramGeneration, why: str) -> list[threading.Thread]:
+        """Stores the program's newest state; returns the threads that are left behind."""
+        began = time.time()
+        generation.end()
+        thread = generation.thread
+        assert thread is not None
+        if thread.is_alive():
+            if not generation.has_unwound:
+                generations.raise_in(thread, GenerationEnded)
+            thread.join(_UNWIND_S)
+        self._state = generation.copies.end(_COPY_S)
+        left_behind = [x for x in (thread, generation.copies.thread) if x.is_alive()]
+        goodput.note(
+            "generation",
+            number=generation.number,
+            began=began,
+            why=why,
+            left_behind=bool(left_behind),
+        )
+        return left_behind
+
+    def _join(self, order: Message) -> None:
+        """Fetches the state and connects to the new generation, in a thread of its own."""
+        try:
+            state = self._state
+            donor = order["donor"]
+            if donor is not None and (state is None or state.commit != donor["commit"]):
+                state = state_transfer.fetch(
+                    donor["host"], donor["port"], self._secret, order["go"]
+                )
+            belong = generations.connect(order["service"], order["count"], order["rank"])
+        except Exception as error:  # of the network, or of jaxlib, whose type varies
+            time.sleep(_HOLD_COLLECTIVE_S)
+            if self._order == order["go"]:
+                _log.warning("This process cannot join the others: %s", error)
+                self._send(failed=order["go"], why=str(error)[:500])
+            return
+        self._events.put(_Joined(order, belong, state))
+
+    def _begin(self, joined: _Joined) -> None:
+        """Becomes a member of a generation, and starts the program."""
+        order, number = joined.order, joined.order["go"]
+        if number != self._order:
+            return
+        joined.belong()
+        task = {"type": "worker", "index": order["rank"]}
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": order["cluster"]}, "task": task}
+        )
+        self._state = joined.state
+        commit = joined.state.commit if joined.state else 0
+        generation = ProgramGeneration(
+            number,
+            commit,
+            lambda message: self._events.put(_Outgoing(message)),
+            Copies(joined.state),
+        )
+        survivor = Survivor(number, generation.copies, self._every, generation)
+        generation.thread = threading.Thread(
+            target=self._run_thread,
+            args=(generation, survivor),
+            name=f"tpudist program {number}",
+            daemon=True,
+        )
+        self._generation = generation
+        self._send(began=number)
+        generations.run_program(generation.thread)
+
+    # The program.
+
+    def _run_thread(self, generation: ProgramGeneration, survivor: Survivor) -> None:
+        # `GenerationEnded` is raised from another thread, and may arrive at any line, even after
+        # the program has returned.
+        with contextlib.suppress(GenerationEnded):
+            self._run_program(generation, survivor)
+
+    def _run_program(self, generation: ProgramGeneration, survivor: Survivor) -> None:
+        try:
+            goodput.follow_thread()
+            result = self._train(survivor)
+            ended = _ProgramEnded(generation, result, survivor.num_commits)
+        except GenerationEnded:
+            generation.has_unwound = True
+            self._events.put(_Outgoing({"stopped": generation.number}))
+            return
+        except BaseException as error:  # the main thread raises it
+            ended = _ProgramEnded(generation, error=error)
+        self._events.put(ended)
+
+    def _on_program_ended(self, ended: _ProgramEnded) -> None:
+        if ended.generation is not self._generation:
+            return
+        if ended.error is None:
+            self._result, self._has_result = ended.result, True
+            self._send(finished=ended.generation.number, commit=ended.commit)
+            return
+        # An error may follow from the loss of another process. Then an order to stop arrives soon,
+        # and the error is forgotten. Other events keep their order.
+        is_collective = _may_come_from_collective(ended.error)
+        deadline = time.monotonic() + (_HOLD_COLLECTIVE_S if is_collective else _HOLD_S)
+        others = []
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if isinstance(event, _Received) and "stop" in event.message:
+                self._obey(event.message)
+                break
+            others.append(event)
+        for event in others:
+            self._events.put(event)
+        if self._generation is ended.generation:
+            raise ended.error
+
+    def _serve_state(self, line: JsonLines) -> None:
+        """Sends the state to another member of the same generation."""
+        request = line.read()
+        number, state = self._offer
+        if request is not None and request.get("generation") == number and state is not None:
+            try:
+                state_transfer.send(line, state)
+            except OSError:  # the other process has gone
+                pass
+        line.close()
+
+
+def _may_come_from_collective(error: BaseException | None) -> bool:
+    """Whether an error or its cause has the type of JAX's errors for failed collectives."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _use_compile_cache() -> None:
+    """Shares compiled programs between generations with equally many processes."""
+    folder = os.environ.get(generations.COMPILE_CACHE)
+    if folder and not Setting.COMPILATION_CACHE_DIR.read():
+        Setting.COMPILATION_CACHE_DIR.set(folder)
+        Setting.MIN_CACHED_COMPILE_TIME.set(0)
