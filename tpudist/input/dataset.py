@@ -91,6 +91,7 @@ class DistributedDataset:
             self._feed, self._sharding = auto_shard.make_feed(
                 source, replica_mesh, partial_batch, auto_shard_policy
             )
+            # One line about the division, from one process. Nothing is read for it.
             if replica_mesh.num_processes > 1 and jax.process_index() == replica_mesh.processes[0]:
                 print(f"tpudist: {self.explanation(read=False).line}", file=sys.stderr)
         self._prefetch = prefetch

@@ -98,6 +98,7 @@ class DistributedIterator(Iterator[PyTree]):
             try:
                 element, source = next(self._elements)
             except StopIteration:
+                # An iterator that resumes from here is at its end too, and reads nothing again.
                 self._position = self._position._replace(ended=True)
                 raise
         self._waited_s += time.perf_counter() - begun_s

@@ -106,6 +106,7 @@ def decode(state: object, plan: dict[str, Any]) -> Position:
         )
     require_plan(state["plan"], plan)
     step, source = read_count(state, "step"), state["source"]
+    # A source has no position before the first element, and always has one after it.
     if (source is None) != (step == 0):
         raise ValueError(
             f"The state is damaged: it was taken after {step} elements, but its position in the "

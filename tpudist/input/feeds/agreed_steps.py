@@ -196,6 +196,7 @@ def _require_one(
 
 
 def _digest(step: Step) -> str | None:
+    # Only of the first step: it is enough to find processes that read the same data by mistake.
     digest = hashlib.sha256()
     for batch in step:
         for leaf in [] if batch is None else batch.leaves:
@@ -218,6 +219,7 @@ def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
 
 def _order_by_replica(mesh: ReplicaMesh, counts: list[list[int]]) -> tuple[int, ...]:
     """Returns the counts of each process's replicas in the order of all replicas."""
+    # Each process sends the counts of its replicas in their order, so they are taken in turn.
     turns = {process: iter(x) for process, x in zip(mesh.processes, counts, strict=True)}
     owners = [mesh.devices_of(i)[0].process_index for i in range(mesh.num_replicas)]
     return tuple(next(turns[process]) for process in owners)

@@ -50,6 +50,7 @@ def make_feed(
     processes = mesh.processes
     several = len(processes) > 1
     source = adapt.to_source(dataset)
+    # The options of a tf.data.Dataset apply, unless yours request a policy.
     if policy is AutoShardPolicy.AUTO and isinstance(source, IterableSource):
         policy = source.auto_shard_policy
     if isinstance(source, IndexedDataset):

@@ -201,5 +201,6 @@ def _contexts(mesh: ReplicaMesh, per_replica: bool) -> list[InputContext]:
             "must all receive the same data. Use experimental_distribute_dataset, with the same "
             "global batches in every process."
         )
+    # The index among the processes of this mesh, which may be fewer than all processes.
     processes = sorted(set().union(*owners))
     return [InputContext(len(processes), processes.index(jax.process_index()), n)]

@@ -23,6 +23,7 @@ _LABEL = "The batch"  # in errors
 
 def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
+    # JAX arrays that need no padding go from device to device, without a copy in host memory.
     if mesh.num_processes == 1:
         leaves, names, treedef = host_batch.flatten(batch, _LABEL)
         if _are_on_devices(leaves):
@@ -132,6 +133,8 @@ def _put(
     num_leading: int = 1,
 ) -> PyTree:
     """Places JAX arrays with `num_rows` rows per replica, in one `device_put`."""
+    # One replica gets plain arrays `[rows, ...]`, several a leading dim of replicas. Arrays that
+    # have these dims already (of `jax.pmap`) are not reshaped: that would be a program of its own.
     replica_dim = () if mesh.num_replicas == 1 else (mesh.num_replicas,)
     parts = leaves
     if num_leading == 1 or leaves[0].shape[:2] != (*replica_dim, num_rows):

@@ -112,6 +112,8 @@ class Pipelines:
         if not any(counts):
             return 0
         lengths = [math.inf if x == INFINITE_CARDINALITY else x for x in counts]
+        # One dataset lasts for a step per `num_local_replicas` batches. A last step that not all
+        # replicas reach counts if it is padded, and not if it is dropped.
         if len(self._sources) < len(self._mesh.local_replicas):
             lengths = [lengths[0] / len(self._mesh.local_replicas)]
         is_batched = all(batch.num_rows is not None for batch in self._examples())
@@ -201,6 +203,7 @@ class Pipelines:
         for source, source_state in zip(self._sources, states, strict=True):
             state = position.state_for(source_state)
             if isinstance(source, IterableSource):
+                # Elements and not batches, because a leaf may be a scalar here.
                 elements = source.elements(position.pass_number, state)
                 passes.append((map(_as_batch, elements, itertools.count()), elements))
             else:
@@ -212,6 +215,8 @@ class Pipelines:
 
     def _steps(self, iterators: list[Iterator[Batch]]) -> Iterator[Step]:
         """Yields the batches of this process's replicas, until no replica has one."""
+        # With one dataset, the same iterator appears once per replica, so replicas take its batches
+        # in turn, in the order of the replicas.
         num_local = len(self._mesh.local_replicas)
         turns = iterators if len(iterators) == num_local else iterators * num_local
         while True:
@@ -232,6 +237,8 @@ class Pipelines:
                 has_begun = True
                 break
             has_begun = True
+            # After the batches of this step, and before those of the next one: this is the position
+            # that belongs to the element.
             states = [batches.get_state() for batches in passes]
             yield self.join(step, count_rows(step)), self.state([states])
         if not has_begun:
@@ -286,6 +293,7 @@ class Pipelines:
             example = next((x[:1] for x in parts if x is not None), example)
             joined = np.empty((len(step), size, *example.shape[1:]), example.dtype)
             for part, x in zip(joined, parts, strict=True):
+                # A replica without a batch gets only padding; `rows` counts 0 rows for it.
                 x = example if x is None else x
                 part[: len(x)] = x
                 part[len(x) :] = x[-1]

@@ -153,6 +153,7 @@ class SplitBatches:
             num_batches += 1
             if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
                 continue
+            # Before the next batch is read: the position after this one.
             state = batches.get_state()
             if self.source.global_batch_size is None:
                 state = {
@@ -171,6 +172,7 @@ class SplitBatches:
         return _assignment(num_rows, size, self._mesh.num_replicas, shrinks, self._fills_first)
 
     def _take(self, batch: RowBatch, size: int, copy: bool) -> Parts:
+        # Not copied here: then the copy to the device must end before the source is read again.
         borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
         if not self._counts_rows:
             leaves = batch.take(np.arange(num_rows), copy=copy)
@@ -236,6 +238,8 @@ class SplitBatches:
 def _assignment(
     num_rows: int, size: int, num_replicas: int, shrinks: bool, fills_first: bool
 ) -> Assignment:
+    # A full batch is split by quotas. A partial one is split into equal parts of its own rows,
+    # except that with auto-sharding off it fills the quotas of the first replicas.
     if not shrinks and (fills_first or num_rows == size):
         return Assignment(size, num_replicas)
     return Assignment(num_rows, num_replicas, in_equal_parts=True)
@@ -250,6 +254,8 @@ def shares(
     The array of positions is shared between batches, and read-only.
     """
     assignment = _assignment(num_rows, size, mesh.num_replicas, shrinks, fills_first)
+    # Parts of a partial batch are padded to the size of full ones, so that the step is not compiled
+    # again; SHRINK wants smaller parts instead.
     part_size = None if shrinks else Assignment(size, mesh.num_replicas).rows_per_replica
     positions = assignment.positions(num_rows, mesh.local_replicas, part_size)
     positions.flags.writeable = False

@@ -189,6 +189,8 @@ class IndexedDataset(abc.ABC):
             ValueError: If the dataset is already repeated or sharded, or is shuffled but not
                 batched, or if a number is out of range.
         """
+        # Shards are taken before the shuffle for examples, and after it for batches: so that they
+        # are disjoint whatever the order, and each example is in one shard in every epoch.
         is_hint = num_shards == index == SHARD_HINT
         if not is_hint:
             num_shards = _whole_number("shard(num_shards)", num_shards, at_least=1)
