@@ -95,7 +95,8 @@ class CpuEmulation(Transformer):
         """Returns the length of a list of devices; 0 if it contains other objects."""
         elements = value.elements
         are_devices = all(
-            isinstance(one, cst.Element) and self._is_device(one.value) for one in elements
+            isinstance(element, cst.Element) and self._is_device(element.value)
+            for element in elements
         )
         return len(elements) if are_devices else 0
 

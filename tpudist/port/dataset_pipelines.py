@@ -236,7 +236,9 @@ def _is_read_by_strategy(program: Program, node: cst.CSTNode) -> bool:
     if isinstance(function, cst.Lambda):
         return _is_called_by_strategy(program, function)
     references = program.references(function.name)
-    return bool(references) and all(_is_called_by_strategy(program, one) for one in references)
+    return bool(references) and all(
+        _is_called_by_strategy(program, reference) for reference in references
+    )
 
 
 def _is_called_by_strategy(program: Program, function: cst.CSTNode) -> bool:

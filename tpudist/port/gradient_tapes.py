@@ -148,9 +148,10 @@ class GradientTapes(Transformer):
             return False
         line = self.program.line(statement)
         return not any(
-            self.program.line(one.node) < line and not isinstance(one, metadata.ImportAssignment)
+            self.program.line(binding.node) < line
+            and not isinstance(binding, metadata.ImportAssignment)
             for name in self._names_of(statement)
-            for one in self._assignments(statement, name)
+            for binding in self._assignments(statement, name)
         )
 
     def _names_of(self, statement: cst.With) -> dict[str, bool]:
@@ -158,17 +159,17 @@ class GradientTapes(Transformer):
         inside = _nodes_of(statement.body)
         scope = self.program.scope(statement.body.body[0])
         found: dict[str, bool] = {}
-        for one in scope.assignments if scope is not None else ():
-            if not isinstance(one, metadata.Assignment) or one.node not in inside:
+        for binding in scope.assignments if scope is not None else ():
+            if not isinstance(binding, metadata.Assignment) or binding.node not in inside:
                 continue
-            if not isinstance(self.program.parent(one.node), cst.NamedExpr):
-                is_read = any(access.node not in inside for access in one.references)
-                found[one.name] = found.get(one.name, False) or is_read
+            if not isinstance(self.program.parent(binding.node), cst.NamedExpr):
+                is_read = any(access.node not in inside for access in binding.references)
+                found[binding.name] = found.get(binding.name, False) or is_read
         return found
 
     def _is_always_bound(self, statement: cst.With, name: str) -> bool:
         """Returns whether the recorded code always binds a name, not only in a branch or loop."""
-        nodes = {one.node for one in self._assignments(statement, name)}
+        nodes = {binding.node for binding in self._assignments(statement, name)}
         return self._binds(statement.body, nodes)
 
     def _binds(self, block: cst.CSTNode, nodes: set[cst.CSTNode]) -> bool:
@@ -198,7 +199,7 @@ class GradientTapes(Transformer):
     def _assignments(self, statement: cst.With, name: str) -> list[metadata.Assignment]:
         scope = self.program.scope(statement.body.body[0])
         found = scope.assignments[name] if scope is not None else ()
-        return [one for one in found if isinstance(one, metadata.Assignment)]
+        return [binding for binding in found if isinstance(binding, metadata.Assignment)]
 
     def _write(self, tape: _Tape, statement: Any, following: Any) -> list[cst.BaseStatement]:
         """Returns a function, and the statement that calls it."""
@@ -235,9 +236,9 @@ def _nodes_of(node: cst.CSTNode) -> set[cst.CSTNode]:
 def _assignment(statement: cst.CSTNode) -> cst.Assign | None:
     """Returns `name = expression` with one target, if it is alone in its line."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
-        [one] = statement.body
-        if isinstance(one, cst.Assign) and len(one.targets) == 1:
-            return one
+        [part] = statement.body
+        if isinstance(part, cst.Assign) and len(part.targets) == 1:
+            return part
     return None
 
 

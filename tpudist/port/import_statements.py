@@ -61,7 +61,7 @@ class ImportStatements(cst.CSTTransformer):
             statements = sorted({*statements, *self.new_statements()}, key=_module_of)
         if not statements:
             return remove_statement(self._program.parent(original_node), updated_node)
-        lines = [cst.parse_statement(one) for one in dict.fromkeys(statements)]
+        lines = [cst.parse_statement(statement) for statement in dict.fromkeys(statements)]
         first = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         last = lines[-1] if len(lines) > 1 else first
         last = last.with_changes(trailing_whitespace=updated_node.trailing_whitespace)
@@ -73,7 +73,7 @@ class ImportStatements(cst.CSTTransformer):
         body = list(updated_node.body)
         if not self._is_placed and (missing := self.new_statements()):
             place = _after_header(body)
-            body[place:place] = [cst.parse_statement(one) for one in missing]
+            body[place:place] = [cst.parse_statement(statement) for statement in missing]
         return updated_node.with_changes(body=_with_backend(body))
 
     def new_statements(self) -> list[str]:

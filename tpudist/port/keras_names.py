@@ -73,7 +73,7 @@ class KerasNames(Transformer):
 
     def _is_variable(self, name: cst.Name) -> bool:
         """Returns whether a name is the target of loops over the variables of Keras models."""
-        loops = [self.program.parent(one.node) for one in self.program.assignments(name)]
+        loops = [self.program.parent(binding.node) for binding in self.program.assignments(name)]
         return bool(loops) and all(
             isinstance(loop, cst.For | cst.CompFor)
             and isinstance(loop.target, cst.Name)

@@ -232,8 +232,8 @@ class Leftovers:
                 self._program, outer
             ):
                 is_left = any(
-                    self._program.callee(one) == "tensorflow.function"
-                    for one in self._program.around(outer)
+                    self._program.callee(x) == "tensorflow.function"
+                    for x in self._program.around(outer)
                 )
                 if not is_left:
                     self.stays.add("tf.TensorSpec")

@@ -55,14 +55,14 @@ def port_notebook(
             new[i] = file[0] + ported.source
             first = file[0].count("\n")
             leftovers += [
-                dataclasses.replace(one, line=one.line + first, cell=i + 1)
-                for one in ported.leftovers
+                dataclasses.replace(leftover, line=leftover.line + first, cell=i + 1)
+                for leftover in ported.leftovers
             ]
             stays |= set(ported.stays)
     for i, text in new.items():
         if text != texts[i]:
             cells[i]["source"] = text.splitlines(keepends=True)
-    leftovers.sort(key=lambda one: (one.cell or 0, one.line, one.name))
+    leftovers.sort(key=lambda leftover: (leftover.cell or 0, leftover.line, leftover.name))
     is_same = all(new.get(i, text) == text for i, text in texts.items())
     indent = re.search(r'^\{\n( *)"', source)
     if not is_same:
@@ -107,9 +107,9 @@ def _port_cells(
         for found in _CELL.finditer(ported.source)
     ]
     leftovers = []
-    for one in ported.leftovers:
-        begin, i = max(place for place in begins if place[0] <= one.line)
-        leftovers.append(dataclasses.replace(one, line=one.line - begin, cell=i + 1))
+    for leftover in ported.leftovers:
+        begin, i = max(place for place in begins if place[0] <= leftover.line)
+        leftovers.append(dataclasses.replace(leftover, line=leftover.line - begin, cell=i + 1))
     return new, leftovers, set(ported.stays)
 
 

@@ -105,7 +105,9 @@ def port_program(
     module = program.module.visit(Mark(left, program))
     lines = _lines_after_marks(module.code)
     on_pass(num_passes, num_passes)
-    leftovers = tuple(dataclasses.replace(one, line=lines[one.line - 1]) for one in left.lines())
+    leftovers = tuple(
+        dataclasses.replace(leftover, line=lines[leftover.line - 1]) for leftover in left.lines()
+    )
     return Ported(module.code, leftovers, tuple(sorted(left.stays)))
 
 

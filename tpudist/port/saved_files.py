@@ -125,37 +125,42 @@ def _corrections(
         if access.end is None or access.call in done:
             continue
         group = _same_file(access, accesses)
-        done |= {one.call for one in group}
+        done |= {member.call for member in group}
         if (ends := _correct_group(program, group, accesses)) is not None:
             groups.append((group, ends))
     others = [
-        one.end.name
-        for one in accesses
-        if one.end is not None and all(one not in group for group, _ in groups)
+        member.end.name
+        for member in accesses
+        if member.end is not None and all(member not in group for group, _ in groups)
     ]
     for group, ends in groups:
         taken = [end.name for other, more in groups if other is not group for end in more.values()]
         if not {end.name for end in ends.values()} & {*others, *taken}:
-            for one in group:
-                yield one, ends[one.call]
+            for member in group:
+                yield member, ends[member.call]
 
 
 def _correct_group(
     program: Program, group: list[FileAccess], accesses: list[FileAccess]
 ) -> dict[cst.Call, PathEnd] | None:
     """Returns the new ends of the paths of one file by their calls; None to leave them."""
-    kinds = {one.kind for one in group if not one.is_load}
-    if len(kinds) != 1 or not any(one.is_wrong and not one.is_load for one in group):
+    kinds = {member.kind for member in group if not member.is_load}
+    if len(kinds) != 1 or not any(member.is_wrong and not member.is_load for member in group):
         return None
     [kind] = kinds
     ends: dict[cst.Call, PathEnd] = {}
-    for one in group:
-        end = one.end and one.end.with_suffix(SUFFIXES[kind], _REPLACES[kind])
-        if not end or not one.end or not one.is_certain or not _may_rename(program, one, accesses):
+    for member in group:
+        end = member.end and member.end.with_suffix(SUFFIXES[kind], _REPLACES[kind])
+        if (
+            not end
+            or not member.end
+            or not member.is_certain
+            or not _may_rename(program, member, accesses)
+        ):
             return None
-        if one.is_load and ((kind == WEIGHTS and one.kind == MODEL) or one.has("by_name")):
+        if member.is_load and ((kind == WEIGHTS and member.kind == MODEL) or member.has("by_name")):
             return None
-        ends[one.call] = end
+        ends[member.call] = end
     for other in accesses:
         if other in group:
             continue
@@ -163,7 +168,7 @@ def _correct_group(
             is_reader = other.is_load and (kind == MODEL or other.kind == WEIGHTS)
             if is_reader:
                 return None
-        elif any(one.may_be_same(other) for one in group):
+        elif any(member.may_be_same(other) for member in group):
             return None
     return None if _mentions(program, group, accesses) else ends
 
@@ -171,14 +176,14 @@ def _correct_group(
 def _same_file(access: FileAccess, accesses: list[FileAccess]) -> list[FileAccess]:
     """Returns all accesses to the file of one access."""
     group = [access]
-    for one in group:  # the list grows in the loop, at most to all accesses
-        group += [x for x in accesses if x not in group and one.is_same(x)]
+    for member in group:  # the list grows in the loop, at most to all accesses
+        group += [x for x in accesses if x not in group and member.is_same(x)]
     return group
 
 
 def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]) -> bool:
     """Returns whether the variables of a path are used only as paths of such files."""
-    calls = {one.call for one in accesses}
+    calls = {member.call for member in accesses}
     assert access.end is not None
     return all(
         any(
@@ -195,8 +200,8 @@ def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]
 
 def _mentions(program: Program, group: list[FileAccess], accesses: list[FileAccess]) -> bool:
     """Returns whether the program has the path of a file elsewhere, too."""
-    paths = {one.end.text.rstrip("/") for one in group if one.end is not None}
-    known = {one.end.node for one in accesses if one.end is not None}
+    paths = {member.end.text.rstrip("/") for member in group if member.end is not None}
+    known = {member.end.node for member in accesses if member.end is not None}
     texts = {x.value for x in program.nodes(cst.FormattedStringText) if x not in known}
     for node in program.nodes(cst.SimpleString):
         outer, text = program.parent(node), node.evaluated_value

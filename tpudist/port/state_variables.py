@@ -70,7 +70,7 @@ class StateVariables(Transformer):
     def _is_known_attribute(self, name: str) -> bool:
         """Returns whether an attribute has only variables as values, and all its uses are known."""
         values = self.program.attribute_values(name)
-        if not all(self.program.callee(one) in _VARIABLE for one in values):
+        if not all(self.program.callee(value) in _VARIABLE for value in values):
             return False
         return all(
             self._is_reader(node)

@@ -138,4 +138,4 @@ def is_in_keras(name: str) -> bool:
     if name in IN_KERAS_BACKEND:
         return True
     missing = " ".join(NOT_IN_KERAS).split()
-    return not any(name == one or name.startswith(f"{one}.") for one in missing)
+    return not any(name == prefix or name.startswith(f"{prefix}.") for prefix in missing)

@@ -35,7 +35,7 @@ class ParameterServerStrategy(Strategy):
     """Asynchronous training: servers store the variables, and workers run functions independently.
 
     Variables that you create in the scope are stored on the servers in turn, or in parts on several
-    servers if a partitioner says so. Workers run the functions that you schedule with
+    servers if a partitioner divides them. Workers run the functions that you schedule with
     `tpudist.coordinator.ClusterCoordinator`. A function reads variables from the servers, and sends
     its changes when it has ended. Each change has effect exactly once, even if a process dies. In
     such a function, `strategy.run` uses the devices of its worker, by a synchronous strategy.

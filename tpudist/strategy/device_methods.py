@@ -30,8 +30,8 @@ class DeviceMethods(VariableMethods):
     def worker_devices(self) -> tuple[jax.Device, ...]:
         """The devices that run replica functions.
 
-        With a device assignment, one device of each replica: its first logical device, or the one
-        that an `experimental_logical_device` block selects.
+        With a device assignment, one device of each replica: its first logical device, or the
+        device that an `experimental_logical_device` block selects.
 
         Raises:
             RuntimeError: If this is the default strategy.

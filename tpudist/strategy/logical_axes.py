@@ -60,8 +60,8 @@ def refuse_other_axes(axes: Iterable[str]) -> None:
 
 def nearest_axis(axis: str) -> str:
     """Returns the default axis with a similar name, for a misspelled axis; empty if none."""
-    found = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.7)
-    return found[0] if found and axis not in MESH_AXES else ""
+    matches = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.7)
+    return matches[0] if matches and axis not in MESH_AXES else ""
 
 
 def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
@@ -94,5 +94,5 @@ def _names(target: Target) -> tuple[str, ...]:
 
 
 def _restrict_to_mesh(target: tuple[str, ...], axes: set[str]) -> Target:
-    found = tuple(axis for axis in target if axis in axes)
-    return None if not found else found[0] if len(found) == 1 else found
+    present = tuple(axis for axis in target if axis in axes)
+    return None if not present else present[0] if len(present) == 1 else present

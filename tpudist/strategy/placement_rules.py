@@ -36,7 +36,7 @@ def split_by_partitioner(
 
     Mesh axes with n devices together cut a dim into exactly n equal pieces. The partitioner returns
     the number of pieces that it wants along each dim, the largest dim first. The first dim that
-    divides by n, and of which it wants at least n pieces, is split. So if it wants more than n
+    divides by n and should have at least n pieces is split. So if it wants more than n
     pieces, it gets n larger ones. If it wants 2 to n - 1, or no dim divides, the array stays whole,
     and the second result says why. If it wants one piece, the array stays whole as requested.
 

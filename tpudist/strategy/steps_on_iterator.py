@@ -36,7 +36,7 @@ class MultiStepContext:
 
     @property
     def run_op(self) -> None:
-        """None: the steps have been run."""
+        """Always None: the steps have been run."""
         return None
 
     @property

@@ -89,18 +89,18 @@ class FileAccess:
             return False
         if self._has_other_folder(other.end):
             return False
-        one, two = self.end.literals, other.end.literals
-        if self.end.is_name and other.end.is_name and 1 in (len(one), len(two)):
+        left, right = self.end.literals, other.end.literals
+        if self.end.is_name and other.end.is_name and 1 in (len(left), len(right)):
             return False  # `is_same` has compared the complete names
-        starts = one[0].startswith(two[0]) or two[0].startswith(one[0])
-        return starts and (one[-1].endswith(two[-1]) or two[-1].endswith(one[-1]))
+        starts = left[0].startswith(right[0]) or right[0].startswith(left[0])
+        return starts and (left[-1].endswith(right[-1]) or right[-1].endswith(left[-1]))
 
     def _has_other_folder(self, other: PathEnd) -> bool:
         """Returns whether the folders of two paths certainly differ."""
         assert self.end is not None
-        one, two = self.end.folder, other.folder
-        is_known = self.end.is_name and other.is_name and "{" not in one + two
-        return is_known and not (one.endswith(two) or two.endswith(one))
+        left, right = self.end.folder, other.folder
+        is_known = self.end.is_name and other.is_name and "{" not in left + right
+        return is_known and not (left.endswith(right) or right.endswith(left))
 
 
 def find_accesses(program: Program) -> list[FileAccess]:

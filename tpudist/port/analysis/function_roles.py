@@ -102,7 +102,7 @@ class Roles:
         """Records properties, whose methods run where they are read."""
         for node in self._program.nodes(cst.Attribute):
             for method in self._methods.get(node.attr.value, ()):
-                if any(_is_property(one.decorator) for one in method.decorators):
+                if any(_is_property(decorator.decorator) for decorator in method.decorators):
                     self._calls.append((self._function_around(node), method))
 
     def _note_keras_methods(self) -> None:

@@ -35,7 +35,7 @@ def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> boo
     if _in_keras(program.callee(value)).startswith(_MODELS):
         return True
     if isinstance(value.func, cst.Name):
-        bound = [one.node for one in program.assignments(value.func)]
+        bound = [binding.node for binding in program.assignments(value.func)]
         if len(bound) == 1 and isinstance(bound[0], cst.ClassDef):
             return is_class_of_models(program, bound[0])
     function = program.function(value.func)

@@ -34,7 +34,7 @@ def children_of(node: cst.CSTNode) -> list[cst.CSTNode]:
         if isinstance(value, cst.CSTNode):
             found.append(value)
         elif isinstance(value, tuple | list):
-            found += [one for one in value if isinstance(one, cst.CSTNode)]
+            found += [child for child in value if isinstance(child, cst.CSTNode)]
     return found
 
 

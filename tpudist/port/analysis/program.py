@@ -104,7 +104,7 @@ class Program:
             # An earlier transformer may have written this name. It is imported only at the end.
             written, _, rest = get_full_name_for_node_or_raise(node).partition(".")
             return f"{_WRITTEN[written]}.{rest}".rstrip(".") if written in _WRITTEN else ""
-        names = {one.name for one in found if one.source is QualifiedNameSource.IMPORT}
+        names = {binding.name for binding in found if binding.source is QualifiedNameSource.IMPORT}
         if len(names) != 1 or len(names) != len(found):
             return ""
         [name] = names
@@ -129,7 +129,7 @@ class Program:
             outer = self.parent(outer)
 
     def call_of_argument(self, node: cst.CSTNode | None) -> cst.Call | None:
-        """Returns the call of which a node is an argument; None for other nodes."""
+        """Returns the call with a node as an argument; None for other nodes."""
         arg = self.parent(node) if node is not None else None
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
         return call if isinstance(call, cst.Call) else None
@@ -153,17 +153,18 @@ class Program:
         return any(
             f"{name.name}.".startswith(prefixes)
             for scope in self.scopes()
-            for one in scope.assignments
-            if isinstance(one, metadata.ImportAssignment)
-            for name in one.get_qualified_names_for(one.name)
+            for binding in scope.assignments
+            if isinstance(binding, metadata.ImportAssignment)
+            for name in binding.get_qualified_names_for(binding.name)
         )
 
     def is_bound(self, name: str) -> bool:
         """Returns whether a name has a meaning other than an import in any scope."""
         return any(
-            isinstance(one, metadata.Assignment) and not isinstance(one, metadata.ImportAssignment)
+            isinstance(binding, metadata.Assignment)
+            and not isinstance(binding, metadata.ImportAssignment)
             for scope in self.scopes()
-            for one in scope.assignments[name]
+            for binding in scope.assignments[name]
         )
 
     def free_name(self, name: str, taken: Collection[str] = ()) -> str:
@@ -197,9 +198,9 @@ class Program:
         """Returns all assignments of a name; empty if it has another meaning too."""
         scope = self.scope(name)
         found = list(scope[name.value]) if scope is not None else []
-        if any(not isinstance(one, metadata.Assignment) for one in found):
+        if any(not isinstance(binding, metadata.Assignment) for binding in found):
             return []
-        return [one for one in found if isinstance(one, metadata.Assignment)]
+        return [binding for binding in found if isinstance(binding, metadata.Assignment)]
 
     def values(self, node: cst.CSTNode) -> list[cst.BaseExpression]:
         """Returns the values of a name, as in `name = value`.
@@ -251,7 +252,7 @@ class Program:
         if isinstance(node, cst.Lambda):
             return node
         if isinstance(node, cst.Name):
-            found = [one.node for one in self.assignments(node)]
+            found = [binding.node for binding in self.assignments(node)]
             if len(found) == 1 and isinstance(found[0], cst.FunctionDef):
                 return found[0]
         return None
