@@ -1,4 +1,4 @@
-"""What `tf.distribute` keeps under `experimental`, and what is new here."""
+"""The API of `tf.distribute.experimental`, and experimental features of tpudist."""
 
 from tpudist.cluster_resolver.device_assignment import DeviceAssignment, DeviceOrderMode
 from tpudist.cluster_resolver.tpu import TPUSystemMetadata, initialize_tpu_system

@@ -3,13 +3,20 @@
 import dataclasses
 import enum
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def warn_if_given(what: str, value: Any, why: str) -> None:
-    """Warns that the value of `what`, a parameter of `tf.distribute`, has no effect."""
+def warn_if_given(call: str, value: object, why: str) -> None:
+    """Warns, if `value` is not None, that an argument of `tf.distribute` has no effect.
+
+    Args:
+        call: Start of the call with the parameter, such as `Checkpoint.save(options`.
+        value: Value of the parameter.
+        why: Reason, for the warning.
+    """
     if value is not None:
-        warnings.warn(f"{what}={shorten(value)}) has no effect: {why}.", stacklevel=3)
+        warnings.warn(f"{call}={shorten(value)}) has no effect: {why}.", stacklevel=3)
 
 
 def warn_of_deprecation(name: str, instead: str, *, stacklevel: int = 3) -> None:
@@ -17,16 +24,17 @@ def warn_of_deprecation(name: str, instead: str, *, stacklevel: int = 3) -> None
     warnings.warn(f"{name} is deprecated: {instead}.", DeprecationWarning, stacklevel=stacklevel)
 
 
-def warn_of_op_arguments(what: str, use_locking: bool, name: str | None) -> None:
-    """Warns that method `what` ignores arguments that describe a TensorFlow graph operation."""
+def warn_of_op_arguments(method: str, use_locking: bool, name: str | None) -> None:
+    """Warns that a method ignores arguments that describe a TensorFlow graph operation."""
     if use_locking:
         warnings.warn(
-            f"{what}(use_locking={use_locking!r}) has no effect: steps run one at a time.",
+            f"{method}(use_locking={use_locking!r}) has no effect: steps run one at a time.",
             stacklevel=3,
         )
     if name is not None:
         warnings.warn(
-            f"{what}(name={name!r}) has no effect: tpudist does not name operations.", stacklevel=3
+            f"{method}(name={name!r}) has no effect: tpudist does not name operations.",
+            stacklevel=3,
         )
 
 
@@ -149,26 +157,31 @@ class RunOptions:
             )
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Returns the `repr` of a value for a message, or only its type if the `repr` is long."""
     text = repr(value)
-    return text if len(text) <= _LONGEST and "\n" not in text else f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_REPR and "\n" not in text else f"<{type(value).__name__}>"
 
 
-_LONGEST = 120
+_MAX_REPR = 120  # characters
+# Name in `RunOptions.aggregation` that stands for all state in plain pytrees.
 ALL_COLLECTIONS = ""
-"""Name in `RunOptions.aggregation` that stands for all state in plain pytrees."""
 
 _AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
 
 
-def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
+_Rule = str | enum.Enum
+_Rules = _Rule | Mapping[str, _Rule] | Iterable[tuple[str, _Rule]] | None
+
+
+def _check_aggregation(rules: _Rules) -> tuple[tuple[str, str], ...]:
     """Returns pairs of the name of a collection and the name of its aggregation."""
-    if isinstance(rules, str) or hasattr(rules, "name"):
+    if isinstance(rules, str | enum.Enum):
         rules = {ALL_COLLECTIONS: rules}
     checked = []
     for collection, rule in sorted(dict(rules or ()).items()):
-        name = str(getattr(rule, "name", rule)).lower()
+        # A `VariableAggregation`, which this layer cannot import, or the name of one.
+        name = (rule.name if isinstance(rule, enum.Enum) else str(rule)).lower()
         known = ("none",) if collection == ALL_COLLECTIONS else _AGGREGATIONS
         if name not in known or not isinstance(collection, str):
             raise ValueError(
@@ -180,7 +193,7 @@ def _check_aggregation(rules: Any) -> tuple[tuple[str, str], ...]:
     return tuple(checked)
 
 
-def _check_positions(name: str, value: Any) -> tuple[int, ...]:
+def _check_positions(name: str, value: object) -> tuple[int, ...]:
     positions = (value,) if isinstance(value, int) else value
     if not isinstance(positions, tuple | list) or not all(
         isinstance(i, int) and not isinstance(i, bool) for i in positions
@@ -363,9 +376,13 @@ class InputOptions:
 
 
 class ValueContext:
-    """Replica that a value is for; matches `tf.distribute.experimental.ValueContext`."""
+    """Replica that a value is for; matches `tf.distribute.experimental.ValueContext`.
+
+    Args:
+        replica_id_in_sync_group: Number of the replica.
+        num_replicas_in_sync: Number of replicas.
+    """
 
     def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1):
-        """Stores the replica's number and the number of replicas."""
         self.replica_id_in_sync_group = replica_id_in_sync_group
         self.num_replicas_in_sync = num_replicas_in_sync

@@ -1,7 +1,7 @@
-"""The wire format of protocol buffers, read and written without protobuf or a schema.
+"""Reads and writes the wire format of protocol buffers, without protobuf or a schema.
 
-A message is a row of fields, each a tag (its number and its wire type) and a value. Which message a
-value is, only who knows its schema can say. The format: protobuf.dev/programming-guides/encoding.
+A message is a sequence of fields: a tag (number and wire type) and a value. Only the schema tells
+whether the bytes of a value are a message. Format: protobuf.dev/programming-guides/encoding.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,59 +16,60 @@ _TOO_LONG = "a number of more than 64 bits"
 
 
 def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """Number, wire type and value of each field: a number for `VARINT`, else the value's bytes.
+    """Yields number, wire type and value of each field: an `int` for `VARINT`, otherwise bytes.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: If the bytes are not a message.
     """
     message = memoryview(message)
-    at, end = 0, len(message)
-    while at < end:
-        # Most tags are one byte; a call for each would be 5 % of the time that an Example takes.
-        tag, at = message[at], at + 1
+    position, end = 0, len(message)
+    while position < end:
+        # Most tags are one byte, and a call of `read_varint` for each would take 5 % of the time to
+        # parse an Example.
+        tag, position = message[position], position + 1
         if tag >= 0x80:
-            tag, at = read_varint(message, at - 1)
-        kind = tag & 7
-        if kind == VARINT:
-            value, at = read_varint(message, at)
-            yield tag >> 3, kind, value
+            tag, position = read_varint(message, position - 1)
+        wire_type = tag & 7
+        if wire_type == VARINT:
+            value, position = read_varint(message, position)
+            yield tag >> 3, wire_type, value
             continue
-        if kind == LENGTH:
-            size, at = read_varint(message, at)
-        elif kind in _SIZES:
-            size = _SIZES[kind]
+        if wire_type == LENGTH:
+            size, position = read_varint(message, position)
+        elif wire_type in _SIZES:
+            size = _SIZES[wire_type]
         else:
-            raise ValueError(f"a field of wire type {kind}")
-        if at + size > end:
+            raise ValueError(f"a field of wire type {wire_type}")
+        if position + size > end:
             raise ValueError(_CUT_OFF)
-        yield tag >> 3, kind, message[at : at + size]
-        at += size
+        yield tag >> 3, wire_type, message[position : position + size]
+        position += size
 
 
-def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The number of 64 bits at `at`, and where it ends.
+def read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
+    """Returns the 64-bit number at a position, and the position after it.
 
     Raises:
-        ValueError: It does not end, or takes more than 10 bytes.
+        ValueError: If the number is cut off, or has more than 10 bytes.
     """
     value = shift = 0
     try:
-        while (byte := data[at]) >= 0x80:
+        while (byte := data[position]) >= 0x80:
             value |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
+            position, shift = position + 1, shift + 7
             if shift > 63:
                 raise ValueError(_TOO_LONG)
     except IndexError:
         raise ValueError(_CUT_OFF) from None
-    # The tenth byte has one bit left for it; protobuf drops the others too.
-    return (value | byte << shift) & 0xFFFF_FFFF_FFFF_FFFF, at + 1
+    # Only one bit of the tenth byte fits; protobuf ignores its other bits, too.
+    return (value | byte << shift) & 0xFFFF_FFFF_FFFF_FFFF, position + 1
 
 
 def read_varints(data: bytes | memoryview) -> np.ndarray:
-    """Packed numbers, uint64: each byte has 7 bits, the first ones the lowest.
+    """Returns packed numbers as uint64. Each byte has 7 bits of a number, lowest bits first.
 
     Raises:
-        ValueError: The last one does not end, or one takes more than 10 bytes.
+        ValueError: If the last number is cut off, or a number has more than 10 bytes.
     """
     values = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(values < 0x80)
@@ -80,15 +81,15 @@ def read_varints(data: bytes | memoryview) -> np.ndarray:
     sizes = ends - starts + 1
     if sizes.max() > 10:
         raise ValueError(_TOO_LONG)
-    # Where in its number each byte stands. The bits of a number do not overlap, so that their
-    # bitwise or, over the bytes from each start to the next, is the number.
-    place = np.arange(len(values)) - np.repeat(starts, sizes)
-    bits = (values & 0x7F).astype(np.uint64) << (7 * place).astype(np.uint64)
+    # Index of each byte in its number. The bits of its bytes do not overlap, so the bitwise or from
+    # each start to the next is the number.
+    index = np.arange(len(values)) - np.repeat(starts, sizes)
+    bits = (values & 0x7F).astype(np.uint64) << (7 * index).astype(np.uint64)
     return np.bitwise_or.reduceat(bits, starts)
 
 
 def encode_varint(number: int) -> bytes:
-    """A number of at least 0."""
+    """Encodes a number of at least 0."""
     assert number >= 0, number
     encoded = bytearray()
     while number > 0x7F:
@@ -98,11 +99,11 @@ def encode_varint(number: int) -> bytes:
 
 
 def encode_number(field: int, number: int) -> bytes:
-    """A field that holds one number; nothing for 0, which is what a field holds without it."""
+    """Encodes a field with one number; returns no bytes for 0, the default of a field."""
     return encode_varint(field << 3 | VARINT) + encode_varint(number) if number else b""
 
 
 def encode_packed(field: int, numbers: Iterable[int]) -> bytes:
-    """A field that holds several numbers; nothing for none."""
+    """Encodes a field with several numbers; returns no bytes for an empty list."""
     body = b"".join(map(encode_varint, numbers))
     return encode_varint(field << 3 | LENGTH) + encode_varint(len(body)) + body if body else b""

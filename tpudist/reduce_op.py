@@ -22,11 +22,11 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """The member that `op` is or names, in any case.
+        """Returns the member for `op`, which may be its name in upper or lower case.
 
         Raises:
-            ValueError: A string that names no member.
-            TypeError: Neither a member nor a string.
+            ValueError: If a string is not the name of a member.
+            TypeError: If `op` is neither a member nor a string.
         """
         if isinstance(op, cls):
             return op
@@ -42,28 +42,26 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: "VariableAggregation | ReduceOp") -> "ReduceOp":
-        """The reduction that a variable's aggregation asks for: `SUM` or `MEAN`, or itself.
+        """Returns the reduction of a variable's aggregation: `SUM` or `MEAN`.
 
         Raises:
-            ValueError: For `NONE` and `ONLY_FIRST_REPLICA`, which reduce nothing.
+            ValueError: If `aggregation` is `NONE` or `ONLY_FIRST_REPLICA`, which reduce nothing.
         """
         if isinstance(aggregation, ReduceOp):
             return aggregation
-        if aggregation is VariableAggregation.SUM:
-            return ReduceOp.SUM
-        if aggregation is VariableAggregation.MEAN:
-            return ReduceOp.MEAN
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp[aggregation.name]
         raise ValueError(
             f"{aggregation} has no ReduceOp. Only VariableAggregation.SUM and MEAN reduce."
         )
 
 
 class VariableSynchronization(enum.Enum):
-    """Time at which the copies of a variable are combined; as `tf.VariableSynchronization`.
+    """Time at which the copies of a variable are combined; matches `tf.VariableSynchronization`.
 
     Attributes:
         AUTO: `ON_WRITE`.
-        NONE: Supported only by strategies with one device, whose variables are ordinary ones.
+        NONE: No combination; only for strategies with one device.
         ON_WRITE: At each assignment: the variable is equal on every replica.
         ON_READ: At each read: each replica has its own component.
     """

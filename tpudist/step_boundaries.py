@@ -1,41 +1,44 @@
-"""Between two steps: where a run may save its state, and end.
+"""Calls callbacks at the boundaries between steps, where a run may save its state and end.
 
-`DistributedIterator.__next__` polls before it takes an element. What was taken before has been used
-by then, so state that is saved here, with the position of the iterator, continues exactly.
-Whoever wants to act between steps registers; all processes that run the same program come to the
-same boundaries in the same order, so they can be counted.
+`DistributedIterator.__next__` polls before it takes an element. At that time all earlier elements
+have been used, so a run that saves state and iterator positions here resumes exactly. All processes
+of the same program reach the same boundaries in the same order, so boundaries can be counted.
 
-A step may take several elements, and only the first is at a boundary. Of several iterators that are
-taken from in turn, that is the first of each turn; in `one_step`, the first in the block. Taking
-twice from one iterator outside of such a block makes two steps of it.
+A step may take several elements, and only the first is at a boundary. If a step takes from several
+iterators in turn, the first iterator of each turn is at the boundary; inside `one_step`, the first
+element of the block. Two elements of one iterator outside of such a block are two steps.
 
-Nobody listens to other threads than the one that registered: prefetching ones, for example.
+A callback runs only in the thread that registered it, and not, for example, in prefetching threads.
 """
 
 import threading
+import types
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+
+Callback = Callable[[], object]
 
 _listeners: tuple["_Listener", ...] = ()
 
 
 class _Listener:
-    def __init__(self, callback: Callable[[], Any]):
-        bound = hasattr(callback, "__self__")
-        self._get = weakref.WeakMethod(callback) if bound else lambda: callback
+    def __init__(self, callback: Callback):
+        is_method = isinstance(callback, types.MethodType)
+        self._get = weakref.WeakMethod(callback) if is_method else lambda: callback
         self.thread = threading.get_ident()
 
-    def callback(self) -> Callable[[], Any] | None:
+    def callback(self) -> Callback | None:
         return self._get()
 
 
 class _Progress(threading.local):
-    """How far this thread is in its step; kept while nobody listens too, as in other processes."""
+    """The position of this thread in its step."""
 
+    # Updated without listeners too, because another process may have listeners, and boundaries are
+    # counted in all.
     def __init__(self):
         self.first: weakref.ref = weakref.ref(_Progress)  # the iterator that began this turn
-        self.others: tuple[weakref.ref, ...] = ()
+        self.others: tuple[weakref.ref, ...] = ()  # the other iterators of this turn
         self.num_polls = 0
         self.in_step = False
         self.step_has_begun = False
@@ -45,26 +48,30 @@ class _Progress(threading.local):
 _progress = _Progress()
 
 
-def register(callback: Callable[[], Any]) -> None:
-    """Has `callback()` called at each boundary of this thread from now on, before an element.
+def register(callback: Callback) -> None:
+    """Calls `callback()` at each later boundary of this thread, before the element is taken.
 
-    What it raises ends the loop. It may itself iterate, which comes to no boundary. Of a bound
-    method the object is held weakly, and forgotten with it; anything else until `unregister`.
+    Its exceptions end the loop. The callback may iterate itself; that causes no boundary. A bound
+    method is unregistered when its object is deleted, any other callback only by `unregister`.
     """
     global _listeners
     _listeners = (*_listeners, _Listener(callback))
 
 
-def unregister(callback: Callable[[], Any]) -> None:
-    """Forgets `callback`; does nothing if it is not known."""
+def unregister(callback: Callback) -> None:
+    """Removes `callback`; does nothing if it is not registered."""
     global _listeners
     _listeners = tuple(x for x in _listeners if x.callback() not in (callback, None))
 
 
-def poll(iterator: Any = None) -> None:
-    """Called before an element is taken from `iterator`, which all processes go through alike.
+def poll(iterator: Iterator[object] | None = None) -> None:
+    """Checks for a boundary before an element is taken; calls the callbacks at a boundary.
 
-    Without one this is a boundary for certain. Costs 0.3 us.
+    Args:
+        iterator: Iterator of the element, over which all processes iterate in the same way. None
+            for a boundary in any case.
+
+    Cost: 0.3 us.
     """
     progress = _progress
     if progress.is_calling:
@@ -79,31 +86,28 @@ def poll(iterator: Any = None) -> None:
 
 
 def num_polls() -> int:
-    """How often this thread was about to take an element."""
+    """Returns the number of polls of this thread, at boundaries or not."""
     return _progress.num_polls
 
 
 class one_step:
-    """In the `with` block, elements are taken for one step, which begins with the first of them."""
+    """Context in which all elements belong to one step, which begins with the first element."""
 
     def __enter__(self) -> None:
-        """Begins it, unless the block is inside another one."""
+        """Begins a step, unless the block is inside another one."""
         self._is_outermost = not _progress.in_step
         if self._is_outermost:
             _progress.in_step, _progress.step_has_begun = True, False
 
     def __exit__(self, *_: object) -> None:
-        """Ends it."""
+        """Ends the step."""
         if self._is_outermost:
             _progress.in_step = False
 
 
-def _begins_turn(progress: _Progress, iterator: Any) -> bool:
-    """Whether `iterator` has been taken from in this turn, so that this is the next one.
-
-    An iterator that is new in a turn may be the second of a step as well as the first of an
-    evaluation: it waits for its second element.
-    """
+def _begins_turn(progress: _Progress, iterator: Iterator[object]) -> bool:
+    # An iterator that was already used in this turn begins the next turn. A new iterator may be the
+    # second one of a step, or the first one of an evaluation; its second element decides.
     if progress.first() is iterator:
         if progress.others:
             progress.others = ()

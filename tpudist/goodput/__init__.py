@@ -1,1 +1,1 @@
-"""Where the time of a run went: phases of each process, the history of a run, its diagnosis."""
+"""Records how each process spends its time, and diagnoses where the time of a run went."""

@@ -1,4 +1,4 @@
-"""What the time of a run went to, who made others wait, and the causes, the largest first."""
+"""Diagnoses a run: where its time went, which process made others wait, and the largest causes."""
 
 import dataclasses
 import math
@@ -12,16 +12,16 @@ from tpudist.goodput.run_history import Start
 LOST = "lost"
 REPLAYED = "steps again"
 WAITED = "wait for a slower one"
-_LEAST_S = 0.05  # of a cause that is told
+_MIN_CAUSE_S = 0.05  # smaller causes are not reported
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Something that has taken time which steps could have had.
+    """A cause of lost time.
 
     Attributes:
-        seconds: How much, of the process that it took most of.
-        text: What it was, with the process.
+        seconds: Lost seconds of the process that lost most.
+        text: Description of the cause, with the process.
     """
 
     seconds: float
@@ -30,13 +30,13 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What a run's time went to.
+    """The time of a run.
 
     Attributes:
-        wall_s: From the first start of a process to the last end.
-        seconds: Of each process, by what it was spent with; they add up to its wall time.
-        lateness_s: Of each process, for how long others waited for it to begin a call.
-        causes: The largest first.
+        wall_s: Seconds from the first start of a process to the last end.
+        seconds: Seconds of each process by activity; they add up to the wall time of the process.
+        lateness_s: For each process, seconds for which others waited for it to begin a call.
+        causes: Causes of lost time, largest first.
     """
 
     wall_s: float
@@ -49,13 +49,15 @@ Run = Sequence[Mapping[int, Start]]
 
 
 def diagnose(run: Run) -> Diagnosis:
-    """Explains a run, as `read_run` gives it."""
-    every = [start for starts in run for start in starts.values()]
-    wall_s = max(x.ended for x in every) - min(x.began for x in every)
-    processes = sorted({x.process for x in every})
+    """Diagnoses a run from the result of `read_run`."""
+    all_starts = [start for starts in run for start in starts.values()]
+    wall_s = max(x.ended for x in all_starts) - min(x.began for x in all_starts)
+    processes = sorted({x.process for x in all_starts})
     deaths = [_find_death(starts) for starts in run]
     seconds = {i: _seconds_of(i, run, deaths) for i in processes}
     late = _find_lateness(run, processes)
+    # A process that waits in a collective is in the step phase. So the lateness of the other
+    # processes is taken out of its steps.
     waits = {i: sum(x for j, x in late.items() if j != i) for i in processes}
     for i, spent in seconds.items():
         waited = min(waits[i], spent.get("step", 0.0))
@@ -65,22 +67,24 @@ def diagnose(run: Run) -> Diagnosis:
     causes = [
         *_restarts(run, deaths),
         *_changes(run),
-        *_inputs(seconds),
         *_compiles(run),
-        *_others(seconds),
+        *_other_phases(seconds),
         *_late(late),
     ]
-    causes = sorted((x for x in causes if x.seconds > _LEAST_S), key=lambda x: -x.seconds)
+    causes = sorted((x for x in causes if x.seconds > _MIN_CAUSE_S), key=lambda x: -x.seconds)
     return Diagnosis(wall_s, seconds, late, causes)
 
 
 def _find_death(starts: Mapping[int, Start]) -> float:
-    """When the first process ended that did not end well; never, if there is none."""
+    """Returns the time at which the first process failed; infinity if none did."""
     return min((x.ended for x in starts.values() if not x.ended_well), default=math.inf)
 
 
 def _seconds_of(process: int, run: Run, deaths: Sequence[float]) -> dict[str, float]:
-    """Of one process; what came to nothing, and what was done a second time, apart."""
+    """Returns the seconds of one process by activity, with lost and repeated steps separate."""
+    # After the death of another process, steps have no effect: they are lost, as is the time until
+    # the next start. Steps that the next start repeats are `REPLAYED` there. Both are taken out of
+    # the step phase, so the total stays the wall time.
     total: dict[str, float] = {}
     before: Start | None = None
     for starts, death in zip(run, deaths, strict=True):
@@ -105,19 +109,21 @@ def _seconds_of(process: int, run: Run, deaths: Sequence[float]) -> dict[str, fl
 
 
 def _replay_s(before: Start, start: Start) -> float:
-    """For how long a start did steps that the one before had done already."""
+    """Returns the seconds in which a start repeated steps of the previous start."""
+    # From the call of the checkpoint that was restored to the last call before the failure. Calls
+    # count equally, because the time of each is unknown.
     restores = start.of_kind("restore")
     if not start.num_calls:
         return 0.0
     saves = {x["path"]: x["calls"] for x in before.of_kind("save")}
     saved = saves.get(restores[-1]["path"], 0) if restores else 0
-    again = min(max(0, before.num_calls - saved), start.num_calls)
-    return start.seconds.get("step", 0.0) * again / start.num_calls
+    repeated = min(max(0, before.num_calls - saved), start.num_calls)
+    return start.seconds.get("step", 0.0) * repeated / start.num_calls
 
 
 def _restarts(run: Run, deaths: Sequence[float]) -> list[Cause]:
-    """Processes that did not come to their end, with all that was done again for it."""
-    found = []
+    """Returns restarts after failures, with all time that they took."""
+    causes = []
     for before, after, death in zip(run, run[1:], deaths, strict=False):
         pairs = [(before[i], after[i]) for i in before.keys() & after.keys()]
         spent = max(
@@ -128,32 +134,32 @@ def _restarts(run: Run, deaths: Sequence[float]) -> list[Cause]:
             for ended, began in pairs
         )
         first = min(before.values(), key=lambda x: (x.ended_well, x.ended))
-        said = [x["message"] for start in before.values() for x in start.of_kind("verdict")]
-        said += [x["why"] for start in before.values() for x in start.of_kind("generation")]
-        said = [x for x in said if x]
-        why = said[0].splitlines()[0] if said else f"process {first.process} ended"
-        found.append(Cause(spent, f"all processes were restarted: {why}"))
-    return found
+        reasons = [x["message"] for start in before.values() for x in start.of_kind("verdict")]
+        reasons += [x["why"] for start in before.values() for x in start.of_kind("generation")]
+        reasons = [x for x in reasons if x]
+        why = reasons[0].splitlines()[0] if reasons else f"process {first.process} ended"
+        causes.append(Cause(spent, f"all processes were restarted: {why}"))
+    return causes
 
 
 def _changes(run: Run) -> list[Cause]:
-    """Other processes than before, of a program that survives in its processes."""
-    found: dict[tuple[int, str], float] = {}
+    """Returns changes of the processes of a program that survives them (`experimental.survive`)."""
+    longest: dict[tuple[int, str], float] = {}
     for start in (x for starts in run for x in starts.values()):
         for began, ended, line in _spans_of_changes(start):
             key = line["number"], line["why"]
-            found[key] = max(found.get(key, 0.0), ended - began)
+            longest[key] = max(longest.get(key, 0.0), ended - began)
     return [
         Cause(
             spent, f"{why or 'the processes changed'}: the others continued with generation {n + 1}"
         )
-        for (n, why), spent in found.items()
+        for (n, why), spent in longest.items()
     ]
 
 
 def _spans_of_changes(start: Start) -> list[tuple[float, float, Mapping[str, Any]]]:
-    """From when to when a process had no program, or one that had yet to do its first step."""
-    ends = [x["time"] for x in start.of_kind("goes on")]
+    """Returns the spans from each change of the processes to the end of the next first step."""
+    ends = [x["time"] for x in start.of_kind("resume")]
     spans = []
     for line in start.of_kind("generation"):
         after = (x for x in ends if x > line["began"])
@@ -162,40 +168,36 @@ def _spans_of_changes(start: Start) -> list[tuple[float, float, Mapping[str, Any
     return spans
 
 
-def _inputs(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
-    worst = max(seconds, key=lambda i: seconds[i].get("input", 0.0))
-    return [Cause(seconds[worst].get("input", 0.0), f"process {worst} waited for its input")]
-
-
 def _compiles(run: Run) -> list[Cause]:
-    """Programs that were compiled again; the first time is no loss."""
-    of_each: dict[tuple[str, int], tuple[float, int, str]] = {}
+    """Returns functions that were compiled more than once, other than after changes."""
+    by_process: dict[tuple[str, int], tuple[float, int, str]] = {}
     for start in (x for starts in run for x in starts.values()):
         spans = _spans_of_changes(start)
         for line in start.of_kind("compile"):
             is_of_change = any(began < line["time"] <= ended for began, ended, _ in spans)
             if line["number"] > 1 and not is_of_change:
                 key = line["function"], start.process
-                spent, times, _ = of_each.get(key, (0.0, 0, ""))
-                of_each[key] = spent + line["seconds"], times + 1, line["cause"]
-    found: dict[str, tuple[float, int, str]] = {}
-    for (name, _), each in of_each.items():
-        found[name] = max(found.get(name, (0.0, 0, "")), each)
+                spent, times, _ = by_process.get(key, (0.0, 0, ""))
+                by_process[key] = spent + line["seconds"], times + 1, line["cause"]
+    largest: dict[str, tuple[float, int, str]] = {}
+    for (name, _), compiles in by_process.items():
+        largest[name] = max(largest.get(name, (0.0, 0, "")), compiles)
     return [
         Cause(spent, f"'{name}' was compiled again, {times} time(s): {cause}")
-        for name, (spent, times, cause) in found.items()
+        for name, (spent, times, cause) in largest.items()
     ]
 
 
-def _others(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
-    found = []
+def _other_phases(seconds: Mapping[int, Mapping[str, float]]) -> list[Cause]:
+    causes = []
     for name, text in (
+        ("input", "process {} waited for its input"),
         ("checkpoint", "process {} saved or restored checkpoints"),
         ("wait for others", "process {} waited for others on the host"),
     ):
         worst = max(seconds, key=lambda i: seconds[i].get(name, 0.0))
-        found.append(Cause(seconds[worst].get(name, 0.0), text.format(worst)))
-    return found
+        causes.append(Cause(seconds[worst].get(name, 0.0), text.format(worst)))
+    return causes
 
 
 def _late(late: Mapping[int, float]) -> list[Cause]:
@@ -206,11 +208,10 @@ def _late(late: Mapping[int, float]) -> list[Cause]:
 
 
 def _find_lateness(run: Run, processes: Sequence[int]) -> dict[int, float]:
-    """For how long others waited for each process to begin a call that they had begun.
-
-    Of long runs not every call is known: those between are taken to be as the median of those that
-    are, and long pauses, which are known all, count by themselves.
-    """
+    """Returns for each process the seconds for which others waited for it to begin a call."""
+    # A long run records only some calls (`stride_of`). The calls between them are assumed to wait
+    # as long as the median recorded call with the same stride. Long pauses are all recorded, so
+    # what exceeds the median counts once and not per stride.
     late = dict.fromkeys(processes, 0.0)
     for starts in run:
         if len(starts) < 2:
@@ -222,23 +223,21 @@ def _find_lateness(run: Run, processes: Sequence[int]) -> dict[int, float]:
             if call + 1 not in common:
                 continue
             last, waited_s = _wait_at(call, begins)
-            of_stride = waits.setdefault(stride_of(call), {i: [] for i in starts})
+            by_process = waits.setdefault(stride_of(call), {i: [] for i in starts})
             for i in starts:
-                of_stride[i].append(waited_s if i == last else 0.0)
-        for stride, of_stride in waits.items():
-            for i, found in of_stride.items():
-                usual = statistics.median(found) if stride > 1 else 0.0
-                late[i] += stride * usual * len(found) + sum(x - usual for x in found)
+                by_process[i].append(waited_s if i == last else 0.0)
+        for stride, by_process in waits.items():
+            for i, waits_s in by_process.items():
+                usual = statistics.median(waits_s) if stride > 1 else 0.0
+                late[i] += stride * usual * len(waits_s) + sum(x - usual for x in waits_s)
     return late
 
 
 def _wait_at(call: int, begins: Mapping[int, Mapping[int, float]]) -> tuple[int, float]:
-    """Who has begun a call last, and how long the one that began it first has waited for that.
-
-    If that one begins the next call after the last has begun this one, it has waited in this one.
-    If before, it runs ahead, and waits some calls later: then its pause there is longer than that
-    of the last one, which waits for nobody.
-    """
+    """Returns the process that began a call last, and the seconds that the first one waited."""
+    # If the first process begins the next call after the last one has begun this call, it waited in
+    # this call. Otherwise it runs ahead (steps are dispatched asynchronously) and waits some calls
+    # later. Then its pause there is longer than the pause of the last process, which never waits.
     first = min(begins, key=lambda i: begins[i][call])
     last = max(begins, key=lambda i: begins[i][call])
     behind_s = begins[last][call] - begins[first][call]
@@ -249,7 +248,7 @@ def _wait_at(call: int, begins: Mapping[int, Mapping[int, float]]) -> tuple[int,
 
 
 def _begins_of(start: Start) -> dict[int, float]:
-    found = {line["call"]: line["began"] for line in start.of_kind("call")}
+    begins = {line["call"]: line["began"] for line in start.of_kind("call")}
     for line in start.of_kind("gap"):
-        found |= {call: began for call, began in line["begins"]}
-    return found
+        begins |= {call: began for call, began in line["begins"]}
+    return begins

@@ -1,8 +1,9 @@
-"""Notes what the main thread of a process spends its time with, in a file of JSON lines.
+"""Records how the main thread of a process spends its time, in a file of JSON lines.
 
-At each moment it is in one phase: the innermost that is open, else the start of the program, or
-after the first step the steps. So the phases add up to the time of the process. A thread writes
-what they took once a second, so that of a process that is killed a second is missing at most.
+At each moment the thread is in one phase: the innermost open one. Without an open phase, it is in
+the startup phase before the first step, and in the step phase after it. So the phases add up to the
+time of the process. A thread writes the times once per second, so a killed process loses at most
+one second. `run_history` reads the files, and `diagnosis` explains them.
 """
 
 import atexit
@@ -18,21 +19,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 
+# Subfolder of a run's folder, with one file for each start of each process.
 FOLDER = "goodput"
-"""The name of the folder in a run's, with a file for each start of each process."""
 INTERVAL_S = 1.0
+# Long pauses between two calls are recorded individually: those above this limit, and above
+# `_GAP_FACTOR` times the median pause.
 GAP_S = 0.2
-"""A pause between two calls that is noted by itself, if it is far above the usual one as well."""
-VARIABLE = "TPUDIST_GOODPUT"
-REPLACED_AT = "TPUDIST_REPLACED_AT"
-"""A variable: when this program has replaced another one in its process, in seconds since 1970."""
 _GAP_FACTOR = 4.0
-_REMEMBERED = 32  # calls, of which the pauses are known
-_ALL_CALLS = 64  # of which all beginnings are noted; of those after, as many in each octave
+VARIABLE = "TPUDIST_GOODPUT"
+# Environment variable with the time, in seconds since 1970, at which this program replaced another
+# one in the same process (`exec`).
+REPLACED_AT = "TPUDIST_REPLACED_AT"
+_REMEMBERED = 32  # recent calls in memory
+# The beginnings of the first calls are all recorded; then as many in each octave (see `stride_of`),
+# so the file of a long run stays small.
+_ALL_CALLS = 64
 
 
 P = ParamSpec("P")
@@ -40,7 +45,7 @@ T = TypeVar("T")
 
 
 class Phase(enum.Enum):
-    """What time is spent with."""
+    """Activity of the main thread."""
 
     STARTUP = "start"
     COMPILE = "compile"
@@ -51,11 +56,13 @@ class Phase(enum.Enum):
 
 
 class _Recorder:
-    """That of this process."""
+    """Recorder of this process. `_lock` protects the file and the sums of `_seconds`."""
 
     def __init__(self, file: Path, process: int, num_processes: int):
         self._file = file.open("x", buffering=1)
         self._thread_id = threading.get_ident()
+        # Open phases, and when each was entered. The first one is STARTUP, and STEP after the first
+        # call.
         self._stack, self._entered = [Phase.STARTUP], []
         self._lock = threading.Lock()
         self._seconds: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
@@ -65,9 +72,10 @@ class _Recorder:
         self._written: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
         self._begins: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
         self._pauses: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
-        self._noted_to = 0
+        self._num_noted = 0
+        # End and seconds of recent outermost phases, which `move` leaves out.
         self._inner: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
-        self.calls, self._goes_on_at = 0, -1
+        self.calls, self._resumes_at = 0, -1
         self._closing = threading.Event()
         self.note(
             "start",
@@ -77,30 +85,30 @@ class _Recorder:
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        self._write()
+        self.write()
         self._thread = threading.Thread(target=self._write_often, name="goodput", daemon=True)
         self._thread.start()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread whose time is noted."""
+        """Whether this is the thread whose time is recorded."""
         return threading.get_ident() == self._thread_id
 
     def follow_thread(self) -> None:
-        """The time of this thread is noted from here on."""
+        """Records the time of this thread from now on."""
         self._count()
         self._thread_id = threading.get_ident()
         self._stack, self._entered = [Phase.STARTUP], []
-        self._goes_on_at = self.calls + 1 if self.calls else -1
+        self._resumes_at = self.calls + 1 if self.calls else -1
 
     def enter(self, phase: Phase) -> None:
-        """Time counts for `phase` from here on."""
+        """Opens a phase."""
         self._count()
         self._stack.append(phase)
         self._entered.append(self._last)
 
     def leave(self) -> None:
-        """Time counts for the phase before, from here on."""
+        """Closes the innermost phase."""
         self._count()
         self._stack.pop()
         if len(self._stack) == 1:
@@ -108,60 +116,63 @@ class _Recorder:
         self._entered.pop()
 
     def move(self, seconds: float, phase: Phase) -> None:
-        """The last so many seconds were of a phase, as it turns out, but for phases inside."""
+        """Moves the last `seconds`, without closed phases among them, to another phase.
+
+        Only after a call it is known whether it compiled.
+        """
         self._count()
         began = self._last - seconds
         seconds -= sum(inner for ended, inner in self._inner if ended > began)
+        # The first step begins in the startup phase, so some of its time may have been counted
+        # there. No phase becomes negative.
         with self._lock:
-            for known in (self._stack[-1], Phase.STARTUP):  # the first step begins in the start
-                there = max(0.0, min(seconds, self._seconds[known]))
-                self._seconds[known] -= there
-                self._seconds[phase] += there
-                seconds -= there
+            for source in (self._stack[-1], Phase.STARTUP):
+                moved = max(0.0, min(seconds, self._seconds[source]))
+                self._seconds[source] -= moved
+                self._seconds[phase] += moved
+                seconds -= moved
 
     def begin_call(self) -> None:
-        """A program of all replicas is about to be dispatched."""
+        """Records that a program of all replicas is about to be dispatched."""
         if self._stack[0] is Phase.STARTUP:
             self._count()
             self._stack[0] = Phase.STEP
-        if self.calls == self._goes_on_at:  # the first call of this thread is done
-            self.note("goes on")
-        now = time.time()
-        pause = now - self._begins[-1][1] if self._begins else 0.0
-        self._begins.append((self.calls, now))
+        if self.calls == self._resumes_at:  # the first call of this thread has ended
+            self.note("resume")
+        began = time.time()
+        pause = began - self._begins[-1][1] if self._begins else 0.0
+        self._begins.append((self.calls, began))
         self.calls += 1
         if pause > GAP_S and self._pauses:
             if pause > _GAP_FACTOR * statistics.median(self._pauses):
                 self._note_begins()
         self._pauses.append(pause)
         call = self.calls - 1
+        # Two consecutive calls per stride: `diagnosis` needs a call and the next one.
         if call % stride_of(call) < 2:
-            self.note("call", call=call, began=now)
+            self.note("call", call=call, began=began)
 
-    def note(self, kind: str, **facts: Any) -> None:
-        """Writes a line."""
+    def note(self, kind: str, **facts: object) -> None:
+        """Writes a record."""
         line = json.dumps({"kind": kind, "time": time.time(), **facts})
         with self._lock:
             if not self._file.closed:
                 self._file.write(line + "\n")
 
     def close(self) -> None:
-        """The program ends."""
+        """Writes the last records."""
         self._closing.set()
         self._thread.join(2 * INTERVAL_S)
-        self._write()
+        self.write()
         self.note("end")
         with self._lock:
             self._file.close()
 
-    def flush(self) -> None:
-        """Writes what is known until now."""
-        self._write()
-
     def _note_begins(self) -> None:
-        """Of calls that others may have begun at other times."""
-        new = [x for x in self._begins if x[0] >= self._noted_to]
-        self._noted_to = self.calls
+        # Other processes wait for this one a few calls later, so the beginnings of the recent calls
+        # are needed to compare.
+        new = [x for x in self._begins if x[0] >= self._num_noted]
+        self._num_noted = self.calls
         self.note("gap", begins=new)
 
     def _count(self) -> None:
@@ -172,9 +183,10 @@ class _Recorder:
 
     def _write_often(self) -> None:
         while not self._closing.wait(INTERVAL_S):
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the seconds of each phase since the last time."""
         self._count()
         with self._lock:
             spent = {x.value: round(self._seconds[x] - self._written[x], 6) for x in Phase}
@@ -184,53 +196,56 @@ class _Recorder:
 
 
 def stride_of(call: int) -> int:
-    """Of how many calls around this one the beginning of one, and of the next, is noted."""
+    """Returns the number of calls, near this one, per two calls whose beginnings are recorded."""
+    # A power of two that doubles when the number of the call doubles: 1 up to call 127, then 2 up
+    # to call 255, then 4.
     return 1 << max(0, (call // _ALL_CALLS).bit_length() - 1)
 
 
 _recorder: _Recorder | None = None
 
 
-@atexit.register  # before all that waits at the end of a program, which is called before it
+# `atexit` calls functions in the reverse order of their registration. This module is imported
+# early, so functions that wait at the end of a program run before this one.
+@atexit.register
 def close() -> None:
-    """Writes all that is known: the program ends."""
+    """Writes the last records, at the end of the program."""
     if _recorder is not None:
         _recorder.close()
 
 
 def current_recorder() -> _Recorder | None:
-    """That of this process, for its main thread; None where nothing is noted."""
+    """Returns the recorder of this process; None in other threads, or if nothing is recorded."""
     return _recorder if _recorder is not None and _recorder.is_here else None
 
 
 class phase:
-    """In the `with` block time counts for a phase, where it is noted at all."""
+    """Context in which time counts for a phase, if time is recorded."""
 
     __slots__ = ("_phase", "_recorder")
 
     def __init__(self, phase: Phase):
-        """Of which phase."""
         self._phase = phase
 
     def __enter__(self) -> None:
-        """Begins it."""
+        """Opens the phase."""
         self._recorder = current_recorder()
         if self._recorder is not None:
             self._recorder.enter(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        """Ends it."""
+        """Closes the phase."""
         if self._recorder is not None:
             self._recorder.leave()
 
 
-def count_as(of: Phase) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Has the time of each call of a function count for a phase, where it is noted at all."""
+def count_as(phase_of_calls: Phase) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function so that the time of its calls counts for a phase."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with phase(of):
+            with phase(phase_of_calls):
                 return function(*args, **kwargs)
 
         return call
@@ -239,78 +254,79 @@ def count_as(of: Phase) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def begin_call() -> None:
-    """Notes that a program of all replicas is about to be dispatched."""
+    """Records that a program of all replicas is about to be dispatched."""
     if _recorder is not None and _recorder.is_here:
         _recorder.begin_call()
 
 
-def note(kind: str, **facts: Any) -> None:
-    """Notes an event, in any thread."""
+def note(kind: str, **facts: object) -> None:
+    """Records an event, from any thread."""
     if _recorder is not None:
         _recorder.note(kind, **facts)
 
 
-def note_calls(kind: str, **facts: Any) -> None:
-    """Notes an event, and how many calls of programs came before it."""
+def note_calls(kind: str, **facts: object) -> None:
+    """Records an event with the number of program calls before it."""
     if _recorder is not None:
         _recorder.note(kind, calls=_recorder.calls, **facts)
 
 
 def follow_thread() -> None:
-    """Notes the time of this thread from here on, in the place of another one."""
+    """Records the time of this thread from now on, instead of another thread's."""
     if _recorder is not None:
         _recorder.follow_thread()
 
 
 def flush() -> None:
-    """Writes what is known until now, in any thread."""
+    """Writes all records so far, from any thread."""
     if _recorder is not None:
-        _recorder.flush()
+        _recorder.write()
 
 
 def record_if_asked() -> None:
-    """Begins where the variable `TPUDIST_GOODPUT` names a folder."""
+    """Starts recording if the environment variable `TPUDIST_GOODPUT` names a folder."""
     if folder := os.environ.get(VARIABLE):
         record_goodput(folder)
 
 
 def record_goodput(folder: str | os.PathLike[str]) -> None:
-    """Notes from now on what the time of this process goes to, for `tpudist doctor folder`.
+    """Records how this process spends its time from now on, for `tpudist doctor folder`.
 
-    Each process writes a file of its own in `folder/goodput`, a new one whenever it is started, of
-    a few hundred bytes per second. It notes the time of the thread that calls this, and of several
-    processes after their strategy was made, which connects them. A second call does nothing. The
-    variable `TPUDIST_GOODPUT=folder` does the same where a strategy is made.
+    Each process writes a file in `folder/goodput`, a new one after each start, of a few hundred
+    bytes per second. The file has the time of the thread that calls this function. With several
+    processes, call it after you create the strategy, which connects them. A second call does
+    nothing. The environment variable `TPUDIST_GOODPUT=folder` has the same effect when a strategy
+    is created.
 
     Args:
-        folder: Of the run; all processes and all starts of it have the same.
+        folder: Folder of the run, the same in all processes and after each start.
 
     Raises:
-        OSError: Nothing can be written there.
+        OSError: If the folder is not writable.
     """
     global _recorder
     if _recorder is not None:
         return
     process, num_processes = jax.process_index(), jax.process_count()
-    where = Path(folder) / FOLDER
-    where.mkdir(parents=True, exist_ok=True)
+    ledger = Path(folder) / FOLDER
+    ledger.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
-        file = where / f"process-{process}-{number:04}.jsonl"
+        file = ledger / f"process-{process}-{number:04}.jsonl"
         if not file.exists():
             _recorder = _Recorder(file, process, num_processes)
             return
 
 
 def _time_of_start() -> float:
-    """When this program was started, in seconds since 1970; on other systems than Linux, now.
-
-    That is when its process was, unless it has replaced another one in it.
-    """
+    """Returns the start time of this program in seconds since 1970; the current time off Linux."""
+    # Usually the start of the process. A program that replaced another one started later.
     return max(_time_of_process(), float(os.environ.get(REPLACED_AT, 0)))
 
 
 def _time_of_process() -> float:
     try:
+        # Field 22, the start time in clock ticks since boot. The second field, the name of the
+        # program in parentheses, may contain spaces.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up_s = float(Path("/proc/uptime").read_text().split()[0])
         return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")

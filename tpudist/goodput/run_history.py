@@ -1,4 +1,4 @@
-"""Reads what the processes of a run have noted of their time."""
+"""Reads the files in which the processes of a run have recorded their time (`goodput`)."""
 
 import dataclasses
 import json
@@ -15,15 +15,15 @@ class NoLedger(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One process, from one start to its end.
+    """One process, from one start to its end. Times are in seconds since 1970.
 
     Attributes:
-        process: Its number.
-        began: When it was started, in seconds since 1970.
-        ended: When it is last known to have run.
-        ended_well: Whether it came to its end by itself.
-        seconds: What it spent with each phase, by name.
-        lines: All that it has noted.
+        process: Number of the process.
+        began: Time of its start.
+        ended: Last time at which it is known to have run.
+        ended_well: Whether the program ended normally.
+        seconds: Seconds in each phase, by the name of the phase.
+        lines: All records of the process.
     """
 
     process: int
@@ -34,35 +34,35 @@ class Start:
     lines: Sequence[Mapping[str, Any]]
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        """Its lines of one kind."""
+        """Returns the records of one kind."""
         return [x for x in self.lines if x["kind"] == kind]
 
     @property
     def num_calls(self) -> int:
-        """How many calls of programs it has begun."""
+        """Number of program calls that the process has begun."""
         return max((x["calls"] for x in self.of_kind("time")), default=0)
 
 
 def read_run(folder: str | Path) -> list[dict[int, Start]]:
-    """For each time that a run was started, what its processes have noted, in order.
-
-    A process that ends before it notes anything is not among them: what belongs together is found
-    by when it began.
+    """Returns for each start of a run, in order, the records of its processes by their numbers.
 
     Raises:
-        NoLedger: If the folder does not exist, or contains no notes.
+        NoLedger: If the folder does not exist, or has no records.
     """
-    where = Path(folder) / FOLDER
-    files = sorted(where.glob("process-*-*.jsonl"))
+    ledger = Path(folder) / FOLDER
+    files = sorted(ledger.glob("process-*-*.jsonl"))
     starts = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
     if not starts:
         if not Path(folder).exists():
             raise NoLedger(f"The folder {folder} does not exist in {Path.cwd()}.")
         raise NoLedger(
-            f"{where} has no records of processes. To write them, call "
+            f"{ledger} has no records of processes. To write them, call "
             f"tpudist.record_goodput({str(folder)!r}) in the program, or set "
             f"TPUDIST_GOODPUT={folder}."
         )
+    # The numbers in the file names do not tell which starts belong together, because a process that
+    # ends early may have no file. So starts are grouped by time: a second start of the same process
+    # begins the next start of the run.
     run: list[dict[int, Start]] = [{}]
     for start in starts:
         if start.process in run[-1]:
@@ -76,7 +76,7 @@ def _read(file: Path) -> Start | None:
     for text in file.read_text(errors="replace").splitlines():
         try:
             lines.append(json.loads(text))
-        except ValueError:  # the last one, of a process that was killed
+        except ValueError:  # the last line of a process that was killed while it wrote
             continue
     if not lines or lines[0].get("kind") != "start":
         return None

@@ -1,23 +1,22 @@
-"""Gives a test suite emulated devices: one CPU process with several, as if it ran on a slice.
+"""Emulates devices for a test suite: one CPU process with several devices, like a slice.
 
-A project asks for them in its pyproject.toml,
+Set the number of devices in your pyproject.toml,
 
     [tool.pytest.ini_options]
     addopts = "-p tpudist.pytest_plugin"
     tpudist_devices = 8
 
-or on the command line, which wins: `pytest -p tpudist.pytest_plugin --tpudist-devices 4`. They are
-there before the first test module is imported, since a process chooses its devices only once. All
-of `jax.devices()` are then emulated; a test may ask for them by the fixture `emulated_devices`.
+or on the command line, which overrides it: `pytest -p tpudist.pytest_plugin --tpudist-devices 4`.
+The devices exist before the first test module is imported, because a process chooses its devices
+only once. All of `jax.devices()` are then emulated; the fixture `emulated_devices` returns them.
+Without a number, the plugin changes nothing.
 
-Not an entry point of pytest's: those are imported in every project of an environment, and importing
-JAX takes seconds. With the plugin but without a number nothing happens.
+The fixture `tpudist_pod` starts your program as several real processes and injects faults.
 
-The fixture `tpudist_pod` starts a program of yours as several real processes, and lets faults
-happen to them.
-
-`--tpudist-update-ledger` writes the ledgers of `tpudist.testing.assert_collectives` anew.
+`--tpudist-update-ledger` writes the ledgers of `tpudist.testing.assert_collectives` again.
 """
+# The plugin is not an entry point of pytest, because entry points are imported in every project of
+# an environment, and importing JAX takes seconds.
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ __all__ = ["Ended", "Fault", "Pod", "PodError", "draw_faults", "emulated_devices
 OPTION = "--tpudist-devices"
 SETTING = "tpudist_devices"
 UPDATE_OPTION = "--tpudist-update-ledger"
-UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # as testing/ledger.py, which would import JAX
+UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # copied from testing/ledger.py, which imports JAX
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,20 +57,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the emulation that was asked for.
+    """Starts the emulation if a number of devices is set.
 
     Raises:
-        pytest.UsageError: The number is none, or JAX has devices already.
+        pytest.UsageError: If the number is invalid, or JAX already has devices.
     """
     if config.getoption(UPDATE_OPTION):
         os.environ[UPDATE_VARIABLE] = "1"  # also in the processes of pytest-xdist
-    asked = _num_devices(config)
-    if asked is None:
+    num_devices = _num_devices(config)
+    if num_devices is None:
         return
     import tpudist
 
     try:
-        tpudist.emulate(asked)
+        tpudist.emulate(num_devices)
     except ValueError as error:
         raise pytest.UsageError(f"{OPTION} or {SETTING}: {error}") from error
     except RuntimeError as error:
@@ -83,10 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
-    """The devices that are emulated, in the order of their ids.
+    """Returns the emulated devices in the order of their ids.
 
     Raises:
-        pytest.UsageError: No number of devices was given.
+        pytest.UsageError: If no number of devices is set.
     """
     if _num_devices(request.config) is None:
         raise pytest.UsageError(
@@ -102,8 +101,9 @@ def emulated_devices(request: pytest.FixtureRequest) -> list[jax.Device]:
 def tpudist_pod() -> Iterator[Callable[..., Pod]]:
     """Starts a program as several processes: `tpudist_pod("train.py", num_processes=2)`.
 
-    Takes what `Pod` takes; with `separate_hosts=True` the processes are on two hosts with a cable
-    that can be unplugged (network namespaces: Linux, and root; the test is skipped elsewhere).
+    Accepts the arguments of `Pod`. With `separate_hosts=True`, the processes are on two hosts with
+    a cable that can be unplugged. This uses network namespaces, which need Linux and root; the test
+    is skipped elsewhere.
 
         def test_it_says_why(tpudist_pod):
             faults = [Fault("raise", process=1, at_call=3)]
@@ -111,11 +111,16 @@ def tpudist_pod() -> Iterator[Callable[..., Pod]]:
                 ended = pod.wait(timeout_s=60)
             assert [x.exit_code for x in ended] == [1, 1]
 
-    Nothing is left running after the block, nor after the test.
+    All processes end with the block or, at the latest, with the test.
     """
     with contextlib.ExitStack() as stack:
 
-        def start(program: Any, *args: str, separate_hosts: bool = False, **options: Any) -> Pod:
+        def start(
+            program: str | os.PathLike[str],
+            *args: str,
+            separate_hosts: bool = False,
+            **options: Any,
+        ) -> Pod:
             if separate_hosts:
                 if why := isolated_hosts.why_not():
                     pytest.skip(f"tpudist_pod(separate_hosts=True): {why}")
@@ -128,7 +133,7 @@ def tpudist_pod() -> Iterator[Callable[..., Pod]]:
 
 
 def _num_devices(config: pytest.Config) -> int | None:
-    """The number on the command line, or else that of the setting."""
+    """Returns the number on the command line, or else the number in the settings, or None."""
     option, setting = config.getoption(OPTION), config.getini(SETTING)
     if option is not None or not setting:
         return option

@@ -1,4 +1,4 @@
-"""Faults that strike inside a program, at a call of `Strategy.run`, its text unchanged."""
+"""Faults that a test injects into an unchanged program, at a call of `Strategy.run`."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ KINDS = ("raise", "kill", "stop", "slow", "leave")
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to one process.
+    """A fault of one process.
 
     Attributes:
         kind: `raise` a RuntimeError, `kill` (SIGKILL), `stop` (SIGSTOP), `slow` (`seconds` before
@@ -39,7 +39,7 @@ class Fault:
             )
 
     def strike(self, call: int) -> None:
-        """Does its harm, if this is its call."""
+        """Injects the fault if this is its call."""
         if self.kind == "slow" and call >= self.at_call:
             time.sleep(self.seconds)
         elif call != self.at_call:
@@ -55,14 +55,14 @@ class Fault:
 
 
 def draw_faults(seed: int, num_processes: int, num_calls: int, count: int = 1) -> list[Fault]:
-    """Faults of different processes, the same for the same seed.
+    """Returns random faults of different processes, the same for the same seed.
 
     Args:
-        seed: Of their choice.
-        num_processes: How many processes there are.
-        num_calls: Before which call all of them strike.
-        count: How many.
+        seed: Seed of the random choice.
+        num_processes: Number of processes.
+        num_calls: Number of calls; each fault happens before one of them.
+        count: Number of faults.
     """
-    chance = random.Random(seed)
-    victims = chance.sample(range(num_processes), count)
-    return [Fault(chance.choice(KINDS), i, chance.randrange(num_calls)) for i in victims]
+    rng = random.Random(seed)
+    processes = rng.sample(range(num_processes), count)
+    return [Fault(rng.choice(KINDS), i, rng.randrange(num_calls)) for i in processes]

@@ -1,4 +1,4 @@
-"""Runs a program with the faults of its process, as a `Pod` starts it.
+"""Runs a program with the faults of its process; a `Pod` starts it.
 
 `python -m tpudist.pytest_plugin.faulty_program FAULTS program.py ...`
 """
@@ -21,21 +21,21 @@ def main(words: Sequence[str]) -> None:
         words: The faults as JSON, the program and its arguments.
     """
     faults = [Fault(**x) for x in json.loads(words[0])]
-    me = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    mine = [fault for fault in faults if fault.process == me]
-    run, calls = tpudist.Strategy.run, 0
+    process = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    own_faults = [fault for fault in faults if fault.process == process]
+    run, num_calls = tpudist.Strategy.run, 0
 
-    def run_with_faults(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        number, calls = calls, calls + 1
-        for fault in mine:
-            fault.strike(number)
+    def run_with_faults(self: tpudist.Strategy, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        call, num_calls = num_calls, num_calls + 1
+        for fault in own_faults:
+            fault.strike(call)
         return run(self, *args, **kwargs)
 
-    if mine:
+    if own_faults:
         tpudist.Strategy.run = run_with_faults
     sys.argv = list(words[1:])
-    sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
+    sys.path[0] = os.path.dirname(os.path.abspath(words[1]))  # like `python program.py`
     runpy.run_path(words[1], run_name="__main__")
 
 

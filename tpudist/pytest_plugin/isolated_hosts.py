@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces with a cable between them that can be unplugged.
+"""Emulates two hosts on one machine: network namespaces with a cable that can be unplugged.
 
-Only root can make them, where the kernel has them (Linux). Each has an address of its own, and its
-name leads to that address, as Gloo wants it.
+This needs Linux and root. Each host has its own address. Its host name resolves to that address,
+because Gloo connects to it.
 """
 
 import contextlib
@@ -14,37 +14,35 @@ from pathlib import Path
 
 
 class IsolatedHosts:
-    """Those, and the cable.
+    """Two hosts and the cable between them, which `make_isolated_hosts` creates.
+
+    Args:
+        name: Prefix of the names of the hosts.
+        network: Prefix of their addresses: three numbers.
 
     Attributes:
-        addresses: Of each.
+        addresses: Address of each host.
     """
 
     def __init__(self, name: str, network: str):
-        """None is made yet.
-
-        Args:
-            name: What their names begin with.
-            network: What their addresses begin with: three numbers.
-        """
         self._names = [f"{name}0", f"{name}1"]
         self.addresses = [f"{network}.1", f"{network}.2"]
 
     def prefix(self, process: int) -> Sequence[str]:
-        """What runs a command on the host of a process."""
+        """Returns the words before a command that run it on the host of a process."""
         return ("ip", "netns", "exec", self._names[process % 2])
 
     def address(self, process: int) -> str:
-        """Of the host of a process."""
+        """Returns the address of the host of a process."""
         return self.addresses[process % 2]
 
     def plug_in(self) -> None:
-        """Connects them, which they are at first."""
+        """Connects the hosts, which is the initial state."""
         for name in self._names:
             _ip("-n", name, "link", "set", "cable", "up")
 
     def unplug(self) -> None:
-        """No packet reaches the other one any more, and none comes back."""
+        """Disconnects the hosts: no packet passes in either direction."""
         for name in self._names:
             _ip("-n", name, "link", "set", "cable", "down")
 
@@ -71,24 +69,25 @@ class IsolatedHosts:
 
 
 def _names_folder(name: str) -> Path:
-    """What `ip netns exec` puts in the place of files in /etc."""
+    # `ip netns exec` mounts the files of this folder over those in /etc.
     return Path("/etc/netns") / name
 
 
 @contextlib.contextmanager
 def make_isolated_hosts() -> Iterator[IsolatedHosts]:
-    """Two hosts with a cable; none is left after the block."""
+    """Creates two hosts with a cable, and removes them after the block."""
+    # The process id makes names and addresses different in tests that run at the same time.
     number = os.getpid() % 65536
-    made = IsolatedHosts(f"tpudist{number}", f"10.{number >> 8}.{number & 255}")
+    hosts = IsolatedHosts(f"tpudist{number}", f"10.{number >> 8}.{number & 255}")
     try:
-        made._make()
-        yield made
+        hosts._make()
+        yield hosts
     finally:
-        made._remove()
+        hosts._remove()
 
 
 def why_not() -> str:
-    """Why there cannot be two hosts here; empty if there can."""
+    """Returns the reason why two hosts are impossible here; empty if they are possible."""
     if not shutil.which("ip"):
         return "the command ip is missing"
     if os.geteuid():

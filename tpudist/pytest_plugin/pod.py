@@ -1,7 +1,7 @@
-"""A pod in a box: real processes of a user's program on this machine, and what happens to them.
+"""Runs a user's program as several real processes on this machine, and injects faults.
 
-Each has emulated devices and its place in `TF_CONFIG`. They can be killed, stopped, slowed down,
-cut off from each other, or run something else; when the block is left nothing of them is.
+Each process has emulated devices and its task in `TF_CONFIG`. A test can kill, stop or slow down
+processes, disconnect them from each other, or let some run another program. All end with the block.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from tpudist.pytest_plugin.fault import Fault
 from tpudist.pytest_plugin.isolated_hosts import IsolatedHosts
 
-_SHOWN = 4000  # characters of each process in a failure
+_MAX_OUTPUT = 4000  # characters of the output of each process in an error
 _POLL_S = 0.02
 
 
@@ -46,7 +46,25 @@ class Ended:
 
 
 class Pod(contextlib.AbstractContextManager["Pod"]):
-    """Processes that run a program; see the fixture `tpudist_pod`."""
+    """Processes that run a program; see the fixture `tpudist_pod`. They start immediately.
+
+    Args:
+        program: Python file to run.
+        *args: Arguments of the program.
+        num_processes: Number of processes.
+        devices_per_process: Number of emulated devices per process; or one number per process.
+        faults: Faults to inject.
+        programs: Different files for some processes.
+        absent: Processes that never start.
+        env: Additional environment variables.
+        launch: Options of `tpudist launch`, such as `("--spares", "1")`, which then starts the
+            processes: for programs that survive. None starts each process separately.
+        hosts: Two hosts, used by even and odd processes.
+        timeout_s: Seconds after which all processes are killed.
+
+    Raises:
+        ValueError: If the numbers do not match, or `launch` does not support another argument.
+    """
 
     def __init__(
         self,
@@ -62,25 +80,6 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         hosts: IsolatedHosts | None = None,
         timeout_s: float = 300,
     ):
-        """Starts the processes.
-
-        Args:
-            program: Python file to run.
-            *args: Arguments of the program.
-            num_processes: Number of processes.
-            devices_per_process: Number of emulated devices per process; or one number per process.
-            faults: Faults to inject.
-            programs: Different files for some processes.
-            absent: Processes that never start.
-            env: Additional environment variables.
-            launch: Options of `tpudist launch`, such as `("--spares", "1")`, which then starts the
-                processes: for programs that survive. None starts each process separately.
-            hosts: Two hosts, of which the processes use one and the other in turn.
-            timeout_s: After which all are killed.
-
-        Raises:
-            ValueError: The numbers do not fit, or `launch` is given with what it cannot do.
-        """
         devices = (
             [devices_per_process] * num_processes
             if isinstance(devices_per_process, int)
@@ -103,24 +102,16 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         self._timer = threading.Timer(timeout_s, self._end)
         self._timer.daemon = True
         self._timeout_s, self._is_over, self._is_closed = timeout_s, False, False
-        said = json.dumps([dataclasses.asdict(x) for x in faults])
-        run = [sys.executable, "-m", "tpudist.pytest_plugin.faulty_program", said]
         try:
-            if launch is not None:
-                options = ["-n", str(num_processes), "--devices-per-process", str(devices[0])]
-                words = [sys.executable, "-m", "tpudist", "launch", *options, *launch]
-                self._start(0, [*words, *run, os.fspath(program), *args], {})
-            else:
-                for i, (env_of, prefix) in enumerate(self._places(devices)):
-                    if i not in absent:
-                        file = (programs or {}).get(i, program)
-                        self._start(i, [*prefix, *run, os.fspath(file), *args], env_of)
+            self._start_all(
+                [os.fspath(program), *args], devices, faults, programs or {}, absent, launch
+            )
         except BaseException:
             self._close()
             raise
         self._timer.start()
 
-    # What may happen.
+    # Faults that a test injects from outside.
 
     def kill(self, process: int) -> None:
         """Sends SIGKILL."""
@@ -150,7 +141,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         """Connects the two hosts again."""
         self._require_hosts().plug_in()
 
-    # What is seen.
+    # State and results.
 
     def pid(self, process: int) -> int:
         """Returns the process id of a process.
@@ -192,7 +183,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
     def wait(self, timeout_s: float = 300) -> list[Ended]:
         """Waits until all processes have ended; returns their results in order.
 
-        With `launch`, the only result is that of `tpudist launch`.
+        With `launch`, the only result belongs to `tpudist launch` itself.
 
         Raises:
             PodError: If some processes still run after `timeout_s`.
@@ -215,7 +206,28 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             error.add_note(self._describe("The pod, when this was raised:"))
         self._close()
 
-    # Within.
+    # Internals.
+
+    def _start_all(
+        self,
+        command: Sequence[str],
+        devices: Sequence[int],
+        faults: Collection[Fault],
+        programs: Mapping[int, str | os.PathLike[str]],
+        absent: Collection[int],
+        launch: Sequence[str] | None,
+    ) -> None:
+        faults_json = json.dumps([dataclasses.asdict(x) for x in faults])
+        run = [sys.executable, "-m", "tpudist.pytest_plugin.faulty_program", faults_json]
+        if launch is not None:
+            options = ["-n", str(self._count), "--devices-per-process", str(devices[0])]
+            words = [sys.executable, "-m", "tpudist", "launch", *options, *launch]
+            self._start(0, [*words, *run, *command], {})
+            return
+        for i, (environment, prefix) in enumerate(self._places(devices)):
+            if i not in absent:
+                program = os.fspath(programs.get(i, command[0]))
+                self._start(i, [*prefix, *run, program, *command[1:]], environment)
 
     def _end_of(self, i: int) -> Ended:
         if i not in self._processes:
@@ -253,7 +265,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own group, so that its children end with it
+                start_new_session=True,  # a group of its own, to kill its children with it
             )
 
     def _read(self, i: int) -> str:
@@ -265,7 +277,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         for i, process in self._processes.items():
             code = process.poll()
             state = "running" if code is None else f"exit code {code}"
-            stories.append(f"=== process {i}: {state}\n{self._read(i)[-_SHOWN:].strip()}")
+            stories.append(f"=== process {i}: {state}\n{self._read(i)[-_MAX_OUTPUT:].strip()}")
         return "\n\n".join(stories)
 
     def _require_hosts(self) -> IsolatedHosts:
@@ -279,7 +291,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
 
     def _kill_all(self) -> None:
         for process in self._processes.values():
-            if process.returncode is None:  # else its number may be another one's by now
+            if process.returncode is None:  # otherwise another process may have this id by now
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -288,23 +300,25 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             return
         self._is_closed = True
         self._timer.cancel()
-        left = _children(self._processes[0].pid) if self._is_launched else []
+        children = _children(self._processes[0].pid) if self._is_launched else []
         self._kill_all()
         for process in self._processes.values():
             process.wait()
-        for pid in left:  # they die with `tpudist launch`, a moment later
+        # The children of `tpudist launch` have groups of their own. They end shortly after it, once
+        # they notice that their parent is the init process.
+        for pid in children:
             while os.path.exists(f"/proc/{pid}") and _parent(pid) == 1:
                 time.sleep(_POLL_S)
         self._folder.cleanup()
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that a process has started, the newest first; Linux alone says so."""
-    found = []
+    """Returns the child processes of a process, newest first; only on Linux."""
+    children = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return sorted(found, reverse=True)
+            children += map(int, task.read_text().split())
+    return sorted(children, reverse=True)
 
 
 def _parent(pid: int) -> int:
@@ -315,7 +329,7 @@ def _parent(pid: int) -> int:
 
 
 def _variable(pid: int, name: str) -> str:
-    """A variable of the environment that a process was started in; empty without it."""
+    """Returns an environment variable at the start of a process; empty without it."""
     try:
         words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -324,6 +338,7 @@ def _variable(pid: int, name: str) -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+    # All sockets stay open until the end, so the ports differ.
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
         return [x.getsockname()[1] for x in sockets]
