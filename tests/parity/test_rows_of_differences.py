@@ -269,7 +269,7 @@ def _(s):
 elsewhere(
     "`tf.keras.optimizers.Optimizer.apply_gradients`",
     "`Optimizer` does the same",
-    "run/test_remarks.py::test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found",
+    "run/test_trace_warnings.py::test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found",
     "verification/test_verify.py::test_a_wrong_step_is_found_with_its_factor_and_its_line",
 )
 elsewhere(

@@ -8,8 +8,8 @@ import pytest
 
 import tpudist
 from places import PROGRAMS
-from tpudist.run import interrupt_hold
-from tpudist.run.interrupt_hold import InterruptHold, interruptible
+from tpudist.run.dispatch import interrupt_hold
+from tpudist.run.dispatch.interrupt_hold import InterruptHold, interruptible
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import tpudist
 from benchmarks import emulation
 from places import PROGRAMS, ROOT
-from tpudist.run.throttle import MAX_STEPS_IN_FLIGHT, Throttle
+from tpudist.run.dispatch.throttle import MAX_STEPS_IN_FLIGHT, Throttle
 from tpudist.xla.emulation import has_accelerators
 
 

@@ -1,4 +1,8 @@
-"""Where am I: which strategy is in scope, in which context, and in which trace."""
+"""The current context of a thread: strategy in scope, replica or cross-replica, and trace.
+
+It also has the interfaces through which lower packages use a strategy (`strategy_base`) and a trace
+(`frame`). It knows nothing of devices or programs.
+"""
 
 from tpudist.context.stack import (
     ContextKind,

@@ -1,4 +1,7 @@
-"""Which closure a thread runs: a function that a coordinator has scheduled on a worker."""
+"""The closure that this thread runs: a function that a coordinator has scheduled on a worker.
+
+The packages below `coordinator` ask it, for example to send reads of Variables to servers.
+"""
 
 import contextlib
 import dataclasses
@@ -6,19 +9,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_here = threading.local()
+_thread = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
 class ClosurePlace:
-    """Where a scheduled function runs.
+    """The worker and the closure of a scheduled function.
 
     Attributes:
-        worker: The number of the worker.
-        closure: The number of the closure; None where one makes something on its worker.
-        session: What the worker keeps for the strategy that schedules: `ps.worker_session`; None
-            if there is no such strategy.
-        state: What the closure has read and changed of what servers hold; None if there are none.
+        worker: Index of the worker.
+        closure: Number of the closure; None if the worker creates a resource outside of a closure.
+        session: Objects that the worker keeps for the scheduling strategy: `ps.worker_session`;
+            None without such a strategy.
+        state: Reads and changes of the values on servers by this closure; None without servers.
     """
 
     worker: int
@@ -29,15 +32,16 @@ class ClosurePlace:
 
 @contextlib.contextmanager
 def enter_closure(place: ClosurePlace) -> Iterator[ClosurePlace]:
-    """This thread runs a closure in the `with` block."""
+    """Makes `place` the current one of this thread in the `with` block."""
     before = current_place()
-    _here.place = place
+    _thread.place = place
     try:
         yield place
     finally:
-        _here.place = before
+        _thread.place = before
 
 
 def current_place() -> ClosurePlace | None:
-    """Where this thread runs a scheduled function; None outside of them."""
-    return getattr(_here, "place", None)
+    """Returns the place of the closure that this thread runs; None outside of closures."""
+    # A `threading.local` has no attributes in a thread that has set none.
+    return getattr(_thread, "place", None)

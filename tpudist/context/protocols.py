@@ -1,8 +1,9 @@
 """Protocols for the objects of higher layers that `context` uses.
 
-The classes that implement them are `state.variable.Variable`, `state.storage.Storage`,
-`run.replica_context.ReplicaContext` and `reductions.cross_device_ops.CrossDeviceOps`. They do not
-inherit from the protocols; type checkers compare the members.
+The classes that implement them are `state.variable.Variable`, `values.per_replica.PerReplica`,
+`state.storage.Storage`, `run.replica_context.ReplicaContext` and
+`reductions.cross_device_ops.CrossDeviceOps`. They do not inherit from the protocols; type checkers
+compare the members.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
+
+from tpudist.array_types import PyTree
 
 if TYPE_CHECKING:
     from tpudist.reduce_op import ReduceOp
@@ -20,7 +23,7 @@ class VariableLike(Protocol):
     """A Variable, as the frame of a trace and the strategy use it.
 
     Attributes:
-        _value: The array, with a leading dim of replicas if `on_read`.
+        _value: The array, `[num_replicas, ...]` if `on_read`.
     """
 
     _value: Any
@@ -51,17 +54,26 @@ class VariableLike(Protocol):
         ...
 
 
+class PerReplicaLike(Protocol):
+    """A PerReplica or LocalPart, as the frame of a trace uses it."""
+
+    @property
+    def array(self) -> jax.Array:
+        """The array: stacked, `[num_replicas, ...]`, or in a trace the part of one replica."""
+        ...
+
+
 class StorageLike(Protocol):
-    """The one place that holds all Variables of a strategy; see `state.storage.Storage`."""
+    """The one place that stores all Variables of a strategy; see `state.storage.Storage`."""
 
     @property
     def device(self) -> jax.Device:
-        """The device, or the device whose host it is."""
+        """The device that stores them, or whose host does."""
         ...
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """The device, and which of its memories."""
+        """The device and its kind of memory."""
         ...
 
     @property
@@ -69,15 +81,15 @@ class StorageLike(Protocol):
         """Whether a fetched value may share memory with the stored one."""
         ...
 
-    def fetch(self, values: list[Any]) -> list[Any]:
+    def fetch(self, values: list[PyTree]) -> list[PyTree]:
         """Returns stored values on every replica."""
         ...
 
-    def store(self, values: list[Any]) -> list[Any]:
-        """Moves arrays that every replica holds to the storage."""
+    def store(self, values: list[jax.Array]) -> list[jax.Array]:
+        """Moves arrays that every replica has to the storage."""
         ...
 
-    def place(self, values: Any) -> Any:
+    def place(self, values: PyTree) -> PyTree:
         """Moves a pytree of arrays from anywhere to the storage."""
         ...
 
@@ -97,9 +109,9 @@ class ReplicaContextLike(Protocol):
     def all_reduce(
         self,
         reduce_op: "ReduceOp | str",
-        value: Any,
+        value: PyTree,
         options: "CommunicationOptions | None" = None,
-    ) -> Any:
+    ) -> PyTree:
         """Combines `value` over all replicas."""
         ...
 
@@ -110,8 +122,8 @@ class CrossDeviceOpsLike(Protocol):
     def reduce(
         self,
         reduce_op: "ReduceOp | str",
-        per_replica_value: Any,
-        destinations: Any,
+        per_replica_value: object,
+        destinations: object,
         options: "CommunicationOptions | None" = None,
     ) -> Any:
         """Combines one value over replicas."""
@@ -120,7 +132,7 @@ class CrossDeviceOpsLike(Protocol):
     def batch_reduce(
         self,
         reduce_op: "ReduceOp | str",
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        value_destination_pairs: Sequence[tuple[object, object]],
         options: "CommunicationOptions | None" = None,
     ) -> list[Any]:
         """Combines several values over replicas."""

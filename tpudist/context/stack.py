@@ -1,8 +1,9 @@
-"""Where am I: which strategy is in scope, and in replica or cross-replica context.
+"""The stack of contexts: which strategy is in scope, and in replica or cross-replica context.
 
-A stack per thread. Empty, it is the *default mode*: the default strategy, in replica context,
-alone. `Strategy.scope` pushes cross-replica context; the call of a replica function pushes replica
-context; `merge_call` pushes cross-replica context again. The rules are those of `tf.distribute`.
+Each thread has a stack. If it is empty, the *default mode* applies: the default strategy, in the
+replica context of its only replica. `Strategy.scope` pushes cross-replica context; the call of a
+replica function pushes replica context; `merge_call` pushes cross-replica context again. The rules
+match `tf.distribute`.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ContextKind(enum.Enum):
-    """Where code runs; docs/architecture.md has the table of what each of them holds."""
+    """The kind of context that code runs in; docs/architecture.md has the table of all kinds."""
 
     DEFAULT = "outside of every scope"
     SCOPE = "in a scope, in cross-replica context"
@@ -29,9 +30,9 @@ class ContextKind(enum.Enum):
     UPDATE = "in extended.update, where variables stand for their components"
 
 
-# Whether a level of each kind has a replica context, and a frame; None if it may. A function or an
-# update that belongs to no scope has the default strategy's replica context.
-_HOLDS: dict[ContextKind, tuple[bool | None, bool | None]] = {
+# For each kind, whether a level has a replica context, and whether it has a frame; None if it may
+# have one. A function or update outside of every scope has the default strategy's replica context.
+_HAS_CONTEXT_AND_FRAME: dict[ContextKind, tuple[bool | None, bool | None]] = {
     ContextKind.DEFAULT: (True, False),
     ContextKind.SCOPE: (False, False),
     ContextKind.REPLICA: (True, True),
@@ -46,10 +47,10 @@ class Mode:
     """One level of the stack.
 
     Attributes:
-        kind: Which of the contexts it is, and so what else it holds.
+        kind: The kind of context. It determines which of the other fields may be None.
         strategy: The strategy in charge.
         replica_context: The ReplicaContext, or None in cross-replica context.
-        frame: The trace of a replica function that is under way, if any.
+        frame: The trace in progress, if any.
     """
 
     kind: ContextKind
@@ -58,8 +59,9 @@ class Mode:
     frame: "Frame | None" = None
 
     def __post_init__(self):
-        for held, value in zip(_HOLDS[self.kind], (self.replica_context, self.frame), strict=True):
-            assert held is None or held is (value is not None), self
+        values = self.replica_context, self.frame
+        for has, value in zip(_HAS_CONTEXT_AND_FRAME[self.kind], values, strict=True):
+            assert has is None or has is (value is not None), self
 
     @property
     def updating(self) -> bool:
@@ -67,19 +69,21 @@ class Mode:
         return self.kind is ContextKind.UPDATE
 
 
+# A context variable and not a thread-local: threads that run a function with a copy of the caller's
+# context (eager replicas) start in the caller's scope, and a tuple cannot be changed under them.
 _stack: contextvars.ContextVar[tuple[Mode, ...]] = contextvars.ContextVar("tpudist", default=())
 _make_default_mode: Callable[[], Mode] | None = None
 _default_mode: Mode | None = None
 
 
 def set_default_mode_factory(factory: Callable[[], Mode]) -> None:
-    """Says how the default mode is made; it is made once, when first asked for."""
+    """Sets the function that creates the default mode. It is called once, at the first use."""
     global _make_default_mode
     _make_default_mode = factory
 
 
 def default_mode() -> Mode:
-    """The mode outside of all scopes: the default strategy, in its own replica context."""
+    """Returns the mode outside of all scopes: the default strategy, in its replica context."""
     global _default_mode
     if _default_mode is None:
         assert _make_default_mode is not None, "tpudist.strategy registers the default strategy"
@@ -88,26 +92,26 @@ def default_mode() -> Mode:
 
 
 def forget_default_mode() -> None:
-    """Has the default mode made anew: its devices are no more."""
+    """Forgets the default mode, whose devices no longer exist; the next use creates a new one."""
     global _default_mode
     _default_mode = None
 
 
 def current() -> Mode:
-    """The innermost mode of this thread."""
+    """Returns the innermost mode of this thread."""
     stack = _stack.get()
     return stack[-1] if stack else default_mode()
 
 
 def current_frame() -> "Frame":
-    """The trace that is under way; for code that runs in traces only."""
+    """Returns the trace in progress; for code that only runs in traces."""
     frame = current().frame
     assert frame is not None, "no replica function is being traced"
     return frame
 
 
 def depth() -> int:
-    """How many modes this thread is in, beside the default mode."""
+    """Returns the number of modes that this thread has entered, without the default mode."""
     return len(_stack.get())
 
 
@@ -119,7 +123,9 @@ def enter(mode: Mode) -> Iterator[Mode]:
         yield mode
     finally:
         stack = list(_stack.get())
-        for i in reversed(range(len(stack))):  # the last one, unless blocks are left out of order
+        # The mode is the last one, unless blocks end out of order: `experimental_set_strategy`
+        # leaves its scope from another place, and generators may end late.
+        for i in reversed(range(len(stack))):
             if stack[i] is mode:
                 del stack[i]
                 break
@@ -127,18 +133,18 @@ def enter(mode: Mode) -> Iterator[Mode]:
 
 
 def get_strategy() -> "StrategyBase":
-    """The current strategy, or the default one outside of every scope.
+    """Returns the current strategy, or the default one outside of every scope.
 
-    As `tf.distribute.get_strategy`. See `strategy.current_strategy` for the class of the result.
+    Matches `tf.distribute.get_strategy`. `strategy.current_strategy` returns it as a `Strategy`.
     """
     return current().strategy
 
 
 def resolve_twin(strategy: "StrategyBase") -> "StrategyBase":
-    """The twin of `strategy` whose function is being traced here; else `strategy` itself.
+    """Returns the twin of `strategy` whose function is being traced here, or `strategy` itself.
 
-    A function that is planned for other devices may name the strategy that it was written for; see
-    `Strategy.on`.
+    A function that is planned for other devices may name the strategy that it was written for
+    (`Strategy.on`). Its methods then act for the twin.
     """
     stack = _stack.get()
     acting = stack[-1].strategy if stack else strategy
@@ -146,29 +152,29 @@ def resolve_twin(strategy: "StrategyBase") -> "StrategyBase":
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default one.
-
-    As `tf.distribute.has_strategy`.
-    """
+    """Whether the current strategy is not the default one. Matches `tf.distribute.has_strategy`."""
     return bool(_stack.get()) and current().strategy is not default_mode().strategy
 
 
 def get_replica_context() -> Any:
-    """The current ReplicaContext; None in cross-replica context.
+    """Returns the current ReplicaContext; None in cross-replica context.
 
-    Outside of every scope it is the default strategy's context, of one replica.
-    As `tf.distribute.get_replica_context`.
+    Outside of every scope, it is the context of the default strategy's only replica.
+    Matches `tf.distribute.get_replica_context`.
     """
     return current().replica_context
 
 
 def in_cross_replica_context() -> bool:
-    """Whether `get_replica_context()` is None. As `tf.distribute.in_cross_replica_context`."""
+    """Whether code runs in cross-replica context: `get_replica_context()` returns None.
+
+    Matches `tf.distribute.in_cross_replica_context`.
+    """
     return current().replica_context is None
 
 
 def is_in_scope_of(strategy: "StrategyBase") -> bool:
-    """Whether this is plain cross-replica context of `strategy`, inside of its scope."""
+    """Whether code runs in the scope of `strategy`, and not in a replica function or a trace."""
     stack = _stack.get()
     if not stack:
         return False
@@ -176,50 +182,59 @@ def is_in_scope_of(strategy: "StrategyBase") -> bool:
     return mode.strategy is strategy and mode.kind is ContextKind.SCOPE
 
 
-def require_scope_or_default(strategy: "StrategyBase", what: str) -> None:
-    """Refuses a cross-replica method where it makes no sense.
+def require_scope_or_default(strategy: "StrategyBase", method: str) -> None:
+    """Raises unless a cross-replica method of `strategy` may be called here.
 
-    It may be called outside of all scopes, or in the cross-replica context of the same strategy.
+    It may be called outside of all scopes, and in the cross-replica context of the same strategy.
+
+    Args:
+        strategy: The strategy whose method is called.
+        method: The name of the method, for messages.
 
     Raises:
-        RuntimeError: In a replica function, or in the scope of another strategy.
+        RuntimeError: If called in a replica function, or in the scope of another strategy.
     """
     mode = current()
     if mode is _default_mode or not _stack.get():
         return
     if mode.strategy is not strategy:
         if mode.strategy is default_mode().strategy:
+            # A `tpudist.function` outside of every scope learns here to which strategy it belongs.
             if mode.frame is not None and mode.frame.root.whole:
                 mode.frame.restart_under(strategy)
             return
         raise RuntimeError(
-            f"Mixing different tpudist.Strategy objects: {what} of {strategy!r} was called in the "
-            f"scope of {mode.strategy!r}. Leave that scope first, or use one strategy throughout."
+            f"Mixing different tpudist.Strategy objects: {method} of {strategy!r} was called in "
+            f"the scope of {mode.strategy!r}. Leave that scope first, or use one strategy "
+            "throughout."
         )
     if mode.replica_context is not None and mode.strategy is not default_mode().strategy:
         instead = (
             "Use tpudist.get_replica_context().all_gather(value, axis) instead."
-            if what == "gather"
+            if method == "gather"
             else "Use get_replica_context().all_reduce to combine values there, or "
             "get_replica_context().merge_call(fn) to enter cross-replica context."
         )
         raise RuntimeError(
-            f"{what} was called in a replica function. This method requires being in "
+            f"{method} was called in a replica function. This method requires being in "
             f"cross-replica context. {instead}"
         )
 
 
-def require_cross_replica(what: str) -> None:
-    """Refuses, inside a replica function, what only makes sense outside of one.
+def require_cross_replica(call: str) -> None:
+    """Raises inside a replica function, for calls that only make sense outside of one.
+
+    Args:
+        call: The call, for the message.
 
     Raises:
-        ValueError: Called while a replica function runs.
+        ValueError: If a replica function is being traced.
     """
     mode = current()
     frame = mode.frame
     if frame is not None and mode.replica_context is not None and not frame.whole:
         raise ValueError(
-            f"{what} should be called from outside of the replica function: the function is traced "
+            f"{call} should be called from outside of the replica function: the function is traced "
             "once, so the value would be taken only once. Call it before strategy.run, and pass "
             "the result as an argument."
         )
@@ -229,13 +244,13 @@ _num_parts: contextvars.ContextVar[int] = contextvars.ContextVar("tpudist.parts"
 
 
 def num_parts() -> int:
-    """In how many parts the batch is computed, one of which is seen: the number of microbatches."""
+    """Returns the number of microbatches, if the code here computes one of them; else 1."""
     return _num_parts.get()
 
 
 @contextlib.contextmanager
 def compute_in_parts(number: int) -> Iterator[None]:
-    """What is computed in the `with` block is one of `number` parts of what it was."""
+    """Declares that the `with` block computes one of `number` parts of the batch; nests."""
     token = _num_parts.set(number * _num_parts.get())
     try:
         yield
@@ -243,17 +258,20 @@ def compute_in_parts(number: int) -> Iterator[None]:
         _num_parts.reset(token)
 
 
-_set_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("tpudist.set_scope", default=None)
+_set_scope: contextvars.ContextVar[contextlib.AbstractContextManager | None] = (
+    contextvars.ContextVar("tpudist.set_scope", default=None)
+)
 
 
 def experimental_set_strategy(strategy: "StrategyBase | None") -> None:
-    """Makes `strategy` the current one from here on, as an open-ended `with strategy.scope()`.
+    """Makes `strategy` the current one from here on, like a `with strategy.scope()` without end.
 
-    For notebooks, where a `with` block cannot span cells. A strategy that was set before is left
-    first; None only leaves it. As `tf.distribute.experimental_set_strategy`.
+    Use it in notebooks, where a `with` block cannot span cells. It first ends the scope of the
+    strategy that was set before; None only ends that scope. Matches
+    `tf.distribute.experimental_set_strategy`.
 
     Raises:
-        RuntimeError: Called inside a `with strategy.scope()` block.
+        RuntimeError: If called inside a `with strategy.scope()` block.
     """
     scope = _set_scope.get()
     if depth() > (0 if scope is None else 1):

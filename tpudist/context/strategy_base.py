@@ -1,7 +1,7 @@
-"""A strategy as the packages below `strategy` use it: its hooks and the calls of the runtime.
+"""The interface of a strategy for the packages below `strategy`: its hooks and runtime calls.
 
-`tpudist.Strategy` is the one implementation, in parts: `strategy/`, and the `strategy_methods` of
-`input` and `planner`. A strategy of one's own subclasses that, and overrides hooks.
+`tpudist.Strategy` implements it, in parts: `strategy/`, and the `strategy_methods` of `input` and
+`planner`. Custom strategies subclass `tpudist.Strategy` and override hooks.
 """
 
 import abc
@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 
 if TYPE_CHECKING:
     from tpudist.cluster_resolver.base import ClusterResolver
@@ -27,59 +29,60 @@ if TYPE_CHECKING:
 
 
 class VariableHome(enum.Enum):
-    """Where the Variables of a strategy live between steps, and how many of each there are.
+    """The place of a strategy's Variables between steps, and the number of copies of each.
 
-    A strategy has one, which its hooks `variables_have_components` and `storage` decide.
+    The hooks `variables_have_components` and `storage` determine it.
     """
 
-    COMPONENTS = "on every replica: a mirrored copy, or a component of its own (ON_READ)"
-    ORDINARY = "on the mesh, one of each: `synchronization` says nothing"
-    STORAGE = "in one place, from where steps fetch what they read"
+    COMPONENTS = "on every replica: a mirrored copy, or a component per replica (ON_READ)"
+    ORDINARY = "on the mesh, one copy each: `synchronization` has no effect"
+    STORAGE = "in one place, from where steps fetch the values that they read"
 
 
 class StrategyBase(abc.ABC):
-    """A mesh of replicas, and where state lives on it.
+    """A mesh of replicas, and the placement of state on it.
 
     Attributes:
         replica_mesh: The replicas and their devices.
-        logical_axis_rules: Pairs of a logical axis name and a mesh axis, as Flax has them.
+        logical_axis_rules: Pairs of a logical axis name and a mesh axis, as in Flax.
     """
 
     replica_mesh: "ReplicaMesh"
     logical_axis_rules: Sequence[Any]
 
-    # Hooks, for subclasses; the others are the methods `partition`, `around_scope`, `around_run`.
+    # Hooks for subclasses, in addition to the methods `partition`, `around_scope`, `around_run`.
 
-    # Whether each replica has a component of every Variable. Else there is one of each, as
-    # everywhere out of `tf.distribute`, and `synchronization` says nothing.
+    # Whether each replica has a component of every Variable. If not, there is one copy, as in JAX
+    # without strategies, and `synchronization` has no effect.
     variables_have_components: bool = True
-    # Where state lives between steps, if that is not the mesh itself.
+    # Where state lives between steps, if not on the mesh itself.
     storage: "StorageLike | None" = None
-    # The parameter servers that hold its Variables, and what those are; None without servers.
+    # The parameter servers of its Variables, and the class and partitioner of these; None without.
     servers: Any = None
     variable_class: type | None = None
     variable_partitioner: Callable[..., Sequence[int]] | None = None
-    # How reductions communicate; None leaves it to XLA.
+    # The algorithm of reductions; None leaves it to XLA.
     cross_device_ops: "CrossDeviceOpsLike | None" = None
-    # The options of reductions that are given none.
+    # The default options of reductions.
     communication_options: "CommunicationOptions | None" = None
     # Options for the compiler, for all programs of this strategy.
     compiler_options: Mapping[str, Any] = types.MappingProxyType({})
 
-    # What its scope puts in force for Keras, and which variables of Keras it splits; see `keras`.
+    # The distribution that its scope sets for Keras, and the variables that it splits; see `keras`.
     _keras_distribution: Any = None
     _keras_layout_map: Mapping[str, PartitionSpec] = types.MappingProxyType({})
 
-    # The strategy that this one stands for on other devices, while a plan is made; see `on`.
+    # The strategy that this one replaces on other devices, while a plan is made; see `on`.
     _twin_of: Self | None = None
-    # A `run.rehearsal.StandIn`: how a twin that runs differs from the strategy it stands for.
+    # A `run.rehearsal.StandIn`: how a twin that runs differs from the strategy that it replaces.
     _stand_in: Any = None
-    # The Variables whose arrays somebody has read: they must not be overwritten in place.
+    # Variables whose arrays the user has read. Their arrays must not be donated to a program, or
+    # the user would hold deleted arrays.
     _protected: "WeakIdentitySet"
-    # The compiled functions, a `run.step_cache.Replicator`; its callers annotate it.
+    # The compiled functions, a `run.step_cache.Replicator`; callers annotate it.
     _replicator: Any
 
-    # What some strategies have.
+    # Properties of some strategies.
 
     @property
     def cluster_resolver(self) -> "ClusterResolver | None":
@@ -88,10 +91,10 @@ class StrategyBase(abc.ABC):
 
     @property
     def variable_home(self) -> VariableHome:
-        """Where Variables live.
+        """The place of Variables between steps.
 
         Raises:
-            ValueError: The hooks contradict each other.
+            ValueError: If the hooks contradict each other.
         """
         if self.storage is None:
             components = self.variables_have_components
@@ -104,7 +107,7 @@ class StrategyBase(abc.ABC):
             )
         return VariableHome.STORAGE
 
-    # What users call.
+    # Methods that users call.
 
     @property
     @abc.abstractmethod
@@ -114,7 +117,7 @@ class StrategyBase(abc.ABC):
     @property
     @abc.abstractmethod
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas over which gradients are aggregated."""
+        """Number of replicas over which gradients are aggregated."""
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Self]:
@@ -131,20 +134,22 @@ class StrategyBase(abc.ABC):
         """Calls `fn` on every replica."""
 
     @abc.abstractmethod
-    def reduce(self, reduce_op: "ReduceOp | str", value: PyTree, axis: Any) -> PyTree:
+    def reduce(
+        self, reduce_op: "ReduceOp | str", value: PyTree, axis: int | tuple[int, ...] | None
+    ) -> PyTree:
         """Combines `value` over replicas."""
 
     @abc.abstractmethod
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """The parts of this process's replicas."""
+        """Returns the parts of this process's replicas."""
 
     @abc.abstractmethod
-    def partition(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec:
-        """The placement rule: over which mesh axes a variable without an annotation is split."""
+    def partition(self, shape: Shape, dtype: DTypeLike) -> PartitionSpec:
+        """Returns the mesh axes that split a variable without an annotation: the placement rule."""
 
     @abc.abstractmethod
     def create(self, init: Callable[..., Any], *args: Any, memory_kind: str | None = None) -> Any:
-        """Makes a model, an optimizer or any pytree on the mesh."""
+        """Creates a model, an optimizer or any pytree on the mesh."""
 
     @abc.abstractmethod
     def create_abstract(
@@ -154,21 +159,21 @@ class StrategyBase(abc.ABC):
 
     @abc.abstractmethod
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
-        """A dataset of the rows of numpy arrays."""
+        """Returns a dataset of the rows of numpy arrays."""
 
     @abc.abstractmethod
     def replicate(self, value: PyTree) -> PyTree:
-        """`value` (host values or arrays) whole on every device of the mesh."""
+        """Copies `value` (host values or arrays) to every device of the mesh."""
 
-    # The doors of the runtime.
+    # Methods for the runtime.
 
-    def _number_optimizer(self, tx: Any) -> int | None:
-        """By which number servers know an optimizer; None without servers."""
+    def _number_optimizer(self, tx: object) -> int | None:
+        """Returns the number of an optimizer on the servers; None without servers."""
         return None if self.servers is None else self.servers.define_optimizer(tx)
 
     @abc.abstractmethod
     def _begin(self, replica_mesh: "ReplicaMesh") -> None:
-        """Becomes a strategy on `replica_mesh`, without Variables and compiled functions."""
+        """Initializes the strategy on `replica_mesh`, without Variables and compiled functions."""
 
     @abc.abstractmethod
     def _call_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
@@ -176,46 +181,46 @@ class StrategyBase(abc.ABC):
 
     @abc.abstractmethod
     def _lower_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The lowered program of `_call_once`."""
+        """Returns the lowered program of `_call_once`."""
 
     @abc.abstractmethod
     def _use_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """The mesh and the logical axis rules in force, as for a call of a replica function."""
+        """Sets the mesh and the logical axis rules, as for a call of a replica function."""
 
     @abc.abstractmethod
     def _use_axis_rules(self) -> contextlib.AbstractContextManager:
-        """Puts the logical axis rules in force, if no scope of this strategy has done so."""
+        """Sets the logical axis rules, unless a scope of this strategy has done so."""
 
     @abc.abstractmethod
     def _reduce_together(
         self, reduce_op: "ReduceOp | str", value: PyTree, options: "CommunicationOptions | None"
     ) -> PyTree:
-        """As `reduce` with axis=None, of all leaves in as few collectives as they fit in."""
+        """Reduces all leaves like `reduce` with axis=None, in as few collectives as possible."""
 
     @abc.abstractmethod
-    def _place_variable(self, variable: "VariableLike", value: Any) -> jax.Array:
-        """Puts a Variable's value where it lives."""
+    def _place_variable(self, variable: "VariableLike", value: jax.Array | np.ndarray) -> jax.Array:
+        """Moves a Variable's value to the place where it lives."""
 
     @abc.abstractmethod
     def _register_variable(self, variable: "VariableLike") -> None:
-        """Counts `variable` among those that replica functions may read and assign."""
+        """Adds `variable` to those that replica functions may read and assign."""
 
     @abc.abstractmethod
     def _list_variables(self) -> Sequence[Any]:
-        """The Variables that are still in use, in the order in which they were made."""
+        """Returns the Variables that are still in use, in the order of their creation."""
 
     @abc.abstractmethod
     def _protect_from_donation(self, variable: "VariableLike") -> None:
-        """Notes that somebody holds the Variable's array."""
+        """Records that the user has the Variable's array."""
 
     @abc.abstractmethod
     def _value_of(self, variable: Any) -> Any:
-        """The array of a Variable, or of what a function captures; for a twin, how it would be."""
+        """Returns the array of a Variable or of a captured value; for a twin, as on its devices."""
 
     @abc.abstractmethod
     def _read_component(self, stacked: jax.Array, replica: int) -> jax.Array:
-        """One replica's part of an ON_READ variable."""
+        """Returns one replica's part of an ON_READ variable."""
 
     @abc.abstractmethod
     def _spec_of(self, value: Any, *, variable: Any = None) -> PartitionSpec:
-        """Over which axes inside a replica an array is split, or one that `variable` holds."""
+        """Returns the axes inside a replica that split an array, or the array of `variable`."""

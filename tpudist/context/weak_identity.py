@@ -1,4 +1,8 @@
-"""Sets and dicts of objects that are found as the objects they are, whatever `==` says of them."""
+"""Sets and dicts that compare objects by identity and do not keep them alive.
+
+Keys are `id(x)`. An id is used again when its object is gone, so each entry has a weak reference,
+which removes the entry in time and is compared on each look-up.
+"""
 
 import weakref
 from collections.abc import Iterable
@@ -8,50 +12,48 @@ from typing import Any
 class WeakIdentitySet:
     """A set that does not keep its elements alive.
 
-    For Variables, which compare elementwise: `weakref.WeakSet` asks `==` even of the same object.
+    For Variables, which compare elementwise: `weakref.WeakSet` calls `==` even of the same object.
     """
 
     def __init__(self):
-        """Empty."""
-        self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._by_id: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __contains__(self, element: Any) -> bool:
+    def __contains__(self, element: object) -> bool:
         return id(element) in self._by_id
 
-    def add(self, element: Any) -> None:
-        """Puts `element` in."""
+    def add(self, element: object) -> None:
+        """Adds `element`."""
         self._by_id[id(element)] = element
 
-    def difference_update(self, elements: Iterable[Any]) -> None:
-        """Takes `elements` out, if they are in."""
+    def difference_update(self, elements: Iterable[object]) -> None:
+        """Removes `elements`, as far as they are in the set."""
         for element in elements:
             self._by_id.pop(id(element), None)
 
 
 class WeakIdentityDict:
-    """A dict that does not keep its keys alive, nor what belongs to a key that is gone."""
+    """A dict that does not keep its keys alive; an entry disappears with its key."""
 
     def __init__(self):
-        """Empty."""
         self._items: dict[int, tuple[weakref.ref, Any]] = {}
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: object) -> Any:
         """Returns the value of `key`; None if it has none."""
-        found = self._items.get(id(key))
-        return found[1] if found is not None and found[0]() is key else None
+        item = self._items.get(id(key))
+        return item[1] if item is not None and item[0]() is key else None
 
-    def setdefault(self, key: Any, default: Any) -> Any:
-        """What belongs to `key`: `default` from now on, if nothing does.
+    def setdefault(self, key: object, default: Any) -> Any:
+        """Returns the value of `key`, which becomes `default` if it has none.
 
         Raises:
-            TypeError: There are no weak references to objects like `key`.
+            TypeError: If objects like `key` do not support weak references.
         """
         number, items = id(key), self._items
-        found = items.get(number)
-        if found is not None and found[0]() is key:
-            return found[1]
+        item = items.get(number)
+        if item is not None and item[0]() is key:
+            return item[1]
         items[number] = weakref.ref(key, lambda _: items.pop(number, None)), default
         return default

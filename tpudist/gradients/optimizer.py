@@ -13,7 +13,7 @@ from tpudist.array_types import PyTree
 from tpudist.gradients import hyperparameters
 from tpudist.options import shorten, warn_if_given
 from tpudist.reduce_op import ReduceOp
-from tpudist.run.captures import NewVariable
+from tpudist.run.frame.trace_requests import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
 from tpudist.state.variable import Variable
 from tpudist.values.indexed_slices import is_slices

@@ -36,7 +36,7 @@ _is_installed = False
 
 
 class CapturedVariable:
-    """A Keras variable that a trace reads as an extra input; see `run.captures.Guest`."""
+    """A Keras variable that a trace reads as an extra input; see `run.frame.captures.Guest`."""
 
     def __init__(self, variable: keras.Variable):
         self.name = variable.path

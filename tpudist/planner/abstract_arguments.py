@@ -18,7 +18,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.transfer.to_devices import part_spec
 from tpudist.lowering import placement
 from tpudist.lowering.abstract_placement import array_on, sharding_on
-from tpudist.run.arguments import call_arguments
+from tpudist.run.arguments import argument_checks, call_arguments, flattener
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
@@ -123,9 +123,9 @@ def move_arguments(
         ValueError: If a PerReplica has another number of replicas, a batch does not split evenly,
             or an array is split over an axis that the twin does not have.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=call_arguments.is_leaf)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
     checked = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
-    call_arguments.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
+    argument_checks.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
     mover = _Mover(strategy, twin)
     moved = [mover.move(x, name) for x, name in zip(leaves, names, strict=True)]
     mover.copy_objects(moved)
@@ -169,7 +169,7 @@ class _Mover:
         if isinstance(x, _ARRAYS):
             self._whole += [name] if x.shape else []
             return array_on(self._mesh, x, name, self._strategy.replica_mesh)
-        return jax.tree.map(self._array_mover(name), x) if call_arguments.is_leaf(x) else x
+        return jax.tree.map(self._array_mover(name), x) if flattener.is_leaf(x) else x
 
     def copy_objects(self, leaves: list[Any]) -> None:
         """Replaces the NNX objects in `leaves` by abstract copies."""

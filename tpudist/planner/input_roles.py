@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from tpudist.lowering import compile
 from tpudist.run.arguments import call_description
-from tpudist.run.arguments.call_arguments import Call
+from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.step import Step
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
@@ -22,7 +22,7 @@ _PARAMETER_WORDS = frozenset({"params", "parameters", "param", "weights", "kerne
 
 def inputs_of(
     step: Step,
-    call: Call,
+    call: RunCall,
     donated: Sequence[ArrayLike],
     kept: Sequence[ArrayLike],
     batches: frozenset[int],
@@ -33,7 +33,7 @@ def inputs_of(
 
     Args:
         step: Step.
-        call: Call that it was lowered for.
+        call: RunCall that it was lowered for.
         donated: Inputs that are overwritten.
         kept: Other inputs.
         batches: Ids of the arrays that are parts of a batch.
@@ -85,7 +85,7 @@ def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> lis
 
 def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
     roles = []
-    for v in step.captured:
+    for v in step.traces.captured:
         if not isinstance(v, Variable):
             role = "batch" if v.on_read else "other"
         elif v.trainable:
@@ -96,7 +96,7 @@ def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
     return roles
 
 
-def _roles_of_objects(step: Step, call: Call) -> list[tuple[str, str]]:
+def _roles_of_objects(step: Step, call: RunCall) -> list[tuple[str, str]]:
     if call.binding is None:
         return []
     names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
@@ -111,7 +111,7 @@ def _roles_of_objects(step: Step, call: Call) -> list[tuple[str, str]]:
     return roles
 
 
-def _roles_of_arguments(step: Step, call: Call) -> list[tuple[str, str]]:
+def _roles_of_arguments(step: Step, call: RunCall) -> list[tuple[str, str]]:
     names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
     kinds, leaves = step.kinds_of_leaves, call.leaves()
     roles = []

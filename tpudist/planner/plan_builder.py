@@ -148,10 +148,10 @@ def lower(
         step, run_call, program, donated, kept = replicator.lower_with_inputs(
             fn, call.args, call.kwargs, options, traced=report_lowering
         )
-    step_options = step.compiler_options.get("compiler_options", {})
-    *_, traced = step.traced.values()  # the last trace was lowered
+    step_options = step.program.compiler_options.get("compiler_options", {})
+    *_, traced = step.traces.by_signature.values()  # the last trace was lowered
     return LoweredStep(
-        step.function.name,
+        step.signature.function.name,
         program,
         input_roles.inputs_of(step, run_call, donated, kept, call.batches),
         len(donated),

@@ -16,7 +16,7 @@ from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.run.arguments import call_description
-from tpudist.run.captures import MakesVariables
+from tpudist.run.frame.trace_requests import MakesVariables
 from tpudist.xla import compile_log, topology, traces
 from tpudist.xla.compiler import compiler_process
 from tpudist.xla.hardware import slices

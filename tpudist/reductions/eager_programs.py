@@ -98,5 +98,7 @@ def run(
     if count_run is not None:
         count_run()
     if mesh.platform == "cpu":
-        jax.block_until_ready(results)  # many in flight starve each other: see run/throttle.py
+        jax.block_until_ready(
+            results
+        )  # many in flight starve each other: see run/dispatch/throttle.py
     return results

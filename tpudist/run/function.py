@@ -1,8 +1,8 @@
-"""`tpudist.function`: one compiled program for code in cross-replica context.
+"""`tpudist.function`: compiles code in cross-replica context into one program.
 
-The function is traced once for each kind of arguments, with `strategy.run`, `strategy.reduce` and
-the reading and assigning of Variables in it: all of them become parts of one program. What it takes
-from iterators is taken before each call, and fed to the program.
+The function is traced once for each kind of arguments. Calls of `strategy.run` and
+`strategy.reduce`, reads and assignments of Variables become parts of one program. Elements that it
+takes from iterators are taken before each call, and fed to the program.
 """
 
 import functools
@@ -19,60 +19,61 @@ from tpudist.array_types import PyTree
 from tpudist.context.closure_place import current_place
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import shorten, warn_if_given
-from tpudist.run.arguments import call_arguments
-from tpudist.run.captures import NextElement, OtherStrategy, find_capture
+from tpudist.run.arguments import flattener
 from tpudist.run.eager import eager_mode
+from tpudist.run.frame.captures import find_capture
+from tpudist.run.frame.trace_requests import NextElement, OtherStrategy
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_binding, nnx_contents, value_keys
-from tpudist.values.per_replica import PerReplica, open_parts
+from tpudist.values.per_replica import PerReplica, is_per_replica, open_parts
 from tpudist.xla import compile_log, tree_depth
 
 
 def function(
     func: Callable[..., PyTree] | None = None,
-    input_signature: Any = None,
+    input_signature: object = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
-    experimental_implements: Any = None,
-    experimental_autograph_options: Any = None,
-    experimental_attributes: Any = None,
-    experimental_relax_shapes: Any = None,
-    experimental_compile: Any = None,
-    experimental_follow_type_hints: Any = None,
+    experimental_implements: object = None,
+    experimental_autograph_options: object = None,
+    experimental_attributes: object = None,
+    experimental_relax_shapes: bool | None = None,
+    experimental_compile: bool | None = None,
+    experimental_follow_type_hints: bool | None = None,
 ) -> Any:
     """Compiles `func`, a function in cross-replica context, into one program.
 
-    In it, `strategy.run`, `reduce`, `gather` and the methods of `strategy.extended` may be called
-    and Variables read and assigned, as often as needed; values that differ between replicas are
-    PerReplica. `next(iterator)` of a distributed dataset may be called too: elements are taken
-    before the call that uses them. NNX objects among the arguments are changed in place. Called in
-    a replica function it is a plain Python function.
+    Inside, call `strategy.run`, `reduce`, `gather` and the methods of `strategy.extended`, and read
+    and assign Variables, as often as needed. Values that differ between replicas are PerReplica.
+    You may call `next(iterator)` of a distributed dataset; its elements are taken before the call
+    that uses them. NNX objects among the arguments change in place. In a replica function, the
+    compiled function is a plain Python function.
+
+    Matches `tf.function` around a step: Python code runs only when the function is traced. There is
+    no AutoGraph: use `jax.lax.cond` and `jax.lax.scan` for control flow over values of arrays, and
+    loop over datasets outside.
 
     Args:
         func: The function; without it, this is a decorator.
-        input_signature: For `tf.function`, as are all others. Those that change nothing here warn:
-            programs are compiled for the shapes of their arguments.
-        autograph: Python control flow is Python's, be it False or True.
-        jit_compile: XLA compiles everything; False warns.
-        reduce_retracing: Warns: shapes are static.
-        experimental_implements: Warns.
-        experimental_autograph_options: Warns.
-        experimental_attributes: Warns.
+        input_signature: Accepted for `tf.function`; ignored with a warning, because programs are
+            compiled for the shapes of their arguments.
+        autograph: Accepted for `tf.function`; Python control flow is never converted.
+        jit_compile: Accepted for `tf.function`; XLA compiles everything, so False warns.
+        reduce_retracing: Accepted for `tf.function`; ignored with a warning: shapes are static.
+        experimental_implements: Ignored with a warning.
+        experimental_autograph_options: Ignored with a warning.
+        experimental_attributes: Ignored with a warning.
         experimental_relax_shapes: The old name of `reduce_retracing`.
         experimental_compile: The old name of `jit_compile`.
-        experimental_follow_type_hints: Warns.
+        experimental_follow_type_hints: Ignored with a warning.
 
     Returns:
-        A function that belongs to the current strategy at each call, or to the one whose methods or
-        Variables it uses.
+        A function that belongs to the current strategy at each call, or to the strategy whose
+        methods or Variables it uses.
 
     Raises:
-        TypeError: `func` cannot be called.
-
-    As `tf.function` around a step: Python code runs when the function is traced only. Unlike there,
-    Python control flow over values of arrays is not converted (use `jax.lax.cond` and
-    `jax.lax.scan`), and loops over datasets stay outside.
+        TypeError: If `func` cannot be called.
     """
     shapes = "programs are compiled for the shapes of their arguments"
     warn_if_given("function(input_signature", input_signature, shapes)
@@ -82,8 +83,8 @@ def function(
         ("jit_compile", jit_compile),
         ("experimental_compile", experimental_compile),
     ):
-        refused = False if value is False else None
-        warn_if_given(f"function({name}", refused, "XLA compiles everything")
+        ignored = False if value is False else None
+        warn_if_given(f"function({name}", ignored, "XLA compiles everything")
     for name, value in (
         ("implements", experimental_implements),
         ("autograph_options", experimental_autograph_options),
@@ -99,26 +100,29 @@ def function(
 
 
 class Function:
-    """What `tpudist.function` gives: call it as the function that it was made of."""
+    """The result of `tpudist.function`: call it like the function `func`."""
 
     def __init__(self, func: Callable[..., PyTree]):
-        """Nothing is traced yet."""
         functools.update_wrapper(self, func)
         self._function = func
         self._strategy: StrategyBase | None = None
-        self._was_traced = False  # to learn its strategy, where there is none in scope
+        self._was_traced = False  # to learn its strategy, if none is in scope
+        # The iterators that a call takes elements of, by nesting and static values of arguments.
         self._sources: dict[Any, list[_Source]] = {}
-        self._now = threading.local()
+        # The sources of the call in progress, for the trace that it may start: one per thread.
+        self._call_in_thread = threading.local()
         self._body = self._make_body()
 
     def _make_body(self) -> Callable[..., PyTree]:
-        func, now = self._function, self._now
+        """Returns the function that is compiled: `func` with the elements as first argument."""
+        func, call_in_thread = self._function, self._call_in_thread
 
         @functools.wraps(func)
         def body(elements, /, *args, **kwargs):
             frame = context.current_frame()
             frame.elements = [
-                (source.is_of, x) for source, x in zip(now.sources, elements, strict=True)
+                (source.is_of, x)
+                for source, x in zip(call_in_thread.sources, elements, strict=True)
             ]
             result = func(*args, **kwargs)
             if frame.elements:
@@ -134,19 +138,20 @@ class Function:
             signature = inspect.signature(func)
         except (TypeError, ValueError):
             return body
-        # With its first parameter, or messages would call each argument by the next one's name.
+        # With the first parameter, or messages would name each argument like the next one.
         elements = inspect.Parameter("elements", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [elements, *signature.parameters.values()]
         body.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return body
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Runs the compiled program; what it returns, merged as by `Strategy.run`."""
+        """Runs the compiled program; returns its result, merged as in `Strategy.run`."""
         if context.current().frame is not None:
             return self._function(*args, **kwargs)
         place = current_place()
         if place is not None and place.session is not None and not context.has_strategy():
-            # In a closure, what strategy.run is given is compiled, and servers are asked between.
+            # In a closure of a coordinator, `strategy.run` compiles its function by itself, because
+            # servers are asked between such calls.
             return self._function(*args, **kwargs)
         if eager_mode.is_eager():
             with step_boundaries.one_step():
@@ -161,6 +166,7 @@ class Function:
         static = tuple(
             value_keys.key_of(x)
             for x in leaves
+            # Arrays of any library, and PerReplicas, have a dtype.
             if not hasattr(x, "dtype") and not isinstance(x, nnx_contents.OBJECT_TYPES)
         )
         sources = self._sources.get((treedef, static), [])
@@ -168,32 +174,52 @@ class Function:
             with step_boundaries.one_step():
                 return self._call(args, kwargs, iterators, sources)
         finally:
-            if sources:  # most functions have none, and numbers are others in each call
+            # Kept only if there are any: most functions have none, and numbers among the arguments
+            # make another key in each call.
+            if sources:
                 self._sources[treedef, static] = sources
             if len(self._sources) > MAX_STEPS:
                 self._sources.pop(next(iter(self._sources)), None)
 
-    def _call(self, args, kwargs, iterators: list[Any], sources: list["_Source"]) -> PyTree:
+    def _call(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        iterators: list[Iterator[PyTree]],
+        sources: list["_Source"],
+    ) -> PyTree:
+        """Takes the elements and runs the program; returns the elements if an iterator ends.
+
+        Args:
+            args: Positional arguments, with an `IteratorArgument` in place of each iterator.
+            kwargs: Keyword arguments, in the same way.
+            iterators: The iterators.
+            sources: The iterators that the program takes an element of, in order; extended if a
+                trace takes more.
+        """
         elements: list[Any] = []
         positions: list[Any] = []
         try:
+            # Each round either returns, or a trace has requested one more element or learnt the
+            # strategy of the function.
             while True:
                 while len(elements) < len(sources):
                     iterator = sources[len(elements)].current(iterators)
+                    # Iterators of tpudist have a position; others, such as Python's, have none.
                     positions.append(getattr(iterator, "position", None))
                     elements.append(next(iterator))
-                self._now.sources = sources
+                self._call_in_thread.sources = sources
                 try:
                     return self._run((tuple(elements), *args), kwargs)
-                except NextElement as wanted:
-                    sources.append(_Source(wanted.iterator, self._function))
-                except OtherStrategy as found:
-                    self._strategy = found.strategy
+                except NextElement as request:
+                    sources.append(_Source(request.iterator, self._function))
+                except OtherStrategy as request:
+                    self._strategy = request.strategy
         except StopIteration:
             taken = list(zip(sources, elements, positions, strict=False))
             for source, element, position in reversed(taken):
-                iterator = source.current(iterators)
-                if hasattr(iterator, "give_back"):  # one of Python's own cannot
+                iterator: Any = source.current(iterators)
+                if hasattr(iterator, "give_back"):  # iterators of Python cannot take it back
                     iterator.give_back(element, position)
             raise
 
@@ -202,16 +228,17 @@ class Function:
         if context.has_strategy() or strategy is None:
             strategy = context.get_strategy()
             leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_leaf)
-            unknown = not self._was_traced or any(map(_is_per_replica, leaves))
+            unknown = not self._was_traced or any(map(is_per_replica, leaves))
             if unknown and not context.has_strategy():
-                # Whose the arguments are, the function says when it uses them: traced with one part
-                # of each PerReplica, and nothing moved to a mesh that may not be theirs.
+                # The function shows by its use of the arguments to which strategy they belong. This
+                # trace gets one part of each PerReplica, and moves nothing to a mesh that may not
+                # be the right one.
                 strategy._lower_once(self._body, *_with_one_part((args, kwargs)))
                 self._was_traced = True
         return strategy._call_once(self._body, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A method: of an NNX object, which is its first argument; else a function of its own."""
+        """Returns the bound method. An NNX object is its argument; others compile it each."""
         if instance is None:
             return self
         if isinstance(instance, nnx_contents.OBJECT_TYPES):
@@ -220,15 +247,14 @@ class Function:
         try:
             instance.__dict__[self._function.__name__] = bound
         except (AttributeError, TypeError):
-            pass  # no place to keep it: it is compiled anew at each access
+            pass  # no place to keep it, so each access compiles it again
         return bound
 
 
 class IteratorArgument:
-    """Stands for an iterator among the arguments of a function that is being traced."""
+    """Takes the place of iterator number `number` among the arguments of a traced function."""
 
     def __init__(self, number: int):
-        """The iterator of this number among the arguments."""
         self.number = number
 
     def __eq__(self, other: object) -> bool:
@@ -238,7 +264,7 @@ class IteratorArgument:
         return hash((IteratorArgument, self.number))
 
     def __next__(self) -> PyTree:
-        """The next element, which is taken before each call."""
+        """Returns the next element, which is taken before each call."""
         return context.current_frame().root.next_element(self)
 
     get_next = __next__
@@ -252,49 +278,47 @@ class IteratorArgument:
 
 
 class _Source:
-    """Where an element comes from: an iterator among the arguments, or one that is captured."""
+    """The source of an element: an iterator among the arguments, or one that `func` captures."""
 
-    def __init__(self, iterator: Any, func: Callable[..., Any]):
+    def __init__(self, iterator: Iterator[PyTree], func: Callable[..., Any]):
         self._number = iterator.number if isinstance(iterator, IteratorArgument) else None
-        self._held = iterator
+        self._iterator = iterator
         self._read = None if self._number is not None else find_capture(iterator, func)[1]
 
-    def current(self, iterators: list[Any]) -> Any:
-        """The iterator in this call."""
+    def current(self, iterators: list[Iterator[PyTree]]) -> Iterator[PyTree]:
+        """Returns the iterator in this call."""
         if self._number is not None:
             return iterators[self._number]
-        return self._held if self._read is None else self._read()
+        return self._iterator if self._read is None else self._read()
 
-    def is_of(self, iterator: Any) -> bool:
+    def is_of(self, iterator: object) -> bool:
         """Whether `next(iterator)` in a trace means this source."""
         if self._number is not None:
-            return iterator == self._held
+            return iterator == self._iterator
         return iterator is self.current([])
 
 
-def _is_iterator(x: Any) -> bool:
+def _is_iterator(x: object) -> bool:
     return isinstance(x, Iterator)
 
 
-def _is_per_replica(x: Any) -> bool:
-    return isinstance(x, PerReplica)
-
-
 def _with_one_part(tree: PyTree) -> PyTree:
-    def one(x):
-        if _is_per_replica(x):
+    """Returns arguments with the shape of one replica's part in place of each PerReplica."""
+
+    def keep_one_part(x):
+        if is_per_replica(x):
             return PerReplica(jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
         if isinstance(x, nnx.State):
-            return jax.tree.map(one, x, is_leaf=_is_per_replica)
+            return jax.tree.map(keep_one_part, x, is_leaf=is_per_replica)
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             binding = nnx_binding.Binding([x])
             values = binding.values()
             if any(open_parts(values)[1]):
-                [x] = binding.copy_with(jax.tree.map(one, values, is_leaf=_is_per_replica))
+                [x] = binding.copy_with(jax.tree.map(keep_one_part, values, is_leaf=is_per_replica))
         return x
 
-    return jax.tree.map(one, tree, is_leaf=_is_leaf)
+    return jax.tree.map(keep_one_part, tree, is_leaf=_is_leaf)
 
 
-def _is_leaf(x: Any) -> bool:
-    return _is_iterator(x) or call_arguments.is_leaf(x)
+def _is_leaf(x: object) -> bool:
+    return _is_iterator(x) or flattener.is_leaf(x)

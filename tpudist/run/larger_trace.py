@@ -1,4 +1,7 @@
-"""A second trace of a function, with more rows on more replicas, to compare with a first one."""
+"""A second trace of a function, with more rows on more replicas, to compare with the first one.
+
+`trace_warnings` compares them to find how values grow with rows and replicas. It is not run.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,11 +11,12 @@ import jax
 
 from tpudist.lowering import compile
 from tpudist.programs.degrees import degree
-from tpudist.run.captures import MakesVariables, NewVariable
+from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.run.frame.trace_requests import MakesVariables, NewVariable
+from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.run.traced_rows import TracedRows
 from tpudist.xla import traces
 
 
@@ -22,13 +26,15 @@ def trace_larger(
     shapes: Sequence[jax.ShapeDtypeStruct],
     stacked: Sequence[bool],
     dims: Mapping[int, int],
-) -> Any:
-    """Returns the program of one of more replicas for more rows; None if it cannot be traced.
+) -> ClosedJaxpr | None:
+    """Returns the program of one replica with more rows, among more replicas.
+
+    None if the function cannot be traced for these numbers.
 
     Args:
         call: The call.
         variables: The Variables and captured PerReplicas that are the first inputs.
-        shapes: The shapes of the inputs; `[num_replicas, ...]` if `stacked`.
+        shapes: Shapes of the inputs; `[num_replicas, ...]` if `stacked`.
         stacked: For each input, whether it has one part per replica.
         dims: The inputs that are batches, with the dim of their rows.
     """
@@ -51,6 +57,8 @@ def trace_larger(
         rows = TracedRows([degree.ROWS_FACTOR * x for x in groups.sizes])
     function = body.make_flat_function(found, rows)
     try:
+        # JAX must not use inner functions of this trace in others: they have the axis of more
+        # replicas in them.
         with traces.separate_caches(), twin._use_mesh():
             program = compile.trace(function, mesh, larger, stacked, call.name)
     except (Exception, NewVariable, MakesVariables):

@@ -1,10 +1,10 @@
-"""The program of a replica function for partial batches: its padding is invisible to the function.
+"""The program of a replica function for partial batches, whose padding the function never sees.
 
-Full batches run the plain program. All partial ones share one more, which is made when the first of
-them comes: the function is traced for several numbers of rows, which tells what in it depends on
-them (`programs.rows`), and evaluated so that only real rows count. For each number of rows that
-occurs it is confirmed that the function is what this program computes; what cannot be followed is
-refused.
+Full batches run the plain program. All partial batches share one more program, which is created
+when the first of them arrives. The function is traced for several numbers of rows, which shows what
+in it depends on them (`programs.rows`), and evaluated so that only real rows count. For each number
+of rows that occurs, a trace confirms that the program computes the function. An operation that
+cannot be followed raises an error.
 """
 
 import dataclasses
@@ -19,26 +19,18 @@ import jax.numpy as jnp
 from tpudist.lowering import compile
 from tpudist.programs import axis_names, replica_agreement, replica_equality
 from tpudist.programs.degrees import degree
+from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import psum_numbers
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_program import MIN_TRACED_ROWS, RowProgram
-from tpudist.programs.rows.row_sizes import (
-    Dim,
-    Piece,
-    Piecewise,
-    Point,
-    RowNumber,
-    RowSize,
-    fit_number,
-    fit_size,
-    is_rows,
-    size_at,
-)
+from tpudist.programs.rows.row_sizes import Dim, Point, RowSize, is_rows, size_at
 from tpudist.reduce_op import ReduceOp
+from tpudist.run import row_dependent_numbers
 from tpudist.run.arguments.inputs import Inputs
+from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody, share_of_replica
-from tpudist.run.traced_rows import TracedRows
+from tpudist.run.row_dependent_numbers import are_equal
 from tpudist.xla import collectives, traces
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -46,14 +38,14 @@ _log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Learnt:
-    """What is learnt of a function in one round of traces, and known in the next one.
+class _Knowledge:
+    """Facts about a function from one round of traces, which the next round uses.
 
     Attributes:
-        gathered: By the number of a gather of the rows of all replicas: that of its size among
-            `sizes_gathered`.
-        sizes_gathered: Sizes of one replica of which those of all are gathered.
-        differing: Numbers of the values that look equal on all replicas, and depend on the rows.
+        gathered: Pairs of the number of a gather of the rows of all replicas, and the index of its
+            size in `sizes_gathered`.
+        sizes_gathered: Sizes of one replica whose sum over replicas is gathered.
+        differing: Numbers of the values that look equal on all replicas, but depend on the rows.
     """
 
     gathered: tuple[tuple[int, int], ...] = ()
@@ -64,11 +56,25 @@ class _Learnt:
 class PartialBatch:
     """A replica function for partial batches.
 
+    Numbers of rows are a *point*: the rows of each batch, then of each part of a split batch, then
+    of gathers of all replicas. Sizes in the program are functions of these *symbols*.
+
+    Args:
+        body: The function.
+        mesh: The replicas.
+        shapes: Shapes of the flat inputs; the last ones are the numbers of rows.
+        stacked: For each input, whether it has one part per replica.
+        causes: For each input, why it differs between replicas, or None.
+        first: Rows of the trace for full batches.
+
     Attributes:
-        program: Its program, with the numbers of real rows as its last inputs.
-        proof: What of it is equal on every replica.
-        found: What the call gives besides outputs, for any number of rows.
+        program: Its program, with the numbers of real rows as the last inputs.
+        proof: Proof of which outputs are equal on every replica.
+        found: The outputs of the call, for any number of rows.
         takes_means: Whether the function may take means over a replica's own rows.
+
+    Raises:
+        ValueError: If the function cannot be followed.
     """
 
     def __init__(
@@ -80,19 +86,6 @@ class PartialBatch:
         causes: Sequence[str | None],
         first: TracedRows,
     ):
-        """Traces the function for several numbers of rows.
-
-        Args:
-            body: The function.
-            mesh: The replicas.
-            shapes: Of the flat inputs; the last ones are the numbers of rows.
-            stacked: Which of them hold one part per replica.
-            causes: Why they differ between replicas, or None.
-            first: What its first trace has found.
-
-        Raises:
-            ValueError: It cannot be followed.
-        """
         self._body, self._mesh = body, mesh
         self._inputs: Inputs = body.call.inputs
         assert self._inputs.groups is not None, "some batch is partial"
@@ -101,13 +94,19 @@ class PartialBatch:
         self._shapes, self._stacked = list(shapes[:end]), list(stacked[:end])
         self._all_shapes, self._all_stacked = shapes, stacked
         self._parts = [(number, rows) for number, rows, _ in first.parts]
-        self._learnt, self._warned = _Learnt(), False
+        self._knowledge, self._warned = _Knowledge(), False
         self.takes_means = True
         try:
+            # A fixpoint: a round may find that the function gathers rows of all replicas, or that
+            # values which look equal are not. The next round knows that. It ends because knowledge
+            # only grows, and a program has finitely many gathers and values; if a round finds
+            # something and learns nothing new, the function cannot be followed.
             while True:
                 self._found: dict[Point, CallOutputs] = {}
                 self._program = RowProgram(self._trace, self._full_sizes())
-                self._numbers = self._find_numbers()
+                self._numbers = row_dependent_numbers.find_numbers(
+                    self._found, self._program.points
+                )
                 self.found = self._describe_outputs()
                 self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
                 self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
@@ -115,26 +114,27 @@ class PartialBatch:
                 if not unsettled:
                     self._line_of_sum = self._find_sum_of_numbers()
                     return
-                learnt = self._learn()
-                if learnt == self._learnt:
+                knowledge = self._extend_knowledge()
+                if knowledge == self._knowledge:
                     raise RowsError(
                         "a function that jax.jit traced earlier gathers the rows of all replicas, "
                         "or calls strategy.run: call it without jax.jit"
                     )
-                self._learnt = learnt
+                self._knowledge = knowledge
         except RowsError as error:
-            raise self._refuse(error) from error
+            raise self._make_error(error) from error
 
     def _full_sizes(self) -> Point:
+        """Returns the point of full batches; parts of a split batch are rounded up."""
         sizes = self._groups.sizes
         full = (*sizes, *(-(-rows // number) for number, rows in self._parts))
-        known = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
+        padded = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
         n = self._mesh.num_replicas
-        return (*full, *(n * size.at(known) for size in self._learnt.sizes_gathered))
+        return (*full, *(n * size.at(padded) for size in self._knowledge.sizes_gathered))
 
-    def _learn(self) -> _Learnt:
-        """What the next round of traces is to know; as before if nothing is new."""
-        before = self._learnt
+    def _extend_knowledge(self) -> _Knowledge:
+        """Returns the knowledge for the next round of traces; the same if nothing is new."""
+        before = self._knowledge
         sizes = list(before.sizes_gathered)
         gathered = dict(before.gathered)
         for index, size in self._program.requirements.gathered.items():
@@ -143,7 +143,7 @@ class PartialBatch:
                 sizes.append(own)
             gathered[index] = sizes.index(own)
         differing = before.differing | self._find_broken_claims()
-        return _Learnt(tuple(gathered.items()), tuple(sizes), differing)
+        return _Knowledge(tuple(gathered.items()), tuple(sizes), differing)
 
     def keep_state(
         self,
@@ -151,14 +151,14 @@ class PartialBatch:
         state: Mapping[int, int],
         averages: Sequence[Mapping[int, int]],
     ) -> compile.ReplicaProgram:
-        """Returns the program, in which replicas without rows leave some state as it is.
+        """Returns the program extended so that replicas without rows do not change some state.
 
         Args:
             program: `self.program`, or a program that was made from it.
-            state: Outputs that are new state, each with the input that it replaces. It is left if
-                one of the batches has no rows.
-            averages: For each average, its total and its count in the same form. They are left if
-                no batch has rows and a number is not finite: the mean over no rows.
+            state: Outputs that are new state, with the inputs they replace. State does not change
+                if some batch has no rows.
+            averages: For each average, its total and its count in the same form. They do not change
+                if no batch has rows and a number is not finite: the mean over no rows.
         """
         if not state and not averages:
             return program
@@ -183,14 +183,14 @@ class PartialBatch:
         return frozenset((*self._program.requirements.broken_claims, *self.proof.broken_claims))
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:
-        """A size in the symbols of one replica, which are the first ones."""
+        """Returns a size in the symbols of one replica, which are the first ones."""
         own = self.num_groups + len(self._parts)
         if any(i >= own for i in size.symbols):
             raise RowsError("a value that was gathered from all replicas is gathered again")
         return size.with_symbols(own)
 
     def _mark_rows(self, proof: replica_agreement.Agreement) -> replica_agreement.Agreement:
-        """The proof, in which what has rows differs: replicas may have other numbers of them."""
+        """Returns the proof in which outputs with rows differ: replicas may have other numbers."""
         own = self.num_groups + len(self._parts)
         causes = list(proof.causes)
         for i, dims in self.rows_of_results().items():
@@ -200,15 +200,15 @@ class PartialBatch:
 
     @property
     def num_groups(self) -> int:
-        """How many batches there are, each with its number of real rows."""
+        """Number of batches, each with its number of real rows."""
         return len(self._groups.sizes)
 
     def _evaluate(self, *local: Any) -> list[Any]:
-        """The flat outputs for the flat local inputs, and the numbers of real rows."""
+        """Returns the flat outputs for the flat local inputs, whose last ones are real rows."""
         values, counts = local[: -self.num_groups], local[-self.num_groups :]
         unknown = [None] * len(self._parts)
         zeros = [0] * len(self._parts)
-        own = [size.at([*counts, *zeros]) for size in self._learnt.sizes_gathered]
+        own = [size.at([*counts, *zeros]) for size in self._knowledge.sizes_gathered]
         totals = collectives.all_reduce(ReduceOp.SUM, own) if own else []
         known = [*counts, *unknown, *totals]
         outputs = self._program.evaluate(known, self._pad(values))
@@ -218,13 +218,13 @@ class PartialBatch:
 
     @property
     def dims_of_outputs(self) -> list[tuple[Dim, ...]]:
-        """For each flat output, its dims."""
+        """The dims of each flat output."""
         dims = list(self._program.out_dims)
         end = self.found.num_results - len(self._numbers)
         return [*dims[:end], *[()] * len(self._numbers), *dims[end:]]
 
     def rows_of_results(self) -> dict[int, tuple[tuple[int, RowSize], ...]]:
-        """For each result that has rows: the dims that they are, with their sizes."""
+        """Returns the dims that are rows of each result that has some, with their sizes."""
         rows = {}
         for i, dims in enumerate(self.dims_of_outputs):
             own = tuple((d, dim) for d, dim in enumerate(dims) if isinstance(dim, RowSize))
@@ -236,7 +236,7 @@ class PartialBatch:
         """Warns once that means over rows are NaN on replicas that have none.
 
         Args:
-            rows: For each batch, the number of its rows on each replica.
+            rows: For each batch, the real rows of each replica.
         """
         empty = [i for i, own in enumerate(zip(*rows, strict=True)) if 0 in own]
         if empty and self.takes_means and not self._warned:
@@ -250,13 +250,14 @@ class PartialBatch:
             )
 
     def check(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Refuses numbers of rows for which the function is another one.
+        """Raises for numbers of rows for which the program does not compute the function.
 
         Args:
-            rows: For each batch, how many rows of it each replica has.
+            rows: For each batch, the real rows of each replica.
 
         Raises:
-            ValueError: The function is another one for these, or cannot be followed.
+            ValueError: If the function computes something else for these numbers, or cannot be
+                followed.
         """
         try:
             points = [
@@ -272,15 +273,16 @@ class PartialBatch:
                     "array: jax.lax.psum(jnp.asarray(x.shape[0]), axis)",
                     self._line_of_sum,
                 )
+            first = self._found[self._program.points[0]]
             for point in dict.fromkeys(points):
-                self._confirm_numbers(point)
+                row_dependent_numbers.confirm_numbers(self._found, first, self._numbers, point)
         except RowsError as error:
-            raise self._refuse(error, rows) from error
+            raise self._make_error(error, rows) from error
 
     def extents(
         self, result: int, rows: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """The dims of a result that are rows, each with how many each replica really has."""
+        """Returns the dims of a result that are rows, each with the real rows of each replica."""
         replicas = range(self._mesh.num_replicas)
         return [
             (dim, tuple(size_at(size, self._points_of(rows, i)[0]) for i in replicas))
@@ -288,46 +290,47 @@ class PartialBatch:
         ]
 
     def _points_of(self, rows: Sequence[tuple[int, ...]], replica: int) -> list[Point]:
-        """The numbers of rows of a replica, with those that its parts may have then."""
+        """Returns the points of a replica: its rows, with each number that parts may have."""
         sizes, counts = self._groups.sizes, [each[replica] for each in rows]
-        of_parts = []
+        rows_of_parts = []
         for number, whole in self._parts:
-            # Of several batches of this size it may be any.
+            # The split batch is only known by its size: it may be any batch of that size. n rows in
+            # k parts make parts of n / k rows, rounded down or up.
             reals = {n for n, size in zip(counts, sizes, strict=True) if size == whole} or {whole}
-            of_parts.append(sorted({r for n in reals for r in (n // number, -(-n // number))}))
-        points = [(*counts, *each) for each in itertools.product(*of_parts)]
+            rows_of_parts.append(sorted({r for n in reals for r in (n // number, -(-n // number))}))
+        points = [(*counts, *parts) for parts in itertools.product(*rows_of_parts)]
         totals = tuple(
             sum(self._size_on(size, rows, i) for i in range(self._mesh.num_replicas))
-            for size in self._learnt.sizes_gathered
+            for size in self._knowledge.sizes_gathered
         )
         return [(*point, *totals) for point in points]
 
     def _size_on(self, size: RowSize, rows: Sequence[tuple[int, ...]], replica: int) -> int:
         return size.at([*(each[replica] for each in rows), *[0] * len(self._parts)])
 
-    def _trace(self, point: Point) -> Any:
+    def _trace(self, point: Point) -> ClosedJaxpr:
         found, program = self._trace_at(point)
         if not _are_alike(next(iter(self._found.values()), found), found):
             raise RowsError("it returns a different structure, or assigns different Variables")
         self._found[point] = found
         return program
 
-    def _trace_at(self, point: Point, factor: int = 1) -> tuple[CallOutputs, Any]:
-        """A trace in which the axis of replicas is `factor` times as long."""
+    def _trace_at(self, point: Point, factor: int = 1) -> tuple[CallOutputs, ClosedJaxpr]:
+        """Traces the function at a point; the axis of replicas is `factor` times as long."""
         own = self.num_groups + len(self._parts)
-        gathered = {index: point[own + which] for index, which in self._learnt.gathered}
+        gathered = {index: point[own + size] for index, size in self._knowledge.gathered}
         rows = TracedRows(
             point[: self.num_groups],
             point[self.num_groups : own],
             gathered,
-            self._learnt.differing,
+            self._knowledge.differing,
         )
         found = CallOutputs()
         first = next(iter(self._found.values()), found)
         changed = {leaf for leaf, _ in first.nnx}
         shapes = self._resize(point)
-        # A function that JAX has traced before would keep the numbers of that trace, and what it
-        # traces here can be lowered by nobody else.
+        # JAX's trace of an inner function has the numbers of rows of one trace in it, so traces
+        # cannot share them.
         with traces.separate_caches():
             program = compile.trace(
                 axis_names.call_on_longer_axis(
@@ -343,9 +346,10 @@ class PartialBatch:
         return found, program.closed
 
     def _find_sum_of_numbers(self) -> str | None:
-        """The line that uses a number of rows times the number of replicas; None if no line does.
+        """Returns the line that uses a number of rows times the number of replicas, or None.
 
-        The cost is one more trace.
+        JAX's `psum` of a Python number multiplies it by the number of replicas in the trace, so no
+        equation shows it. A trace with a longer axis has another number there. It costs one trace.
         """
         point = self._program.points[0]
         try:
@@ -354,11 +358,12 @@ class PartialBatch:
             return None
         first = self._found[point].result
         for i, (kind, value) in enumerate(found.result):
-            if i in self._numbers and kind == "itself" and not _are_equal(value, first[i][1]):
+            if i in self._numbers and kind == "itself" and not are_equal(value, first[i][1]):
                 return ""
         return psum_numbers.find_line(self._program.labelled, program)
 
     def _resize(self, point: Point) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the inputs at a point."""
         shapes = list(self._shapes)
         offset = len(self._body.variables) + self._inputs.num_nnx
         for k, rows in enumerate(self._inputs.rows_of_arguments):
@@ -368,8 +373,8 @@ class PartialBatch:
                 shapes[offset + k] = jax.ShapeDtypeStruct(shape, x.dtype)
         return shapes
 
-    def _pad(self, values: Sequence[Any]) -> list[Any]:
-        """Inputs with as many rows as the program has: it has two at least."""
+    def _pad(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns inputs with as many rows as the program has: at least `MIN_TRACED_ROWS`."""
         padded = list(values)
         offset = len(self._body.variables) + self._inputs.num_nnx
         for k, rows in enumerate(self._inputs.rows_of_arguments):
@@ -381,55 +386,6 @@ class PartialBatch:
                         [x, *[jax.lax.slice_in_dim(x, 0, 1, axis=dim)] * missing], dim
                     )
         return padded
-
-    def _find_numbers(self) -> dict[int, Piecewise]:
-        """The results that are Python numbers and depend on the rows, as `x.shape[0]` does."""
-        points = self._program.points
-        numbers: dict[int, Piecewise] = {}
-        for i, (kind, first) in enumerate(self._found[points[0]].result):
-            values = [self._found[p].result[i][1] for p in points]
-            if kind != "itself" or all(x is first or _are_equal(x, first) for x in values):
-                continue
-            number = None
-            if all(type(x) is int for x in values):
-                number = fit_size(tuple(values), points)
-            elif all(isinstance(x, int | float) for x in values):
-                number = fit_number([float(x) for x in values], points)
-            if not isinstance(number, RowSize | RowNumber):
-                raise RowsError(
-                    f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
-                    f"{points[1]} rows: this value is not an array, but depends on the number of "
-                    "rows"
-                )
-            numbers[i] = Piecewise(number, self._find_pieces(i, number))
-        return numbers
-
-    def _find_pieces(self, result: int, number: RowSize | RowNumber) -> tuple[Piece, ...]:
-        """What a result that is a number is instead, where batches have one row or none."""
-        pieces = []
-        for point, found in self._found.items():
-            kind, actual = found.result[result]
-            few = tuple((i, count) for i, count in enumerate(point) if count < MIN_TRACED_ROWS)
-            if few and kind == "itself" and type(actual) in (int, float):
-                if not _follows(actual, number.at(point)):
-                    pieces.append(Piece(few, actual))
-        return tuple(sorted(pieces, key=lambda piece: -len(piece.counts)))
-
-    def _confirm_numbers(self, point: Point) -> None:
-        if point not in self._found:
-            return
-        first = self._found[self._program.points[0]].result
-        for i, (kind, actual) in enumerate(self._found[point].result):
-            number = self._numbers.get(i)
-            if number is not None:
-                same = _follows(actual, number.at(point))
-            else:
-                same = kind == "array" or actual is first[i][1] or _are_equal(actual, first[i][1])
-            if not same:
-                raise RowsError(
-                    f"it returns {actual!r} with {point} rows, which does not follow from other "
-                    "numbers of rows"
-                )
 
     def _describe_outputs(self) -> CallOutputs:
         base = self._found[self._program.points[0]]
@@ -446,7 +402,7 @@ class PartialBatch:
             plain=False,
         )
 
-    def _refuse(
+    def _make_error(
         self, error: RowsError, rows: Sequence[tuple[int, ...]] | None = None
     ) -> ValueError:
         have = f" ({'; '.join(map(str, rows))} rows on the replicas)" if rows else ""
@@ -469,14 +425,3 @@ def _are_alike(first: CallOutputs, found: CallOutputs) -> bool:
         and first.nnx == found.nnx
         and not found.structure_change
     )
-
-
-def _follows(actual: float, predicted: Any) -> bool:
-    return abs(float(predicted) - actual) <= 1e-5 * abs(actual)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or (a != a and b != b)
-    except Exception:
-        return False

@@ -1,7 +1,6 @@
-"""What a replica function must not do, and what it is told: name, cause, rule and remedy.
+"""Raises for traced programs that must not run: replicas that could hang, and frozen state.
 
-State that replicas share must not differ between them, replicas must not disagree on whether to
-communicate, and state must not be a constant of the program.
+The checks need only the program and the proof; `output_placement` checks state that may differ.
 """
 
 from tpudist.lowering import compile
@@ -11,7 +10,7 @@ from tpudist.xla import compile_log
 
 
 def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
-    """Refuses a program in which replicas could wait for each other for ever."""
+    """Raises ValueError if replicas of the function `name` could wait for each other forever."""
     for hazard in proof.hazards:
         where = f" (at {hazard.where})" if hazard.where else ""
         raise ValueError(
@@ -23,12 +22,15 @@ def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
 
 
 def check_constants(program: compile.ReplicaProgram, name: str, whole: bool) -> None:
-    """Refuses a program that carries state or data as constants, which would never change.
+    """Raises for a program with state or data as constants, which would never change.
 
     Args:
         program: The program.
-        name: The name of its function.
+        name: Name of its function.
         whole: Whether the function is a `tpudist.function`, which is called without `run`.
+
+    Raises:
+        ValueError: If the function captures an NNX object or a large array.
     """
     for array in compile.constant_arrays(program):
         for variable in nnx_contents.holders_of(array):

@@ -1,6 +1,7 @@
-"""The steps of one function, of which those are given up that were not called for long.
+"""The steps of one function in the order of their last calls; the oldest are deleted.
 
-A compiled step takes megabytes, and a Python value that is another in each call makes one each.
+A compiled step takes megabytes, and a Python value that changes in each call compiles a step each
+time. This file bounds their number.
 """
 
 import collections
@@ -13,19 +14,21 @@ from tpudist.run.step import Step
 
 _log = logging.getLogger("tpudist.compile")
 
-# Of one function. They differ in Python values and structures, not in shapes.
+# Number of steps of one function that are kept. They differ in Python values and structures; shapes
+# are counted apart (`step.MAX_SHAPES`).
 MAX_STEPS = 64
 
 
 @dataclasses.dataclass(eq=False)
 class Form:
-    """Calls of one function whose arguments look alike, as far as is looked in a call.
+    """Calls of one function whose arguments look alike to `Flattener.elements`.
 
     Attributes:
-        kinds: Of what is fed for the arguments.
-        numbers: By the structure of all arguments: which of them are numbers that are fed.
-        steps: By all of the structure.
-        latest: By what is known without looking into plain arguments.
+        kinds: Kinds of the elements that are fed for the arguments.
+        numbers: Which flat arguments are numbers that are fed, by the structure of all arguments.
+        steps: The steps, by the complete key: structure, static values, NNX structure, row groups.
+        latest: The step that was called last, by the part of the key that needs no look into plain
+            arguments. A call tries that one; `jit` notices if it does not fit.
     """
 
     kinds: call_arguments.Kinds
@@ -35,43 +38,41 @@ class Form:
 
 
 class RecentSteps:
-    """The steps of one function in the order of their last calls."""
+    """The steps of the function `name` in the order of their last calls."""
 
     def __init__(self, name: str):
-        """`name` is the function's."""
         self._name = name
-        # Each with the forms in which it is, and its keys there.
+        # Each step with its places: pairs of a form and a key there.
         self._steps: collections.OrderedDict[Step, list[Any]] = collections.OrderedDict()
-        self._was_told = False
+        self._has_warned = False
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._steps)
 
     def touch(self, step: Step) -> None:
-        """Notes that `step` is called."""
+        """Records a call of `step`."""
         if len(self._steps) > 1:
             self._steps.move_to_end(step)
 
     def add(self, step: Step, form: Form, key: Any) -> None:
-        """Adds `step`, and gives up the one whose last call is longest ago if they are too many."""
+        """Adds `step`. If there are too many, deletes the one whose last call is longest ago."""
         form.steps[key] = step
         self._steps.setdefault(step, []).append((form, key))
         if len(self._steps) <= MAX_STEPS:
             return
         self._forget(*self._steps.popitem(last=False))
         _log.log(
-            logging.DEBUG if self._was_told else logging.WARNING,
+            logging.DEBUG if self._has_warned else logging.WARNING,
             "%s has more than %d compiled programs, which differ in the Python values or the "
             "structure of its arguments. tpudist deletes the least recently called one, and "
             "compiles it again if it is called. Pass values that change often as arrays.",
             self._name,
             MAX_STEPS,
         )
-        self._was_told = True
+        self._has_warned = True
 
     def drop(self, form: Form) -> None:
-        """Gives up all steps of `form`."""
+        """Deletes all steps of `form`."""
         for step, places in list(self._steps.items()):
             if any(its_form is form for its_form, _ in places):
                 self._forget(step, self._steps.pop(step))

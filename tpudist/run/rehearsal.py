@@ -1,4 +1,7 @@
-"""The result of a call of a step that changes no state: the values it would write, by name."""
+"""The result of a rehearsal, a call of a step that changes no state: the values it would write.
+
+`verification` compares such results between devices.
+"""
 
 import collections
 import dataclasses
@@ -9,8 +12,8 @@ import jax
 
 from tpudist.lowering import compile
 from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.run.dispatch.step_plan import StepPlan
 from tpudist.run.outputs.results import CallOutputs, TracedStep
-from tpudist.run.step_plan import StepPlan
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 
@@ -39,7 +42,7 @@ class Change:
         after: The array that the step would write, with the same shape.
         output: The number of the output of the program.
         variable: The Variable, if it is one.
-        is_average: Whether it is the total or the count of an average of NNX.
+        is_average: Whether it is the total or the count of an NNX average.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Rehearsal:
 
     Attributes:
         changes: The state that the call would write.
-        result: The value that the call would return.
+        result: The result of the call.
         replaced: Argument arrays that the result replaces, by the number of the leaf of the result.
         traced: The trace of the step.
     """
@@ -71,8 +74,8 @@ def find_changes(
     plan: StepPlan,
     binding: Binding | None,
     found: CallOutputs,
-    inputs: Sequence[Any],
-    written: Sequence[Any],
+    inputs: Sequence[jax.Array],
+    written: Sequence[jax.Array],
 ) -> tuple[Change, ...]:
     """Returns the state that a program has written, with the names of its parts.
 
@@ -86,51 +89,54 @@ def find_changes(
     names = list(_names(plan, binding))
     counts = collections.Counter(names)
     numbers: collections.Counter = collections.Counter()
-    outputs = {what: found.num_results + i for i, what in enumerate([*found.variables, *found.nnx])}
+    outputs = {key: found.num_results + i for i, key in enumerate([*found.variables, *found.nnx])}
     changes = []
-    for name, (kind, what, at), after in zip(names, plan.state, written, strict=True):
+    for name, (kind, key, position), after in zip(names, plan.state, written, strict=True):
         if counts[name] > 1:
             numbers[name] += 1
             name = f"{name} ({numbers[name]})"
-        if what in outputs:  # another trace of the step writes it otherwise
-            variable = what if kind == "variable" else None
-            is_average = variable is None and binding is not None and binding.is_average(what[0])
-            changes.append(Change(name, inputs[at], after, outputs[what], variable, is_average))
+        if key in outputs:  # if not, only traces for other shapes write it
+            variable = key if kind == "variable" else None
+            is_average = variable is None and binding is not None and binding.is_average(key[0])
+            before = inputs[position]
+            changes.append(Change(name, before, after, outputs[key], variable, is_average))
     return tuple(changes)
 
 
 def _names(plan: StepPlan, binding: Binding | None) -> Iterator[str]:
-    for kind, what, _ in plan.state:
+    for kind, key, _ in plan.state:
         if kind == "variable":
-            yield f"Variable '{what.name}'"
+            yield f"Variable '{key.name}'"
             continue
-        assert binding is not None, "its leaves are written"
-        leaf, array = what
+        assert binding is not None, "the leaves belong to its objects"
+        leaf, array = key
         value = binding.values()[leaf]
         path = jax.tree_util.tree_flatten_with_path(value)[0][array][0]
         yield binding.name(leaf) + jax.tree_util.keystr(path)
 
 
 def find_replaced(
-    traced: TracedStep, num_captured: int, inputs: Sequence[Any]
+    traced: TracedStep, num_captured: int, inputs: Sequence[jax.Array]
 ) -> dict[int, jax.Array]:
     """Returns the arguments that a result replaces, by the number of the leaf of the result."""
     return {
-        i: inputs[num_captured + traced.returned[what]]
-        for i, (kind, what) in enumerate(traced.found.result)
-        if kind == "array" and what in traced.returned
+        i: inputs[num_captured + traced.returned[output]]
+        for i, (kind, output) in enumerate(traced.found.result)
+        if kind == "array" and output in traced.returned
     }
 
 
 def rewrite(
-    traced: TracedStep, by: Callable[[ClosedJaxpr], Callable[..., list[jax.Array]]], name: str
+    traced: TracedStep,
+    rewrite_program: Callable[[ClosedJaxpr], Callable[..., list[jax.Array]]],
+    name: str,
 ) -> TracedStep:
-    """Returns a trace whose program was rewritten; see `StandIn.rewrite`."""
+    """Returns the trace with the program that `StandIn.rewrite` returns for its program."""
     closed, stacked = traced.program.closed, traced.program.stacked
     n = traced.mesh.num_replicas
     shapes = [
         jax.ShapeDtypeStruct((n, *x.shape) if is_part else x.shape, x.dtype, weak_type=x.weak_type)
         for x, is_part in zip(closed.in_avals, stacked, strict=True)
     ]
-    program = compile.trace(by(closed), traced.mesh, shapes, stacked, name)
+    program = compile.trace(rewrite_program(closed), traced.mesh, shapes, stacked, name)
     return dataclasses.replace(traced, program=program)

@@ -1,4 +1,4 @@
-"""The record of a call of a replica function, of which its trace is made."""
+"""The record of a call of a replica function, from which its trace is made."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,31 +7,31 @@ from typing import Any
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.arguments.call_arguments import Kinds
 from tpudist.run.arguments.inputs import Inputs
-from tpudist.run.captures import Findings
-from tpudist.run.trace_frame import ReplicaFrame
+from tpudist.run.frame.captures import Findings
+from tpudist.run.frame.trace_frame import ReplicaFrame
 from tpudist.state.nnx_binding import Binding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaCall:
-    """What is called, on whose replicas, with what.
+    """A function, its arguments, and the strategy whose replicas run it.
 
     Attributes:
-        strategy: Whose replicas run the function.
-        name: The function's, for messages.
+        strategy: The strategy.
+        name: Name of the function, for messages.
         fn: The function.
-        structure: How its flat arguments are nested; see `call_arguments.unflatten`.
-        num_args: How many of the arguments are positional.
+        structure: Nesting of the flat arguments; see `call_arguments.unflatten`.
+        num_args: Number of positional arguments.
         leaves: The flat arguments.
-        kinds: Which of them are arrays, objects and so on.
-        binding: Of the NNX objects among them, if there are any.
-        inputs: The flat inputs that are made of the arguments.
-        donated_leaves: Which flat arguments are gone afterwards.
-        findings: What the function was found to need beside its arguments; None in a nested trace.
-        whole: Whether it is a function of all replicas, in cross-replica context.
-        outer: The trace that this one is a part of, for `strategy.run` in a function.
+        kinds: Their kinds.
+        binding: The NNX objects among them, if any.
+        inputs: The flat inputs that are made from the arguments.
+        donated_leaves: Positions of flat arguments whose arrays are deleted afterwards.
+        findings: Needs of the function beyond its arguments; None in a nested trace.
+        whole: Whether it is a function in cross-replica context, which is called once.
+        outer: The trace around this one, for `strategy.run` inside a function.
         rules: How state is aggregated; see `RunOptions.aggregation`.
-        not_sums: The leaves of NNX's averages that the function does not add to.
+        not_sums: Leaves of NNX's averages to which the function does more than add.
     """
 
     strategy: StrategyBase

@@ -1,4 +1,4 @@
-"""What a replica function may ask and say: `tpudist.get_replica_context()`."""
+"""The context of a replica function, `tpudist.get_replica_context()`, with its collectives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,18 +29,22 @@ from tpudist.xla.communication_options import CommunicationOptions
 class ReplicaContext:
     """The view of one replica, inside a function that `Strategy.run` runs on all of them.
 
-    Valid only while it is the current one: a context kept after the function has ended raises.
-    As `tf.distribute.ReplicaContext`.
+    It is valid only while it is the current one: its methods raise after the function has ended.
+    Strategies create it. Matches `tf.distribute.ReplicaContext`.
+
+    Args:
+        strategy: The strategy that runs the function.
+        replica_id_in_sync_group: Number of the replica; None in a trace, where it is computed.
+        frame: The trace it belongs to; None for the default context.
     """
 
     def __init__(
         self,
         strategy: StrategyBase,
-        replica_id_in_sync_group: Any = None,
+        replica_id_in_sync_group: int | jax.Array | None = None,
         *,
         frame: Frame | None = None,
     ):
-        """Made by strategies. `frame` is the trace it belongs to; None for the default context."""
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self._frame = frame
@@ -52,15 +56,15 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run the function together."""
+        """Number of replicas that run the function together."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices that run the replicas, in their order; deprecated.
+        """The devices of all replicas, in their order; deprecated.
 
-        One program is traced for all replicas, so which of these is this one's is not known then.
-        As `tf.distribute.ReplicaContext.devices`.
+        One program is traced for all replicas, so the device of this replica is not known.
+        Matches `tf.distribute.ReplicaContext.devices`.
         """
         warn_of_deprecation("ReplicaContext.devices", "avoid relying on devices")
         self._check_current("devices")
@@ -82,21 +86,21 @@ class ReplicaContext:
                 of examples: where replicas may hold unequal numbers of examples, sum the values and
                 the counts and divide.
             value: Pytree of arrays `[...]`, of the same shapes in every replica. A value that is
-                equal on n replicas counts n times in a `SUM`. The rows of `IndexedSlices` are put
-                behind those of the other replicas.
-            options: `tpudist.experimental.CommunicationOptions`: how much travels in one
+                equal on n replicas counts n times in a `SUM`. The rows of `IndexedSlices` are
+                appended to those of the other replicas.
+            options: `tpudist.experimental.CommunicationOptions`, which set the number of bytes per
                 collective.
 
         Returns:
-            Pytree of the same shapes, equal in every replica. Dtypes are kept, but the `MEAN` of
-            integers is float32.
+            Pytree of the same shapes, equal in every replica. Dtypes do not change, except that the
+            `MEAN` of integers is float32.
 
         Raises:
-            RuntimeError: The context is not the current one.
+            RuntimeError: If the context is not the current one.
 
         Differentiable for `SUM` and `MEAN`: the gradient is the same reduction of the upstream
         gradients. Cost: each of n replicas sends 2 (n - 1) / n times the bytes of `value`, if XLA
-        picks a ring. As `tf.distribute.ReplicaContext.all_reduce`.
+        chooses a ring. Matches `tf.distribute.ReplicaContext.all_reduce`.
         """
         op = ReduceOp.parse(reduce_op)
         self._check_current("all_reduce")
@@ -111,19 +115,20 @@ class ReplicaContext:
     def all_gather(
         self, value: PyTree, axis: int, options: CommunicationOptions | None = None
     ) -> PyTree:
-        """Concatenates the replicas' values along dim `axis`; every replica gets all of them.
+        """Concatenates the replicas' values along dim `axis`; every replica gets the result.
 
         Args:
-            value: Pytree of arrays `[...]` with at least one dim, of the same shapes everywhere.
+            value: Pytree of arrays `[...]` with at least one dim, of the same shapes on all
+                replicas.
             axis: The dim, which may be negative.
-            options: As of `all_reduce`.
+            options: Same as in `all_reduce`.
 
         Raises:
-            RuntimeError: The context is not the current one.
-            ValueError: A leaf has no such dim, or `options` are of another type.
+            RuntimeError: If the context is not the current one.
+            ValueError: If a leaf has no such dim, or `options` are of another type.
 
         Differentiable: the gradient is the sum of the upstream gradients, of which each replica
-        keeps its own part. As `tf.distribute.ReplicaContext.all_gather`.
+        keeps its own part. Matches `tf.distribute.ReplicaContext.all_gather`.
         """
         self._check_current("all_gather")
         options = self._check_options(options, "all_gather(options")
@@ -141,14 +146,19 @@ class ReplicaContext:
     ) -> PyTree:
         """Calls `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
-        In it, arrays among the arguments are PerReplica, to be combined with `strategy.reduce` or
+        Arrays among the arguments become PerReplicas. Combine them with `strategy.reduce` or
         `strategy.extended.reduce_to`; everything is part of the same compiled program. Each replica
         gets its own part of the result.
 
-        Raises:
-            RuntimeError: The context is not the current one.
+        Args:
+            merge_fn: Called with the strategy, `args` and `kwargs`; returns a pytree.
+            args: Positional arguments of this replica.
+            kwargs: Keyword arguments of this replica.
 
-        As `tf.distribute.ReplicaContext.merge_call`.
+        Raises:
+            RuntimeError: If the context is not the current one.
+
+        Matches `tf.distribute.ReplicaContext.merge_call`.
         """
         self._check_current("merge_call")
         kwargs = dict(kwargs or {})
@@ -171,26 +181,31 @@ class ReplicaContext:
             is_leaf=is_distributed,
         )
 
-    def _check_options(self, options: Any, place: str) -> Any:
+    def _check_options(
+        self, options: CommunicationOptions | None, place: str
+    ) -> CommunicationOptions | None:
         return communication_options.check_options(
             options, place, self._strategy.replica_mesh.platform
         )
 
     def _to_merge_argument(self, x: Any) -> Any:
-        """What stands for an argument of `merge_call`: itself if it is the same on all replicas."""
+        """Returns an argument of `merge_call` as its function gets it.
+
+        It is the argument itself if it is the same on all replicas, or else a LocalPart.
+        """
         if self.num_replicas_in_sync == 1:
             return jnp.asarray(x) if isinstance(x, PerReplica) else x
         if isinstance(x, PerReplica):
             return LocalPart(jnp.asarray(x))
-        assert self._frame is not None, "out of traces nothing is wrapped"
+        assert self._frame is not None, "outside of traces nothing is wrapped"
         same = not traces.is_traced(x) or self._frame.is_same_everywhere(x)
         return x if same else LocalPart(x)
 
     def example_mask(self, batch: jax.Array) -> jax.Array:
-        """Which rows of a batch are real: all that the replica function sees.
+        """Returns a mask of the real rows of a batch: the replica function sees only real rows.
 
-        The padding of a partial batch is invisible: sums, means and whatever else the function
-        computes count real rows only, with this mask or without.
+        The padding of a partial batch is invisible. All that the function computes, such as sums
+        and means, counts real rows only, with this mask or without.
 
         Args:
             batch: Any array `[rows, ...]` with examples in dim 0.
@@ -201,10 +216,10 @@ class ReplicaContext:
         self._check_current("example_mask")
         return jnp.ones((batch.shape[0],), bool)
 
-    def num_examples(self, batch: jax.Array) -> Any:
-        """How many rows the batch has over all replicas, an int or an int32 scalar.
+    def num_examples(self, batch: jax.Array) -> int | jax.Array:
+        """Returns the number of rows of the batch on all replicas, an int or an int32 scalar.
 
-        Those of all microbatches count, where the batch is computed in several.
+        Rows of all microbatches count, if the batch is computed in several.
 
         Args:
             batch: Any array `[rows, ...]` with this replica's examples in dim 0.
@@ -221,17 +236,17 @@ class ReplicaContext:
         return collectives.all_reduce(ReduceOp.SUM, jnp.asarray(rows, jnp.int32))
 
     def random_key(self, key: jax.Array | int) -> jax.Array:
-        """A random key of this replica's own, made from one that all replicas share.
+        """Returns a random key for this replica, derived from a key that all replicas share.
 
         Args:
-            key: A key, an array of them, or an int to make one of; a new one at each step.
+            key: A key, an array of keys, or an int as seed; use a new one at each step.
         """
         self._check_current("random_key")
         if isinstance(key, int):
             key = jax.random.key(key)
         return random_keys.fold_in(key, self.replica_id_in_sync_group)
 
-    def _check_current(self, what: str) -> None:
+    def _check_current(self, method: str) -> None:
         mode = context.current()
         if mode.replica_context is self:
             return
@@ -242,14 +257,14 @@ class ReplicaContext:
         else:
             found = "another replica function is running"
         raise RuntimeError(
-            f"{what} was called on a ReplicaContext that is not the current one: {found}. A "
+            f"{method} was called on a ReplicaContext that is not the current one: {found}. A "
             "context is valid only inside the call of the replica function that received it. Call "
             "tpudist.get_replica_context() again where you need it."
         )
 
 
 def _check_host_values(value: PyTree, method: str) -> None:
-    """Refuses trees too deep for JAX, and values of NumPy's that would change on a device."""
+    """Raises for trees that are too deep for JAX, and NumPy values that JAX would truncate."""
     tree_depth.check_depth(value, f"A value given to {method}")
     for x in jax.tree.leaves(value):
         integers.check_fit(x, f"A value given to {method}")

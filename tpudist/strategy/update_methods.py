@@ -14,7 +14,7 @@ from tpudist.context.frame import Frame
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import replica_parts
 from tpudist.options import shorten
-from tpudist.run.arguments.call_arguments import is_leaf
+from tpudist.run.arguments.flattener import is_leaf
 from tpudist.state.variable import Variable
 from tpudist.strategy.variable_methods import VariableMethods
 from tpudist.values.per_replica import LocalPart, PerReplica, local_part

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpudist.lowering import placement
 from tpudist.lowering.array_copies import fetch, put
-from tpudist.run.arguments import call_arguments
+from tpudist.run.arguments import call_arguments, flattener
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla import random_keys
@@ -119,9 +119,7 @@ class Arguments:
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, one: ReplicaMesh):
-        self._leaves, self._structure = jax.tree.flatten(
-            (args, kwargs), is_leaf=call_arguments.is_leaf
-        )
+        self._leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
         self._mesh, self._one = mesh, one
         parts = {i: x for i, x in enumerate(self._leaves) if isinstance(x, PerReplica)}
         self.batches = {
@@ -158,7 +156,7 @@ class Arguments:
         if not any((x[0] != x[0].flat[0]).any() for x in parts.values() if x[0].size):
             return ""
         paths = jax.tree_util.tree_flatten_with_path(
-            self._structure.unflatten(self._leaves), is_leaf=call_arguments.is_leaf
+            self._structure.unflatten(self._leaves), is_leaf=flattener.is_leaf
         )[0]
         names = [jax.tree_util.keystr(paths[i][0][1:]) for i in parts]
         return ", ".join(f"argument {name}" for name in names)
@@ -265,7 +263,7 @@ class Arguments:
         leaves = dict(new)
         for i, x in enumerate(self._leaves):
             if i not in leaves and i not in self._objects:
-                leaves[i] = jax.tree.map(move, x) if call_arguments.is_leaf(x) else move(x)
+                leaves[i] = jax.tree.map(move, x) if flattener.is_leaf(x) else move(x)
         if self._objects:
             # One binding of all objects: a Variable that several of them share stays one.
             binding = nnx_binding.Binding([self._leaves[i] for i in self._objects])

@@ -1,4 +1,4 @@
-"""What a call of a replica function looks like, in words: to say why it was compiled once more."""
+"""Describes the call of a replica function in words, to explain why it was compiled once more."""
 
 import inspect
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tpudist.options import RunOptions
-from tpudist.run.arguments.call_arguments import is_leaf
+from tpudist.run.arguments.flattener import is_leaf
 from tpudist.state import missing_arrays, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import compile_log
@@ -22,27 +22,34 @@ def describe_call(
     options: RunOptions,
     numbers: Collection[int] = (),
 ) -> dict[str, str]:
-    """For each array and Python value of a call, by name: its dtype and shape, or its value.
+    """Returns by name the dtype and shape of each array of a call, and other values as text.
 
-    Of the `numbers` among the flat arguments, which are fed, it is the type. NNX objects are looked
-    into: their Variables, and what decides how they compute.
+    An NNX object has an entry for each of its Variables, and for what determines how it computes.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        leaves: All flat arguments.
+        options: How the function is compiled.
+        numbers: Positions of flat arguments that are fed numbers, whose value does not matter.
     """
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for i, name in enumerate(names_of_leaves(fn, args, kwargs)):
         leaf = leaves[i]
         if i in numbers:
-            found[name] = f"a Python {type(leaf).__name__}"
+            descriptions[name] = f"a Python {type(leaf).__name__}"
         elif isinstance(leaf, nnx_contents.OBJECT_TYPES):
             for path, value in nnx_contents.contents(leaf):
-                found[".".join([name, *path])] = _describe(value)
+                descriptions[".".join([name, *path])] = _describe(value)
         else:
-            found[name] = _describe(leaf)
-    found["options"] = repr(options)
-    return found
+            descriptions[name] = _describe(leaf)
+    descriptions["options"] = repr(options)
+    return descriptions
 
 
 def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """What each flat argument is called: the function's parameter and the path in it."""
+    """Returns the name of each flat argument: the function's parameter, and the path inside it."""
     try:
         parameters = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
@@ -62,7 +69,7 @@ def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any])
 def explain_overwritten(
     error: Exception, fn: Callable[..., Any], args: tuple, kwargs: dict
 ) -> None:
-    """Raises an error that names the argument whose array is gone, if `error` is due to that."""
+    """Raises an error that names the argument whose array was deleted, if `error` is about one."""
     if "deleted" in str(error):
         names = names_of_leaves(fn, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_leaf)
@@ -73,6 +80,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, PerReplica):
         partial = " of a partial batch" if value.is_padded else ""
         return f"{compile_log.describe(value)} per replica{partial}"
+    # Whatever looks like an array: of JAX, NumPy, or another library.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return compile_log.describe(value)
     if isinstance(value, str | int | float | complex | None):

@@ -1,7 +1,7 @@
-"""Containers that JAX does not know, among what a function returns: taken apart and made again.
+"""Containers that JAX cannot flatten, in the result of a function: taken apart, and built again.
 
 Dataclasses, and subclasses of mappings, lists and tuples, are leaves of JAX's trees unless they are
-registered with it.
+registered with JAX.
 """
 
 import dataclasses
@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.values.per_replica import PerReplica, is_distributed
 from tpudist.xla.traces import is_traced
 
 
 @jax.tree_util.register_pytree_node_class
 class _Record:
-    """What a container holds, as a node of a tree; taken out of its tree it is a container."""
+    """A pytree node with the contents of a container; unflattening it builds the container."""
 
     def __init__(self, cls: type, keys: tuple[Any, ...], values: list[Any]):
         self.cls, self.keys, self.values = cls, keys, values
@@ -25,46 +26,56 @@ class _Record:
         return tuple(self.values), (self.cls, self.keys)
 
     @classmethod
-    def tree_unflatten(cls, what, children):
-        made, keys = what
-        if issubclass(made, Mapping):
-            return made(dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
-        if issubclass(made, list | tuple):
-            return made(children)
-        instance = object.__new__(made)
+    def tree_unflatten(cls, aux: tuple[type, tuple[Any, ...]], children: Any) -> Any:
+        container, keys = aux
+        if issubclass(container, Mapping):
+            return container(dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
+        if issubclass(container, list | tuple):
+            return container(children)
+        # A dataclass: past its constructor, which may not accept the fields, and past `frozen`.
+        instance = object.__new__(container)
         for name, value in zip(keys, children, strict=True):
             object.__setattr__(instance, name, value)
         return instance
 
 
 def unpack(
-    tree: Any, is_leaf: Callable[[Any], bool], is_value: Callable[[Any], bool] = is_traced
-) -> tuple[Any, bool]:
-    """`tree` with unknown containers that hold values (traced ones) as nodes; if there are any."""
-    found = []
+    tree: PyTree, is_leaf: Callable[[Any], bool], is_value: Callable[[Any], bool] = is_traced
+) -> tuple[PyTree, bool]:
+    """Returns `tree` with unknown containers of values as nodes, and whether it has any.
 
-    def one(x: Any) -> Any:
-        if is_leaf(x) or not holds(x, is_value):
+    Args:
+        tree: The result of a function.
+        is_leaf: Whether an object stays whole.
+        is_value: Whether an object is a value that makes its container a node. By default, traced
+            values.
+    """
+    has_containers = False
+
+    def open_container(x: Any) -> Any:
+        nonlocal has_containers
+        if is_leaf(x) or not contains(x, is_value):
             return x
-        found.append(x)
-        held = _items(x)
-        values = [jax.tree.map(one, value, is_leaf=is_leaf) for _, value in held]
-        return _Record(type(x), tuple(key for key, _ in held), values)
+        has_containers = True
+        items = _items(x)
+        values = [jax.tree.map(open_container, value, is_leaf=is_leaf) for _, value in items]
+        return _Record(type(x), tuple(key for key, _ in items), values)
 
-    return jax.tree.map(one, tree, is_leaf=is_leaf), bool(found)
+    return jax.tree.map(open_container, tree, is_leaf=is_leaf), has_containers
 
 
-def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether a container that is a leaf to JAX holds a value that is `wanted`."""
-    for _, held in _items(value):
-        for x in jax.tree.leaves(held, is_leaf=is_distributed):
-            if wanted(x.array if isinstance(x, PerReplica) else x) or holds(x, wanted):
+def contains(container: object, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether a container that is a leaf to JAX has a value in it for which `is_wanted` is True."""
+    for _, value in _items(container):
+        for x in jax.tree.leaves(value, is_leaf=is_distributed):
+            array = x.array if isinstance(x, PerReplica) else x
+            if is_wanted(array) or contains(x, is_wanted):
                 return True
     return False
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What a container holds by key; nothing if it is none."""
+def _items(value: object) -> list[tuple[Any, Any]]:
+    """Returns pairs of key and value of a container; none for other objects."""
     if isinstance(value, type | PerReplica):
         return []
     if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The flat inputs of a compiled replica function, and how a call's arguments are made of them."""
+"""The order of the flat inputs of a compiled replica function, after its Variables."""
 
 import dataclasses
 import operator
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import placement
 from tpudist.run.arguments import call_arguments, row_groups
 from tpudist.state import nnx_binding
@@ -16,9 +18,19 @@ from tpudist.xla.mesh import ReplicaMesh
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The flat inputs of a replica function after its Variables, and the arguments made of them.
+    """The flat inputs of a replica function after its Variables, and the arguments made from them.
 
-    In order: the arrays of NNX objects, of arguments, and the number of real rows of each group.
+    In order: the arrays of NNX objects, the arrays of arguments, and the number of real rows of
+    each group of batches.
+
+    Attributes:
+        nnx_structure: Nesting of the values of NNX objects.
+        num_nnx: Number of arrays of NNX objects, which are the first inputs.
+        leaves_of_arguments: For each array of arguments, the flat argument that it belongs to.
+        stacked: For each input, whether it has one part per replica.
+        state_structures: Flat arguments that are an `nnx.State`, with their nesting.
+        groups: Which arguments share their numbers of real rows; None if all batches are full.
+        rows_of_arguments: For each array of arguments, its dims that are rows, with their group.
     """
 
     nnx_structure: Any
@@ -37,7 +49,14 @@ class Inputs:
         binding: nnx_binding.Binding | None,
         groups: row_groups.RowGroups | None,
     ) -> "Inputs":
-        """The inputs of a call with these flat arguments."""
+        """Returns the inputs of a call with these flat arguments.
+
+        Args:
+            kinds: Kinds of the flat arguments.
+            leaves: The flat arguments.
+            binding: The NNX objects among them, if any.
+            groups: The partial batches among them; None if all batches are full.
+        """
         nnx_structure, stacked = open_parts(binding.values() if binding is not None else [])
         opened = {i: open_parts(leaves[i]) for i in kinds.states}
         states = {i: structure for i, (structure, _) in opened.items()}
@@ -63,23 +82,23 @@ class Inputs:
 
     @property
     def arrays_of_objects(self) -> list[tuple[int, int]]:
-        """The arrays of NNX objects, in order, each as a leaf and the number of the array in it."""
+        """The arrays of NNX objects, in order: pairs of a leaf and an array of that leaf."""
         sizes = [child.num_leaves for child in self.nnx_structure.children()]
         return [(i, j) for i, size in enumerate(sizes) for j in range(size)]
 
     @property
     def parts_of_objects(self) -> set[tuple[int, int]]:
-        """The arrays of NNX objects that are one part for each replica."""
+        """The arrays of NNX objects that have one part per replica."""
         pairs = zip(self.arrays_of_objects, self.stacked, strict=False)
-        return {at for at, part in pairs if part}
+        return {leaf_and_array for leaf_and_array, is_part in pairs if is_part}
 
     @property
     def num_groups(self) -> int:
-        """How many partial batches there are."""
+        """Number of partial batches."""
         return len(self.groups.sizes) if self.groups is not None else 0
 
     def split(self, values: Sequence[Any]) -> tuple[list, list]:
-        """The NNX arrays and the argument arrays among `values`."""
+        """Returns the NNX arrays and the argument arrays among `values`."""
         end = self.num_nnx + len(self.leaves_of_arguments)
         return list(values[: self.num_nnx]), list(values[self.num_nnx : end])
 
@@ -90,7 +109,14 @@ class Inputs:
         kinds: call_arguments.Kinds,
         copies: Sequence[Any],
     ) -> list[Any]:
-        """The flat arguments with traced arrays and copied objects in their places."""
+        """Returns the flat arguments with traced arrays and copied objects in their places.
+
+        Args:
+            leaves: The flat arguments of the call.
+            arrays: The traced arrays of arguments.
+            kinds: Kinds of the flat arguments.
+            copies: The copies of the NNX objects.
+        """
         flat = list(leaves)
         in_states: dict[int, list[Any]] = {}
         states = dict(self.state_structures)
@@ -106,23 +132,24 @@ class Inputs:
         return flat
 
 
-def positions(values: Sequence[Any]) -> list[list[int]]:
-    """For each input, which may be a whole pytree, the positions of its arrays among all arrays."""
+def positions(values: Sequence[PyTree]) -> list[list[int]]:
+    """Returns for each value, which may be a pytree, the positions of its arrays among all."""
     found, position = [], 0
     for value in values:
+        # Arrays of any library, and shapes; a pytree or a Python number has no `shape`.
         size = 1 if hasattr(value, "shape") else len(jax.tree.leaves(value))
         found.append(list(range(position, position + size)))
         position += size
     return found
 
 
-def positions_on_host(values: Sequence[Any]) -> list[int]:
-    """The positions of the arrays that live in the host's memory."""
+def positions_on_host(values: Sequence[PyTree]) -> list[int]:
+    """Returns the positions of the arrays that live in the host's memory."""
     return [i for i, x in enumerate(jax.tree.leaves(values)) if placement.is_on_host(x)]
 
 
 def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
-    """A fast way to take the elements at `indices`."""
+    """Returns a fast function that selects the elements at `indices` of a list."""
     if list(indices) == list(range(len(indices))):
         end = len(indices)
         return lambda values: values[:end]
@@ -132,8 +159,12 @@ def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: [values[i] for i in indices]
 
 
-def sharding_to_keep(value: Any, mesh: ReplicaMesh) -> Any:
-    """The sharding that new state must keep: its old one, so that the next call hits the cache."""
-    sharding = getattr(value, "sharding", None)
-    on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh.mesh
-    return sharding if on_mesh else None
+def sharding_to_keep(value: object, mesh: ReplicaMesh) -> NamedSharding | None:
+    """Returns the sharding of old state, which new state must keep for the next call to hit `jit`.
+
+    None for values that are not on the mesh.
+    """
+    sharding = value.sharding if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh.mesh:
+        return sharding
+    return None

@@ -1,4 +1,4 @@
-"""Arrays that a program has laid out for `jax.pmap`: with a leading dim of one per device."""
+"""Arrays that Flax has laid out for `jax.pmap`: with a leading dim that counts devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,22 +9,22 @@ from jax.sharding import NamedSharding
 
 from tpudist.xla import compile_log
 
-# What Flax calls the axis of the devices, in `jax_utils.replicate` and `prefetch_to_device`.
+# Flax's name for the axis of devices, in `jax_utils.replicate` and `prefetch_to_device`.
 _AXIS = "_device_put_sharded"
 
 
 def refuse_replicated(
     leaves: Sequence[Any], labels: Callable[[], Sequence[str]], name: str
 ) -> None:
-    """Refuses what `flax.jax_utils` has laid out for `pmap`, where a function takes it as it is.
+    """Raises for arrays that `flax.jax_utils` has laid out for `pmap`.
 
     Args:
         leaves: All flat arguments.
-        labels: Gives their names.
-        name: Of the function.
+        labels: Returns their names.
+        name: Name of the function.
 
     Raises:
-        ValueError: A leading dim has one part for each device.
+        ValueError: If a leading dim has one part for each device.
     """
     for i, leaf in enumerate(leaves):
         array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf

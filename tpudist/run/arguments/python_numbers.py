@@ -1,14 +1,14 @@
-"""Which Python numbers among the arguments are fed, and which a function needs as they are.
+"""Decides which Python numbers among the arguments are fed, and which a function needs by value.
 
-As in `jax.jit`, a number is an array of a weak type to the function, so that another learning rate
-is the same program. A boolean stays what it is, as in TensorFlow: two programs at most, and
+As in `jax.jit`, a number is an array of a weak type in the function, so another learning rate runs
+the same program. A boolean stays a boolean, as in TensorFlow: that makes at most two programs, and
 `training is True` holds. Some functions need the number itself: as a shape, in `range` or `if`. No
-list of such uses is complete, so a trace that fails is made again with the numbers as they are.
+list of such uses is complete, so if a trace fails, it is repeated with the numbers themselves.
 """
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax
 from tpudist.run.arguments import call_arguments
 
 _log = logging.getLogger("tpudist.compile")
-# How JAX's errors name the inputs that a value depends on: "the argument local[3]".
+# JAX's errors name the inputs that a value depends on: "the argument local[3]".
 _INPUT = re.compile(r"\w+\[(\d+)\]")
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -26,30 +26,34 @@ _NEEDS_VALUE = (
 
 
 class TraceFailed(Exception):
-    """A trace failed, in which numbers were fed.
+    """A trace in which numbers were fed has failed.
 
     Attributes:
-        wanted: Of which flat arguments the function seems to need the value.
+        leaves: The flat arguments whose value the function seems to need.
     """
 
-    def __init__(self, wanted: frozenset[int]):
-        """See the class."""
+    def __init__(self, leaves: frozenset[int]):
         super().__init__()
-        self.wanted = wanted
+        self.leaves = leaves
 
     @classmethod
     def of(
-        cls, error: Exception, leaves: Sequence[Any], numbers: Sequence[int], inputs: Sequence[Any]
+        cls,
+        error: Exception,
+        leaves: Sequence[Any],
+        numbers: Sequence[int],
+        inputs: Sequence[int],
     ) -> "TraceFailed":
-        """What is to be tried after `error`.
+        """Returns the exception with the numbers that should be passed by value after `error`.
 
-        The numbers that JAX names; else those that may be a shape or a condition; else all.
+        These are the numbers that JAX names; or else integers, which may be a shape or a condition;
+        or else all numbers.
 
         Args:
-            error: Of the trace.
+            error: The error of the trace.
             leaves: The flat arguments.
-            numbers: Those that are fed numbers.
-            inputs: For each input of the trace, of which flat argument it is.
+            numbers: Positions of the fed numbers among them.
+            inputs: For each input of the trace, the flat argument that it belongs to.
         """
         named: set[int] = set()
         if isinstance(error, _NEEDS_VALUE):
@@ -61,7 +65,7 @@ class TraceFailed(Exception):
 
 
 def log_static(function: str, names: Sequence[str]) -> None:
-    """Tells the logger `tpudist.compile` which arguments a function turned out to need."""
+    """Logs to `tpudist.compile` the arguments whose value a function turned out to need."""
     _log.info(
         "%s needs %s as a Python number (for a shape, a condition or the like), so it is compiled "
         "for each value. RunOptions(static_argnums=) declares this in advance, and saves a trace.",
@@ -71,18 +75,21 @@ def log_static(function: str, names: Sequence[str]) -> None:
 
 
 def find_fed(
-    leaves: Sequence[Any], names: Sequence[str], static: set[str], static_leaves: frozenset[int]
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    static_names: Collection[str],
+    static_leaves: Collection[int],
 ) -> frozenset[int]:
-    """Which flat arguments are numbers that are fed.
+    """Returns the positions of the flat arguments that are fed numbers.
 
     Args:
         leaves: The flat arguments.
-        names: What they are called.
-        static: The names of those that the function needs as they are.
-        static_leaves: Those that the caller wants to be left as they are.
+        names: Their names.
+        static_names: Names of the arguments whose value the function needs.
+        static_leaves: Positions that the caller wants to pass by value.
     """
     return frozenset(
         i
         for i, x in enumerate(leaves)
-        if call_arguments.is_number(x) and i not in static_leaves and names[i] not in static
+        if call_arguments.is_number(x) and i not in static_leaves and names[i] not in static_names
     )

@@ -1,4 +1,4 @@
-"""Which arguments of a call are parts of one global batch, and share its rows."""
+"""Finds the arguments of a call that are parts of one global batch, and share its rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from tpudist.values.per_replica import PerReplica
 class RowGroups:
     """The partial batches among the arguments of a call.
 
-    Full batches are no group, where no batch is partial: their program knows of no padding.
+    If no batch is partial there are no groups, and the program has no padding.
 
     Attributes:
-        sizes: For each distinct tuple of real rows among the arguments: the padded rows per
+        sizes: For each distinct tuple of real rows among the arguments, the padded rows per
             replica.
-        members: For each PerReplica argument, in order: the dims of its parts that are rows, each
-            with its group. Batches that have as many rows in one call may have other numbers in
-            the next one, which is another program then.
+        members: For each PerReplica argument, in order, the dims of its parts that are rows, each
+            with its group. Batches with equal numbers of rows in one call may have different
+            numbers in the next one, which is another program then.
     """
 
     sizes: tuple[int, ...]
@@ -27,14 +27,20 @@ class RowGroups:
     def of(
         cls, values: Sequence[PerReplica]
     ) -> tuple["RowGroups | None", tuple[tuple[int, ...], ...]]:
-        """The groups, and the real rows of each; none if every batch is full."""
-        found: dict[tuple[int, tuple[int, ...]], int] = {}
+        """Returns the groups, and the real rows of each replica in each group.
+
+        None and an empty tuple if every batch is full. It is on the path of each call.
+        """
+        # The number of a group by its key: padded rows, and real rows of each replica.
+        group_of: dict[tuple[int, tuple[int, ...]], int] = {}
         members = []
         for x in values:
             extents = x.extents if x.shape else {}
             own = {dim: (x.shape[dim], rows) for dim, rows in extents.items()}
-            members.append(tuple((d, found.setdefault(k, len(found))) for d, k in own.items()))
-        if all(real == size for size, rows in found for real in rows):
+            members.append(
+                tuple((d, group_of.setdefault(k, len(group_of))) for d, k in own.items())
+            )
+        if all(real == size for size, rows in group_of for real in rows):
             return None, ()
-        sizes, rows = zip(*found, strict=True)
+        sizes, rows = zip(*group_of, strict=True)
         return cls(sizes, tuple(members)), rows

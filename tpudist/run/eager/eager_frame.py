@@ -1,33 +1,44 @@
-"""What one replica knows while its function runs eagerly: its Variables, its rows, the others."""
+"""The frame of one replica that runs eagerly: its Variables, its rows, and the other replicas."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.context.frame import Frame
-from tpudist.context.protocols import VariableLike
+from tpudist.context.protocols import PerReplicaLike, VariableLike
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.run.captures import Capture, Findings, check_parts
-from tpudist.run.eager import replica_evaluation
+from tpudist.run.eager import host_values
+from tpudist.run.eager.host_values import HostValue
 from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
-from tpudist.run.variable_owner import check_owner, is_guest
+from tpudist.run.frame.captures import Capture, Findings, check_parts
+from tpudist.run.frame.variable_owner import check_owner, is_guest
 from tpudist.state.variable_value import computes_here
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives, traces
 from tpudist.xla.traces import is_traced
 
+_V = TypeVar("_V", bound=VariableLike)
+
 
 class EagerFrame(Frame):
-    """One replica's run of a function, of which all values are known.
+    """One replica's run of a function, in which all values are known.
+
+    Args:
+        strategy: The strategy that runs the function.
+        evaluation: Evaluates the operations of the replica.
+        function: The function.
+        created: The Variables that the function has created so far, in order.
+        has_partial_batch: Whether replicas may have other numbers of rows.
+        merge: Calls a function once for all replicas, when all of them have arrived.
+        run_outside: Calls a function in the context of the caller of the replicas.
 
     Attributes:
-        strategy: The strategy that runs the function.
-        evaluation: Where the replica computes.
-        written: The Variables that it has assigned and not given up to the strategy yet.
-        shared: The arrays among its arguments that all replicas were given the same of, by id.
+        written: The Variables that it has assigned since the last `give_up`.
+        shared: The array arguments that all replicas receive equally, by id.
     """
 
     is_eager = True
@@ -42,17 +53,6 @@ class EagerFrame(Frame):
         merge: Callable[..., Any],
         run_outside: Callable[[Callable[[], Any]], Any],
     ):
-        """Begins a run.
-
-        Args:
-            strategy: See the class.
-            evaluation: See the class.
-            function: That is run.
-            created: The Variables that the function has made so far, in order.
-            has_partial_batch: Whether replicas may have other numbers of rows.
-            merge: Calls a function once for all replicas, when all of them have come.
-            run_outside: Calls a function as the caller of the replicas would.
-        """
         self.strategy, self.evaluation, self._function = strategy, evaluation, function
         self._has_partial_batch = has_partial_batch
         self.call_merged, self.run_outside = merge, run_outside
@@ -60,7 +60,7 @@ class EagerFrame(Frame):
         self._created = created
         self.findings = Findings()
         self.elements = []
-        self.shared: dict[int, Any] = {}
+        self.shared: dict[int, jax.Array] = {}
         self.written: dict[Any, None] = {}
         self._values: dict[Any, jax.Array] = {}
         self._num_created = 0
@@ -70,13 +70,13 @@ class EagerFrame(Frame):
 
     @property
     def root(self) -> "EagerFrame":
-        """Itself: what is called within a run has a run of its own."""
+        """This frame: `run` inside the function has a call of its own."""
         return self
 
-    # Variables.
+    # Values of Variables.
 
     def get(self, variable: VariableLike) -> jax.Array:
-        """What `variable` holds now on this replica."""
+        """Returns the current value of `variable` on this replica."""
         if is_guest(variable, self.strategy):
             if changes := self._guest_changes.get(id(variable)):
                 return self.read_guest(variable, len(changes))
@@ -87,50 +87,27 @@ class EagerFrame(Frame):
         return self.value_of(variable)
 
     def value_of(self, variable: VariableLike) -> jax.Array:
-        """The same, where it is not the function that reads it."""
+        """Returns the same as `get`, but does not count as a read by the function."""
         if variable not in self._values:
-            value = self._fetch_held(variable)
+            value = self._fetch_from_strategy(variable)
             self._values[variable] = self.evaluation.put(value, own=variable.on_read)
         return self._values[variable]
 
-    def fetch(self, variable: VariableLike) -> Any:
-        """The same, as a host value."""
+    def fetch(self, variable: VariableLike) -> HostValue:
+        """Returns the current value of `variable` on this replica as a host value."""
         if variable in self._values:
-            return replica_evaluation.fetch(self._values[variable])
-        return self._fetch_held(variable)
+            return host_values.fetch(self._values[variable])
+        return self._fetch_from_strategy(variable)
 
-    def _fetch_held(self, variable: VariableLike) -> Any:
-        held = replica_evaluation.fetch(variable._value)
-        return held[self.evaluation.replica] if variable.on_read else held
-
-    def change_guest(self, variable: VariableLike, change: Callable[[jax.Array], jax.Array]) -> int:
-        """Has a guest read as what `change` makes of it; how often that was so.
-
-        Raises:
-            RuntimeError: In `jax.vmap` or `jax.checkpoint`, where the value is not known.
-        """
-        if not computes_here():
-            raise RuntimeError(
-                f"Variable '{variable.name}' is on a parameter server, and was changed inside a "
-                "JAX transformation. Return the value from the transformed function, and assign it "
-                "outside."
-            )
-        changes = self._guest_changes.setdefault(id(variable), [])
-        changes.append(change)
-        return len(changes)
-
-    def read_guest(self, variable: VariableLike, count: int) -> jax.Array:
-        """What a guest was after its first `count` changes."""
-        value = self.value_of(variable)
-        for change in self._guest_changes.get(id(variable), ())[:count]:
-            value = change(value)
-        return value
+    def _fetch_from_strategy(self, variable: VariableLike) -> HostValue:
+        value = host_values.fetch(variable._value)
+        return value[self.evaluation.replica] if variable.on_read else value
 
     def set(self, variable: VariableLike, value: jax.Array) -> jax.Array:
-        """Makes `variable` hold `value` on this replica, and gives what it holds then.
+        """Assigns `value` to `variable` on this replica; returns the value it has afterwards.
 
         Raises:
-            RuntimeError: In `jax.vmap` or `jax.checkpoint`, where the value is not known.
+            RuntimeError: If called in `jax.vmap` or `jax.checkpoint`, where no value is known.
         """
         check_owner(variable, self.strategy)
         value = self.detach(value)
@@ -144,20 +121,47 @@ class EagerFrame(Frame):
         self._values[variable] = value
         self.written[variable] = None
         if variable in self._read_inside:
-            traces.renew_caches()  # what JAX has traced has the old value
+            traces.renew_caches()  # functions that JAX has traced contain the old value
         return value
 
     def detach(self, value: jax.Array) -> jax.Array:
-        """A value through which no gradient goes, as what a variable holds has none."""
+        """Returns `value` without its gradient."""
         return jax.lax.stop_gradient(value) if is_traced(value) else value
 
     def give_up(self) -> None:
-        """From here on Variables hold what they hold outside."""
+        """Forgets all values of Variables, so that reads ask the strategy again."""
         self._values.clear()
         self.written.clear()
 
-    def create_variable(self, make: Callable[[], Any]) -> Any:
-        """The Variable that the function makes next: the one that was made here first."""
+    # Guests.
+
+    def change_guest(self, variable: VariableLike, change: Callable[[jax.Array], jax.Array]) -> int:
+        """Adds a change that later reads of a guest apply; returns the number of changes so far.
+
+        Raises:
+            RuntimeError: If called in `jax.vmap` or `jax.checkpoint`, where no value is known.
+        """
+        if not computes_here():
+            raise RuntimeError(
+                f"Variable '{variable.name}' is on a parameter server, and was changed inside a "
+                "JAX transformation. Return the value from the transformed function, and assign it "
+                "outside."
+            )
+        changes = self._guest_changes.setdefault(id(variable), [])
+        changes.append(change)
+        return len(changes)
+
+    def read_guest(self, variable: VariableLike, count: int) -> jax.Array:
+        """Returns the value of a guest after its first `count` changes."""
+        value = self.value_of(variable)
+        for change in self._guest_changes.get(id(variable), ())[:count]:
+            value = change(value)
+        return value
+
+    # New Variables. All replicas share the list `created`: the first replica creates each one.
+
+    def create_variable(self, make: Callable[[], _V]) -> _V:
+        """Returns the next Variable of the function: an existing one, or else `make()`."""
         created = self._created
         if self._num_created == len(created):
             created.append(make())
@@ -166,14 +170,15 @@ class EagerFrame(Frame):
         return variable
 
     def was_created(self, variable: VariableLike) -> bool:
-        """Whether a Variable that the function makes was made before."""
+        """Whether an earlier run of the function created `variable`."""
+        # A Variable gets this attribute only when its initial value is known.
         return getattr(variable, "_value", None) is not None
 
-    def begin_variable(self, variable: VariableLike, value: Any, computed: bool) -> None:
-        """Lets a Variable that the function makes begin with `value`, the first replica's.
+    def begin_variable(self, variable: VariableLike, value: jax.Array, computed: bool) -> None:
+        """Accepts the initial value of a new Variable, which the Variable sets itself.
 
         Raises:
-            RuntimeError: It is computed in a transformation that traces the function.
+            RuntimeError: If a transformation that traces the function computes the value.
         """
         if computed:
             raise RuntimeError(
@@ -182,50 +187,53 @@ class EagerFrame(Frame):
                 "that computes it: Variable(lambda: jnp.zeros(...))."
             )
 
-    # What the function needs beside its arguments.
-
-    def capture(self, value: PerReplica) -> jax.Array:
-        """This replica's part of a PerReplica that the function captures."""
-        check_parts(value, self.strategy, Capture(value, self._function, self.strategy))
-        part = replica_evaluation.fetch(value.array)[self.evaluation.replica]
-        return self.evaluation.put(part, own=True)
-
     def makes_once(self, line: str) -> bool:
-        """Whatever is made outlives the call, which is run once."""
+        """Returns True: every object outlives the call, which runs once."""
         return True
 
     def interruption(self) -> BaseException:
-        """A refusal: there is no trace."""
+        """Returns an error for the user: no trace can be repeated here."""
         return RuntimeError(
             "A model was built in a function that runs eagerly, while it is differentiated. Build "
             "it before: begin it with keras.Input(shape)."
         )
 
-    def next_element(self, iterator: Any) -> Any:
-        """Not reached: `next(iterator)` is refused in replica functions."""
+    # Inputs of the function that are not arguments.
+
+    def capture(self, value: PerReplicaLike) -> jax.Array:
+        """Returns this replica's part of a PerReplica that the function captures."""
+        assert isinstance(value, PerReplica)
+        check_parts(value, self.strategy, Capture(value, self._function, self.strategy))
+        part = host_values.fetch(value.array)[self.evaluation.replica]
+        return self.evaluation.put(part, own=True)
+
+    def next_element(self, iterator: Iterator[PyTree]) -> NoReturn:
+        """Is never called: `next(iterator)` raises in replica functions."""
         raise AssertionError(iterator)
 
     def restart_under(self, strategy: StrategyBase) -> None:
-        """Nothing: a replica function belongs to its strategy."""
-
-    def is_same_everywhere(self, value: Any) -> bool:
-        """Whether a value is an argument that all replicas got the same of, as it is."""
-        return id(value) in self.shared
-
-    def note_part(self, part: Any) -> None:
-        """Nothing: what differs is known."""
-
-    def note_equal_result(self, value: Any) -> None:
-        """Nothing: functions of all replicas run outside of the replicas."""
-
-    def is_equal_result(self, value: Any) -> bool:
-        """Not reached, for the same reason."""
-        raise AssertionError(value)
+        """Does nothing: a replica function belongs to the strategy that runs it."""
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """See `Frame`."""
+        """Compiler options of the communication, which have no effect here."""
         return self.findings.compiler_options
+
+    # Values that are equal on all replicas.
+
+    def is_same_everywhere(self, value: jax.Array) -> bool:
+        """Whether a value is, unchanged, an argument that is the same for all replicas."""
+        return id(value) in self.shared
+
+    def note_part(self, part: PerReplicaLike) -> None:
+        """Does nothing: the values themselves show whether they differ."""
+
+    def note_equal_result(self, value: jax.Array) -> None:
+        """Does nothing: functions in cross-replica context run outside of the replicas."""
+
+    def is_equal_result(self, value: jax.Array) -> NoReturn:
+        """Is never called: functions in cross-replica context run outside of the replicas."""
+        raise AssertionError(value)
 
     # Rows of the batch.
 
@@ -235,12 +243,13 @@ class EagerFrame(Frame):
         return self._has_partial_batch
 
     def begin_parts(self, rows: int, num_parts: int) -> None:
-        """Notes that a batch of `rows` rows is split; each part has the rows that there are."""
+        """Records the split of a batch of `rows` rows. Each part has its real rows."""
         self._splits.append((num_parts, rows))
 
     def gather_rows(self, x: jax.Array, dim: int) -> jax.Array:
-        """The rows of all replicas along a dim, one replica's after another's."""
+        """Concatenates the real rows of all replicas along a dim, in replica order."""
         counts = np.asarray(collectives.all_gather(jnp.asarray([x.shape[dim]], jnp.int32), 0))
+        # Collectives need equal shapes: pad to the most rows, and slice the padding off again.
         padding = [(0, int(counts.max()) - x.shape[d] if d == dim else 0) for d in range(x.ndim)]
         parts = collectives.all_gather(jnp.pad(x, padding)[None], 0)
         real = [
@@ -250,7 +259,7 @@ class EagerFrame(Frame):
         return jnp.concatenate(real, axis=dim)
 
     def whole_of_parts(self, num_parts: int, rows: int) -> int | None:
-        """Of how many rows the last batch was that was split into such parts; None if of none."""
+        """Returns the rows of the last batch that was split into such parts; None without one."""
         for parts, whole in reversed(self._splits):
             if parts == num_parts and rows in (whole // parts, -(-whole // parts)):
                 return whole

@@ -1,4 +1,4 @@
-"""Whether functions run eagerly: `strategy.debug()`, and `tpudist.run_functions_eagerly`."""
+"""Decides whether functions run eagerly: `strategy.debug()`, `tpudist.run_functions_eagerly`."""
 
 import contextlib
 import contextvars
@@ -15,19 +15,19 @@ _strategies: contextvars.ContextVar[tuple[StrategyBase, ...]] = contextvars.Cont
 
 
 def run_functions_eagerly(run_eagerly: bool) -> None:
-    """Lets all replica functions and `tpudist.function`s run eagerly, or be compiled again.
+    """Makes all replica functions and `tpudist.function`s run eagerly, or be compiled again.
 
     Eagerly, `Strategy.run` calls the function for one replica after the other, in Python, with the
-    values of its arrays: see `Strategy.debug`, which does it in a `with` block.
+    values of its arrays. `Strategy.debug` does so in a `with` block.
 
     Args:
-        run_eagerly: Whether to.
+        run_eagerly: Whether functions run eagerly.
 
     Raises:
-        TypeError: It is no bool.
+        TypeError: If `run_eagerly` is not a bool.
 
-    As `tf.config.run_functions_eagerly`, for what is compiled here: of replica functions TensorFlow
-    compiles those that a `tf.function` calls.
+    Matches `tf.config.run_functions_eagerly`. All replica functions are compiled here; TensorFlow
+    compiles only those that a `tf.function` calls.
     """
     if not isinstance(run_eagerly, bool):
         raise TypeError(
@@ -41,14 +41,14 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
 def functions_run_eagerly() -> bool:
     """Whether `run_functions_eagerly(True)` was called last.
 
-    As `tf.config.functions_run_eagerly`.
+    Matches `tf.config.functions_run_eagerly`.
     """
     return _everywhere
 
 
 @contextlib.contextmanager
 def debug(strategy: StrategyBase) -> Iterator[None]:
-    """Lets the functions of `strategy` run eagerly in the `with` block, and `tpudist.function`s."""
+    """Makes functions of `strategy`, and `tpudist.function`s, run eagerly in the `with` block."""
     token = _strategies.set((*_strategies.get(), strategy))
     try:
         yield
@@ -57,9 +57,9 @@ def debug(strategy: StrategyBase) -> Iterator[None]:
 
 
 def is_eager(strategy: StrategyBase | None = None) -> bool:
-    """Whether functions run eagerly: those of `strategy`, or those that belong to none yet.
+    """Whether functions of `strategy` run eagerly; without one, those of no strategy yet.
 
-    `jax.disable_jit()` asks for it too.
+    `jax.disable_jit()` has the same effect. It is on the path of each call.
     """
     if _everywhere or _is_jit_disabled():
         return True

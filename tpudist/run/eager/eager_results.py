@@ -1,8 +1,8 @@
-"""What a function returned that ran on each replica, as a compiled one would have returned it.
+"""Merges the results of replicas that ran eagerly, as a compiled function returns them.
 
-An array that depends on nothing that differs between replicas, or was reduced, is one array of the
-strategy; any other is a PerReplica, without regard to its values. See
-`run/eager/replica_evaluation.py` for how that is known.
+An array becomes one array of the strategy if it does not depend on values that differ between
+replicas, or was reduced. Any other array becomes a PerReplica, even if its values are equal.
+`run/eager/replica_evaluation.py` explains how that is known.
 """
 
 import dataclasses
@@ -11,14 +11,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import placement, replica_parts
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.containers import unpack
-from tpudist.run.eager import replica_evaluation
+from tpudist.run.eager import host_values
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import state_collections
-from tpudist.run.outputs.returned_state import find_returned_state
+from tpudist.run.outputs.returned_state import Form, find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
@@ -26,29 +28,29 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 @dataclasses.dataclass
-class Ended:
-    """What one replica has at the end of the function.
+class ReplicaResult:
+    """The outcome of the function on one replica.
 
     Attributes:
-        result: What the function returned.
-        arguments: What it was given, by the number of the flat argument.
-        copies: Its NNX objects.
-        entered: What they held at the start.
+        result: The result of the function.
+        arguments: The replica's own arguments, by the number of the flat argument.
+        copies: Its copies of the NNX objects.
+        entered: The values of the NNX objects at the start.
     """
 
-    result: Any
+    result: PyTree
     arguments: dict[int, Any]
     copies: tuple
-    entered: list[Any]
+    entered: list[PyTree]
 
 
-def merge_results(run: ReplicaGroup, ended: Sequence[Ended]) -> Any:
-    """What the function returned, merged over the replicas.
+def merge_results(run: ReplicaGroup, replica_results: Sequence[ReplicaResult]) -> PyTree:
+    """Returns the results of the replicas as one result.
 
     Raises:
-        ValueError: The replicas returned other structures, or other Python objects.
+        ValueError: If replicas returned different structures, or different Python objects.
     """
-    flat = [_flatten(run, x) for x in ended]
+    flat = [_flatten(run, x) for x in replica_results]
     leaves, treedef = flat[0]
     for replica, (other, structure) in enumerate(flat):
         if structure != treedef or len(other) != len(leaves):
@@ -61,8 +63,8 @@ def merge_results(run: ReplicaGroup, ended: Sequence[Ended]) -> Any:
     return treedef.unflatten(merged)
 
 
-def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> None:
-    """Makes one of state that is given back and differs, in place; see `state_collections`."""
+def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDef) -> None:
+    """Combines returned state that differs between replicas, in place; see `state_collections`."""
     if run.mesh.num_replicas == 1 or not any(isinstance(x, PerReplica) for x in merged):
         return
     results = [_form_of(x) for x in merged]
@@ -73,9 +75,9 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> 
     labels = call_description.names_of_leaves(run.fn, run.args, run.kwargs)
     rules = dict(run.rules)
     others = [i for i, x in enumerate(merged) if isinstance(x, PerReplica) and i not in returned]
-    known = state_collections.find_collections(treedef, others, rules)
-    known |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
-    differing = {i: (label, merged[i].dtype) for i, label in known.items()}
+    names = state_collections.find_collections(treedef, others, rules)
+    names |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
+    differing = {i: (label, merged[i].dtype) for i, label in names.items()}
     causes = dict.fromkeys(differing, "its new value differs between replicas")
     for i, op in state_collections.decide(differing, certain, causes, rules, run.name).items():
         if op is None:
@@ -86,39 +88,43 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: Any) -> 
             merged[i] = run.strategy.reduce(op, merged[i], axis=None).astype(dtype)
 
 
-def _form_of(x: Any) -> Any:
+def _form_of(x: Any) -> Form | None:
+    # Arrays of any library; PerReplicas and Variables, too.
     return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
 
 
-def _flatten(run: ReplicaGroup, ended: Ended) -> tuple[list[Any], Any]:
-    """The leaves of a result, with the caller's objects for the replica's copies of them."""
+def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTreeDef]:
+    """Returns the leaves of a result and its nesting.
+
+    The caller's objects replace the replica's copies of them.
+    """
     nodes: dict[int, Any] = {}
     if run.binding is not None:
-        own = nnx_contents.nodes_of(ended.copies)
-        theirs = nnx_contents.nodes_of(run.binding.objects())
-        nodes = {id(x): y for x, y in zip(own, theirs, strict=True)}
-    given: dict[int, Any] = {}
-    if run.groups is None:  # a compiled function of a partial batch returns what it has
-        given = {
-            id(x): run.leaves[i] for i, x in ended.arguments.items() if isinstance(x, jax.Array)
+        own = nnx_contents.nodes_of(outcome.copies)
+        callers = nnx_contents.nodes_of(run.binding.objects())
+        nodes = {id(x): y for x, y in zip(own, callers, strict=True)}
+    arguments: dict[int, Any] = {}
+    if run.groups is None:  # the compiled program for partial batches returns arguments as arrays
+        arguments = {
+            id(x): run.leaves[i] for i, x in outcome.arguments.items() if isinstance(x, jax.Array)
         }
 
     def is_leaf(x: Any) -> bool:
         return id(x) in nodes or isinstance(x, PerReplica | Variable)
 
-    result, _ = unpack(ended.result, is_leaf, lambda x: isinstance(x, jax.Array))
+    result, _ = unpack(outcome.result, is_leaf, lambda x: isinstance(x, jax.Array))
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
 
     def mark(x: Any) -> Any:
-        theirs = nodes.get(id(x), given.get(id(x)))
-        return x if theirs is None else _Given(theirs, x)
+        callers = nodes.get(id(x), arguments.get(id(x)))
+        return x if callers is None else _ReturnedArgument(callers, x)
 
     return list(map(mark, leaves)), treedef
 
 
 @dataclasses.dataclass
-class _Given:
-    """An argument that is returned as it was given: the caller's, and the replica's own."""
+class _ReturnedArgument:
+    """An argument that is returned unchanged: the caller's object, and the replica's own."""
 
     value: Any
     own: Any
@@ -126,17 +132,21 @@ class _Given:
 
 def _merge(run: ReplicaGroup, parts: list[Any]) -> Any:
     first = parts[0]
-    if all(isinstance(x, _Given) and x.value is first.value for x in parts):
+    if all(isinstance(x, _ReturnedArgument) and x.value is first.value for x in parts):
         return first.value
-    parts = [x.own if isinstance(x, _Given) else x for x in parts]
+    parts = [x.own if isinstance(x, _ReturnedArgument) else x for x in parts]
     if all(isinstance(x, jax.Array) for x in parts):
         own = any(run.frames[i].evaluation.depends_on_replica(x) for i, x in enumerate(parts))
-        return merge_arrays(run.mesh, [replica_evaluation.fetch(x) for x in parts], own, run)
+        return merge_arrays(run.mesh, [host_values.fetch(x) for x in parts], own, run)
     return merge_objects(run, parts)
 
 
 def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
-    """What is no array on some replica: the object, if it is the same on all of them."""
+    """Merges values of which some are not arrays: they must be equal on all replicas.
+
+    Raises:
+        ValueError: If objects differ that are not numbers.
+    """
     first = parts[0]
     if all(x is first for x in parts):
         return first
@@ -146,13 +156,13 @@ def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
     )
     if numbers:
         hosts = [np.asarray(x) for x in parts]
-        if replica_evaluation.are_equal(hosts):
+        if host_values.are_equal(hosts):
             return first
         return merge_arrays(run.mesh, hosts, True, run)
     try:
         if all(type(x) is type(first) and bool(x == first) for x in parts):
             return first
-    except Exception:  # an object whose equality is no bool is another one, for all we know
+    except Exception:  # objects that cannot be compared count as different
         pass
     other = next(i for i, x in enumerate(parts) if x is not first)
     raise ValueError(
@@ -161,10 +171,22 @@ def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
     )
 
 
-def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGroup) -> Any:
-    """Host values of all replicas as one array, or as a PerReplica if each has its own."""
-    if mesh.num_replicas == 1 or (not own and replica_evaluation.are_equal(hosts)):
-        return jax.device_put(replica_evaluation.to_array(hosts[0]), mesh.replicated)
+def merge_arrays(
+    mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGroup
+) -> jax.Array | PerReplica:
+    """Returns host values of all replicas as one array, or as a PerReplica if they differ.
+
+    Args:
+        mesh: The replicas.
+        hosts: The host value of each replica.
+        own: Whether they may differ, even if they are equal here.
+        run: The call.
+
+    Raises:
+        ValueError: If the values have different numbers of dims.
+    """
+    if mesh.num_replicas == 1 or (not own and host_values.are_equal(hosts)):
+        return jax.device_put(host_values.to_array(hosts[0]), mesh.replicated)
     shapes = {tuple(x.shape) for x in hosts}
     if len(shapes) == 1:
         return PerReplica(_stack(mesh, hosts))
@@ -186,7 +208,7 @@ def merge_arrays(mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGro
 
 
 def _size_of_dim(run: ReplicaGroup, dim: int, sizes: tuple[int, ...]) -> int:
-    """The size of a dim in which replicas have so many rows: as the batch's, if it counts its."""
+    """Returns the padded size of a dim with these rows: that of a batch with the same rows."""
     if run.groups is not None:
         for size, rows in zip(run.groups.sizes, run.rows, strict=True):
             if rows == sizes:
@@ -194,19 +216,19 @@ def _size_of_dim(run: ReplicaGroup, dim: int, sizes: tuple[int, ...]) -> int:
     return max(sizes)
 
 
-def _pad(x: Any, sizes: dict[int, int]) -> np.ndarray:
+def _pad(x: np.ndarray, sizes: dict[int, int]) -> np.ndarray:
     return np.pad(x, [(0, sizes.get(d, n) - n) for d, n in enumerate(x.shape)])
 
 
 def _stack(mesh: ReplicaMesh, hosts: list[Any]) -> jax.Array:
-    stacked = replica_evaluation.stack_values(hosts)
+    stacked = host_values.stack_values(hosts)
     if isinstance(stacked, np.ndarray):
         return placement.stack(mesh, stacked)
-    return jax.device_put(replica_evaluation.to_array(stacked), mesh.stacked)
+    return jax.device_put(host_values.to_array(stacked), mesh.stacked)
 
 
 def real_parts(mesh: ReplicaMesh, value: PerReplica) -> list[jax.Array]:
-    """The parts of a PerReplica, without padding."""
+    """Returns the parts of a PerReplica, without padding."""
     parts = []
     for i in range(mesh.num_replicas):
         part = replica_parts.component(mesh, value.array, i)

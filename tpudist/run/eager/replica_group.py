@@ -1,7 +1,7 @@
-"""The replicas of one eager call, as its parts see them: arguments, frames, and how they meet."""
+"""The interface of one eager call for its parts: arguments, frames, and meetings of replicas."""
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpudist.context.strategy_base import StrategyBase
@@ -13,24 +13,24 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 class ReplicaGroup(abc.ABC):
-    """One call of a replica function, eagerly; `replica_run.EagerRun` makes it.
+    """One eager call of a replica function; `replica_run.EagerRun` implements it.
 
     Attributes:
         strategy: The strategy that runs the function.
         mesh: Its replicas.
         fn: The function.
-        name: Its name.
+        name: Name of the function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        rules: How NNX objects and state of several kinds are aggregated; see `RunOptions`.
+        rules: How state is aggregated; see `RunOptions.aggregation`.
         leaves: The flat arguments.
-        structure: Their structure.
-        kinds: Which of them are fed, and how.
-        binding: The NNX objects among them; None if there is none.
-        groups: Which of them are parts of one partial batch; None if all batches are full.
-        rows: For each batch, how many rows of it each replica has.
+        structure: Nesting of the flat arguments.
+        kinds: Kinds of the flat arguments.
+        binding: The NNX objects among them, if any.
+        groups: Which arguments share their numbers of real rows; None if all batches are full.
+        rows: For each partial batch, the real rows of each replica.
         frames: The frame of each replica.
-        not_sums: The Variables of NNX's averages that the function does not add to, by number.
+        not_sums: Leaves of NNX's averages to which the function does more than add.
     """
 
     strategy: StrategyBase
@@ -39,9 +39,9 @@ class ReplicaGroup(abc.ABC):
     name: str
     args: tuple
     kwargs: dict[str, Any]
-    rules: Mapping[Any, Any]
+    rules: Sequence[tuple[str, str]]
     leaves: list[Any]
-    structure: Any
+    structure: tuple[Any, ...]
     kinds: Kinds
     binding: Binding | None
     groups: RowGroups | None
@@ -50,5 +50,7 @@ class ReplicaGroup(abc.ABC):
     not_sums: frozenset[int]
 
     @abc.abstractmethod
-    def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
-        """Waits for all replicas; the last one calls `act` with what all of them have brought."""
+    def meet(
+        self, replica: int, purpose: str, contribution: Any, act: Callable[[list[Any]], list[Any]]
+    ) -> Any:
+        """Waits for all replicas and calls `act` once; see `replica_turns.Turns.meet`."""

@@ -1,8 +1,8 @@
-"""`strategy.run`, eagerly: the function is called for one replica after the other, in Python.
+"""`strategy.run`, eagerly: calls the function for one replica after the other, in Python.
 
-What replicas share is given to each of them as a copy on its device, with its own part of all else:
-the real rows of a partial batch and no others. State is collected when all have ended, checked with
-its values, and written; if anything fails it is what it was before.
+Each replica gets copies of the values that all share, and its own part of the others, with only the
+real rows of a partial batch. When all replicas have ended, state is collected, checked by its
+values, and written. If anything fails, state is what it was before the call.
 """
 
 import contextlib
@@ -14,12 +14,20 @@ import jax
 from flax import nnx
 
 from tpudist import context
+from tpudist.array_types import PyTree
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions, shorten
-from tpudist.run.arguments import call_arguments, call_description, pmap_arrays, python_numbers
+from tpudist.run.arguments import (
+    argument_checks,
+    call_arguments,
+    call_description,
+    pmap_arrays,
+    python_numbers,
+)
+from tpudist.run.arguments.flattener import Flattener
 from tpudist.run.arguments.row_groups import RowGroups
-from tpudist.run.eager import eager_merge, eager_results, replica_evaluation, written_state
+from tpudist.run.eager import eager_merge, eager_results, host_values, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
 from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
 from tpudist.run.eager.replica_group import ReplicaGroup
@@ -42,21 +50,23 @@ def run(
     kwargs: dict[str, Any],
     options: RunOptions | None,
 ) -> Any:
-    """Calls `fn` on every replica, eagerly: see `Strategy.run` and `Strategy.debug`.
+    """Calls `fn` on every replica, eagerly; see `Strategy.run` and `Strategy.debug`.
 
     Raises:
-        RuntimeError: In several processes, or inside of a transformation of JAX.
+        RuntimeError: If there are several processes, or JAX is tracing here.
     """
     check_possible(strategy, compile_log.name_of(fn))
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
         try:
             options, not_sums = options or _NO_OPTIONS, frozenset()
+            # Each round finds more sums with which every replica must begin as a whole, of which an
+            # object has finitely many.
             while True:
                 run = EagerRun(strategy, fn, args, kwargs, options, not_sums)
                 try:
                     return run()
-                except written_state.NotSums as found:  # each replica is to begin with the whole
+                except written_state.NotSums as found:
                     not_sums |= found.leaves
         except RuntimeError as error:
             call_description.explain_overwritten(error, fn, args, kwargs)
@@ -64,7 +74,7 @@ def run(
 
 
 def check_possible(strategy: StrategyBase, name: str) -> None:
-    """Refuses to run a function eagerly where replicas are out of reach, or values unknown."""
+    """Raises RuntimeError if other processes have replicas, or values are unknown in a trace."""
     mesh = strategy.replica_mesh
     if mesh.num_processes > 1:
         raise RuntimeError(
@@ -82,7 +92,20 @@ def check_possible(strategy: StrategyBase, name: str) -> None:
 
 
 class EagerRun(ReplicaGroup):
-    """One call of a replica function, eagerly."""
+    """One eager call of a replica function.
+
+    Args:
+        strategy: The strategy that runs the function.
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: Options of the call.
+        not_sums: Leaves of NNX's averages to which the function does more than add.
+
+    Raises:
+        TypeError: If an argument is not supported, as in a compiled call.
+        ValueError: The same.
+    """
 
     def __init__(
         self,
@@ -93,7 +116,6 @@ class EagerRun(ReplicaGroup):
         options: RunOptions,
         not_sums: frozenset[int] = frozenset(),
     ):
-        """Looks at the arguments as the compiled call does, and refuses the same."""
         self.not_sums = not_sums
         self.strategy, self.fn = strategy, fn
         self.mesh = strategy.replica_mesh
@@ -102,7 +124,7 @@ class EagerRun(ReplicaGroup):
         self.name = self.function.name
         self.num_args = len(args)
         self.args, self.kwargs, self.rules = args, kwargs, options.aggregation
-        self.leaves, self.structure = call_arguments.Flattener().leaves(args, kwargs)
+        self.leaves, self.structure = Flattener().leaves(args, kwargs)
         self.kinds = call_arguments.Kinds.of(self.leaves, self._find_numbers(args, kwargs, options))
         names = call_description.names_of_leaves(fn, args, kwargs)
         for x, name in zip(self.leaves, names, strict=True):
@@ -111,7 +133,7 @@ class EagerRun(ReplicaGroup):
         objects = [self.leaves[i] for i in self.kinds.objects]
         self.binding = nnx_binding.Binding(objects) if objects else None
         num_replicas = self.mesh.num_replicas
-        call_arguments.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
+        argument_checks.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
         pmap_arrays.refuse_replicated(self.leaves, lambda: names, self.name)
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
@@ -125,40 +147,40 @@ class EagerRun(ReplicaGroup):
         self._outside = internals.settings_of_thread()
 
     def __call__(self) -> Any:
-        """Makes the call: what the function returned, merged over the replicas."""
+        """Makes the call; returns the result of the function, merged over the replicas."""
         before = written_state.save(self.strategy, self.binding)
         try:
-            ended = self.turns.run(self._run_replica)
-            written_state.check_structure(self, ended)
-            written_state.check_sums(self, ended)
-            merged = eager_results.merge_results(self, ended)
-            written_state.write(self, ended)
+            outcomes = self.turns.run(self._run_replica)
+            written_state.check_structure(self, outcomes)
+            written_state.check_sums(self, outcomes)
+            merged = eager_results.merge_results(self, outcomes)
+            written_state.write(self, outcomes)
         except BaseException:
             written_state.restore(before)
             raise
         return merged
 
     def _find_numbers(self, args: tuple, kwargs: dict, options: RunOptions) -> frozenset[int]:
-        """Which of the flat arguments are Python numbers that the function gets as arrays."""
+        """Returns which of the flat arguments are Python numbers that are passed as arrays."""
         if not isinstance(options, RunOptions):
             raise TypeError(
                 f"run of '{self.name}' received options={shorten(options)} of type "
                 f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
             )
         positions = options.static_argnums
-        call_arguments.check_positions(positions, "static_argnums", self.name, len(args))
+        argument_checks.check_positions(positions, "static_argnums", self.name, len(args))
         static = call_arguments.leaves_of(positions, self.structure)
         names = call_description.names_of_leaves(self.fn, args, kwargs)
-        found = python_numbers.find_fed(self.leaves, names, self.function.static_names, static)
-        return frozenset(i for i in found if call_arguments.fits(self.leaves[i]))
+        numbers = python_numbers.find_fed(self.leaves, names, self.function.static_names, static)
+        return frozenset(i for i in numbers if call_arguments.fits(self.leaves[i]))
 
-    def _run_replica(self, replica: int) -> "eager_results.Ended":
+    def _run_replica(self, replica: int) -> eager_results.ReplicaResult:
         """Calls the function as one replica."""
         evaluation = ReplicaEvaluation(
             self.mesh,
             replica,
             self._outside,
-            lambda what, brought, act: self.meet(replica, what, brought, act),
+            functools.partial(self.meet, replica),
         )
         frame = self.frames[replica] = EagerFrame(
             self.strategy,
@@ -185,16 +207,21 @@ class EagerRun(ReplicaGroup):
             args, kwargs = call_arguments.unflatten(flat, self.structure, self.num_args)
             with self._explain_failure():
                 result = self.fn(*args, **kwargs)
-            return eager_results.Ended(result, arguments, copies, entered)
+            return eager_results.ReplicaResult(result, arguments, copies, entered)
 
-    def meet(self, replica: int, what: str, brought: Any, act: Callable[..., Any]) -> Any:
-        """Waits for all replicas: see `Turns.meet`. What is done then, the caller does."""
+    def meet(
+        self, replica: int, purpose: str, contribution: Any, act: Callable[[list[Any]], list[Any]]
+    ) -> Any:
+        """Waits for all replicas and calls `act` once, in the context of the caller of `run`.
+
+        See `Turns.meet`.
+        """
         evaluation = self.frames[0].evaluation
 
-        def act_outside(all_brought: list[Any]) -> list[Any]:
-            return self._run_outside(evaluation, lambda: act(all_brought))
+        def act_outside(contributions: list[Any]) -> list[Any]:
+            return self._run_outside(evaluation, lambda: act(contributions))
 
-        return self.turns.meet(replica, what, brought, act_outside)
+        return self.turns.meet(replica, purpose, contribution, act_outside)
 
     def _run_outside(self, evaluation: ReplicaEvaluation, fn: Callable[[], Any]) -> Any:
         with evaluation.leave():
@@ -215,20 +242,20 @@ class EagerRun(ReplicaGroup):
     def _make_arguments(
         self, evaluation: ReplicaEvaluation, copies: Sequence[Any]
     ) -> dict[int, Any]:
-        """What this replica gets for those flat arguments that it does not get as they are."""
-        made: dict[int, Any] = dict(zip(self.kinds.objects, copies, strict=True))
+        """Returns this replica's own values for flat arguments; it gets the others unchanged."""
+        arguments: dict[int, Any] = dict(zip(self.kinds.objects, copies, strict=True))
         numbers = set(self.kinds.numbers)
         for i, value in self.host_values.items():
             if i in numbers:
-                made[i] = jax.numpy.asarray(value)  # of a weak type
+                arguments[i] = jax.numpy.asarray(value)  # of a weak type
             else:
                 put = functools.partial(put_argument, evaluation)
-                made[i] = jax.tree.map(put, value, is_leaf=_is_parts)
-        return made
+                arguments[i] = jax.tree.map(put, value, is_leaf=_is_parts)
+        return arguments
 
     @contextlib.contextmanager
     def _explain_failure(self):
-        """Adds to an error what may have led to it here, and not in a compiled function."""
+        """Adds a note to errors that may occur here, and not in a compiled function."""
         try:
             yield
         except NameError as error:
@@ -248,30 +275,30 @@ class EagerRun(ReplicaGroup):
             raise
 
 
-def fetch_argument(mesh: ReplicaMesh, x: Any) -> Any:
-    """A flat argument that is fed to a compiled function: its arrays as host values.
+def fetch_argument(mesh: ReplicaMesh, x: PyTree) -> PyTree:
+    """Returns a flat argument with host values in place of its arrays.
 
-    Of a PerReplica, or one in an `nnx.State`, the parts without padding.
+    A PerReplica, alone or in an `nnx.State`, becomes the `Parts` of all replicas, without padding.
     """
 
     def fetch(x: Any) -> Any:
         if not isinstance(x, PerReplica):
-            return replica_evaluation.fetch(x)
-        return Parts(map(replica_evaluation.fetch, eager_results.real_parts(mesh, x)))
+            return host_values.fetch(x)
+        return Parts(map(host_values.fetch, eager_results.real_parts(mesh, x)))
 
     return x if call_arguments.is_number(x) else jax.tree.map(fetch, x, is_leaf=is_per_replica)
 
 
 class Parts(list):
-    """The host values that are one replica's each."""
+    """The host values of all replicas, one for each."""
 
 
-def _is_parts(x: Any) -> bool:
+def _is_parts(x: object) -> bool:
     return isinstance(x, Parts)
 
 
 def put_argument(evaluation: ReplicaEvaluation, value: Any) -> jax.Array:
-    """What `fetch_argument` gives, on the replica's device: its own part, or what all share."""
+    """Moves a result of `fetch_argument` to the replica's device: its part, or the shared value."""
     if isinstance(value, Parts):
         return evaluation.put(value[evaluation.replica], own=True)
     return evaluation.put(value, own=False)

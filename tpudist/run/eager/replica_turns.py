@@ -1,9 +1,14 @@
-"""Replicas that take turns: each in a thread of its own, of which one runs at a time.
+"""Runs replicas in turns: each has a thread, and one of them runs at a time.
 
-A replica runs up to where it meets the others (a collective, a merge call, the end of the function)
-and hands on to the next one. When all have come, the first does what the meeting is for, with what
-all have brought, and goes on. So a debugger has one thing to look at, and the standard input one
-reader. The first replica runs in the caller's thread, where debuggers are at home.
+A replica runs up to a meeting (a collective, a merge call, the end of the function), and then the
+next one runs. When all have arrived, replica 0 does the work of the meeting, with the contributions
+of all, and continues. So there is one thread to debug, and one reader of the standard input.
+Replica 0 runs in the caller's thread, where debuggers work.
+
+The protocol: `_running` is the replica whose turn it is. Only that replica changes the shared
+fields, so they need no lock. It hands over with `_resume`, which releases the semaphore of the next
+one, and waits for its own in `_wait`. Turns go round in the order of replicas, so at each meeting
+replica 0 is resumed when all others have arrived.
 """
 
 import contextvars
@@ -16,6 +21,7 @@ from typing import Any
 
 from tpudist.xla.hlo import source_lines
 
+# Seconds for which the main thread waits without handling signals; see `Turns._wait`.
 _SECONDS_BETWEEN_SIGNALS = 0.2
 _END = "the end of the function"
 
@@ -23,53 +29,54 @@ _END = "the end of the function"
 class Released(BaseException):
     """Ends a replica when another one has failed.
 
-    Not an `Exception`, so that no handler of the user's takes it for a failure of its own.
+    Not an `Exception`, so that no handler of the user takes it for a failure of its own.
     """
 
 
 @dataclasses.dataclass
-class _Visit:
-    """That a replica has come to a meeting: see `Turns.meet`.
+class _Arrival:
+    """The arrival of a replica at a meeting; see `Turns.meet`.
 
     Attributes:
-        what: What the meeting is for.
-        brought: What the replica brings.
-        act: What the meeting does.
-        line: Where in the user's code it is.
+        purpose: Description of the meeting.
+        contribution: The contribution of the replica.
+        act: The work of the meeting.
+        line: Line of the user's code, if known.
     """
 
-    what: str
-    brought: Any
+    purpose: str
+    contribution: Any
     act: Callable[[list[Any]], list[Any]]
     line: str
 
     def __str__(self) -> str:
-        return f"has come to {self.what}" + (f" at {self.line}" if self.line else "")
+        return f"has come to {self.purpose}" + (f" at {self.line}" if self.line else "")
 
 
 class Turns:
-    """One call of a function on replicas that take turns."""
+    """One call of the function `name` on replicas that take turns."""
 
     def __init__(self, num_replicas: int, name: str):
-        """For so many replicas; `name` is the function's."""
         self._count, self._name = num_replicas, name
-        self._visits: dict[int, _Visit] = {}
+        self._arrivals: dict[int, _Arrival] = {}
         self._results: list[Any] = []
-        self._signals = [threading.Semaphore(0) for _ in range(num_replicas)]
+        self._semaphores = [threading.Semaphore(0) for _ in range(num_replicas)]
         self._threads: dict[int, threading.Thread] = {}
         self._running = 0
-        # Which replica failed, and how; no replica, if they parted.
+        # The replica that failed, and its error; None for the replica if a meeting failed.
         self._failure: tuple[int | None, BaseException] | None = None
+        # Whether Ctrl-C was passed on to a replica's thread, and whether a second one has come, so
+        # that nobody waits for the threads.
         self._is_interrupted = self._is_abandoned = False
         self._body: Callable[[int], Any] = lambda replica: None
         self._context = contextvars.copy_context()
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """Calls `body(replica)` for all replicas: what each of them returned.
+        """Calls `body(replica)` for all replicas; returns their results.
 
         Raises:
-            RuntimeError: Replicas came to different meetings.
-            BaseException: What the function of a replica raised; a note says which replica it was.
+            RuntimeError: If replicas arrive at different meetings.
+            BaseException: If the function of a replica raises; a note names the replica.
         """
         self._body = body
         try:
@@ -90,41 +97,49 @@ class Turns:
             thread.join()
         return self._results
 
-    def meet(self, me: int, what: str, brought: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
-        """Waits for all replicas: what this one takes away.
+    def meet(
+        self,
+        replica: int,
+        purpose: str,
+        contribution: Any,
+        act: Callable[[list[Any]], list[Any]],
+    ) -> Any:
+        """Waits for all replicas; returns the result of the meeting for this one.
 
         Args:
-            me: The replica.
-            what: What they meet for, in words; the same for all.
-            brought: What this replica brings.
-            act: Called once, in the caller's thread, with what all have brought, in the order of
-                replicas; it gives what each of them takes away.
+            replica: This replica.
+            purpose: Description of the meeting; all replicas must pass the same.
+            contribution: The contribution of this replica.
+            act: Called once, in the caller's thread, with the contributions in the order of
+                replicas; returns the results in the same order.
         """
         self._check_running()
-        self._visits[me] = _Visit(what, brought, act, _find_users_line() if what != _END else "")
-        if me and what == _END:
-            return None
+        line = _find_users_line() if purpose != _END else ""
+        self._arrivals[replica] = _Arrival(purpose, contribution, act, line)
+        if replica and purpose == _END:
+            return None  # its thread ends; `_run_in_thread` hands over
         if self._count > 1:
-            self._resume((me + 1) % self._count)
-            self._wait(me)
+            self._resume((replica + 1) % self._count)
+            self._wait(replica)
             self._check_running()
-        if me == 0:
-            self._close([self._visits[i] for i in range(self._count)])
-        return self._results[me]
+        if replica == 0:
+            self._close([self._arrivals[i] for i in range(self._count)])
+        return self._results[replica]
 
     def run_outside(self, act: Callable[[], Any]) -> Any:
-        """Calls `act()` in the contexts in which the replicas were called."""
+        """Calls `act()` with the context variables of the caller of `run`."""
         return self._context.run(act)
 
-    def _close(self, visits: list[_Visit]) -> None:
-        """Does what all have come for."""
-        for replica, visit in enumerate(visits):
-            if visit.what != visits[0].what:
-                self._failure = None, RuntimeError(_describe_visits(self._name, replica, visits))
+    def _close(self, arrivals: list[_Arrival]) -> None:
+        """Does the work of a meeting."""
+        for replica, arrival in enumerate(arrivals):
+            if arrival.purpose != arrivals[0].purpose:
+                text = _describe_arrivals(self._name, replica, arrivals)
+                self._failure = None, RuntimeError(text)
                 raise Released
-        self._visits = {}
+        self._arrivals = {}
         try:
-            self._results = visits[0].act([x.brought for x in visits])
+            self._results = arrivals[0].act([x.contribution for x in arrivals])
         except BaseException as error:
             self._failure = None, error
             raise
@@ -136,8 +151,9 @@ class Turns:
     def _resume(self, replica: int) -> None:
         self._running = replica
         if replica == 0 or replica in self._threads:
-            self._signals[replica].release()
+            self._semaphores[replica].release()
             return
+        # At its first turn. The copied context starts it in the caller's scope.
         thread = self._threads[replica] = threading.Thread(
             target=self._context.copy().run,
             args=(self._run_in_thread, replica),
@@ -146,16 +162,18 @@ class Turns:
         )
         thread.start()
 
-    def _wait(self, me: int) -> None:
-        while self._running != me:
+    def _wait(self, replica: int) -> None:
+        while self._running != replica:
             try:
-                # Python handles signals when the main thread runs, to which they may not come.
-                self._signals[me].acquire(timeout=None if me else _SECONDS_BETWEEN_SIGNALS)
+                # Python handles signals only while the main thread runs, and the system may deliver
+                # them to another thread. So replica 0, in the main thread, wakes up now and then.
+                timeout = None if replica else _SECONDS_BETWEEN_SIGNALS
+                self._semaphores[replica].acquire(timeout=timeout)
             except KeyboardInterrupt:
-                # It comes to the main thread, and is meant for the replica that runs.
+                # It arrives in the main thread, and is meant for the replica that runs.
                 thread = self._threads.get(self._running)
-                if me or thread is None or self._is_interrupted:
-                    self._is_abandoned = not me
+                if replica or thread is None or self._is_interrupted:
+                    self._is_abandoned = not replica
                     raise
                 self._is_interrupted = True
                 _interrupt(thread)
@@ -164,7 +182,7 @@ class Turns:
         try:
             self.meet(replica, _END, self._body(replica), list)
         except Released:
-            return  # whoever releases waits for the end of the thread
+            return  # `_release` waits for the end of this thread
         except BaseException as error:
             if self._failure is not None:
                 return
@@ -173,18 +191,18 @@ class Turns:
         self._resume(0 if failed else (replica + 1) % self._count)
 
     def _release(self) -> None:
-        """Ends the other replicas, one after the other: their `finally` blocks take turns too."""
+        """Ends the other replicas one by one, so that their `finally` blocks take turns, too."""
         for replica, thread in self._threads.items():
             self._running = replica
-            self._signals[replica].release()
+            self._semaphores[replica].release()
             if not self._is_abandoned:
                 thread.join()
 
 
-def _describe_visits(name: str, replica: int, visits: list[_Visit]) -> str:
+def _describe_arrivals(name: str, replica: int, arrivals: list[_Arrival]) -> str:
     return (
-        f"The replicas of '{name}' diverged: replica 0 {visits[0]}, and replica {replica} "
-        f"{visits[replica]}. All replicas must communicate in the same order, with values of the "
+        f"The replicas of '{name}' diverged: replica 0 {arrivals[0]}, and replica {replica} "
+        f"{arrivals[replica]}. All replicas must communicate in the same order, with values of the "
         "same shapes. If a branch depends on a value that differs between replicas, communicate "
         "outside of it."
     )
@@ -198,7 +216,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _find_users_line() -> str:
-    """The innermost line that is the user's, as `file:line (code)`; empty if there is none."""
+    """Returns the innermost line of the user, as `file:line (code)`; empty if there is none."""
     line = source_lines.line_of_call()
     file, _, number = line.rpartition(":")
     code = linecache.getline(file, int(number)).strip() if line else ""

@@ -1,4 +1,8 @@
-"""State that replicas have changed, each by itself: checked with its values, and written once."""
+"""Checks and writes the state that eager replicas have changed, once all have ended.
+
+Each replica has changed its own copy. Their values replace the proof of a compiled program: state
+that replicas share must be equal, to the last bit.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -6,13 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.array_types import PyTree
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.programs import accumulation
 from tpudist.reduce_op import ReduceOp, VariableAggregation
-from tpudist.run.eager import eager_results, replica_evaluation
+from tpudist.run.eager import host_values
+from tpudist.run.eager.eager_results import ReplicaResult
+from tpudist.run.eager.host_values import HostKeys, HostValue
 from tpudist.run.eager.replica_group import ReplicaGroup
-from tpudist.run.outputs import outputs
+from tpudist.run.outputs import divergence
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica, open_parts
 from tpudist.xla.mesh import ReplicaMesh
@@ -21,13 +28,13 @@ _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
 
 
 def save(strategy: StrategyBase, binding: nnx_binding.Binding | None) -> list[tuple[Any, Any]]:
-    """What Variables and NNX objects hold, for `restore`. Their arrays are not copied."""
-    held: list[tuple[Any, Any]] = [(v, v._value) for v in strategy._list_variables()]
-    return held + ([(binding, binding.values())] if binding is not None else [])
+    """Returns the values of Variables and NNX objects, for `restore`, without copying arrays."""
+    values: list[tuple[Any, Any]] = [(v, v._value) for v in strategy._list_variables()]
+    return values + ([(binding, binding.values())] if binding is not None else [])
 
 
 def restore(saved: list[tuple[Any, Any]]) -> None:
-    """Makes them hold it again."""
+    """Assigns the values that `save` has returned again."""
     for holder, value in saved:
         if isinstance(holder, nnx_binding.Binding):
             pairs = [(v, x) for v, x in zip(holder.variables, value, strict=True) if v is not None]
@@ -36,54 +43,58 @@ def restore(saved: list[tuple[Any, Any]]) -> None:
             holder._value = value
 
 
-def write(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
-    """Writes what the replicas have changed.
+def write(run: ReplicaGroup, outcomes: Sequence[ReplicaResult]) -> None:
+    """Writes the state that the replicas have changed.
 
     Raises:
-        ValueError: State that they share differs between them.
+        ValueError: If state that they share differs between them.
     """
     refused: list[tuple[str, str, str]] = []
     variables = _collect_variables(run, refused)
-    leaves = _collect_objects(run, ended, refused)
+    leaves = _collect_objects(run, outcomes, refused)
     if refused:
-        raise ValueError(outputs.describe_divergence(run.name, refused))
+        raise ValueError(divergence.describe_divergence(run.name, refused))
     for variable, value in variables.items():
         _set(run.strategy, variable, value)
     if leaves:
-        assert run.binding is not None, "they are of its Variables"
+        assert run.binding is not None, "they are its leaves"
         holders = [run.binding.variables[i] for i in leaves]
         nnx_binding.write(holders, list(leaves.values()))
 
 
-def check_structure(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
-    """Raises ValueError if an NNX object has another structure than before on some replica."""
+def check_structure(run: ReplicaGroup, outcomes: Sequence[ReplicaResult]) -> None:
+    """Raises ValueError if the structure of an NNX object has changed on some replica."""
     binding = run.binding
     if binding is None:
         return
-    for x in ended:
+    for x in outcomes:
         values = binding.values_of(x.copies)
         if values is None or jax.tree.structure(values) != open_parts(binding.values())[0]:
             change = binding.describe_changes(x.copies)
-            raise ValueError(outputs.describe_structure_change(run.name, change))
+            raise ValueError(divergence.describe_structure_change(run.name, change))
 
 
 class NotSums(Exception):
-    """The function does something else than add to sums over examples.
+    """The function does more to sums over examples than add to them.
 
     Attributes:
-        leaves: These Variables of NNX's averages, by number.
+        leaves: The leaves of the binding that are these sums.
     """
 
     def __init__(self, leaves: Collection[int]):
-        """Of these."""
         super().__init__(leaves)
         self.leaves = frozenset(leaves)
 
 
-def watch_sums(run: ReplicaGroup, entered: Sequence[Any]) -> accumulation.Watch | None:
-    """Returns what follows the sums over examples that NNX's averages hold; None without any."""
+def watch_sums(run: ReplicaGroup, entered: Sequence[PyTree]) -> accumulation.Watch | None:
+    """Returns a watch of the sums over examples in NNX's averages; None if there are none.
+
+    Args:
+        run: The call.
+        entered: The values of the NNX objects with which the replica begins.
+    """
     binding, rules = run.binding, dict(run.rules)
-    assert binding is not None, "it has the values"
+    assert binding is not None, "the values belong to its objects"
     sums = {
         i: x
         for i, x in enumerate(entered)
@@ -95,102 +106,102 @@ def watch_sums(run: ReplicaGroup, entered: Sequence[Any]) -> accumulation.Watch 
     return accumulation.Watch(sums) if sums else None
 
 
-def check_sums(run: ReplicaGroup, ended: Sequence["eager_results.Ended"]) -> None:
-    """Raises NotSums if a replica does something else than add to one."""
-    found: set[int] = set()
-    for replica, x in enumerate(ended):
+def check_sums(run: ReplicaGroup, outcomes: Sequence[ReplicaResult]) -> None:
+    """Raises NotSums if a replica does more to such a sum than add to it."""
+    replaced: set[int] = set()
+    for replica, x in enumerate(outcomes):
         watch = run.frames[replica].evaluation.watch
         if watch is not None:
             assert run.binding is not None, "it has the sums"
             values = run.binding.values_of(x.copies)
-            assert values is not None, "`check_structure` has seen to it"
-            found |= watch.find_replaced(dict(enumerate(values)))
-    if found:
-        raise NotSums(found)
+            assert values is not None, "`check_structure` has checked that"
+            replaced |= watch.find_replaced(dict(enumerate(values)))
+    if replaced:
+        raise NotSums(replaced)
 
 
 def write_variables(run: ReplicaGroup) -> None:
-    """Writes what was assigned to Variables so far, before all replicas are one for a while."""
+    """Writes the Variables that were assigned so far, before code runs in cross-replica context."""
     refused: list[tuple[str, str, str]] = []
     variables = _collect_variables(run, refused)
     if refused:
-        raise ValueError(outputs.describe_divergence(run.name, refused))
+        raise ValueError(divergence.describe_divergence(run.name, refused))
     for variable, value in variables.items():
         _set(run.strategy, variable, value)
 
 
 def _collect_variables(run: ReplicaGroup, refused: list[tuple[str, str, str]]) -> dict[Any, Any]:
-    """The new host values of the Variables that some replica has assigned."""
+    """Returns the new host values of the Variables that some replica has assigned."""
     frames = [run.frames[i] for i in range(run.mesh.num_replicas)]
-    found = {}
+    new_values = {}
     for variable in dict.fromkeys(v for frame in frames for v in frame.written):
         parts = [frame.fetch(variable) for frame in frames]
         if variable.on_read:
-            found[variable] = replica_evaluation.stack_values(parts)
-        elif replica_evaluation.are_equal(parts):
-            found[variable] = parts[0]
+            new_values[variable] = host_values.stack_values(parts)
+        elif host_values.are_equal(parts):
+            new_values[variable] = parts[0]
         else:
-            what = f"Variable '{variable.name}'"
-            refused.append((what, _describe_difference(parts), outputs.VARIABLE_REMEDY))
+            name = f"Variable '{variable.name}'"
+            refused.append((name, _describe_difference(parts), divergence.VARIABLE_REMEDY))
     for frame in frames:
         frame.give_up()
-    return found
+    return new_values
 
 
-def _set(strategy: StrategyBase, variable: VariableLike, value: Any) -> None:
+def _set(strategy: StrategyBase, variable: VariableLike, value: HostValue) -> None:
     old = variable._value
-    new = strategy._place_variable(variable, replica_evaluation.to_array(value))
+    new = strategy._place_variable(variable, host_values.to_array(value))
     if strategy.storage is None and new.sharding != old.sharding:
-        new = jax.device_put(new, old.sharding)  # where it was moved to, such as the host's memory
+        new = jax.device_put(new, old.sharding)  # it was moved, for example to the host's memory
     variable._value = new
 
 
 def _collect_objects(
-    run: ReplicaGroup, ended: Sequence["eager_results.Ended"], refused: list[tuple[str, str, str]]
-) -> dict[int, Any]:
-    """The new values of those NNX Variables that some replica has changed, by number."""
+    run: ReplicaGroup, outcomes: Sequence[ReplicaResult], refused: list[tuple[str, str, str]]
+) -> dict[int, PyTree]:
+    """Returns the new values of the NNX Variables that some replica has changed, by leaf."""
     binding = run.binding
     if binding is None:
         return {}
     before = binding.values()
-    after = [binding.values_of(x.copies) for x in ended]
-    found = {}
+    after = [binding.values_of(x.copies) or [] for x in outcomes]
+    new_values = {}
     for i, old in enumerate(before):
-        parts = [jax.tree.leaves(x[i]) for x in after]  # type: ignore[index]
-        given = [jax.tree.leaves(x.entered[i]) for x in ended]
+        parts = [jax.tree.leaves(x[i]) for x in after]
+        entered = [jax.tree.leaves(x.entered[i]) for x in outcomes]
         if all(
-            x is y for p, g in zip(parts, given, strict=True) for x, y in zip(p, g, strict=True)
+            x is y for p, e in zip(parts, entered, strict=True) for x, y in zip(p, e, strict=True)
         ):
             continue
         if binding.variables[i] is None:
             change = f"the array '{binding.name(i)}' was replaced"
-            raise ValueError(outputs.describe_structure_change(run.name, change))
+            raise ValueError(divergence.describe_structure_change(run.name, change))
         arrays = [
-            _combine(run, i, [replica_evaluation.fetch(p[j]) for p in parts], refused, is_part)
+            _combine(run, i, [host_values.fetch(p[j]) for p in parts], refused, is_part)
             for j, is_part in enumerate(open_parts(old)[1])
         ]
         olds, structure = jax.tree.flatten(old)
         placed = [_place(run, x, y) for x, y in zip(arrays, olds, strict=True)]
-        found[i] = structure.unflatten(placed)
-    return found
+        new_values[i] = structure.unflatten(placed)
+    return new_values
 
 
 def _combine(
     run: ReplicaGroup, i: int, parts: list[Any], refused: list[tuple[str, str, str]], is_part: bool
 ) -> Any:
-    """What becomes of an NNX Variable's values on all replicas, by its rule."""
-    if is_part:  # each replica has its own, and keeps it
-        return replica_evaluation.stack_values(parts)
+    """Returns the new value of an NNX Variable from its values on all replicas, by its rule."""
+    if is_part:  # each replica has a value of its own, and keeps it
+        return host_values.stack_values(parts)
     binding, count = run.binding, run.mesh.num_replicas
     assert binding is not None, "it has the Variable"
     rule = None if i in run.not_sums else binding.aggregation(i, dict(run.rules))
-    shares = rule is _SUM and count > 1  # each replica holds its own share of a sum
-    if replica_evaluation.are_equal(parts) and not shares:
+    shares = rule is _SUM and count > 1  # each replica has its own share of a sum
+    if host_values.are_equal(parts) and not shares:
         return parts[0]
     if rule is _NONE:
-        return PerReplica(replica_evaluation.stack_values(parts))
+        return PerReplica(host_values.stack_values(parts))
     if rule is None:
-        remedy = outputs.remedy_of(binding.types[i].__name__)
+        remedy = divergence.remedy_of(binding.types[i].__name__)
         refused.append((binding.name(i), _describe_difference(parts), remedy))
         return parts[0]
     if rule is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -202,32 +213,34 @@ def _combine(
     return (total / count).astype(parts[0].dtype) if mean else total
 
 
-def _place(run: ReplicaGroup, value: Any, old: Any) -> Any:
-    """A new value where the old one was; on the mesh, if that was elsewhere."""
-    if isinstance(value, PerReplica):  # one for each replica from now on
-        stacked = replica_evaluation.to_array(value.array)
+def _place(run: ReplicaGroup, value: Any, old: object) -> jax.Array | PerReplica:
+    """Moves a new value to the place of the old one; to the mesh, if that was elsewhere."""
+    if isinstance(value, PerReplica):  # one value per replica from now on
+        stacked = host_values.to_array(value.array)
         return PerReplica(jax.device_put(stacked, run.mesh.stacked))
-    array = replica_evaluation.to_array(value)
+    array = host_values.to_array(value)
     storage = run.strategy.storage
     if storage is not None:
         return storage.place(array)
     return jax.device_put(array, _sharding_of(old, run.mesh))
 
 
-def _sharding_of(old: Any, mesh: ReplicaMesh) -> Any:
-    sharding = getattr(old, "sharding", None)
-    on_mesh = sharding is not None and sharding.device_set == mesh.device_set
-    return sharding if on_mesh else mesh.replicated
+def _sharding_of(old: object, mesh: ReplicaMesh) -> jax.sharding.Sharding:
+    sharding = old.sharding if isinstance(old, jax.Array) else None
+    if sharding is not None and sharding.device_set == mesh.device_set:
+        return sharding
+    return mesh.replicated
 
 
 def _describe_difference(parts: list[Any]) -> str:
-    """Where the values of replicas differ first, in words."""
-    hosts = [x.data if isinstance(x, replica_evaluation.HostKeys) else x for x in parts]
+    """Describes the first difference between the values of replicas."""
+    hosts = [x.data if isinstance(x, HostKeys) else x for x in parts]
     first = hosts[0]
     for replica, x in enumerate(hosts):
         if x.shape != first.shape:
             return f"it has shape {first.shape} on replica 0, and {x.shape} on replica {replica}"
     differing = [
+        # Positions with unequal values, except where both are NaN.
         (replica, np.argwhere((x != first) & ~((x != x) & (first != first))))
         for replica, x in enumerate(hosts)
     ]

@@ -1,7 +1,6 @@
 """Finds the outputs of a call that are state and begin to differ between replicas."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ _ADDITIVE = frozenset(
 
 
 def find_drifting(
-    closed: Any,
+    closed: jaxprs.ClosedJaxpr,
     replaced: Mapping[int, int],
     stacked: Sequence[bool],
     causes: Sequence[str | None],
@@ -38,13 +37,13 @@ def find_drifting(
     Args:
         closed: The program of one replica.
         replaced: Outputs that are new state, each with the input that it replaces.
-        stacked: For each output, whether it leaves as one value for each replica.
-        causes: For each output, why it differs between replicas.
-        labels: The names of all inputs that are state.
-        function: The name of the function.
-        differs: For each input, whether each replica has a value of its own.
+        stacked: For each output, whether it leaves with one part per replica.
+        causes: For each output, the cause of a difference between replicas.
+        labels: Names of all inputs that are state.
+        function: Name of the function.
+        differs: For each input, whether replicas have different values.
     """
-    found = {}
+    drifting = {}
     advice = advice_on_value(labels.values())
     jaxpr = jaxprs.open_jaxpr(closed)
     flat = flat_program.flatten(closed, inline_calls=True)
@@ -52,25 +51,31 @@ def find_drifting(
     for output, source in replaced.items():
         if not stacked[output] or not _is_carried(flat, source, output, local):
             continue
-        given = [i == source for i in range(len(jaxpr.invars))]
+        is_source = [i == source for i in range(len(jaxpr.invars))]
         averages = _is_averaged(flat, source, output, set(labels))
         contracts = averages or _is_contracted(flat, source, output)
-        dependent = row_dependence.find_dependent(closed, given)
+        dependent = row_dependence.find_dependent(closed, is_source)
+        # Of the outputs of a jaxpr, only literals have a value `val`, and no hash.
         if contracts or any(
             i != output and not hasattr(x, "val") and x in dependent
             for i, x in enumerate(jaxpr.outvars)
         ):
-            made = next((e for e in jaxpr.eqns if jaxpr.outvars[output] in e.outvars), None)
-            where = "" if made is None else users_line_of(made)
+            eqn = next((e for e in jaxpr.eqns if jaxpr.outvars[output] in e.outvars), None)
+            where = "" if eqn is None else users_line_of(eqn)
             cause = causes[output] or "it differs"
             label = labels.get(source, "an argument")
-            found[output] = Drift(label, function, cause, where, advice)
-    return found
+            drifting[output] = Drift(label, function, cause, where, advice)
+    return drifting
+
+
+# The functions below read the program once, from inputs to outputs, and mark values that depend on
+# marked values. They may mark too little inside loops, whose bodies are one step: then a drift is
+# not reported, and no error is raised without a drift.
 
 
 def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
-    """The values that may differ between replicas."""
-    local = {x for x, own in zip(program.inputs, differs, strict=True) if own}
+    """Returns the values that may differ between replicas."""
+    local = {x for x, is_local in zip(program.inputs, differs, strict=True) if is_local}
     for step in program.steps:
         if replica_equality.makes_equal(step.eqn):
             continue
@@ -82,7 +87,7 @@ def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
 def _is_carried(program: FlatProgram, source: int, output: int, local: set[int]) -> bool:
     """Whether an output contains the input that it replaces as an addend.
 
-    Loops and branches carry all that they are given.
+    A loop or branch counts as carrying all its inputs to all its outputs.
     """
     carried = {program.inputs[source]}
     for step in program.steps:
@@ -114,27 +119,29 @@ def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]
     The weights of both add up to one. The weights of an accumulator of gradients do not, although
     gradients may contain a multiple of the parameters.
     """
+    # `weights` has for each value its coefficients as a linear function of state, as far as these
+    # are numbers in the program.
     numbers = {i: np.asarray(x).item() for i, x in program.constants.items() if _is_number(x)}
     weights: dict[int, dict[int, float]] = {program.inputs[i]: {i: 1.0} for i in state}
     for step in program.steps:
         name, inputs = step.eqn.primitive.name, step.inputs
         if step.adds or len(step.outputs) != 1:
             continue
-        (made,) = step.outputs
+        (result,) = step.outputs
         if name in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
             if inputs[0] in numbers:
-                numbers[made] = numbers[inputs[0]]
+                numbers[result] = numbers[inputs[0]]
             elif inputs[0] in weights:
-                weights[made] = weights[inputs[0]]
+                weights[result] = weights[inputs[0]]
         elif name in ("mul", "div", "neg"):
-            found = [x for x in inputs if x in weights]
+            weighted = [x for x in inputs if x in weights]
             factors = [numbers.get(x) for x in inputs if x not in weights]
-            if name == "neg" and found:
+            if name == "neg" and weighted:
                 factors = [-1.0]
             elif name == "div":
                 factors = [1 / x if x and inputs[0] in weights else None for x in factors]
-            if len(found) == len(factors) == 1 and factors[0] is not None:
-                weights[made] = {i: x * factors[0] for i, x in weights[found[0]].items()}
+            if len(weighted) == len(factors) == 1 and factors[0] is not None:
+                weights[result] = {i: x * factors[0] for i, x in weights[weighted[0]].items()}
         elif name in ("add", "add_any", "sub"):
             signs = (1.0, -1.0 if name == "sub" else 1.0)
             total: dict[int, float] = {}
@@ -142,13 +149,14 @@ def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]
                 for i, x in weights.get(number, {}).items():
                     total[i] = total.get(i, 0.0) + sign * x
             if total:
-                weights[made] = total
+                weights[result] = total
     shares = weights.get(program.outputs[output], {})
     own = shares.pop(source, 0.0)
+    # The weights of the program are float32, and 0.9 + 0.1 is 1 only up to rounding.
     return any(x and abs(own + x - 1) < 1e-5 for x in shares.values()) and abs(own) > 0
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return (
         isinstance(x, int | float | np.generic | np.ndarray) and np.isrealobj(x) and np.size(x) == 1
     )

@@ -1,8 +1,8 @@
-"""State of NNX objects that each replica has for itself: its Variables hold a PerReplica.
+"""Gives NNX Variables one value per replica: a PerReplica.
 
-A rule says which may (`aggregation="none"`, of a Variable or of `RunOptions`), and the proof of a
-trace shows which do. These Variables get one value for each replica, and the function is traced
-again. So inputs and outputs have the same kind, and the first call is compiled once.
+The rule `aggregation="none"`, of a Variable or of `RunOptions`, allows it, and the proof of a trace
+shows which Variables need it. These get one value per replica, and the function is traced again. So
+inputs and outputs are of the same kind, and the first call compiles only once.
 """
 
 from collections.abc import Collection
@@ -24,11 +24,11 @@ def make_local(
 ) -> None:
     """Gives each replica its own copy of some arrays of NNX Variables, in place.
 
-    Of a sum over examples the first replica has all that there was.
+    If an array is a sum over examples, the first replica gets the whole sum, and the others zeros.
 
     Args:
         binding: The NNX objects.
-        leaves: The leaves of it, each with the array of it.
+        leaves: Pairs of a leaf of the binding and an array of that leaf.
         mesh: The replicas.
     """
     values = binding.values()
@@ -41,7 +41,7 @@ def make_local(
         nnx_binding.write([binding.variables[i]], [structure.unflatten(arrays)])
 
 
-def _stack(x: Any, mesh: ReplicaMesh, *, is_sum: bool) -> Any:
+def _stack(x: Any, mesh: ReplicaMesh, *, is_sum: bool) -> jax.Array | jax.ShapeDtypeStruct:
     shape = mesh.num_replicas, *jnp.shape(x)
     spec = x.sharding.spec if mesh.has_whole(x) else PartitionSpec()
     sharding = NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, *spec))
@@ -49,8 +49,8 @@ def _stack(x: Any, mesh: ReplicaMesh, *, is_sum: bool) -> Any:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     def stack(x: jax.Array) -> jax.Array:
-        every = jnp.broadcast_to(x[None], shape)
-        return every.at[1:].set(0) if is_sum else every
+        copies = jnp.broadcast_to(x[None], shape)
+        return copies.at[1:].set(0) if is_sum else copies
 
     x = placement.prepare_step_input(mesh, jnp.asarray(x), is_stacked=False, abstract=False)
     return jax.jit(stack, out_shardings=sharding)(x)

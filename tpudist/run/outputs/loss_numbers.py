@@ -1,13 +1,13 @@
-"""Losses that a step returns or averages, and that are not those of one device.
+"""Warns of losses that a step returns or averages, and that do not match those on one device.
 
-`remarks.choose_fault` looks at state, and this file at the numbers that a person reads. A share of
-a loss that is averaged over replicas is as many times too small as there are replicas.
+`trace_warnings.choose_fault` looks at state, and this file at the numbers that a person reads. If
+shares of a loss are averaged over n replicas, the result is n times too small.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpudist.lowering import compile
@@ -15,17 +15,18 @@ from tpudist.options import LocalMeanWarning
 from tpudist.programs.degrees import degree
 from tpudist.programs.degrees.degree import Value
 from tpudist.run.outputs.results import CallOutputs
-from tpudist.run.remarks import Remark
 from tpudist.run.replica_call import ReplicaCall
+from tpudist.run.trace_warnings import TraceWarning
 
-_SHARE = degree.NONE - degree.OF_REPLICAS  # a mean over all rows, divided by the replicas
+# The degree of a mean over all rows, divided by the number of replicas; see `programs.rows.degree`.
+_SHARE = degree.NONE - degree.OF_REPLICAS
 _HIDE = (
     "To disable this warning: warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
 )
 
 
 def find_averages(call: ReplicaCall, found: CallOutputs) -> list[tuple[str, int, int]]:
-    """Returns the averages of NNX to which the function adds: name, output of total, of count."""
+    """Returns the NNX averages to which the function adds: name, output of total, of count."""
     binding = call.binding
     if binding is None or not binding.summed or call.whole:
         return []
@@ -38,37 +39,38 @@ def find_averages(call: ReplicaCall, found: CallOutputs) -> list[tuple[str, int,
         and (i, j) not in call.inputs.parts_of_objects
         and not rules
     }
-    totals = {x: outputs.get(x.removesuffix("total'") + "count'") for x in outputs}
-    return [(x, outputs[x], y) for x, y in totals.items() if x.endswith("total'") and y is not None]
+    # `nnx.metrics.Average` has a Variable `total` and a Variable `count`; names end in a quote.
+    counts = {x: outputs.get(x.removesuffix("total'") + "count'") for x in outputs}
+    return [(x, outputs[x], y) for x, y in counts.items() if x.endswith("total'") and y is not None]
 
 
-def find_remarks(
+def find_warnings(
     call: ReplicaCall,
     program: compile.ReplicaProgram,
     values: Sequence[Value],
     end: int,
     averages: Sequence[tuple[str, int, int]],
-) -> tuple[Remark, ...]:
-    """Returns the warnings of one program.
+) -> tuple[TraceWarning, ...]:
+    """Returns the warnings about one program.
 
     Args:
         call: The call.
         program: The program of one replica.
-        values: The properties of its outputs.
+        values: Properties of its outputs.
         end: Number of results, which are the first outputs.
-        averages: See `find_averages`.
+        averages: Result of `find_averages`.
     """
     found = (
         _describe_results(call, program, values, end),
         _describe_averages(call, values, averages),
     )
-    return tuple(Remark(LocalMeanWarning, text, where) for text, where in found if text)
+    return tuple(TraceWarning(LocalMeanWarning, text, where) for text, where in found if text)
 
 
 def _describe_averages(
     call: ReplicaCall, values: Sequence[Value], averages: Sequence[tuple[str, int, int]]
 ) -> tuple[str, str]:
-    """Returns a warning of an average that is not that of one device, and its line; or nothing."""
+    """Returns a warning of an average that differs from one device, and its line; or empty."""
     n = call.strategy.num_replicas_in_sync
     for name, total, count in averages:
         added, counted = values[total].addend, values[count].addend
@@ -94,7 +96,7 @@ def _describe_averages(
 def _describe_results(
     call: ReplicaCall, program: compile.ReplicaProgram, values: Sequence[Value], end: int
 ) -> tuple[str, str]:
-    """Returns a warning of a reduced loss that is not that of one device, and its line."""
+    """Returns a warning of a reduced loss that differs from one device, and its line; or empty."""
     n = call.strategy.num_replicas_in_sync
     for value, aval in itertools.islice(zip(values, program.closed.out_avals, strict=True), end):
         if not value.is_equal or not _is_loss(aval) or _may_be_right(value, n):
@@ -121,7 +123,7 @@ def _describe_results(
 def find_shares(
     program: compile.ReplicaProgram, values: Sequence[Value], end: int, num_replicas: int
 ) -> Mapping[int, str]:
-    """Returns the results that are shares of a loss, each with the line that divides it."""
+    """Returns the results that are shares of a loss, each with the user's line that divides it."""
     return {
         i: values[i].counted
         for i in range(end)
@@ -133,11 +135,11 @@ def find_shares(
     }
 
 
-def _is_loss(aval: Any) -> bool:
+def _is_loss(aval: jax.ShapeDtypeStruct) -> bool:
     return not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _may_be_right(value: Value, num_replicas: int) -> bool:
-    """Whether a number in the program may be that of the replicas."""
+    """Whether a number in the program may be the number of replicas, so that the value is right."""
     numbers = [abs(x.number) for x in (*value.factors, *value.before_sum)]
     return any(abs(x / y - 1) < 1e-4 for x in numbers for y in (num_replicas, 1 / num_replicas))

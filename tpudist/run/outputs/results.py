@@ -1,7 +1,7 @@
-"""What the trace of a replica function gave: its program, and what becomes of each output.
+"""The trace of a replica function: its program, and how each output becomes a result or new state.
 
-A result is merged over the replicas: one plain array where they agree, a PerReplica where they do
-not, without the padding of a partial batch; what was no array comes back as itself.
+A result is merged over the replicas: one plain array if they agree, a PerReplica if they do not,
+without the padding of a partial batch. A result that is not an array is returned unchanged.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import compile, placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops
-from tpudist.run.arguments.call_arguments import Call
+from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values import drift, loss_shares
@@ -25,14 +26,14 @@ from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
     from tpudist.programs.degrees.degree_faults import Fault
-    from tpudist.run.remarks import Remark
+    from tpudist.run.trace_warnings import TraceWarning
 
 
 class RowsOfResults(Protocol):
-    """What a trace knows of partial batches; see `run.partial_batch.PartialBatch`."""
+    """The rows of results in a partial batch; see `run.partial_batch.PartialBatch`."""
 
     def check(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Refuses numbers of rows for which the function is another one."""
+        """Raises for numbers of rows that the program does not support."""
         ...
 
     def warn_of_empty(self, rows: Sequence[tuple[int, ...]]) -> None:
@@ -42,13 +43,32 @@ class RowsOfResults(Protocol):
     def extents(
         self, result: int, rows: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """The dims of a result that are rows, each with how many each replica really has."""
+        """Returns the dims of a result that are rows, each with the real rows of each replica."""
         ...
 
 
 @dataclasses.dataclass
 class CallOutputs:
-    """What one call of the function gave, in the order of the flat outputs."""
+    """The outputs of one call of the function, in the order of the flat outputs.
+
+    Flat outputs are the arrays of results, then the values of Variables, then NNX arrays.
+
+    Attributes:
+        treedef: Nesting of the result.
+        result: For each leaf of the result, a pair: ("array", number of the output), ("argument",
+            number of the flat argument), ("object", number of the NNX node), or ("itself", value).
+        num_results: Number of outputs that are results, the first ones.
+        variables: The Variables that were assigned.
+        read: The Variables that were read.
+        nnx: The NNX arrays that were changed: pairs of a leaf of the binding and an array of it.
+        structure_change: Description of a change to the structure of an NNX object; empty without.
+        local: NNX arrays to which a nested `run` has given one value per replica.
+        plain: Whether JAX knows all containers in the result.
+        incomplete: Whether the function must be traced again, with the Variables that it created.
+        computed: Created Variables whose initial values are the last outputs.
+        references: The Variables that are references in the trace, in order of their creation.
+        interruption: The exception that ended the trace, if one did.
+    """
 
     treedef: Any = None
     result: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
@@ -57,36 +77,35 @@ class CallOutputs:
     read: set[Variable] = dataclasses.field(default_factory=set)
     nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     structure_change: str = ""
-    # The arrays of NNX objects that `run` in the function has made one for each replica.
     local: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     plain: bool = False
-    # The trace is to be made again, with the Variables that it made; those with computed values.
     incomplete: bool = False
     computed: list[Variable] = dataclasses.field(default_factory=list)
-    # The Variables that are references in the trace, in the order in which those were made.
     references: list[Variable] = dataclasses.field(default_factory=list)
     interruption: BaseException | None = None
 
 
 class Outcome:
-    """What a compiled step returns beside new state, and the trace that explains it.
+    """The results of a compiled step, and the trace that explains them.
+
+    The trace creates it, and JAX creates it again at each call, because it is a pytree node.
 
     Attributes:
-        results: A list of arrays, or what the function returned if it needs no merging.
+        results: A list of arrays; or the result of the function if it needs no merging.
         traced: The trace.
     """
 
     __slots__ = ("results", "traced")
 
-    def __init__(self, results: Any, traced: "TracedStep"):
-        """Made in the trace, and again by JAX at each call."""
+    def __init__(self, results: PyTree, traced: "TracedStep"):
         self.results = results
         self.traced = traced
 
     def any_array(self) -> jax.Array | None:
-        """One of the arrays, or None if there is none."""
+        """Returns one of the arrays, or None if there is none."""
         node = self.results
-        while not isinstance(node, jax.Array):  # the first child of each; a large tree has no hurry
+        # Follows first children, because it is on the path of each call and trees may be large.
+        while not isinstance(node, jax.Array):
             if isinstance(node, dict) and node:
                 node = next(iter(node.values()))
             elif isinstance(node, list | tuple) and node:
@@ -96,7 +115,8 @@ class Outcome:
         return node
 
 
-# JAX keeps the structures that compiled functions return, and must not keep Variables alive so.
+# The auxiliary data is a weak reference: JAX keeps the structures that compiled functions return,
+# and must not keep Variables alive that way. Each call of a step has its trace, so it exists.
 jax.tree_util.register_pytree_node(
     Outcome,
     lambda x: ((x.results,), weakref.ref(x.traced)),
@@ -109,19 +129,21 @@ class TracedStep:
     """A replica function traced for one signature.
 
     Attributes:
-        program: Its jaxpr.
-        all_variables: Shapes of all the Variables that were inputs of the trace.
+        program: The program of one replica.
+        found: The outputs of the call.
+        all_variables: Shapes of all Variables that were inputs of the trace.
         positions: For each Variable that is read or written, its position among them.
-        stack_outputs: Which outputs differ and leave stacked.
+        stack_outputs: For each output, whether it differs and leaves with one part per replica.
         aggregated: Outputs that are combined at the end of the step, by reduction.
         mesh: The replicas.
-        partial: For partial batches: what was learnt of them.
-        remarks: What the user is to be warned of.
-        returned: Outputs that are state given back; see `returned_state`.
+        partial: The rows of results, if some batch is partial.
+        warnings: Warnings for the user.
+        returned: Outputs that are returned state, each with the number of its input after the
+            Variables; see `returned_state`.
         drifting: Outputs that replace equal state and differ between replicas.
-        faults: Values of the program that are not those of one device; see `degree_faults`.
+        faults: Values that do not match those on one device; see `degree_faults`.
         count_run: Counts a run, once other processes are known to run the same; see `first_run`.
-        shares: Results that are shares of a loss; see `loss_numbers`.
+        shares: Results that are shares of a loss, with a line of the user; see `loss_numbers`.
     """
 
     program: compile.ReplicaProgram
@@ -132,7 +154,7 @@ class TracedStep:
     aggregated: dict[ReduceOp | None, list[int]]
     mesh: ReplicaMesh
     partial: RowsOfResults | None = None
-    remarks: tuple["Remark", ...] = ()
+    warnings: tuple["TraceWarning", ...] = ()
     returned: dict[int, int] = dataclasses.field(default_factory=dict)
     drifting: dict[int, drift.Drift] = dataclasses.field(default_factory=dict)
     faults: tuple["Fault", ...] = ()
@@ -146,7 +168,7 @@ class TracedStep:
 
     @property
     def variable_order(self) -> list[Variable]:
-        """The same, in the order in which they were made."""
+        """The Variables that the function reads or writes, in the order of their creation."""
         return sorted(self.positions, key=self.positions.__getitem__)
 
     @property
@@ -163,85 +185,101 @@ class TracedStep:
         self,
         mesh: ReplicaMesh,
         captured: Sequence[Variable],
-        values: Sequence[Any],
+        values: Sequence[jax.Array],
         state: Sequence[tuple[str, Any, int]],
-        place_outputs: Callable[[list[Any], dict[int, int]], list[Any]],
-    ) -> tuple[list[Any], Outcome]:
-        """Puts the program into the function that `jit` traces.
+        place_results: Callable[[list[jax.Array], dict[int, int]], list[jax.Array]],
+    ) -> tuple[list[jax.Array], Outcome]:
+        """Adds the program to the function that `jit` traces.
 
         Args:
             mesh: The replicas.
-            captured: The Variables among `values`, first.
+            captured: The Variables that are the first of `values`.
             values: All inputs.
-            state: What is to be written back: ("variable", Variable, position of its input) or
-                ("nnx", (leaf, array of the leaf), position of its input).
-            place_outputs: Says of the results that are state given back where they lie.
+            state: State to write back; see `StepPlan.state`.
+            place_results: Called with the results and `returned`; returns the results, with
+                returned state placed like the state that it replaces.
+
+        Returns:
+            The new state, and the outcome.
         """
         # State that lives in host memory is on the devices while the step runs.
-        given, values = values, [placement.to_device(x) for x in values]
+        inputs, values = values, [placement.to_device(x) for x in values]
         run = compile.spread(self.program, mesh, self.stack_outputs or [False], self._finish)
         outputs = run(*self.inputs_of_program(captured, values))
         if not self.stack_outputs:
-            return list(given[position] for _, _, position in state), Outcome(outputs, self)
+            return [inputs[position] for _, _, position in state], Outcome(outputs, self)
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
+        # State that only other traces of the step write is returned as it came.
         written = [
-            placement.to_memory_of(new[key], given[position]) if key in new else given[position]
+            placement.to_memory_of(new[key], inputs[position]) if key in new else inputs[position]
             for _, key, position in state
         ]
-        results = place_outputs(list(outputs[:n]), self.returned)
+        results = place_results(list(outputs[:n]), self.returned)
         if self._plain:
             results = self.found.treedef.unflatten(results)
         return written, Outcome(results, self)
 
-    def inputs_of_program(self, captured: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
-        """Returns the inputs of the program: all Variables, and then what else is fed."""
+    def inputs_of_program(
+        self, captured: Sequence[Variable], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns the inputs of the program: all Variables, and then the other values.
+
+        Variables that the function does not use are not fed. XLA drops the zeros in their place.
+        """
         fed = dict(zip(captured, values, strict=False))
-        at = {position: fed[v] for v, position in self.positions.items()}
+        value_at = {position: fed[v] for v, position in self.positions.items()}
         variables = [
-            at[i] if i in at else jnp.zeros(x.shape, x.dtype)
+            value_at[i] if i in value_at else jnp.zeros(x.shape, x.dtype)
             for i, x in enumerate(self.all_variables)
         ]
         return [*variables, *values[len(captured) :]]
 
     def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
         if not outputs:
-            # XLA fails over a program of all devices that only prints or calls back: it takes a
-            # `shard_map` without results apart. With one it also shows when the step has ended.
+            # Without a result, XLA fails on a program of all devices that only prints or calls
+            # back: it takes a `shard_map` without results apart. The result also shows when the
+            # step has ended.
             return [jnp.zeros((), jnp.bool_)]
         return aggregate_outputs(outputs, self.aggregated)
 
-    def result(self, results: Any, now: Call) -> Any:
-        """What the function returned in the call `now`, merged over replicas."""
+    def result(self, results: PyTree, call: RunCall) -> PyTree:
+        """Returns the result of the function, merged over replicas.
+
+        Args:
+            results: `Outcome.results`.
+            call: The call.
+        """
         if self._plain:
             return results
         merged = []
         nodes = None
-        for kind, what in self.found.result:
+        for kind, item in self.found.result:
             if kind == "array":
-                merged.append(self._merge(what, results[what], now.rows))
+                merged.append(self._merge(item, results[item], call.rows))
             elif kind == "argument":
-                merged.append(now.leaves()[what])
+                merged.append(call.leaves()[item])
             elif kind == "object":
-                nodes = nodes or nnx_contents.nodes_of(now.binding.objects())
-                merged.append(nodes[what])
+                assert call.binding is not None, "it has the object"
+                nodes = nodes or nnx_contents.nodes_of(call.binding.objects())
+                merged.append(nodes[item])
             else:
-                merged.append(what)
+                merged.append(item)
         return self.found.treedef.unflatten(merged)
 
-    def check_rows(self, now: Call, *, is_rehearsal: bool) -> None:
-        """Refuses numbers of real rows for which the function is another one.
+    def check_rows(self, call: RunCall, *, is_rehearsal: bool) -> None:
+        """Raises for numbers of real rows that the program does not support.
 
         Args:
-            now: The call.
-            is_rehearsal: Whether the call is made to verify the step, without notes for the user.
+            call: The call.
+            is_rehearsal: Whether the call is a rehearsal, without warnings for the user.
         """
         if self.partial is None:
             return
         if not is_rehearsal:
-            self.partial.warn_of_empty(now.rows)
-        self.partial.check(now.rows)
+            self.partial.warn_of_empty(call.rows)
+        self.partial.check(call.rows)
 
     def __post_init__(self):
         self._keys = {} if self.found.treedef is None else self._find_keys()
@@ -254,25 +292,27 @@ class TracedStep:
         )
 
     def _find_keys(self) -> dict[int, str]:
-        """By result, the innermost key of a dict under which the function returned it.
+        """Returns by output the innermost dict key under which the function returned it.
 
-        Containers that JAX does not know are left out.
+        Results in containers that JAX cannot flatten have none.
         """
         result = self.found.result
         tree = self.found.treedef.unflatten(range(len(result)))
-        found = {}
+        found_keys = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             keys = [x.key for x in path if isinstance(x, jax.tree_util.DictKey)]
             if isinstance(leaf, int) and keys and isinstance(keys[-1], str):
-                kind, what = result[leaf]
+                kind, output = result[leaf]
                 if kind == "array":
-                    found[what] = keys[-1]
-        return found
+                    found_keys[output] = keys[-1]
+        return found_keys
 
-    def _merge(self, i: int, array: jax.Array, rows: Sequence[tuple[int, ...]]) -> Any:
+    def _merge(
+        self, i: int, array: jax.Array, rows: Sequence[tuple[int, ...]]
+    ) -> jax.Array | PerReplica:
         extents = self.partial.extents(i, rows) if self.partial is not None else []
         if not self.stack_outputs[i]:
-            # It has the rows of all replicas, or none.
+            # It has the rows of all replicas, gathered, or no rows: the same on each replica.
             for dim, sizes in extents:
                 array = jax.lax.slice_in_dim(array, 0, sizes[0], axis=dim)
             return array
@@ -290,11 +330,17 @@ class TracedStep:
 def aggregate_outputs(
     outputs: Sequence[jax.Array], aggregated: dict[ReduceOp | None, list[int]]
 ) -> list[jax.Array]:
-    """What each replica has at the end of its program: `outputs`, some combined over replicas."""
+    """Returns `outputs`, those in `aggregated` combined over replicas; in the trace of a program.
+
+    All outputs of one reduction travel together.
+    """
     outputs = list(outputs)
     for op, indices in aggregated.items():
-        some = [outputs[i] for i in indices]
-        done = collectives.broadcast(some) if op is None else cross_device_ops.all_reduce(op, some)
-        for i, x in zip(indices, done, strict=True):
+        values = [outputs[i] for i in indices]
+        if op is None:
+            combined = collectives.broadcast(values)
+        else:
+            combined = cross_device_ops.all_reduce(op, values)
+        for i, x in zip(indices, combined, strict=True):
             outputs[i] = x.astype(outputs[i].dtype)
     return outputs

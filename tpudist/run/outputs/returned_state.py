@@ -1,7 +1,7 @@
-"""State that a replica function takes as an argument and gives back, as `jax.jit` users write it.
+"""Finds state that a replica function takes as an argument and returns, as in `jax.jit` programs.
 
-The new state is to lie where the old one lay: left to itself XLA splits a result as it likes, and
-the next call, which gets it as an argument, would compile another program.
+The new state must keep the sharding of the old one. Without a constraint XLA chooses the sharding
+of a result, and the next call, which gets it as an argument, would compile another program.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,33 +9,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.tree_util import PyTreeDef
 
+from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.outputs.results import CallOutputs
 
-# How deep in a result the state is looked for: in `{"train": (state, ema)}`, for one.
+# Levels of a result that are searched for state: `{"train": (state, ema)}` needs two of them.
 _DEPTH = 3
 Form = tuple[tuple[int, ...], Any]
 """Shape and dtype of an array, as one replica sees it."""
 
 
 def find_returned_state(
-    result: Any,
+    result: PyTreeDef,
     results: Sequence[Form | None],
-    structure: Sequence[Any],
+    structure: Sequence[PyTreeDef],
     arguments: Sequence[Form | None],
 ) -> tuple[dict[int, int], set[int]]:
-    """For each leaf of a result that is a new part of an argument: which leaf it replaces.
+    """Returns the leaves of a result that are returned state, with the flat arguments they replace.
 
-    That is so for a part of the result that is nested as a whole argument is, with arrays of the
-    same shapes and dtypes. Gradients are nested so too; with an integer among the leaves, such as
-    the number of the step, they are none: such leaves come as well, as the second.
+    State is a part of the result that has the nesting of a complete argument, and arrays of the
+    same shapes and dtypes. Gradients have them too, unless there is an integer among the leaves,
+    such as the number of the step.
 
     Args:
-        result: How the result is nested.
-        results: Of its leaves; None for what is no array of the program.
-        structure: How each argument is nested.
-        arguments: Of the flat arguments; None for what is no array, or one for each replica.
+        result: Nesting of the result.
+        results: Forms of its leaves; None if a leaf is not an array of the program.
+        structure: Nesting of each argument.
+        arguments: Forms of the flat arguments; None if one is not an array, or has one part per
+            replica.
+
+    Returns:
+        The leaf of each argument by leaf of the result; and those leaves of the result that are
+        certainly not gradients.
     """
     wholes, first = [], 0
     for treedef in structure:
@@ -57,32 +65,40 @@ def find_returned_state(
             if pairs and all(results[i] == arguments[k] for i, k in pairs.items()):
                 taken.add(first)
                 returned |= {i: k for i, k in pairs.items() if i not in returned}
-                if any(_is_no_gradient(results[start + i]) for i in places):
+                if not all(_may_be_gradient(results[start + i]) for i in places):
                     certain |= set(pairs)
                 break
     return returned, certain
 
 
-def _is_no_gradient(form: Form | None) -> bool:
-    """Whether a leaf cannot be of a tree of gradients: an integer, a key, or no array at all."""
-    return form is None or not jnp.issubdtype(form[1], jnp.inexact)
+def _may_be_gradient(form: Form | None) -> bool:
+    """Whether a leaf may belong to a tree of gradients: not an integer, a key, or an object."""
+    return form is not None and jnp.issubdtype(form[1], jnp.inexact)
 
 
 def find_returned_outputs(
-    found: CallOutputs, structure: Sequence[Any], inputs: Inputs, closed: Any, num_variables: int
+    found: CallOutputs,
+    structure: Sequence[PyTreeDef],
+    inputs: Inputs,
+    closed: ClosedJaxpr,
+    num_variables: int,
 ) -> tuple[dict[int, int], set[int]]:
-    """The same for a trace: for each such output the number of the input, after the Variables.
+    """Returns the outputs of a trace that are returned state, with the inputs they replace.
 
     Args:
-        found: What the call gave.
-        structure: How each argument is nested.
+        found: The outputs of the call.
+        structure: Nesting of each argument.
         inputs: The flat inputs.
-        closed: The jaxpr of the call.
-        num_variables: How many Variables are the first inputs.
+        closed: The program of one replica.
+        num_variables: Number of inputs that are Variables, the first ones.
+
+    Returns:
+        The number of the input, after the Variables, by output; and those outputs that are
+        certainly not gradients.
     """
     fed: dict[int, list[int]] = {}
     for k, leaf in enumerate(inputs.leaves_of_arguments, inputs.num_nnx):
-        if not inputs.stacked[k]:  # what is one for each replica may stay so
+        if not inputs.stacked[k]:  # state with one part per replica may keep it
             fed.setdefault(leaf, []).append(k)
     sources = closed.in_avals[num_variables:]
     arguments = [
@@ -90,19 +106,20 @@ def find_returned_outputs(
         for leaf in range(sum(treedef.num_leaves for treedef in structure))
     ]
     results = [
-        _form_of(closed.out_avals[what]) if kind == "array" else None for kind, what in found.result
+        _form_of(closed.out_avals[output]) if kind == "array" else None
+        for kind, output in found.result
     ]
     leaves, certain = find_returned_state(found.treedef, results, structure, arguments)
     outputs = {i: found.result[i][1] for i in leaves}
     return {outputs[i]: fed[k][0] for i, k in leaves.items()}, {outputs[i] for i in certain}
 
 
-def _form_of(aval: Any) -> Form:
+def _form_of(aval: jax.ShapeDtypeStruct) -> Form:
     return tuple(aval.shape), aval.dtype
 
 
-def _parts(treedef: Any, start: int, depth: int) -> Iterator[tuple[Any, int]]:
-    """The parts of a structure, outer ones first, each with the number of its first leaf."""
+def _parts(treedef: PyTreeDef, start: int, depth: int) -> Iterator[tuple[PyTreeDef, int]]:
+    """Yields the parts of a structure, outer ones first, with the number of their first leaf."""
     if not treedef.num_leaves:
         return
     yield treedef, start
@@ -113,14 +130,16 @@ def _parts(treedef: Any, start: int, depth: int) -> Iterator[tuple[Any, int]]:
 
 
 def keep_places(
-    outputs: Sequence[jax.Array], returned: Mapping[int, int], places: Sequence[Any]
+    outputs: Sequence[jax.Array],
+    returned: Mapping[int, int],
+    places: Sequence[NamedSharding | None],
 ) -> list[jax.Array]:
-    """The outputs, those that are returned state split as what they replace.
+    """Returns the outputs; returned state is split as the state that it replaces.
 
     Args:
         outputs: The traced global outputs.
-        returned: See `find_returned_state`.
-        places: The sharding of each flat input after the Variables, None where it is not known.
+        returned: Outputs that are returned state, with the inputs they replace.
+        places: The sharding of each flat input after the Variables; None if it is not known.
     """
     kept = list(outputs)
     for i, k in returned.items():

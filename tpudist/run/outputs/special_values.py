@@ -1,9 +1,9 @@
-"""Reports NaN and infinity in what a step computes, as `jax.debug_nans` and `jax.debug_infs` ask.
+"""Reports NaN and infinity in the outputs of a step, if `jax.debug_nans` or `debug_infs` is on.
 
-JAX checks the whole of every result, and looks for the operation by a call without `jit`. For a
-step that call never ends, and the padding of a partial batch may be anything. So a step is checked
-here instead: its new state and the real rows of its results, before any of it replaces old state.
-`Strategy.debug` finds the operation.
+JAX itself checks all of every result, and searches for the operation with a call without `jit`. For
+a step that call never ends, and padding of a partial batch may contain any value. So this file
+checks the new state and the real rows of results, before they replace old state. `Strategy.debug`
+finds the operation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpudist.run.arguments.call_arguments import Call
+from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.outputs import state_collections
 from tpudist.run.outputs.results import Outcome
 from tpudist.values.per_replica import PerReplica
@@ -24,45 +24,45 @@ _reports_infs = Setting.DEBUG_INFS.make_reader()
 
 
 def are_reported() -> bool:
-    """Whether JAX is asked to report NaN or infinity in this thread."""
+    """Whether JAX's settings in this thread ask to report NaN or infinity."""
     return _reports_nans() or _reports_infs()
 
 
 def call_checked(
-    program: Callable[..., tuple[list[Any], Any]],
+    program: Callable[..., tuple[list[jax.Array], Any]],
     donated: Sequence[jax.Array],
     others: Sequence[Any],
     state: Sequence[tuple[str, Any, int]],
-    calls: Sequence[Call],
-) -> tuple[list[Any], Any]:
-    """Calls a compiled step, and checks what it computes.
+    calls: Sequence[RunCall],
+) -> tuple[list[jax.Array], Any]:
+    """Calls a compiled step, and checks its outputs.
 
     Args:
         program: The step; returns new state, and an `Outcome` or one for each of `calls`.
-        donated: The inputs that it overwrites. It gets copies, so that old state stays.
+        donated: The inputs that it overwrites. It gets copies, so that old state survives an error.
         others: Its other arguments.
-        state: What the new state is; see `StepPlan.state`.
+        state: Description of the new state; see `StepPlan.state`.
         calls: The calls that it makes.
 
     Raises:
-        FloatingPointError: If a value that JAX is asked to report is among the results.
+        FloatingPointError: If a value to report is among the outputs.
     """
     tests = [("NaN", np.isnan)] * _reports_nans() + [("infinity", np.isinf)] * _reports_infs()
     with jax.debug_nans(False), jax.debug_infs(False):
         written, outcome = program([x.copy() for x in donated], *others)
         outcomes = [outcome] if isinstance(outcome, Outcome) else outcome
         named = [*_name_state(written, state, calls[0]), *_name_results(outcomes, calls)]
-        places = {
+        places = {  # a dict, since the calls of a loop name the same places
             f"{kind} in {name}{where}": None
             for name, value in named
             for kind, test in tests
             if (where := _find(value, test)) is not None
         }
-        found = [*places]  # each once: the calls are alike
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    if places:
+        shown = "; ".join([*places][:3])
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         raise FloatingPointError(
-            f"'{calls[0].function.name}' computed {'; '.join(found[:3])}{more}. jax_debug_nans or "
+            f"'{calls[0].function.name}' computed {shown}{more}. jax_debug_nans or "
             "jax_debug_infs is on, so this is an error; the state is as before the call. Call it "
             "in `with strategy.debug():` to see the operation, its line and its replica."
         )
@@ -70,18 +70,19 @@ def call_checked(
 
 
 def _name_state(
-    written: Sequence[Any], state: Sequence[tuple[str, Any, int]], call: Call
-) -> Iterator[tuple[str, Any]]:
-    for value, (kind, what, _) in zip(written, state, strict=True):
+    written: Sequence[jax.Array], state: Sequence[tuple[str, Any, int]], call: RunCall
+) -> Iterator[tuple[str, jax.Array | PerReplica]]:
+    for value, (kind, key, _) in zip(written, state, strict=True):
         if kind == "variable":
-            shown = PerReplica(value) if what.on_read else value
-            yield f"Variable '{what.name}'", shown
+            yield f"Variable '{key.name}'", PerReplica(value) if key.on_read else value
         else:
-            assert call.binding is not None, "the leaf belongs to the objects that it holds"
-            yield call.binding.name(what[0]), value
+            assert call.binding is not None, "the leaf belongs to its objects"
+            yield call.binding.name(key[0]), value
 
 
-def _name_results(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> Iterator[tuple[str, Any]]:
+def _name_results(
+    outcomes: Sequence[Outcome], calls: Sequence[RunCall]
+) -> Iterator[tuple[str, Any]]:
     for outcome, call in zip(outcomes, calls, strict=True):
         found = outcome.traced.found
         names = state_collections.paths_of(found.treedef)
@@ -91,8 +92,11 @@ def _name_results(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> Iterato
                 yield names.get(i, "a result"), value
 
 
-def _find(value: Any, test: Callable[[np.ndarray], np.ndarray]) -> str | None:
-    """Returns where this process's real part of a value passes a test; None if nowhere."""
+def _find(value: object, test: Callable[[np.ndarray], np.ndarray]) -> str | None:
+    """Returns the replicas of this process whose real rows of a value pass a test, as text.
+
+    Empty for a value that is not per replica; None if no element passes.
+    """
     array = value.array if isinstance(value, PerReplica) else value
     if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jnp.inexact):
         return None

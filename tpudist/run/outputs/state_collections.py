@@ -1,26 +1,28 @@
-"""State in plain pytrees that replicas give back differently: combined, refused, or one for each.
+"""Decides whether returned state in plain pytrees is combined, rejected, or kept per replica.
 
-Linen keeps parameters and running statistics in collections, by name, in a dict or a `TrainState`.
-A result that is the new state of an argument (`returned_state`) must be equal on every replica if
-it is parameters or optimizer state, as NNX's must, and certainly no gradient of them; of running
-statistics the mean is taken.
+Linen keeps parameters and running statistics in named collections, in a dict or a `TrainState`. A
+result that is the new state of an argument (`returned_state`) must be equal on every replica if it
+is parameters or optimizer state, as in NNX, and certainly not a gradient of them. Running
+statistics are averaged.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import PyTreeDef
 
 from tpudist.programs import replica_agreement
 from tpudist.reduce_op import ReduceOp
-from tpudist.run.outputs import outputs
+from tpudist.run.outputs import divergence
+from tpudist.run.outputs.output_placement import OutputPlacement
 
 RULES = {"params": None, "opt_state": None, "batch_stats": "mean"}
-"""The aggregation of a collection that differs; None where it must not."""
+"""The aggregation of a collection that differs between replicas; None if it must not differ."""
 
-_MOST_NAMES = 10
+_MAX_NAMES = 10
 _RESULT = "result"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -29,45 +31,44 @@ def place_collections(
     proof: replica_agreement.Agreement,
     labels: Mapping[int, str],
     certain: Collection[int],
-    dtypes: Sequence[Any],
+    dtypes: Sequence[np.dtype],
     rules: Mapping[str, str],
     name: str,
-    placed: tuple[list[bool], dict[ReduceOp | None, list[int]]],
+    placement: OutputPlacement,
 ) -> None:
-    """Decides what becomes of the collections among the results, and notes it in `placed`.
+    """Places the collections among the results; extends `placement`.
 
     Args:
         proof: For each output, whether and why it differs.
-        labels: The outputs that are state, and what it is called: for one
+        labels: Names of the outputs that are state, such as
             `state.params['Dense_0']['kernel']`.
-        certain: Those that are no gradients.
-        dtypes: Of the outputs.
-        rules: The user's own, by the name of the collection: first of all.
-        name: Of the function.
-        placed: Which outputs leave stacked, and which are aggregated; changed in place.
+        certain: The outputs that are certainly not gradients.
+        dtypes: Dtypes of the outputs.
+        rules: The user's rules, by name of the collection. They take precedence.
+        name: Name of the function.
+        placement: The placement so far.
 
     Raises:
-        ValueError: Parameters or optimizer state would differ between replicas.
+        ValueError: If parameters or optimizer state would differ between replicas.
     """
-    stack, aggregated = placed
-    differing = {i: (label, dtypes[i]) for i, label in labels.items() if stack[i]}
+    differing = {i: (label, dtypes[i]) for i, label in labels.items() if placement.stacked[i]}
     causes = {i: proof.describe_cause(i) for i in differing}
     for i, op in decide(differing, certain, causes, rules, name).items():
-        aggregated.setdefault(op, []).append(i)
-        stack[i] = False
+        placement.aggregate(i, op)
 
 
 def find_collections(
-    result: Any, differing: Sequence[int], rules: Mapping[str, str]
+    result: PyTreeDef, differing: Sequence[int], rules: Mapping[str, str]
 ) -> dict[int, str]:
-    """The leaves of a result whose own path names a collection that is reduced, with their labels.
+    """Returns the leaves of a result whose path names a collection with a reduction, with names.
 
-    As of `{"batch_stats": ...}`, which `apply` gives beside the output, returned by itself.
+    For example `{"batch_stats": ...}`, which `apply` returns next to the output, returned by
+    itself.
 
     Args:
-        result: How the result is nested.
-        differing: The leaves in question.
-        rules: The user's own, by the name of the collection.
+        result: Nesting of the result.
+        differing: Leaves to consider.
+        rules: The user's rules, by name of the collection.
     """
     if not differing:
         return {}
@@ -80,23 +81,25 @@ def find_collections(
     }
 
 
-def paths_of(result: Any) -> dict[int, str]:
-    """What the leaves of a result are called, for one `result['batch_stats']['mean']`."""
+def paths_of(result: PyTreeDef) -> dict[int, str]:
+    """Returns the names of the leaves of a result, such as `result['batch_stats']['mean']`."""
     numbered = result.unflatten(range(result.num_leaves))
     paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    # Containers that JAX does not know are leaves here, and what they hold has no path.
+    # Containers that JAX cannot flatten are leaves here, and their contents have no path.
     return {i: f"{_RESULT}{jax.tree_util.keystr(path)}" for path, i in paths if type(i) is int}
 
 
 def find_replaced(
     results: Mapping[int, str], arguments: Mapping[int, str], rules: Mapping[str, str]
 ) -> dict[int, int]:
-    """Returns the results that have the path of one argument from its collection on, with that.
+    """Returns the results that replace an argument, with that argument.
+
+    They have the same path from the collection on, and no other argument has it.
 
     Args:
-        results: The names of results, by number.
-        arguments: The names of arguments, by number.
-        rules: The user's rules, by the names of collections.
+        results: Names of results, by number.
+        arguments: Names of arguments, by number.
+        rules: The user's rules, by name of the collection.
     """
 
     def path_of(label: str) -> tuple[str, ...]:
@@ -114,39 +117,45 @@ def find_replaced(
 
 
 def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str) -> str:
-    """Says which of the user's rules are for collections that are nowhere; empty if none is."""
+    """Returns a warning of rules for collections that do not exist; empty without such rules.
+
+    Args:
+        rules: The user's rules, by name of the collection.
+        labels: Names of all arguments, results and NNX kinds.
+        name: Name of the function.
+    """
     names = {x for label in labels for x in _NAME.findall(label)} - {_RESULT}
     unknown = [f"'{x}'" for x in rules if x not in names]
     if not unknown:
         return ""
-    there = sorted(x for x in names if x in RULES) or sorted(names)[:_MOST_NAMES]
+    existing = sorted(x for x in names if x in RULES) or sorted(names)[:_MAX_NAMES]
     return (
         f"RunOptions(aggregation=...) has a rule for {', '.join(unknown)}, but no argument or "
         f"result of '{name}' has a collection of that name, so it has no effect. Use a name of: "
-        f"{', '.join(there) or 'none'}."
+        f"{', '.join(existing) or 'none'}."
     )
 
 
 def decide(
-    differing: Mapping[int, tuple[str, Any]],
+    differing: Mapping[int, tuple[str, np.dtype]],
     certain: Collection[int],
     causes: Mapping[int, str],
     rules: Mapping[str, str],
     name: str,
 ) -> dict[int, ReduceOp | None]:
-    """By which reduction state that differs becomes one; None for the first replica's.
+    """Returns the reductions that combine state which differs; None for the first replica's value.
 
-    What is not in the result stays one for each replica.
+    State that is not in the result keeps one value per replica.
 
     Args:
-        differing: Label and dtype of each such state.
-        certain: Those that are no gradients of the state.
-        causes: Why it differs.
-        rules: The user's own, by the name of the collection: first of all.
-        name: Of the function.
+        differing: Name and dtype of each such state.
+        certain: The state that is certainly not a gradient.
+        causes: Why each state differs.
+        rules: The user's rules, by name of the collection. They take precedence.
+        name: Name of the function.
 
     Raises:
-        ValueError: Parameters or optimizer state would differ between replicas.
+        ValueError: If parameters or optimizer state would differ between replicas.
     """
     decided: dict[int, ReduceOp | None] = {}
     refused = []
@@ -160,7 +169,7 @@ def decide(
         else:
             decided[i] = None if rule == "only_first_replica" else ReduceOp[rule.upper()]
     if refused:
-        raise ValueError(outputs.describe_divergence(name, refused))
+        raise ValueError(divergence.describe_divergence(name, refused))
     return decided
 
 

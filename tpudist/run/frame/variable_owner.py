@@ -1,4 +1,4 @@
-"""Whose Variables a replica function may use: those of its strategy, and of the default one."""
+"""Whose Variables a replica function may use: those of its strategy, and guests."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from tpudist.context.strategy_base import StrategyBase
 
 
 def owns(strategy: StrategyBase, variable: Any) -> bool:
-    """Whether `variable` belongs to `strategy`, or to the one for which it stands."""
+    """Whether `variable` belongs to `strategy`, or to the strategy whose twin it is."""
     return variable.strategy in (strategy, strategy._twin_of)
 
 
 def is_guest(variable: Any, strategy: StrategyBase) -> bool:
-    """Whether a function of `strategy` may read `variable`, which belongs to another place.
+    """Whether a function of `strategy` may read `variable` although another strategy has it.
 
-    It was made out of all scopes, or is on a parameter server.
+    That is a Variable that was created outside of all scopes, or lives on a parameter server.
     """
     if variable.is_on_servers:
         return True
@@ -23,10 +23,10 @@ def is_guest(variable: Any, strategy: StrategyBase) -> bool:
 
 
 def check_owner(variable: Any, strategy: StrategyBase) -> None:
-    """Refuses a Variable of another strategy, and one without a value.
+    """Raises for a Variable of another strategy, and for one without a value.
 
     Raises:
-        RuntimeError: It is one.
+        RuntimeError: If `variable` must not be used in a function of `strategy`.
     """
     if not owns(strategy, variable):
         raise RuntimeError(
@@ -34,6 +34,7 @@ def check_owner(variable: Any, strategy: StrategyBase) -> None:
             f"replica function of {strategy!r}. Make it in the scope of the strategy that runs the "
             "function: with strategy.scope(): ..."
         )
+    # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
     if getattr(variable, "_value", None) is None:
         raise RuntimeError(
             f"Variable '{variable.name}' has no value: the replica function that made it failed "

@@ -1,6 +1,6 @@
-"""What a user is warned of when a function is traced: numbers that are hardly what is meant.
+"""Warns the user of a traced function whose numbers are most likely not what is meant.
 
-Only what is certain from the program is said; see the classes of the warnings.
+It reports only what is certain from the program; see the classes of the warnings.
 """
 
 import dataclasses
@@ -16,29 +16,30 @@ from tpudist.options import LocalMeanWarning, UndistributedBatchWarning
 from tpudist.programs import replica_agreement, replica_equality
 from tpudist.programs.degrees import degree_walk
 from tpudist.programs.degrees.degree_faults import Fault
+from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import labels as labels_of_rows
-from tpudist.run.captures import Capture
+from tpudist.run.frame.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import compile_log
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import ReplicaMesh
 
-_MAX_NAMED = 3
+_MAX_NAMED = 3  # arguments in a warning
 _DIVIDE = (
     "Divide the loss by the rows of all replicas, tpudist.compute_average_loss(per_example_loss), "
     "and sum the gradients, all_reduce('sum', grads)"
 )
-# By what Python knows which warnings were shown already, as it does for each module of its own.
+# Python records here which warnings it has shown, as in `__warningregistry__` of a module.
 _shown: dict[Any, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Remark:
+class TraceWarning:
     """One warning.
 
     Attributes:
         category: Its class.
-        message: What it says.
+        message: Its text.
         where: The user's line that it is about, `file:line`; empty for the call of the function.
     """
 
@@ -47,49 +48,50 @@ class Remark:
     where: str = ""
 
 
-def warn_once(remarks: Sequence[Remark], given: set[type[Warning]]) -> None:
-    """Warns of what is not among the categories that were `given`, and adds it to them."""
-    for remark in remarks:
-        if remark.category not in given:
-            where = remark.where or source_lines.line_of_call() or "unknown:0"
+def warn_once(trace_warnings: Sequence[TraceWarning], shown: set[type[Warning]]) -> None:
+    """Shows the warnings whose category is not in `shown`, and adds their categories to it."""
+    for warning in trace_warnings:
+        if warning.category not in shown:
+            where = warning.where or source_lines.line_of_call() or "unknown:0"
             file, _, line = where.rpartition(":")
             warnings.warn_explicit(
-                remark.message, remark.category, file, int(line), registry=_shown
+                warning.message, warning.category, file, int(line), registry=_shown
             )
-            given.add(remark.category)
+            shown.add(warning.category)
 
 
-def find_remarks(
+def find_warnings(
     call: ReplicaCall,
     variables: Sequence[Any],
     program: compile.ReplicaProgram,
     proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
     fault: Fault | None,
-) -> tuple[Remark, ...]:
-    """What there is to say of a function that was traced.
+) -> tuple[TraceWarning, ...]:
+    """Returns the warnings about the state of a function that was traced.
 
     Args:
         call: The call.
         variables: The Variables and captured PerReplicas that are the first inputs.
         program: The program of one replica.
-        proof: What of it is equal on every replica.
-        labels: Gives the names of the flat arguments.
-        fault: New state that is not that of one device; see `choose_fault`.
+        proof: Proof of which values are equal on every replica.
+        labels: Returns the names of the flat arguments.
+        fault: New state that does not match one device; see `choose_fault`.
     """
     if not proof.sums or call.strategy.num_replicas_in_sync == 1:
         return ()
     captured = any(isinstance(x, Capture) for x in variables)
     if not call.kinds.per_replica and not captured:
-        found = _find_undistributed(call, len(variables), program, proof, labels)
+        warning = _find_undistributed(call, len(variables), program, proof, labels)
     elif fault is not None:
         _, numbers = _row_dims(call, variables)
         n = call.strategy.num_replicas_in_sync
         where = fault.counted or fault.summed
-        found = Remark(LocalMeanWarning, _describe_fault(fault, call.name, n, numbers), where)
+        text = _describe_fault(fault, call.name, n, numbers)
+        warning = TraceWarning(LocalMeanWarning, text, where)
     else:
-        found = None
-    return () if found is None else (found,)
+        warning = None
+    return () if warning is None else (warning,)
 
 
 def find_degrees(
@@ -97,9 +99,12 @@ def find_degrees(
     variables: Sequence[Any],
     program: compile.ReplicaProgram,
     state: Mapping[int, int],
-    trace_larger: Callable[[Mapping[int, int]], Any],
+    trace_larger: Callable[[Mapping[int, int]], ClosedJaxpr | None],
 ) -> degree_walk.Findings | None:
-    """Returns the findings of the analysis of degrees; None if it cannot be made.
+    """Returns how values grow with rows and replicas; None if that cannot be found.
+
+    It compares the program with one for more rows on more replicas, equation by equation, so both
+    must have the same equations.
 
     Args:
         call: The call.
@@ -122,7 +127,7 @@ def choose_fault(
     program: compile.ReplicaProgram,
     faults: Sequence[Fault],
 ) -> Fault | None:
-    """Returns the fault to warn of: state that is not that of one device with all rows.
+    """Returns the fault to warn of: state that does not match one device with all rows.
 
     Args:
         call: The call.
@@ -141,17 +146,25 @@ def choose_fault(
 
 
 def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
+    """Returns the warning about a fault.
+
+    Args:
+        fault: The fault.
+        name: Name of the function.
+        n: Number of replicas.
+        numbers: The numbers of rows that replicas have in this batch.
+    """
     counted = f" ({fault.counted})" if fault.counted else ""
     summed = f" ({fault.summed})" if fault.summed else ""
     factor = float(n) ** abs(float(fault.excess))
     if fault.mixed:
-        what = (
+        problem = (
             f"adds a value that is equal on all replicas to a value of each replica's own rows"
             f"{counted}, and sums both over {n} replicas{summed}: the first value counts {n} times"
         )
         remedy = "Divide it by the number of replicas: tpudist.scale_regularization_loss(value)"
     elif not fault.excess:
-        what = (
+        problem = (
             f"averages over {n} replicas{summed} a mean over each replica's own rows{counted}, and "
             f"replicas have from {min(numbers)} to {max(numbers)} rows in this batch: a row counts "
             f"more on a replica with fewer rows"
@@ -159,7 +172,7 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
         )
         remedy = _DIVIDE
     elif fault.excess > 0:
-        what = (
+        problem = (
             f"updates its state with a value that is {factor:g} times as large as on one device "
             f"with all rows: it is a mean over each replica's own rows, or equal on all "
             f"replicas{counted}, and is summed over {n} replicas{summed}, or multiplied by their "
@@ -170,28 +183,30 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
             "tpudist.Optimizer(..., reduce_op='mean'), all_reduce('mean', grads)"
         )
     else:
-        what = (
+        problem = (
             f"updates its state with a value that is {factor:g} times smaller than on one device "
             f"with all rows: it is averaged over {n} replicas{summed}, although it is a sum over "
             f"rows, or already divided by the rows of all replicas{counted}"
         )
         remedy = "Sum it over the replicas: reduce_op='sum', all_reduce('sum', grads)"
     return (
-        f"'{name}' {what}. {remedy}. To disable this warning: "
+        f"'{name}' {problem}. {remedy}. To disable this warning: "
         f"warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
     )
 
 
 def _row_dims(call: ReplicaCall, variables: Sequence[Any]) -> tuple[dict[int, int], set[int]]:
-    """The inputs that are batches, with their dim of rows; and how many rows replicas have."""
+    """Returns the inputs that are batches, with their dim of rows; and all numbers of rows."""
     first = len(variables) + call.inputs.num_nnx
-    values = [(i, x.held) for i, x in enumerate(variables) if isinstance(x, Capture)]
-    batches = set(call.kinds.per_replica)
+    values = [(i, x.value) for i, x in enumerate(variables) if isinstance(x, Capture)]
+    per_replica = set(call.kinds.per_replica)
     leaves = enumerate(call.inputs.leaves_of_arguments, first)
-    values += [(i, call.leaves[leaf]) for i, leaf in leaves if leaf in batches]
-    values = [(i, x) for i, x in values if x.rows is not None and x.shape and not x.other_rows]
-    numbers = {y for _, x in values for y in x.rows} if call.inputs.groups is not None else set()
-    return {i: x.dim for i, x in values}, numbers
+    values += [(i, call.leaves[leaf]) for i, leaf in leaves if leaf in per_replica]
+    batches = [(i, x, x.rows) for i, x in values if x.rows is not None]
+    batches = [(i, x, rows) for i, x, rows in batches if x.shape and not x.other_rows]
+    has_partial = call.inputs.groups is not None
+    numbers = {y for _, _, rows in batches for y in rows} if has_partial else set()
+    return {i: x.dim for i, x, _ in batches}, numbers
 
 
 def _find_undistributed(
@@ -200,8 +215,8 @@ def _find_undistributed(
     program: compile.ReplicaProgram,
     proof: replica_agreement.Agreement,
     labels: Callable[[], list[str]],
-) -> Remark | None:
-    """Arrays of the host that all replicas compute with, to add up what they agree on."""
+) -> TraceWarning | None:
+    """Warns if all replicas compute with the same arrays of the host, and add up equal results."""
     if not any(None in x.causes for x in proof.sums):
         return None
     state = {shape for x in proof.sums for shape in x.shapes}
@@ -214,13 +229,13 @@ def _find_undistributed(
     where = _find_equal_sum(program, proof, [i for i, _ in arrays])
     if where is None:
         return None
-    found = [leaf for i, leaf in arrays if _find_equal_sum(program, proof, [i]) is not None]
-    arrays_on_devices = [call.leaves[i] for i in found if isinstance(call.leaves[i], jax.Array)]
+    summed = [leaf for i, leaf in arrays if _find_equal_sum(program, proof, [i]) is not None]
+    arrays_on_devices = [call.leaves[i] for i in summed if isinstance(call.leaves[i], jax.Array)]
     is_split = any(len(x.sharding.device_set) > 1 for x in arrays_on_devices)
     n = call.strategy.num_replicas_in_sync
     message = (
-        f"'{call.name}' received {_name_arguments(call, found, labels())}, which "
-        f"{'are' if len(found) > 1 else 'is'} not distributed; no other argument is either. Each "
+        f"'{call.name}' received {_name_arguments(call, summed, labels())}, which "
+        f"{'are' if len(summed) > 1 else 'is'} not distributed; no other argument is either. Each "
         f"of {n} replicas computes with all rows, and the results are added "
         f"up{f' (at {where})' if where else ''}: the work and the sum are {n} times those of one "
         "device, unless the sum is divided. Distribute batches: "
@@ -229,28 +244,31 @@ def _find_undistributed(
         "To disable this warning: warnings.filterwarnings('ignore', "
         "category=tpudist.UndistributedBatchWarning)."
     )
-    return Remark(UndistributedBatchWarning, message)
+    return TraceWarning(UndistributedBatchWarning, message)
 
 
 def _find_equal_sum(
     program: compile.ReplicaProgram, proof: replica_agreement.Agreement, inputs: Sequence[int]
 ) -> str | None:
-    """The line of a sum of what is equal on all replicas and depends on one of these inputs."""
+    """Returns the line of a sum of equal values that depend on one of these inputs, or None.
+
+    It finds dependence with the same proof: there, only these inputs differ between replicas.
+    """
     causes: list[str | None] = [None] * len(program.closed.jaxpr.invars)
     for i in inputs:
         causes[i] = "this argument"
     marked = replica_equality.prove(program.closed, causes).sums
-    for one, other in zip(proof.sums, marked, strict=True):
-        if any(x is None and y == "this argument" for x, y in zip(one.causes, other.causes)):  # noqa: B905
-            return one.where
+    for actual, other in zip(proof.sums, marked, strict=True):
+        if any(x is None and y == "this argument" for x, y in zip(actual.causes, other.causes)):  # noqa: B905
+            return actual.where
     return None
 
 
 def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
-    """The inputs that are arrays of the host, and which argument each one is.
+    """Yields the inputs that are arrays of the host, with the argument that each one is.
 
-    Of NumPy, of one device, or of many that the user has laid out by rows: a `PerReplica` is none
-    of them.
+    That are NumPy's arrays, arrays on one device, and arrays that the user has split by rows over
+    several devices.
     """
     arrays, mesh = set(call.kinds.arrays), call.strategy.replica_mesh
     for i, leaf in enumerate(call.inputs.leaves_of_arguments, first):
@@ -265,7 +283,7 @@ def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _are_rows_split(mesh: ReplicaMesh, array: jax.Array) -> bool:
-    """Whether the devices of one replica hold other rows of an array than those of another."""
+    """Whether the devices of one replica have other rows of an array than those of another."""
     if array.sharding.is_fully_replicated:
         return False
     parts = array.sharding.devices_indices_map(array.shape)

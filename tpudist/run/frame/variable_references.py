@@ -1,9 +1,9 @@
-"""Variables that a replica function assigns inside of nested transformations of JAX.
+"""References to the Variables that a replica function assigns inside nested transformations of JAX.
 
-A value that is made in `jax.grad`, `lax.scan` or `lax.cond` cannot leave it but as a result. A
-reference (`jax.new_ref`) that was made outside can be written there, so in such a function each of
-these Variables is one, for as long as the function is traced; its last value is an output. Which
-ones they are is found by tracing: see `ReplicaFrame.set`. No other program has references.
+A value that `jax.grad`, `lax.scan` or `lax.cond` computes can leave it only as a result. A
+reference (`jax.new_ref`) that was created outside can be written there. So in such a function each
+of these Variables is a reference while the function is traced, and its last value is an output.
+Tracing finds out which Variables they are: see `ReplicaFrame.set`. No other program has references.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,37 +16,35 @@ from tpudist.programs import references, replica_agreement
 
 
 class VariableReferences:
-    """The references of one trace.
-
-    Attributes:
-        variables: Which Variables they stand for, in the order in which they were made.
-    """
+    """The references of one trace, by Variable."""
 
     def __init__(self):
-        """None yet."""
         self._refs: dict[Any, Any] = {}
 
     def make(self, variables: Iterable[Any], values: Mapping[Any, jax.Array]) -> None:
-        """Makes references of some Variables, before the function is called."""
+        """Creates references for the `variables` that have a value. Call it before the function.
+
+        The order matters: `check_references` recognizes references by their number in the program.
+        """
         self._refs = {v: jax.new_ref(values[v]) for v in variables if v in values}
 
     @property
     def variables(self) -> list[Any]:
-        """See the class."""
+        """The Variables that are references, in the order in which the references were created."""
         return list(self._refs)
 
-    def __contains__(self, variable: Any) -> bool:
+    def __contains__(self, variable: object) -> bool:
         return variable in self._refs
 
-    def read(self, variable: Any) -> jax.Array:
-        """What a Variable holds now."""
+    def read(self, variable: VariableLike) -> jax.Array:
+        """Returns the current value of a Variable."""
         return self._refs[variable][...]
 
     def write(self, variable: VariableLike, value: jax.Array) -> None:
-        """Makes a Variable hold `value`.
+        """Assigns `value` to a Variable.
 
         Raises:
-            RuntimeError: Inside of `jax.vmap`.
+            RuntimeError: If called inside `jax.vmap`.
         """
         try:
             self._refs[variable][...] = value
@@ -54,8 +52,8 @@ class VariableReferences:
             self.explain(error, [variable])
             raise
 
-    def explain(self, error: Exception, variables: Iterable[Any] = ()) -> None:
-        """Says in words what JAX says of a reference inside of `jax.vmap`."""
+    def explain(self, error: Exception, variables: Iterable[VariableLike] = ()) -> None:
+        """Raises a clear error if `error` is JAX's complaint about a reference in `jax.vmap`."""
         if self._refs and references.is_of_vmap(error):
             names = " or ".join(f"'{v.name}'" for v in variables or self._refs)
             raise RuntimeError(
@@ -70,19 +68,20 @@ class VariableReferences:
 def check_references(
     proof: replica_agreement.Agreement, variables: list[Any], function_name: str
 ) -> None:
-    """Refuses Variables where JAX does not do what the program says with their references.
+    """Raises for Variables whose references do not behave in JAX as the Python code says.
 
     Args:
-        proof: Of the program, in which the references of the Variables were made first.
-        variables: Those, in that order.
-        function_name: For messages.
+        proof: Proof of the program, in which the references of `variables` were created first.
+        variables: Those Variables, in the same order.
+        function_name: Name of the function, for messages.
 
     Raises:
-        RuntimeError: There is one.
+        RuntimeError: If the program uses a reference where JAX computes code twice, or reads it in
+            the condition of a loop.
     """
     for lost in proof.lost_references:
         if lost.number >= len(variables):
-            continue  # a reference of the user's own
+            continue  # a reference that the user's code creates
         where = f" (at {lost.where})" if lost.where else ""
         name = variables[lost.number].name
         if lost.place.startswith("the condition"):

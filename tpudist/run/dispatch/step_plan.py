@@ -1,4 +1,4 @@
-"""Which flat inputs a step is fed and overwrites, and where what it writes goes back to."""
+"""The plan of a step: which flat inputs it is fed and overwrites, and where its outputs go."""
 
 import dataclasses
 import operator
@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from tpudist.array_types import PyTree
 from tpudist.context.weak_identity import WeakIdentitySet
 from tpudist.lowering import placement
 from tpudist.run.arguments import inputs
@@ -20,24 +22,27 @@ _is = operator.is_
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """How the values of a call become the inputs of its program, and its outputs state again.
+    """How the values of a call become the inputs of its program, and its outputs become state.
 
-    Values are captured Variables, NNX leaves, arguments and counts of rows; one may be a whole
-    pytree. Flat inputs are their arrays. XLA wants those that it may overwrite, the *donated*, as
-    an argument of their own: they come first, the *kept* behind them.
+    Values are captured Variables, NNX leaves, arguments and counts of rows; one value may be a
+    pytree. Flat inputs are their arrays. JAX donates whole arguments of a jitted function, so the
+    inputs that XLA may overwrite, the *donated*, are the first argument, and the *kept* ones the
+    second.
 
     Attributes:
-        num_inputs: How many flat inputs there are.
-        on_host: The flat inputs that live in host memory. If they are others the plan is void.
-        state: What is written back, in the order of the program's first outputs: ("variable",
+        num_inputs: Number of flat inputs.
+        on_host: Positions of the flat inputs that live in host memory. If they change, a new plan
+            is needed.
+        state: State to write back, in the order of the program's first outputs: ("variable",
             Variable, position of its input) or ("nnx", (leaf, array of the leaf), position).
         written_variables: The captured Variables that are assigned, in that order.
         written_leaves: The NNX leaves that are changed, in that order.
-        donated: The positions of the donated inputs.
-        kept: The positions of the others.
-        take_donated: Takes the donated from all flat inputs.
-        take_kept: Takes the others.
-        places: Of the flat inputs, where replicas span devices: the shardings, None if not known.
+        donated: Positions of the donated inputs.
+        kept: Positions of the others.
+        take_donated: Returns the donated inputs among all flat inputs.
+        take_kept: Returns the others.
+        places: Shardings of the flat inputs, if replicas span several devices; None for inputs
+            whose sharding is not known.
     """
 
     num_inputs: int
@@ -49,17 +54,17 @@ class StepPlan:
     kept: list[int]
     take_donated: Callable[[list[Any]], list[Any]]
     take_kept: Callable[[list[Any]], list[Any]]
-    places: list[Any]
-    # Whether an NNX leaf that is changed holds a pytree or a PerReplica, and not one array.
-    _holds_trees: bool
-    # How the values of calls are nested, by the id of their kinds, which are kept for that; None
-    # where each value is one array.
+    places: list[NamedSharding | None]
+    # Whether a changed NNX leaf contains a pytree or a PerReplica, and not one array.
+    _has_trees: bool
+    # Nesting of the values of calls, by the id of their kinds; None if each value is one array. The
+    # kinds are stored as well, so that no other object gets the same id.
     _nestings: dict[int, tuple[Kinds, Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        values: Sequence[Any],
+        values: Sequence[PyTree],
         captured: Sequence[Any],
         written_variables: Collection[Any],
         written_leaves: Collection[int],
@@ -67,15 +72,16 @@ class StepPlan:
         donates_state: bool,
         mesh: ReplicaMesh,
     ) -> "StepPlan":
-        """The plan for these values.
+        """Returns the plan for these values.
 
         Args:
-            values: See the class.
-            captured: The Variables that are the first of them; NNX leaves come next.
-            written_variables: Those that the step assigns.
+            values: The values of a call; see the class.
+            captured: The Variables and captured values that are the first of them. NNX leaves come
+                next.
+            written_variables: The Variables that the step assigns.
             written_leaves: The NNX leaves that it changes.
-            donated_values: Positions of values that are given to XLA beside old state.
-            donates_state: Whether old state is given to XLA.
+            donated_values: Positions of values that are donated in addition to old state.
+            donates_state: Whether old state is donated.
             mesh: The replicas.
         """
         arrays = jax.tree.leaves(list(values))
@@ -105,15 +111,18 @@ class StepPlan:
             ]
             if mesh.devices_per_replica > 1
             else [],
-            _holds_trees=any(not hasattr(values[first + i], "sharding") for i in leaves),
+            _has_trees=any(
+                not isinstance(values[first + i], jax.Array | jax.ShapeDtypeStruct) for i in leaves
+            ),
         )
 
-    def flatten(self, values: list[Any], kinds: Kinds) -> list[Any] | None:
-        """The flat inputs of a call with arguments of these kinds; None if they do not fit."""
+    def flatten(self, values: list[PyTree], kinds: Kinds) -> list[Any] | None:
+        """Returns the flat inputs of a call with arguments of these kinds; None if they differ."""
         known = self._nestings.get(id(kinds))
         if known is not None and known[1] is None:
             return values
-        # Once: `jit` would do it again, and a dict of 300 arrays takes 0.1 ms each time.
+        # Flattened here, and passed to `jit` flat: both would flatten, and a dict of 300 arrays
+        # takes 0.1 ms each time.
         arrays, nesting = jax.tree.flatten(values)
         if known is None:
             if len(arrays) != self.num_inputs:
@@ -125,21 +134,21 @@ class StepPlan:
         return arrays
 
     def merge_inputs(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """The flat inputs, of donated and kept ones."""
+        """Returns the flat inputs in the order of the values, from donated and kept ones."""
         values: list[Any] = [None] * (len(self.donated) + len(self.kept))
         for i, x in zip([*self.donated, *self.kept], [*donated, *kept], strict=True):
             values[i] = x
         return values
 
     def unshare(self, donated: list[Any], kept: Sequence[Any], protected: WeakIdentitySet) -> None:
-        """Copies what must not be overwritten: values in two places, or read by the user.
+        """Copies arrays that must not be overwritten: those in two places, or read by the user.
 
         Args:
             donated: The inputs that the program overwrites; changed in place.
-            kept: The others.
+            kept: The other inputs.
             protected: The Variables whose arrays the user has.
         """
-        # XLA:CPU crashes on a buffer that is donated twice.
+        # XLA:CPU crashes on a buffer that is donated twice, and a kept input must stay readable.
         if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
             seen = set(map(id, kept))
             for i, x in enumerate(donated):
@@ -155,12 +164,12 @@ class StepPlan:
     def write_back(
         self, written: list[Any], binding: Binding | None, protected: WeakIdentitySet
     ) -> None:
-        """Makes Variables and NNX objects hold what the program has written.
+        """Assigns the new state that the program has written to Variables and NNX objects.
 
         Args:
-            written: Its first outputs, in the order of `state`.
-            binding: The NNX objects.
-            protected: The Variables whose arrays the user has: not the new ones.
+            written: The first outputs of the program, in the order of `state`.
+            binding: The NNX objects among the arguments, if any.
+            protected: The Variables whose arrays the user has. Assigned ones are removed.
         """
         variables = self.written_variables
         for v, value in zip(variables, written, strict=False):
@@ -168,36 +177,37 @@ class StepPlan:
         if protected:
             protected.difference_update(variables)  # nobody has read the new arrays
         if self.written_leaves:
-            assert binding is not None, "they belong to the objects that it holds"
+            assert binding is not None, "the leaves belong to its objects"
             rest = written[len(variables) :]
-            if self._holds_trees:
+            if self._has_trees:
                 raw = binding.values()
-                held = jax.tree.structure([raw[i] for i in self.written_leaves])
-                rest = held.unflatten(rest)
+                structure = jax.tree.structure([raw[i] for i in self.written_leaves])
+                rest = structure.unflatten(rest)
             nnx_binding.write([binding.variables[i] for i in self.written_leaves], rest)
 
     def shardings(
         self, arrays: Sequence[Any], stacked: Sequence[bool], mesh: ReplicaMesh
     ) -> dict[str, Any]:
-        """Where inputs and outputs lie, as keyword arguments of `jit`.
+        """Returns the shardings of inputs and outputs, as keyword arguments of `jit`.
 
         Args:
             arrays: The flat inputs.
-            stacked: Which of them hold one part per replica.
+            stacked: For each flat input, whether it has one part per replica.
             mesh: The replicas.
         """
         options: dict[str, Any] = {}
         if mesh.devices_per_replica == 1:
-            # Said, and not taken from the arguments: an input that lies elsewhere would compile the
-            # program once more.
-            where = [
+            # Explicit, and not inferred from the arguments: an input that lies elsewhere would
+            # compile the program once more.
+            shardings = [
                 placement.match_memory(x, mesh.stacked if s else mesh.replicated)
                 for x, s in zip(arrays, stacked, strict=True)
             ]
-            options["in_shardings"] = (self.take_donated(where), self.take_kept(where))
+            options["in_shardings"] = (self.take_donated(shardings), self.take_kept(shardings))
         written = [position for _, _, position in self.state]
         if mesh.devices_per_replica > 1 or any(placement.is_on_host(arrays[k]) for k in written):
-            # New state stays where the old one was, so that the next call finds this program.
+            # New state keeps the sharding and memory of the old one, so that the next call finds
+            # this program in the cache of `jit`.
             options["out_shardings"] = (
                 [inputs.sharding_to_keep(arrays[k], mesh) for k in written],
                 None,

@@ -1,4 +1,4 @@
-"""How many rows the batches of a trace have, where some batch is partial."""
+"""The numbers of rows that the batches of a trace have, if some batch is partial."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,15 +11,23 @@ from tpudist.xla import collectives
 
 
 class TracedRows:
-    """How many rows the batches of one trace have, where some batch is partial.
+    """The numbers of rows of one trace of a function whose batches may be partial.
 
-    A function is traced at several numbers of rows, to learn what depends on them. Some numbers are
-    no functions of a replica's own: those of the parts that a batch is split into, and those of all
-    replicas together. They are chosen apart.
+    `PartialBatch` traces the function for several numbers of rows, to learn which values depend on
+    them. Two kinds of numbers are not functions of the replica's own rows: the rows of the parts
+    into which a batch is split, and the rows of all replicas together. The caller chooses those
+    independently, so that an expression in one is not mistaken for one in another.
+
+    Args:
+        counts: The rows of the batches among the arguments.
+        rows_of_parts: The rows of parts, in the order of the splits; None to learn the splits.
+        gathered: The rows of all replicas together, by the number of the gather in the trace.
+        differing: Numbers of those results of a nested `strategy.run` that look equal on all
+            replicas, and depend on the rows.
 
     Attributes:
-        parts: For each split of a batch: the number of parts, the rows of the whole, and of each
-            part in this trace.
+        parts: For each split of a batch: the number of parts, the rows of the batch, and the rows
+            of each part in this trace.
     """
 
     def __init__(
@@ -29,23 +37,16 @@ class TracedRows:
         gathered: Mapping[int, int] | None = None,
         differing: Collection[int] = (),
     ):
-        """How many rows there are.
-
-        Args:
-            counts: Of the batches among the arguments.
-            rows_of_parts: Of parts, in the order of the splits; None to learn which there are.
-            gathered: Of all replicas together, by the number of the gather.
-            differing: The numbers of those results of `strategy.run` in a function that look equal
-                on all replicas, and depend on the rows.
-        """
         self._counts = counts
         self._rows_of_parts = rows_of_parts
         self._gathered, self._differing = gathered or {}, differing
         self.parts: list[tuple[int, int, int]] = []
+        # Splits, gathers and claims are recognized in other traces by their position: all traces
+        # run the same Python code in the same order. `PartialBatch` checks the number of splits.
         self._num_gathers = self._num_claims = 0
 
     def begin_parts(self, rows: int, num_parts: int) -> int:
-        """How many rows each part of a batch of `rows` rows has in this trace."""
+        """Returns the rows of each part of a batch of `rows` rows in this trace."""
         if self._rows_of_parts is None:
             each = rows // num_parts
         elif len(self.parts) < len(self._rows_of_parts):
@@ -56,7 +57,7 @@ class TracedRows:
         return each
 
     def whole_of_parts(self, num_parts: int, rows: int) -> int:
-        """Of how many rows the last split was that made such parts."""
+        """Returns the rows of the batch of the last split into such parts."""
         for parts, whole, each in reversed(self.parts):
             if (parts, each) == (num_parts, rows):
                 return whole
@@ -67,18 +68,18 @@ class TracedRows:
         )
 
     def gather(self, x: jax.Array, dim: int) -> jax.Array:
-        """The parts of all replicas along a dim, one after another."""
+        """Concatenates the parts of all replicas along a dim."""
         index, self._num_gathers = self._num_gathers, self._num_gathers + 1
         rows = self._gathered.get(index, x.shape[dim] * collectives.num_replicas())
         return replica_rows.gather(x, dim, index, rows)
 
     def keep_equal(self, x: jax.Array) -> jax.Array | None:
-        """A value that looks equal on all replicas; None where it is known to differ."""
+        """Returns a value that looks equal on all replicas; None if it is known to differ."""
         index, self._num_claims = self._num_claims, self._num_claims + 1
         return None if index in self._differing else replica_rows.claim_equal(x, index)
 
     def keep_state(self, new: Sequence[jax.Array], old: Mapping[int, jax.Array]) -> list[jax.Array]:
-        """New values, of which those with an old one stay as they were on replicas without rows."""
+        """Returns `new`; on replicas without rows, values with an old one do not change."""
         kept = list(new)
         if old:
             empty = jnp.stack([jnp.asarray(x, jnp.int32) for x in self._counts]).min() == 0

@@ -1,0 +1,1 @@
+"""Around the start of a compiled step: its inputs, agreement of processes, signals, throttle."""

@@ -1,0 +1,67 @@
+"""Exceptions that end a trace because it needs something first; the function is traced again then.
+
+The frame raises them in the midst of the user's function, and `step.Step`, `step_cache.Replicator`
+or `function.Function` provide what is missing. A retry ends because each request names a new
+Variable, capture, element or strategy, of which a function has finitely many.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from tpudist.context.strategy_base import StrategyBase
+
+
+class NewVariable(BaseException):
+    """The trace needs an input that it does not have: provide it, then trace again.
+
+    Not an `Exception`, so that no handler of the user takes it for a failure.
+
+    Attributes:
+        provide: Called outside of all traces, with a function that returns the flat inputs.
+    """
+
+    def __init__(
+        self, provide: Callable[[Callable[[], list[jax.Array]]], None] = lambda inputs: None
+    ):
+        super().__init__()
+        self.provide = provide
+
+
+class LocalState(BaseException):
+    """NNX Variables must have one value per replica before the trace: see `local_state`.
+
+    Attributes:
+        leaves: Pairs of a leaf of the binding and an array of that leaf.
+    """
+
+    def __init__(self, leaves: Collection[tuple[int, int]]):
+        super().__init__()
+        self.leaves = frozenset(leaves)
+
+
+class MakesVariables(BaseException):
+    """A function that is traced for devices that do not exist here creates Variables.
+
+    They must be created on the devices of its own strategy first.
+    """
+
+
+class OtherStrategy(BaseException):
+    """A function that was called outside of every scope belongs to `strategy`."""
+
+    def __init__(self, strategy: StrategyBase):
+        super().__init__()
+        self.strategy = strategy
+
+
+class NextElement(NewVariable):
+    """A function takes one more element of `iterator` than it received."""
+
+    def __init__(self, iterator: Iterator[Any]):
+        super().__init__(self._pass_on)
+        self.iterator = iterator
+
+    def _pass_on(self, _) -> NoReturn:
+        raise self

@@ -1,0 +1,150 @@
+"""What is known of one user's function: its steps by arguments, findings, and past compiles."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpudist.options import RunOptions
+from tpudist.run.arguments import (
+    argument_checks,
+    call_arguments,
+    call_description,
+    python_numbers,
+)
+from tpudist.run.arguments.flattener import Flattener
+from tpudist.run.frame.captures import Findings
+from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
+from tpudist.run.step import Step
+from tpudist.state import captured_values
+from tpudist.xla import compile_log
+
+
+class FunctionRecord:
+    """One function: its steps, and the calls that its programs were compiled for.
+
+    Args:
+        fn: The function.
+        definitions: Number of functions so far with the same code object, which this one extends.
+        whole: Whether it is a function in cross-replica context, which is called once.
+
+    Attributes:
+        name: Name of the function.
+        flattener: Flattens its arguments.
+        forms: Its steps, by the form of the arguments.
+        captured: The values that it captures, for which `forms` were compiled.
+        recent: Its steps in the order of their last calls.
+        static_names: Names of arguments that must be Python numbers, because the function needs
+            their value.
+        findings: Needs of the function beyond its arguments.
+        was_called: Whether the first call has begun.
+        loaded: Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
+    """
+
+    def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
+        self.name = compile_log.name_of(fn)
+        self.flattener = Flattener()
+        self.forms: dict[Any, Form] = {}
+        self.captured = captured_values.Snapshot()
+        # Programs for other captured values, which are used again if those values come back.
+        self._others: list[tuple[captured_values.Snapshot, dict[Any, Form]]] = []
+        self.recent = RecentSteps(self.name)
+        self.static_names: set[str] = set()
+        self.findings = Findings()
+        self.whole = whole
+        self.was_called = False
+        self.loaded: list[Any] = []
+        # As many as there are programs: a call is not compared with a program that was deleted.
+        self._signatures: collections.deque[dict[str, str]] = collections.deque(maxlen=MAX_STEPS)
+        self._num_compiles = 0
+        code = getattr(fn, "__code__", None)  # a callable of the user, perhaps not a function
+        self.earlier_copies = definitions[code] if code is not None else 0
+        if code is not None:
+            definitions[code] += 1
+
+    def choose_snapshot(self, fn: Callable) -> None:
+        """Makes `forms` the programs for the values that `fn` captures now; none yet if new."""
+        if self.captured.fits(fn):
+            return  # another object with an equal value
+        self._others.append((self.captured, self.forms))
+        for i, (captured, forms) in enumerate(self._others):
+            if captured.fits(fn):
+                self.captured, self.forms = captured, forms
+                del self._others[i]
+                return
+        self.captured, self.forms = captured_values.Snapshot(), {}
+        # JAX keeps its traces of inner functions, which contain the old values.
+        self.findings.traces_apart = True
+        if len(self._others) > MAX_STEPS:
+            for form in self._others.pop(0)[1].values():
+                self.recent.drop(form)
+
+    def find_numbers(
+        self,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        options: RunOptions,
+        leaves: Sequence[Any],
+        structure: tuple,
+    ) -> frozenset[int]:
+        """Returns which of the flat arguments `leaves` are Python numbers that are fed."""
+        positions = options.static_argnums
+        argument_checks.check_positions(positions, "static_argnums", self.name, len(args))
+        if not any(map(call_arguments.is_number, leaves)):
+            return frozenset()
+        names = call_description.names_of_leaves(fn, args, kwargs)
+        static = call_arguments.leaves_of(positions, structure)
+        return python_numbers.find_fed(leaves, names, self.static_names, static)
+
+    def step_for_numbers(
+        self, key: tuple, kinds: call_arguments.Kinds, options: RunOptions
+    ) -> Step | None:
+        """Returns a step for Python numbers where these kinds have arrays, if there is one.
+
+        A state that began with a Python number comes back from its step with an array instead. The
+        same step, and so the same program, serves both.
+        """
+        for form in self.forms.values():
+            step = form.steps.get(key)
+            if step is not None and step.options == options:
+                if kinds.are_arrays_of(step.kinds_of_leaves):
+                    return step
+        return None
+
+    def make_static(self, step: Step, names: set[str]) -> None:
+        """Makes the arguments of these names part of the program in calls like that of `step`."""
+        self.static_names |= names
+        self.give_up(step)
+
+    def give_up(self, step: Step) -> None:
+        """Forgets all steps for calls whose arguments have the form of those of `step`."""
+        for form in list(self.forms.values()):
+            if step in form.steps.values():
+                self.give_up_form(form)
+
+    def give_up_form(self, form: Form) -> None:
+        """Forgets a form and its steps."""
+        self.forms = {key: other for key, other in self.forms.items() if other is not form}
+        self.recent.drop(form)
+
+    def record(self, signature: dict[str, str], seconds: float) -> None:
+        """Logs a compile and its cause: the difference to the most similar earlier call.
+
+        Args:
+            signature: Descriptions of the arguments, by name.
+            seconds: Time of the call that compiled.
+        """
+        self._num_compiles += 1
+        if self._signatures:
+            nearest = compile_log.nearest_signature(self._signatures, signature)
+            cause = compile_log.signature_change(nearest, signature)
+        elif self.earlier_copies:
+            cause = (
+                f"a new function object of the same definition (the {self.earlier_copies + 1}th): "
+                f"define the function once, outside of the loop"
+            )
+        else:
+            cause = "first call"
+        self._signatures.append(signature)
+        number = max(self._num_compiles, self.earlier_copies + 1)
+        compile_log.record_compile(self.name, cause, seconds, number)

@@ -1,0 +1,57 @@
+"""Error texts for state that a replica function may not change as it does."""
+
+from tpudist.values.drift import advice_on_value
+
+VARIABLE_REMEDY = (
+    "All-reduce the value that you assign (tpudist.get_replica_context().all_reduce('sum', "
+    "value)), give the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or "
+    "ONLY_FIRST_REPLICA), or make it ON_READ if each replica should have its own value."
+)
+
+
+def remedy_of(kind: str) -> str:
+    """Returns the remedy for an NNX Variable of this kind that would differ between replicas."""
+    if kind in ("Param", "OptState", "OptVariable", "OptArray"):
+        return (
+            "All-reduce the gradients before you apply them: "
+            "tpudist.get_replica_context().all_reduce('mean', grads), or 'sum' for a loss divided "
+            "by the rows of all replicas (compute_average_loss). tpudist.Optimizer does this "
+            "itself."
+        )
+    return (
+        "All-reduce the values that it is computed from, or give the Variable a rule: "
+        f"{kind}(value, aggregation='mean'), 'sum', 'max', 'min', 'only_first_replica', or 'none' "
+        "for one value for each replica. nnx.BatchStat and the state of nnx.metrics.Average have a "
+        "rule. The state of a subclass with its own update() has none: if it adds up rows, use "
+        "self.total = nnx.metrics.MetricState(0.0, aggregation='sum')."
+    )
+
+
+def describe_structure_change(name: str, change: str) -> str:
+    """Returns the error for the function `name`, which changes the structure of an NNX object."""
+    return (
+        f"'{name}' changed the structure of an NNX object: {change}. A replica function may change "
+        "only the values of Variables. Change a copy in the function, model = nnx.clone(model), "
+        "for example for init_cache; or change the object before strategy.run. If a module has "
+        "sown values, take them out in the function, and return them: nnx.pop(model, "
+        "nnx.Intermediate)."
+    )
+
+
+def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
+    """Returns the error for state that replicas share, and that would differ between them.
+
+    Args:
+        name: Name of the function.
+        refused: For each such state, its name, the cause of the difference, and the remedy; at
+            least one.
+    """
+    state, reason, remedy = refused[0]
+    rest = [other for other, _, _ in refused[1:]]
+    shown = ", ".join(rest[:4]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
+    also = f" So would {shown}." if rest else ""
+    return (
+        f"{state} would differ between replicas after '{name}': {reason}.{also} "
+        f"State that every replica shares must stay "
+        f"equal on all of them. {remedy}{advice_on_value(x for x, _, _ in refused)}"
+    )

@@ -1,0 +1,109 @@
+"""Python numbers in the result of a function that depend on its rows, such as `x.shape[0]`.
+
+`PartialBatch` traces the function for several numbers of rows. This file fits a formula to the
+numbers that it returns, and confirms it for the numbers of rows that occur.
+"""
+
+from collections.abc import Mapping
+
+from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.row_program import MIN_TRACED_ROWS
+from tpudist.programs.rows.row_sizes import (
+    Piece,
+    Piecewise,
+    Point,
+    RowNumber,
+    RowSize,
+    fit_number,
+    fit_size,
+)
+from tpudist.run.outputs.results import CallOutputs
+
+
+def find_numbers(
+    outputs: Mapping[Point, CallOutputs], points: tuple[Point, ...]
+) -> dict[int, Piecewise]:
+    """Returns the leaves of the result that are such numbers, as functions of the rows.
+
+    Args:
+        outputs: The outputs of all traces so far, by their numbers of rows.
+        points: The numbers of rows at which formulas are fitted.
+
+    Raises:
+        RowsError: If the result depends on the rows in another way.
+    """
+    numbers: dict[int, Piecewise] = {}
+    for i, (kind, first) in enumerate(outputs[points[0]].result):
+        values = [outputs[p].result[i][1] for p in points]
+        if kind != "itself" or all(x is first or are_equal(x, first) for x in values):
+            continue
+        number = None
+        if all(type(x) is int for x in values):
+            number = fit_size(tuple(values), points)
+        elif all(isinstance(x, int | float) for x in values):
+            number = fit_number([float(x) for x in values], points)
+        if not isinstance(number, RowSize | RowNumber):
+            raise RowsError(
+                f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
+                f"{points[1]} rows: this value is not an array, but depends on the number of "
+                "rows"
+            )
+        numbers[i] = Piecewise(number, _find_pieces(outputs, i, number))
+    return numbers
+
+
+def _find_pieces(
+    outputs: Mapping[Point, CallOutputs], result: int, number: RowSize | RowNumber
+) -> tuple[Piece, ...]:
+    """Returns the values that replace a formula below `MIN_TRACED_ROWS` rows."""
+    pieces = []
+    for point, found in outputs.items():
+        kind, actual = found.result[result]
+        few = tuple((i, count) for i, count in enumerate(point) if count < MIN_TRACED_ROWS)
+        if few and kind == "itself" and type(actual) in (int, float):
+            if not _follows(actual, number.at(point)):
+                pieces.append(Piece(few, actual))
+    # The most specific piece first: the one that fixes the most numbers of rows.
+    return tuple(sorted(pieces, key=lambda piece: -len(piece.counts)))
+
+
+def confirm_numbers(
+    outputs: Mapping[Point, CallOutputs],
+    first: CallOutputs,
+    numbers: Mapping[int, Piecewise],
+    point: Point,
+) -> None:
+    """Raises RowsError if the result at `point` does not follow from other numbers of rows.
+
+    Args:
+        outputs: The outputs of all traces so far, by their numbers of rows.
+        first: The outputs at the first point.
+        numbers: Result of `find_numbers`.
+        point: Numbers of rows of one replica.
+    """
+    if point not in outputs:
+        return
+    for i, (kind, actual) in enumerate(outputs[point].result):
+        number, expected = numbers.get(i), first.result[i][1]
+        if number is not None:
+            same = _follows(actual, number.at(point))
+        else:
+            same = kind == "array" or actual is expected or are_equal(actual, expected)
+        if not same:
+            raise RowsError(
+                f"it returns {actual!r} with {point} rows, which does not follow from other "
+                "numbers of rows"
+            )
+
+
+def _follows(actual: float, predicted: object) -> bool:
+    # Formulas are computed in float64, and the function may round to float32.
+    return abs(float(predicted) - actual) <= 1e-5 * abs(actual)  # type: ignore[arg-type]
+
+
+def are_equal(a: object, b: object) -> bool:
+    """Whether two results are equal, or both NaN; False for objects that cannot be compared."""
+    try:
+        return bool(a == b) or (a != a and b != b)
+    except Exception:
+        return False

@@ -1,0 +1,54 @@
+"""The identity of a compiled step: one function, and one kind of arguments."""
+
+import dataclasses
+from typing import Any, Protocol
+
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.options import RunOptions
+from tpudist.run.arguments.call_arguments import Kinds
+from tpudist.run.arguments.flattener import Flattener
+from tpudist.run.arguments.row_groups import RowGroups
+from tpudist.run.frame.captures import Findings
+from tpudist.state.captured_values import Snapshot
+from tpudist.xla.mesh import ReplicaMesh
+
+
+class FunctionLike(Protocol):
+    """The record of a user's function, as a step uses it; see `function_record.FunctionRecord`."""
+
+    name: str
+    flattener: Flattener
+    findings: Findings
+    captured: Snapshot
+    loaded: list[Any]
+    whole: bool
+
+    def record(self, signature: dict[str, str], seconds: float) -> None:
+        """Logs a compile for a call that looks like `signature`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSignature:
+    """What all calls of one step have in common.
+
+    Attributes:
+        strategy: The strategy whose replicas run the step.
+        function: The record of the function, which names it and logs compiles.
+        kinds: Kinds of all flat arguments. Calls may have arrays in the place of numbers.
+        structure: Nesting of the flat arguments; see `call_arguments.unflatten`.
+        groups: Which arguments share their numbers of real rows; None if all batches are full.
+        options: How to compile.
+    """
+
+    strategy: StrategyBase
+    function: FunctionLike
+    kinds: Kinds
+    structure: tuple[Any, ...]
+    groups: RowGroups | None
+    options: RunOptions
+
+    @property
+    def mesh(self) -> ReplicaMesh:
+        """The replicas."""
+        return self.strategy.replica_mesh
