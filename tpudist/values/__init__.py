@@ -1,1 +1,1 @@
-"""What replicas hold."""
+"""Values of replicas."""

@@ -1,6 +1,6 @@
-"""Objects that stand for an array: arithmetic, comparison and conversion are those of their value.
+"""The base of objects that are used as an array: a `Variable`, and a component of one.
 
-A `Variable` and a component of one are such objects. What they stand for is `read_value()`.
+Arithmetic, comparison and conversion apply to `read_value()`.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 def _operator(name: str) -> Any:
-    """Operator `name` of the array that is read."""
+    """Returns the operator `name` of the value's array."""
 
     def operator(self, *others):
         return self._apply(name, [_as_operand(x) for x in others])
@@ -22,64 +23,65 @@ def _operator(name: str) -> Any:
     return operator
 
 
-def _as_operand(x: Any) -> Any:
+def _as_operand(x: object) -> Any:
     if isinstance(x, ReadsAsArray):
         return x.read_value()
     return jnp.asarray(x) if isinstance(x, list | tuple) else x
 
 
 class ReadsAsArray:
-    """An object that is used as the array that `read_value()` gives.
+    """An object that is used as the array `read_value()`.
 
-    `==` and `!=` compare elementwise, as those of arrays and of `tf.Variable`. It can be a key of a
-    dict or an element of a set all the same, where it is found as the object it is (`tf.Variable`
-    has `ref()` for that). `x += 1` binds the name to an array, and changes no variable.
+    `==` and `!=` compare elementwise, like arrays and `tf.Variable`. The object can still be a key
+    of a dict or an element of a set, and is found by identity (`tf.Variable` has `ref()` for that).
+    `x += 1` binds the name to an array, and changes no variable.
     """
 
     __slots__ = ()
-    # Before numpy's own operators, which would make a numpy array of it.
+    # Above NumPy's arrays (0), whose operators would otherwise convert it to a NumPy array first.
     __array_priority__ = 101
 
     def __init_subclass__(cls) -> None:
-        # To functions of JAX such an object among their arguments is the array: it is taken apart
-        # as its value, and what they see is that. Whoever wants the object says so with `is_leaf`.
-        jax.tree_util.register_pytree_node(
-            cls,
-            lambda x: ((x.read_value(),), None),
-            lambda _, children: children[0],  # type: ignore[arg-type]
-        )
+        # Functions of JAX flatten their arguments, so they receive the value. Pass `is_leaf` to
+        # `jax.tree` functions to receive the object. Unflattening gives the array, not the object.
+        def unflatten(_: None, children: Any) -> Any:
+            return children[0]
+
+        jax.tree_util.register_pytree_node(cls, lambda x: ((x.read_value(),), None), unflatten)
+
+    shape: tuple[int, ...]
 
     def read_value(self) -> jax.Array:
-        """The value."""
+        """Returns the value."""
         raise NotImplementedError
 
     def _apply(self, operator: str, others: list[Any]) -> Any:
         return getattr(self.read_value(), operator)(*others)
 
     def value(self) -> jax.Array:
-        """As `read_value`."""
+        """Returns the same as `read_value`."""
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a numpy array."""
+        """Returns the value as a NumPy array."""
         return np.asarray(self.read_value())
 
     @property
-    def ndim(self: Any) -> int:
+    def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)
 
     @property
-    def size(self: Any) -> int:
+    def size(self) -> int:
         """Number of elements."""
         return int(np.prod(self.shape))
 
-    def get_shape(self: Any) -> tuple[int, ...]:
-        """As `shape`."""
+    def get_shape(self) -> tuple[int, ...]:
+        """Returns `shape`."""
         return self.shape
 
     def tolist(self) -> Any:
-        """The value as nested lists of numbers."""
+        """Returns the value as nested lists of numbers."""
         return self.numpy().tolist()
 
     __add__, __radd__ = _operator("__add__"), _operator("__radd__")
@@ -113,7 +115,7 @@ class ReadsAsArray:
     def __jax_array__(self) -> jax.Array:
         return self.read_value()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.read_value(), dtype, copy=copy)
 
     def __float__(self) -> float:

@@ -1,8 +1,10 @@
-"""The part of a variable that one replica holds."""
+"""The component of a variable on one replica."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+from jax.typing import ArrayLike
 
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
@@ -13,7 +15,7 @@ from tpudist.values.array_like import ReadsAsArray
 
 
 class VariableOfComponents(Protocol):
-    """What a component uses of its `state.variable.Variable`, which documents the members."""
+    """The members of `state.variable.Variable` that a component uses."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +26,7 @@ class VariableOfComponents(Protocol):
     strategy: StrategyBase
     on_read: bool
 
-    def conform(self, value: Any) -> jax.Array:
+    def conform(self, value: ArrayLike) -> jax.Array:
         """Returns `value` as an array of the variable's shape and dtype."""
         ...
 
@@ -38,34 +40,37 @@ class VariableOfComponents(Protocol):
 
 
 class Component(ReadsAsArray):
-    """What one replica holds of a Variable: an element of `Variable.values`.
+    """The component of a Variable on one replica: an element of `Variable.values`.
 
-    It reads as an array on that replica's devices, and is used as one. Of an ON_READ variable each
-    component can be assigned by itself. Those of a mirrored variable are copies, which are equal
-    and stay so: assign the variable. Two components are equal (`==`) if they are the same one; with
-    anything else they compare elementwise.
+    It is used as an array on that replica's devices. You can assign each component of an ON_READ
+    variable separately. The components of a mirrored variable are equal copies: assign the
+    variable. `==` of two components compares by identity; with anything else it is elementwise.
 
-    Outside of replica functions only: there the variable itself stands for its component.
+    Use it only outside of replica functions. In them the variable refers to the replica's own
+    component.
+
+    Args:
+        variable: The variable.
+        replica: Number of the replica.
     """
 
     __slots__ = ("__weakref__", "replica", "variable")
 
     def __init__(self, variable: VariableOfComponents, replica: int):
-        """The component of `variable` on the replica of this number."""
         self.variable, self.replica = variable, replica
 
     def read_value(self) -> jax.Array:
-        """The value on this replica's devices.
+        """Returns the value on this replica's devices.
 
         Raises:
-            RuntimeError: In a replica function, which is traced once for all replicas.
+            RuntimeError: If called in a replica function, which is traced once for all replicas.
         """
         self._check_eager("read")
         return self.variable.component_value(self.replica)
 
     def assign(
         self,
-        value: Any,
+        value: ArrayLike,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -73,15 +78,15 @@ class Component(ReadsAsArray):
         """Sets this component of an ON_READ variable, and no other.
 
         Raises:
-            ValueError: The variable is mirrored; or the value does not fit.
-            RuntimeError: In a replica function.
+            ValueError: If the variable is mirrored, or the value does not fit.
+            RuntimeError: If called in a replica function.
         """
         warn_of_op_arguments("assign", use_locking, name)
         return self._change("assign", value, lambda old, new: new, read_value)
 
     def assign_add(
         self,
-        delta: Any,
+        delta: ArrayLike,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -92,7 +97,7 @@ class Component(ReadsAsArray):
 
     def assign_sub(
         self,
-        delta: Any,
+        delta: ArrayLike,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -101,21 +106,27 @@ class Component(ReadsAsArray):
         warn_of_op_arguments("assign_sub", use_locking, name)
         return self._change("assign_sub", delta, lambda old, new: old - new, read_value)
 
-    def _change(self, what: str, value: Any, combine: Any, read_value: bool) -> jax.Array | None:
+    def _change(
+        self,
+        method: str,
+        value: ArrayLike,
+        combine: Callable[[jax.Array, jax.Array], jax.Array],
+        read_value: bool,
+    ) -> jax.Array | None:
         self._check_eager("assigned")
         variable = self.variable
         if not variable.on_read:
             raise ValueError(
-                f"{what} of {self.name!r} was called, which is one of the equal copies of a "
+                f"{method} of {self.name!r} was called, which is one of the equal copies of a "
                 "mirrored variable: the copies would differ then. Assign the variable, which "
-                f"changes all copies: variable.{what}(...)."
+                f"changes all copies: variable.{method}(...)."
             )
-        value = variable.conform(value)
-        if what != "assign":
+        new = variable.conform(value)
+        if method != "assign":
             old = self.read_value()
             with placement.without_mesh():
-                value = combine(old, jax.device_put(value, old.sharding))
-        variable.set_component(self.replica, value)
+                new = combine(old, jax.device_put(new, old.sharding))
+        variable.set_component(self.replica, new)
         return self.read_value() if read_value else None
 
     def _apply(self, operator: str, others: list[Any]) -> Any:
@@ -123,10 +134,10 @@ class Component(ReadsAsArray):
         with placement.without_mesh():
             return getattr(value, operator)(*others)
 
-    def _check_eager(self, what: str) -> None:
+    def _check_eager(self, access: str) -> None:
         if context.current().frame is not None:
             raise RuntimeError(
-                f"Component {self.name!r} was {what} in a replica function (or in merge_call or "
+                f"Component {self.name!r} was {access} in a replica function (or in merge_call or "
                 "update in one), which is traced once for all replicas. Use the variable: in a "
                 "replica function it refers to the replica's own component."
             )
@@ -142,8 +153,9 @@ class Component(ReadsAsArray):
         """The replica's device; if it has several, the first."""
         return self.variable.strategy.replica_mesh.devices_of(self.replica)[0]
 
+    # A Variable has an attribute.
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Shape of the value."""
         return self.variable.shape
 
@@ -158,23 +170,23 @@ class Component(ReadsAsArray):
         return self.variable.trainable
 
     @property
-    def synchronization(self) -> Any:
-        """That of the variable."""
+    def synchronization(self) -> VariableSynchronization:
+        """Synchronization of the variable."""
         return self.variable.synchronization
 
     @property
-    def aggregation(self) -> Any:
-        """That of the variable."""
+    def aggregation(self) -> VariableAggregation:
+        """Aggregation of the variable."""
         return self.variable.aggregation
 
     @property
-    def distribute_strategy(self) -> Any:
+    def distribute_strategy(self) -> StrategyBase:
         """The strategy that the variable belongs to."""
         return self.variable.strategy
 
     def __eq__(self, other: object) -> Any:
         if isinstance(other, Component):
-            return self is other  # so that one can be looked for among others
+            return self is other  # so that `component in variable.values` works
         return super().__eq__(other)
 
     def __ne__(self, other: object) -> Any:

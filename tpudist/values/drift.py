@@ -1,12 +1,12 @@
-"""Values that a call made, one for each replica, in the place of a value that was equal on all.
+"""Values that drifted: a call returned one per replica in the place of a value equal on all.
 
-For an accumulator that is meant. For parameters it is a forgotten reduction: each replica then
-trains a model of its own. Such a value is recorded when it is made, and an error when it is used.
+That is intended for an accumulator. For parameters it is a forgotten reduction: each replica then
+trains its own model. Such a value is recorded when a call returns it, and an error is raised when
+it is used.
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 
@@ -16,14 +16,14 @@ from tpudist.values.per_replica import PerReplica
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """A value for each replica, made in the place of a value that was equal on all.
+    """A value for each replica in the place of a value that was equal on all.
 
     Attributes:
         leaf: The argument that had the equal value.
-        function: The function that made the value.
+        function: The function that returned the value.
         cause: The reason why it differs between replicas.
-        where: The user's line where it was made, `file:line`; empty if unknown.
-        advice: More that is to be reduced, as `advice_on_value` says; empty if nothing.
+        where: The user's line that computes it, `file:line`; empty if unknown.
+        advice: The result of `advice_on_value`.
     """
 
     leaf: str
@@ -34,12 +34,12 @@ class Drift:
 
 
 def advice_on_value(names: Iterable[str]) -> str:
-    """Returns what to do about the `value=` of an optimizer, if its state is of one given that.
+    """Returns the advice for `value=` if the state belongs to an optimizer with that argument.
 
     Args:
-        names: The names of the state.
+        names: Names of the state.
     """
-    if not any("plateau_count" in name for name in names):  # of `optax.contrib.reduce_on_plateau`
+    if not any("plateau_count" in name for name in names):  # `optax.contrib.reduce_on_plateau`
         return ""
     return (
         " Also all-reduce the value= argument of the optimizer (reduce_on_plateau): "
@@ -47,22 +47,24 @@ def advice_on_value(names: Iterable[str]) -> str:
     )
 
 
+# By identity of the stacked array: a PerReplica is flattened and rebuilt on its way between calls,
+# but keeps its array.
 _records = WeakIdentityDict()
 
 
 def record(value: PerReplica, drift: Drift) -> PerReplica:
-    """Records a value that was made in the place of an equal value."""
+    """Records a value in the place of a value that was equal on all replicas."""
     _records.setdefault(value.array, drift)
     return value
 
 
-def check(values: Sequence[Any], names: Sequence[str], what: str) -> None:
+def check(values: Sequence[object], names: Sequence[str], user: str) -> None:
     """Raises an error if a value has drifted.
 
     Args:
-        values: The values that are used: PerReplicas, or their arrays.
-        names: The names of the values.
-        what: The use of the values, for the message.
+        values: The values: PerReplicas, their arrays, or anything else.
+        names: Names of the values.
+        user: The function that uses the values, for the message.
 
     Raises:
         ValueError: If a value was equal on all replicas before the call that returned it.
@@ -74,7 +76,7 @@ def check(values: Sequence[Any], names: Sequence[str], what: str) -> None:
             continue
         where = f" at {drift.where}" if drift.where else ""
         raise ValueError(
-            f"{what} received '{name}', which differs between replicas. It was equal on all of "
+            f"{user} received '{name}', which differs between replicas. It was equal on all of "
             f"them ('{drift.leaf}') before the call of '{drift.function}'; that call returned one "
             f"value for each replica instead{where}, because it depends on {drift.cause} and was "
             "not reduced. Each replica would continue with a different model. Reduce the "

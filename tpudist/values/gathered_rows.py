@@ -1,9 +1,8 @@
-"""The parts of all replicas one after another, in a trace."""
-
-from typing import Any
+"""Gathers the parts of all replicas in a trace, without the padding of partial batches."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from tpudist import context
 from tpudist.array_types import PyTree
@@ -12,19 +11,18 @@ from tpudist.xla.packing import Packing
 
 
 def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTree:
-    """As `collectives.all_gather`, without the padding of partial batches.
+    """Gathers like `collectives.all_gather`, without the padding of partial batches.
 
-    Those are gathered array by array, in whatever packs XLA makes of them: `packing` is for full
-    batches.
+    `packing` applies only to full batches. Partial batches are gathered array by array.
     """
     frame = context.current().frame
     if frame is None or not frame.has_partial_batch:
         return collectives.all_gather(value, axis, packing)
 
-    def gather(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if not -x.ndim <= axis < x.ndim:
-            return collectives.all_gather(x, axis, packing)  # which says what is wrong
-        return frame.gather_rows(x, axis % x.ndim)
+    def gather(x: ArrayLike) -> jax.Array:
+        array = jnp.asarray(x)
+        if not -array.ndim <= axis < array.ndim:
+            return collectives.all_gather(array, axis, packing)  # raises the error
+        return frame.gather_rows(array, axis % array.ndim)
 
     return jax.tree.map(gather, value)

@@ -1,6 +1,6 @@
-"""IndexedSlices: some rows of an array, such as a gradient that touches a few rows of a table.
+"""IndexedSlices: some rows of an array, such as the gradient of a few rows of a table.
 
-Replicas combine them without making the whole array: all of them get all rows.
+Replicas combine them without computing the whole array: each replica gets the rows of all.
 """
 
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, Shape
 from tpudist.reduce_op import ReduceOp
 from tpudist.values import gathered_rows
 from tpudist.xla import collectives
@@ -18,30 +19,30 @@ from tpudist.xla.traces import is_traced
 
 @jax.tree_util.register_pytree_node_class
 class IndexedSlices:
-    """Rows `values[i]` of an array, each at `indices[i]` of its dim 0. Rows of one index add up.
+    """Rows `values[i]` of an array, at `indices[i]` of its dim 0. Rows with equal indices add up.
 
-    As `tf.IndexedSlices`. A pytree node, so it can be returned from a replica function.
+    Matches `tf.IndexedSlices`. It is a pytree node, so a replica function can return it.
 
     Attributes:
         values: `[num_slices, ...]`.
         indices: `[num_slices]`, integers.
-        dense_shape: Shape of the array, or None if it is not known.
+        dense_shape: Shape of the array; None if it is unknown.
     """
 
     __slots__ = ("dense_shape", "indices", "values")
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Any = None):
-        """See the class."""
+    # Not only arrays: JAX also rebuilds pytrees with shapes, specs and other leaves.
+    def __init__(self, values: Any, indices: Any, dense_shape: ArrayLike | Shape | None = None):
         self.values, self.indices = values, indices
         self.dense_shape = None if dense_shape is None else _parse_shape(dense_shape)
 
     def tree_flatten(self):
-        """Values and indices are children, the shape is structure."""
+        """Returns values and indices as children, and the shape as structure."""
         return (self.values, self.indices), self.dense_shape
 
     @classmethod
     def tree_unflatten(cls, dense_shape, children):
-        """The inverse of `tree_flatten`."""
+        """Inverts `tree_flatten`."""
         values, indices = children
         return cls(values, indices, dense_shape)
 
@@ -55,7 +56,7 @@ class IndexedSlices:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}{shape})"
 
 
-def _parse_shape(dense_shape: Any) -> tuple[int, ...]:
+def _parse_shape(dense_shape: Any) -> Shape:  # a sequence or an array of integers
     if is_traced(dense_shape):
         raise TypeError(
             f"IndexedSlices(dense_shape={dense_shape!r}): this array has no known values while the "
@@ -64,32 +65,38 @@ def _parse_shape(dense_shape: Any) -> tuple[int, ...]:
     return tuple(int(x) for x in dense_shape)
 
 
-def is_slices(x: Any) -> bool:
-    """Whether `x` is an IndexedSlices, to be taken as a whole."""
+def is_slices(x: object) -> bool:
+    """Returns whether `x` is an IndexedSlices."""
     return isinstance(x, IndexedSlices)
 
 
 def has_slices(tree: PyTree) -> bool:
-    """Whether there is an IndexedSlices in a tree."""
+    """Returns whether a tree contains an IndexedSlices."""
     return any(is_slices(x) for x in jax.tree.leaves(tree, is_leaf=is_slices))
 
 
 def all_reduce(
     op: ReduceOp, value: PyTree, dense: Callable[..., PyTree] = collectives.all_reduce
 ) -> PyTree:
-    """As `dense` does it, of a tree that may hold IndexedSlices.
+    """Reduces a tree that may contain IndexedSlices over the replicas.
 
-    Those of all replicas are put behind each other, for `MEAN` divided by their number.
+    The slices of all replicas are concatenated; for `MEAN` they are divided by the number of
+    replicas.
+
+    Args:
+        op: The reduction.
+        value: The tree.
+        dense: Called with `op` and the other leaves of the tree; returns the reduced leaves.
 
     Raises:
-        ValueError: Slices are to be combined by another op than `SUM` or `MEAN`.
+        ValueError: If the tree contains slices and `op` is not `SUM` or `MEAN`.
     """
     if not has_slices(value):
         return dense(op, value)
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_slices)
-    whole = iter(dense(op, [x for x in leaves if not is_slices(x)]))
-    sparse = iter(_gather(op, [x for x in leaves if is_slices(x)]))
-    return treedef.unflatten([next(sparse) if is_slices(x) else next(whole) for x in leaves])
+    arrays = iter(dense(op, [x for x in leaves if not is_slices(x)]))
+    slices = iter(_gather(op, [x for x in leaves if is_slices(x)]))
+    return treedef.unflatten([next(slices) if is_slices(x) else next(arrays) for x in leaves])
 
 
 def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
@@ -103,10 +110,10 @@ def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
 
 
 def check_op(op: ReduceOp, num_replicas: int) -> int:
-    """By what the values of all replicas are divided: their number for a `MEAN`, else 1.
+    """Returns the divisor of slices: the number of replicas for `MEAN`, 1 for `SUM`.
 
     Raises:
-        ValueError: Another op.
+        ValueError: If `op` is another reduction.
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
@@ -116,14 +123,14 @@ def check_op(op: ReduceOp, num_replicas: int) -> int:
     return num_replicas if op is ReduceOp.MEAN else 1
 
 
-def check_dense(value: PyTree, what: str) -> None:
-    """Refuses IndexedSlices where values are concatenated.
+def check_dense(value: PyTree, function: str) -> None:
+    """Rejects IndexedSlices for a function that concatenates values.
 
     Raises:
-        NotImplementedError: There is one in `value`.
+        NotImplementedError: If `value` contains IndexedSlices.
     """
     if has_slices(value):
         raise NotImplementedError(
-            f"{what} does not support IndexedSlices. Combine them by SUM or MEAN, or concatenate "
-            "their values and their indices separately."
+            f"{function} does not support IndexedSlices. Combine them by SUM or MEAN, or "
+            "concatenate their values and their indices separately."
         )

@@ -1,4 +1,4 @@
-"""Results that are each replica's share of a loss: their sum is the loss, not their mean."""
+"""Warns of the mean of results that are each replica's share of a loss: their sum is the loss."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla.hlo import source_lines
 
 _lines = WeakIdentityDict()
-# By what Python knows which warnings were shown already, as it does for each module of its own.
+# The registry in which Python records the shown warnings, as in each module's own.
 _shown: dict[Any, Any] = {}
 
 

@@ -1,7 +1,7 @@
 """Values in a program of replicas: equal everywhere, or one per replica.
 
-A value that is equal on every replica is a plain `jax.Array`. One that differs is a `PerReplica`:
-one stacked array `[num_replicas, ...]`, of which each replica holds its own part.
+A value that is equal on every replica is a plain `jax.Array`. A value that differs is a
+`PerReplica`: one stacked array `[num_replicas, ...]`, sharded so that each replica has its part.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from tpudist.xla import collectives
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
-# By array: the key of the dict in which a replica function returned it, for messages.
+# The key of the dict in which a replica function returned an array, by array, for messages.
 _keys = WeakIdentityDict()
 
 
 class _OrMirrored(type):
-    """Counts mirrored plain arrays among the instances of a class, and no Variable of one copy."""
+    """Makes mirrored arrays instances of a class, and excludes Variables with one copy."""
 
-    # For `isinstance` alone: `issubclass(type(x), ...)` is what `is_distributed` asks, and it keeps
-    # plain arrays out.
+    # Only for `isinstance`: `is_distributed` uses `issubclass`, which excludes plain arrays.
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
+            # A `state.variable.Variable` has this attribute.
             return cls is not DistributedValues or not getattr(instance, "has_one_copy", False)
         if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
             return False
@@ -35,24 +35,24 @@ class _OrMirrored(type):
 
 
 class DistributedValues(metaclass=_OrMirrored):
-    """Values that replicas hold: a PerReplica, a Variable, or a mirrored array; for `isinstance`.
+    """A PerReplica, a Variable, or a mirrored array; for `isinstance`.
 
     A Variable with one copy (one replica, or central storage) is an ordinary variable, and not an
-    instance. As `tf.distribute.DistributedValues`.
+    instance. Matches `tf.distribute.DistributedValues`.
     """
 
 
 class Mirrored(DistributedValues):
-    """Values that are equal on every replica; for `isinstance`, and never made.
+    """A value that is equal on every replica; for `isinstance`, without instances of its own.
 
-    They are plain arrays, which a mesh of several replicas holds whole: what `reduce` gives, and
-    what a replica function returns if it is equal everywhere. As TensorFlow's Mirrored, which is a
-    container of one tensor per replica.
+    Such values are plain arrays that are replicated over a mesh of several replicas: the results of
+    `reduce`, and results of a replica function that are equal everywhere. TensorFlow's Mirrored is
+    a container of one tensor per replica.
     """
 
 
-def is_distributed(x: Any) -> bool:
-    """Whether `x` is a container of what replicas hold, and no plain array."""
+def is_distributed(x: object) -> bool:
+    """Returns whether `x` is a PerReplica or a Variable, and not a plain array."""
     return issubclass(type(x), DistributedValues)
 
 
@@ -85,14 +85,13 @@ class PerReplica(DistributedValues):
         dim: int = 0,
         other_rows: tuple[tuple[int, tuple[int, ...]], ...] = (),
     ):
-        """Wraps a stacked array; see the class."""
-        self.array: Any = array
+        self.array: Any = array  # JAX also rebuilds pytrees with shapes, specs and other leaves
         self.rows, self.dim, self.other_rows = rows, dim, other_rows
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The stacked array is the child, `rows` and their `dim` are structure.
+        """Returns the stacked array as child; `rows` and their dims are structure.
 
-        One that a replica function captures is taken apart as this replica's part.
+        In a replica function that captures it, the child is this replica's part.
         """
         local = self._local()
         structure = (self.rows, self.dim, self.other_rows)
@@ -100,7 +99,7 @@ class PerReplica(DistributedValues):
 
     @classmethod
     def tree_unflatten(cls, rows_and_dim, children):
-        """The inverse of `tree_flatten`."""
+        """Inverts `tree_flatten`."""
         return cls(children[0], *rows_and_dim)
 
     @property
@@ -110,12 +109,12 @@ class PerReplica(DistributedValues):
 
     @property
     def is_padded(self) -> bool:
-        """Whether the part of some replica holds less than its shape says."""
+        """Whether the part of some replica contains padding."""
         return any(real != self.shape[dim] for dim, rows in self.extents.items() for real in rows)
 
     @property
     def extents(self) -> dict[int, tuple[int, ...]]:
-        """The dims that count examples, each with the number of real ones on each replica."""
+        """The dims that count examples, each with the number of real rows on each replica."""
         return {} if self.rows is None else {self.dim: self.rows, **dict(self.other_rows)}
 
     @property
@@ -127,7 +126,7 @@ class PerReplica(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The parts of this process's replicas, in order, padding included.
 
-        In a program that is being traced, those of all replicas: an all-gather.
+        In a trace, the parts of all replicas: an all-gather.
         """
         local = self._part_in_trace()
         if local is not None:
@@ -136,7 +135,7 @@ class PerReplica(DistributedValues):
         return tuple(replica_parts.component(mesh, self.array, i) for i in mesh.local_replicas)
 
     def _part_in_trace(self) -> Any:
-        """This replica's part in the program that is being traced; None outside of all traces."""
+        """Returns this replica's part in a trace; None outside of all traces."""
         if is_traced(self.array):
             return self.array
         frame = context.current().frame
@@ -145,7 +144,7 @@ class PerReplica(DistributedValues):
         return frame.capture(self)
 
     def _local(self) -> Any:
-        """What stands for this value in a replica function: the replica's own part; else None."""
+        """Returns the replica's own part in a replica function; None elsewhere."""
         mode = context.current()
         return None if mode.frame is None or mode.replica_context is None else self._part_in_trace()
 
@@ -153,7 +152,7 @@ class PerReplica(DistributedValues):
         rows = "" if self.rows is None else f", rows={self.rows}"
         rows += f" of dim {self.dim}" if self.dim else ""
         array = self.array
-        if not hasattr(array, "dtype"):
+        if not hasattr(array, "dtype"):  # a leaf that JAX has put in its place
             return f"PerReplica({array!r}{rows})"
         shape = ",".join(map(str, self.shape))
         return f"PerReplica({array.dtype}[{shape}] on each of {array.shape[0]} replicas{rows})"
@@ -167,7 +166,7 @@ class PerReplica(DistributedValues):
         )
 
     def _advice(self) -> str:
-        """How `run` makes one array of state that a step returns under a name."""
+        """Returns the option of `run` that reduces state returned under a name; else nothing."""
         if (name := _keys.get(self.array)) is None:
             return ""
         return (
@@ -176,7 +175,7 @@ class PerReplica(DistributedValues):
         )
 
     def _as_array(self) -> Any:
-        """This replica's part, where there is one; else an error that says how to read it."""
+        """Returns this replica's part in a replica function; elsewhere raises `TypeError`."""
         local = self._local()
         if local is None:
             raise self._refusal()
@@ -186,7 +185,7 @@ class PerReplica(DistributedValues):
         return self._as_array()
 
     def __getitem__(self, key: Any) -> Any:
-        """An item of this replica's part; with `...`, as an NNX Variable is read, all parts."""
+        """Returns an item of this replica's part; with `...`, as for an NNX Variable, all parts."""
         if key is ... and self._local() is None:
             return self
         return self._as_array()[key]
@@ -210,7 +209,9 @@ class PerReplica(DistributedValues):
         self.array = jax.device_put(every, array.sharding)
 
     def __getattr__(self, name: str) -> Any:
-        """What arrays have (`sum`, `astype`, ...), where this stands for a replica's own part."""
+        """Returns an attribute of this replica's part (`sum`, ...) in a replica function."""
+        # Own attributes that are not set yet, as while it is unpickled, must not be looked up in
+        # the part: that would recurse.
         is_own = name.startswith("_") or name in ("array", "rows", "dim", "other_rows")
         if not is_own and (local := self._local()) is not None:
             return getattr(local, name)
@@ -222,7 +223,7 @@ class PerReplica(DistributedValues):
 
 
 def _forward(name: str) -> None:
-    """Makes operator `name` that of this replica's part."""
+    """Adds the operator `name`, which applies to this replica's part."""
 
     def operator(self, *others):
         others = [x._as_array() if isinstance(x, PerReplica) else x for x in others]
@@ -243,22 +244,22 @@ for _name in ("array", "float", "int", "bool", "index", "complex"):
 
 @jax.tree_util.register_pytree_node_class
 class LocalPart(PerReplica):
-    """A PerReplica in a program that is being traced: `array` is this replica's own part.
+    """A PerReplica in a trace in cross-replica context.
 
-    It stands for the values of all replicas in cross-replica context.
+    Args:
+        array: This replica's own part, traced.
     """
 
     __slots__ = ()
 
     def __init__(self, array: Any):
-        """Wraps a traced array."""
         super().__init__(array)
 
     def _part_in_trace(self) -> Any:
         return self.array
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The array is the child."""
+        """Returns the array as child."""
         return (self.array,), ()
 
     @property
@@ -276,19 +277,19 @@ def record_key(value: PerReplica, key: str) -> None:
 
 
 def open_parts(tree: PyTree) -> tuple[Any, list[bool]]:
-    """The structure of `tree` with each PerReplica as one leaf, and which leaves are PerReplicas.
+    """Returns the structure of `tree` with each PerReplica as a leaf, and whether each leaf is one.
 
-    The leaves are as many as `jax.tree.leaves(tree)` gives, and in that order.
+    The leaves have the number and order of `jax.tree.leaves(tree)`.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     return structure, list(map(is_per_replica, leaves))
 
 
-def is_per_replica(x: Any) -> bool:
-    """Whether `x` is a PerReplica: one value for each replica."""
+def is_per_replica(x: object) -> bool:
+    """Returns whether `x` is a PerReplica."""
     return isinstance(x, PerReplica)
 
 
-def local_part(value: Any) -> Any:
-    """This replica's part of a PerReplica, in the trace of a replica function; else `value`."""
+def local_part(value: object) -> Any:
+    """Returns this replica's part of a PerReplica in a trace; any other value as it is."""
     return value._part_in_trace() if isinstance(value, PerReplica) else value

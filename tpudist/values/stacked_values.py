@@ -1,4 +1,4 @@
-"""Values of the host, one for each replica, as one PerReplica that all processes agree on."""
+"""Stacks host values, one for each replica, to a PerReplica that all processes agree on."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,70 +15,75 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, random_keys, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
-_KEY = "random key of "  # how the kind of a typed key is told from a dtype
+_KEY = "random key of "  # begins the description of typed keys; others begin with a dtype
+_HostArray = np.ndarray | jax.Array
+"""An array of numbers, or typed random keys."""
 
 
-def stack_parts(mesh: ReplicaMesh, parts: Sequence[Any]) -> PerReplica:
-    """A PerReplica of values that are given for each of this process's replicas, in order.
+def stack_parts(mesh: ReplicaMesh, parts: Sequence[object]) -> PerReplica:
+    """Returns a PerReplica of values for this process's replicas, in order.
 
-    They may differ in the size of one dim if all replicas are in this process; otherwise other
-    processes have none of them, and must have given the same shapes.
+    If all replicas are in this process, the values may differ in the size of one dim. Otherwise
+    other processes must pass the same shapes.
     """
-    arrays = [_number(x) for x in parts]
+    arrays = [_as_array(x) for x in parts]
     return _stack(mesh, arrays, dict(zip(mesh.local_replicas, map(_describe, arrays), strict=True)))
 
 
 def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -> PyTree:
-    """A tree of PerReplicas of the trees that are made for this process's replicas, in order.
+    """Returns a tree of PerReplicas of trees for this process's replicas, in order.
 
-    The processes tell each other what they made: the shapes are one global array's, so no process
-    may make it of others, and one that fails must not be waited for.
+    Args:
+        mesh: The mesh of the replicas.
+        make_trees: Called once; returns the trees.
 
     Raises:
-        ValueError: The trees differ in structure, or values in rank or in more than one dim.
-        RuntimeError: Another process has made no values.
+        ValueError: If the trees differ in structure, or values in rank or in more than one dim.
+        RuntimeError: If another process failed to create its values.
     """
+    # Protocol: every process sends the description of its values, or its error, before any process
+    # creates the global array. Different shapes would make different programs, and a process that
+    # fails without a message would make the others wait.
     if mesh.num_processes == 1:
         structure, columns = _columns(make_trees())
         return structure.unflatten([stack_parts(mesh, column) for column in columns])
     try:
         structure, columns = _columns(make_trees())
-        arrays = [[_number(x) for x in column] for column in columns]
+        arrays = [[_as_array(x) for x in column] for column in columns]
     except Exception as error:
         _exchange_descriptions(mesh, {"error": f"{type(error).__name__}: {error}"})
         raise
-    made = [
+    own = [
         {i: _describe(x) for i, x in zip(mesh.local_replicas, column, strict=True)}
         for column in arrays
     ]
-    # By names: what a structure says of a user's class may be another address in each process.
-    paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(made))))[0]
+    # By names: the text of a structure may contain the address of a user's class.
+    paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(own))))[0]
     names = [jax.tree_util.keystr(path) for path, _ in paths]
-    said = {"structure": names, "made": made}
-    answers = _exchange_descriptions(mesh, said)
+    answers = _exchange_descriptions(mesh, {"structure": names, "values": own})
     _check_answers(mesh, answers)
     stacked = []
     for k, column in enumerate(arrays):
-        every: dict[int, Any] = {}
-        for i, x in (item for answer in answers for item in answer["made"][k].items()):
-            if every.setdefault(int(i), x) != x:
+        described: dict[int, Any] = {}
+        for i, x in (item for answer in answers for item in answer["values"][k].items()):
+            if described.setdefault(int(i), x) != x:
                 raise ValueError(
                     f"Replica {i} spans several processes, which have made different values for "
-                    f"it: {every[int(i)]} and {x}. Make the same value in all processes of a "
+                    f"it: {described[int(i)]} and {x}. Make the same value in all processes of a "
                     "replica."
                 )
-        stacked.append(_stack(mesh, column, every))
+        stacked.append(_stack(mesh, column, described))
     return structure.unflatten(stacked)
 
 
-def _exchange_descriptions(mesh: ReplicaMesh, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What all processes say of the values that they have made."""
-    what = process_agreement.Intention("values for each replica")
-    return [json.loads(x) for x in process_agreement.exchange(mesh, what, json.dumps(said))]
+def _exchange_descriptions(mesh: ReplicaMesh, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Sends this process's description or error; returns those of all processes."""
+    intention = process_agreement.Intention("values for each replica")
+    return [json.loads(x) for x in process_agreement.exchange(mesh, intention, json.dumps(own))]
 
 
 def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Before anything is made of them, in every process in the same way."""
+    """Raises the same error in every process if values are missing or differ in structure."""
     by_process = dict(zip(mesh.processes, answers, strict=True))
     for process, answer in by_process.items():
         if "error" in answer:
@@ -95,7 +100,7 @@ def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> N
 
 
 def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
-    """The structure of the trees, and for each leaf what the replicas have there."""
+    """Returns the structure of the trees, and for each leaf the values of the replicas."""
     for tree in trees:
         tree_depth.check_depth(tree, "A value for a replica")
     structures = {jax.tree.structure(tree) for tree in trees}
@@ -110,21 +115,23 @@ def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
     return structure, [list(column) for column in zip(*rows, strict=True)]
 
 
-def _describe(array: Any) -> tuple[str, list[int]]:
-    """Of what dtype and shape an array is, for other processes; random keys are of their kind."""
+def _describe(array: _HostArray) -> tuple[str, list[int]]:
+    """Returns the dtype, or the kind of random keys, and the shape, for other processes."""
     if random_keys.is_key(array):
         return f"{_KEY}{jax.random.key_impl(array)}", list(array.shape)
     return array.dtype.name, list(array.shape)
 
 
 def _stack(
-    mesh: ReplicaMesh, local: Sequence[Any], every: Mapping[int, tuple[str, Sequence[int]]]
+    mesh: ReplicaMesh,
+    local: Sequence[_HostArray],
+    described: Mapping[int, tuple[str, Sequence[int]]],
 ) -> PerReplica:
-    """A PerReplica of this process's parts, where all parts are described in `every`."""
-    if any(name.startswith(_KEY) for name, _ in every.values()):
-        return _stack_keys(mesh, local, every)
-    dtype = np.result_type(*(jnp.dtype(name) for name, _ in every.values()))
-    shapes = {i: tuple(shape) for i, (_, shape) in every.items()}
+    """Returns a PerReplica of this process's parts; `described` has the parts of all replicas."""
+    if any(name.startswith(_KEY) for name, _ in described.values()):
+        return _stack_keys(mesh, local, described)
+    dtype = np.result_type(*(jnp.dtype(name) for name, _ in described.values()))
+    shapes = {i: tuple(shape) for i, (_, shape) in described.items()}
     if len(set(shapes.values())) == 1:
         return PerReplica(placement.stack(mesh, np.stack(local).astype(dtype, copy=False)))
     ranks = {len(shape) for shape in shapes.values()}
@@ -148,11 +155,13 @@ def _stack(
 
 
 def _stack_keys(
-    mesh: ReplicaMesh, local: Sequence[Any], every: Mapping[int, tuple[str, Sequence[int]]]
+    mesh: ReplicaMesh,
+    local: Sequence[Any],
+    described: Mapping[int, tuple[str, Sequence[int]]],
 ) -> PerReplica:
-    kinds = {(name, tuple(shape)) for name, shape in every.values()}
-    if len(kinds) > 1:
-        each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in sorted(every.items()))
+    if len({(name, tuple(shape)) for name, shape in described.values()}) > 1:
+        keys = sorted(described.items())
+        each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in keys)
         raise ValueError(
             f"The random keys for the replicas have different kinds or shapes ({each}). Use keys "
             "of one kind and shape for every replica."
@@ -161,7 +170,8 @@ def _stack_keys(
     return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(local[0])))
 
 
-def _number(value: Any) -> Any:
+def _as_array(value: Any) -> Any:
+    """Returns a host array, or random keys as they are; raises for values that are not numbers."""
     if random_keys.is_key(value):
         return value
     integers.refuse_masks_and_buffers(value, "A value for a replica")
