@@ -26,9 +26,9 @@ from tpudist.processes.coordination import Channel
 RUN_CALLS = "checkpointed_runs"
 """Name of the note in a checkpoint with the number of calls of `run`, as in TensorFlow."""
 
-_STEPS_OF_RESERVE = (
-    6  # that the last save begins before the end of the grace period, as in TensorFlow
-)
+# The last save begins this many steps, and twice the time of a save, before the end of the grace
+# period. TensorFlow has the same number of steps.
+_STEPS_OF_RESERVE = 6
 _log = logging.getLogger("tpudist.preemption")
 _numbers = generations.Numbers()
 
