@@ -1,4 +1,4 @@
-"""Causes of lost time, from notes that are made up."""
+"""Diagnoses of invented records have the right causes of lost time."""
 
 import json
 
@@ -22,8 +22,8 @@ def total(diagnosis, process):
     return sum(diagnosis.seconds[process].values())
 
 
-def test_who_is_slow_in_each_step_is_found_and_the_others_have_waited():
-    """In lockstep: process 1 sleeps 1 s before each call, of 1 s."""
+def test_a_process_that_is_slow_in_each_step_is_reported_and_the_others_wait():
+    """The processes run in lockstep: process 1 sleeps 1 s before each call of 1 s."""
     first = begun([2.0 * k for k in range(50)])
     late = begun([2.0 * k + 1 for k in range(50)])
     found = diagnose([{0: start(0, lines=first), 1: start(1, lines=late)}])
@@ -35,7 +35,7 @@ def test_who_is_slow_in_each_step_is_found_and_the_others_have_waited():
     assert total(found, 0) == pytest.approx(100)
 
 
-def test_who_pauses_once_is_found_though_the_others_run_ahead():
+def test_a_single_pause_is_reported_although_the_others_run_ahead():
     """Process 1 pauses 10 s before call 20; process 0 has begun up to call 22 then, and waits."""
     late = begun([k + 0.0 if k < 20 else k + 10.0 for k in range(60)])
     first = begun([k + 0.0 if k <= 22 else k + 10.0 for k in range(60)])
@@ -44,13 +44,13 @@ def test_who_pauses_once_is_found_though_the_others_run_ahead():
     assert found.lateness_s[0] < 1
 
 
-def test_those_that_begin_as_it_comes_have_waited_for_nobody():
+def test_random_differences_between_processes_are_no_cause():
     both = [begun([k + 0.001 * ((k * j) % 3) for k in range(60)]) for j in (1, 2)]
     found = diagnose([{i: start(i, lines=both[i]) for i in (0, 1)}])
     assert found.causes == []
 
 
-def test_what_is_started_again_is_one_cause_with_all_that_it_took():
+def test_a_restart_is_one_cause_with_all_time_that_it_took():
     verdict = {"kind": "verdict", "time": 63.0, "message": "Process 1 has ended.\nMore"}
     saves = [{"kind": "save", "time": 30.0, "path": "a", "calls": 400}]
     restore = [{"kind": "restore", "time": 72.0, "path": "a"}]
@@ -71,7 +71,7 @@ def test_what_is_started_again_is_one_cause_with_all_that_it_took():
         assert found.seconds[process][REPLAYED] == pytest.approx(10)
 
 
-def test_the_first_compile_is_no_loss_and_others_are_named_with_their_cause():
+def test_only_later_compiles_are_reported_with_their_cause():
     lines = [
         {"kind": "compile", "function": "f", "cause": "first", "seconds": 50.0, "number": 1},
         {"kind": "compile", "function": "f", "cause": "x was 3", "seconds": 2.0, "number": 2},
@@ -82,8 +82,8 @@ def test_the_first_compile_is_no_loss_and_others_are_named_with_their_cause():
     assert cause.text == "'f' was compiled again, 2 time(s): x was 4"
 
 
-def test_a_process_that_has_noted_nothing_does_not_shift_the_others(tmp_path):
-    """Of the first start only process 0 has a file; of the second both."""
+def test_a_process_without_records_does_not_shift_the_others(tmp_path):
+    """Only process 0 has a file for the first start; both have one for the second."""
     folder = tmp_path / "goodput"
     folder.mkdir()
     for process, number, began in ((0, 0, 10.0), (0, 1, 50.0), (1, 0, 50.5)):

@@ -1,4 +1,4 @@
-"""What a process notes of its time."""
+"""A process records how it spends its time."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def finished(tmp_path_factory):
 
 
 def test_phases_add_up_to_the_time_of_the_process(finished):
-    """But for the interpreter's own end, which nobody can note."""
+    """Except for the end of the interpreter, which cannot be recorded."""
     _, (started, first_line, last_line, ended), runs = finished
     ((start,),) = (x.values() for x in runs)
     assert start.ended_well
@@ -94,7 +94,7 @@ def test_phases_add_up_to_the_time_of_the_process(finished):
 
 
 @pytest.mark.slow
-def test_of_a_killed_process_little_is_missing(finished):
+def test_a_killed_process_loses_few_records(finished):
     """A note is written each second, so some come after the last line, 3 s before the end."""
     folder = finished[0]
     (_, _, last_line, ended), runs = run(folder, "killed")
@@ -104,7 +104,7 @@ def test_of_a_killed_process_little_is_missing(finished):
     assert sum(start.seconds.values()) == pytest.approx(start.ended - start.began, rel=0.01)
 
 
-def test_a_part_of_a_line_is_left_out(tmp_path):
+def test_incomplete_lines_are_ignored(tmp_path):
     folder = tmp_path / "goodput"
     folder.mkdir()
     first = {"kind": "start", "time": 2.0, "process": 3, "began": 1.0}
@@ -116,14 +116,14 @@ def test_a_part_of_a_line_is_left_out(tmp_path):
     assert (start.process, start.num_calls, start.ended) == (3, 7, 4.0)
 
 
-def test_a_folder_without_notes_is_an_error_that_says_how_to_have_some(tmp_path):
+def test_a_folder_without_records_raises_an_error_with_the_remedy(tmp_path):
     with pytest.raises(NoLedger, match="record_goodput"):
         read_run(tmp_path)
     with pytest.raises(NoLedger, match="The folder .*missing does not exist"):
         read_run(tmp_path / "missing")
 
 
-def test_nothing_is_noted_where_nobody_has_asked():
+def test_nothing_is_recorded_without_a_request():
     assert goodput.current_recorder() is None
     with goodput.phase(goodput.Phase.INPUT):
         goodput.begin_call()
@@ -131,7 +131,7 @@ def test_nothing_is_noted_where_nobody_has_asked():
     goodput.flush()
 
 
-def test_of_long_runs_as_many_calls_are_noted_of_each_octave():
+def test_a_long_run_records_equally_many_calls_per_octave():
     noted = [x for x in range(1 << 20) if x % goodput.stride_of(x) < 2]
     assert noted[:64] == list(range(64))
     assert len(noted) < 64 * 2 * 16

@@ -32,13 +32,13 @@ def log(caplog):
     return caplog
 
 
-def test_what_is_known_is_compiled_here_alone(log):
+def test_a_program_of_known_operations_is_compiled_only_in_this_process(log):
     make(fsdp=2, tensor=2).run(lambda x: jnp.sort(x) @ x.T, args=(X,))
     assert messages(log) == []
 
 
 @pytest.mark.slow
-def test_what_is_not_known_is_compiled_elsewhere_too(log, monkeypatch):
+def test_an_unknown_operation_is_compiled_in_another_process_first(log, monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", known_operations.KNOWN - {"sort"})
 
     def step(x):
@@ -129,7 +129,7 @@ def test_a_failure_that_ends_nothing_is_said_and_left_to_the_process_itself(log,
     assert "it could not be compiled in another process: no such thing" in messages(log)
 
 
-def test_what_is_computed_outside_of_replicas_is_no_doubt(monkeypatch):
+def test_operations_outside_of_replicas_cause_no_doubts(monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", frozenset())
     doubts = first_compile.find_doubts(jax.make_jaxpr(jnp.sin)(X), make(fsdp=2).replica_mesh)
     assert doubts == []  # outside of the replicas' mesh nothing is split

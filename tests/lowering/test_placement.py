@@ -1,4 +1,4 @@
-"""Host values become global arrays on the mesh, where they were wanted and nowhere else."""
+"""Host values become global arrays on the mesh, on exactly the requested devices."""
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ def test_a_value_can_live_in_host_memory_where_the_devices_have_it(mesh):
         np.testing.assert_array_equal(array, np.ones(3))
 
 
-def test_a_memory_that_is_not_there_is_refused_with_those_that_are(mesh):
+def test_a_missing_memory_raises_an_error_that_lists_the_existing_ones(mesh):
     with pytest.raises(ValueError, match="'tape' does not exist") as caught:
         placement.replicate(mesh, np.ones(3), memory_kind="tape")
     known = ", ".join(f"'{memory.kind}'" for memory in jax.devices()[0].addressable_memories())

@@ -34,7 +34,7 @@ def gradient(x, split=split):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("axes", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("function", [choose, nested, gradient])
-def test_results_are_those_of_one_device(function, axes, sign):
+def test_results_match_one_device(function, axes, sign):
     x = sign * jnp.arange(1.0, 65).reshape(8, 8)
     found = tpudist.TPUStrategy(replica_axes=axes).run(function, args=(x,))
     wanted = jax.jit(lambda x: function(x, lambda x, spec: x))(x)

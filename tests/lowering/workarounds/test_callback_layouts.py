@@ -135,7 +135,7 @@ def test_what_a_callback_gives_all_devices_of_its_replica_have(strategy, dtype):
     assert calls == [X.shape] * strategy.num_replicas_in_sync
 
 
-def test_what_is_pure_has_the_whole_of_its_operands(strategy):
+def test_a_pure_callback_receives_complete_operands(strategy):
     def step(x):
         x = jax.lax.with_sharding_constraint(x, spec)
         return jax.pure_callback(lambda x: x[::-1] * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

@@ -66,7 +66,7 @@ CORE = [("depthwise", "rows and channels"), ("grouped", "channels"), ("ungrouped
         for each in itertools.product(GROUPS, SPLITS)
     ],
 )
-def test_results_and_gradients_are_those_of_one_device(kind, of_x):
+def test_results_and_gradients_match_one_device(kind, of_x):
     x, kernel = arrays_of(kind)
 
     def function(x, kernel, split=lambda x, spec: x):

@@ -1,4 +1,4 @@
-"""Entries that are picked by comparison are those that an index picks."""
+"""Comparison selects the same entries as an index."""
 
 import functools
 

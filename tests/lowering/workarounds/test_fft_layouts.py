@@ -1,4 +1,4 @@
-"""Fourier transforms of what is split inside a replica."""
+"""Fourier transforms of arrays that are split inside a replica."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ TRANSFORMS = {
     "name",
     [pytest.param(x, marks=() if x == "fft2" else pytest.mark.exhaustive) for x in TRANSFORMS],
 )
-def test_gradients_over_a_split_dim_are_those_of_one_device(name, axes):
+def test_gradients_over_a_split_dim_match_one_device(name, axes):
     def gradient(x, split=lambda x: x):
         def loss(x):
             return jnp.sin(jnp.abs(TRANSFORMS[name](split(x)))).sum()
