@@ -72,15 +72,15 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
-    """One replica's share of a loss that does not depend on the examples, such as weight decay.
+    """Returns this replica's share of a loss that does not depend on the examples.
 
-    It is divided by the number of replicas (times that of microbatches), since gradients are summed
-    over them.
+    Weight decay is such a loss. It is divided by the number of replicas (times the number of
+    microbatches), because gradients are summed over them.
 
     Raises:
-        RuntimeError: Called in cross-replica context.
+        RuntimeError: If called in cross-replica context.
 
-    As `tf.nn.scale_regularization_loss`.
+    Matches `tf.nn.scale_regularization_loss`.
     """
     replica = context.get_replica_context()
     if replica is None:

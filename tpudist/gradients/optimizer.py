@@ -155,7 +155,7 @@ class Optimizer(nnx.Optimizer):
             The updates that were applied.
 
         Raises:
-            ValueError: A gradient is missing, or not of its parameter's shape and dtype.
+            ValueError: If a gradient is missing, or does not have its parameter's shape and dtype.
         """
         if not self.has_model:
             raise ValueError(
@@ -213,10 +213,10 @@ class Optimizer(nnx.Optimizer):
             name: For `tf.keras.optimizers`; given, it is ignored with a warning.
 
         Raises:
-            ValueError: A gradient is None, or not of its Variable's shape and dtype; no pairs;
-                other Variables than before.
+            ValueError: If a gradient is None, or does not have its Variable's shape and dtype; if
+                there are no pairs, or other Variables than before.
 
-        As `tf.keras.optimizers.Optimizer.apply_gradients`.
+        Matches `tf.keras.optimizers.Optimizer.apply_gradients`.
         """
         warn_if_given("apply_gradients(name", name, "tpudist does not name operations")
         pairs = list(grads_and_vars)

@@ -26,17 +26,17 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: jax.Device | str | None = None,
         accumulation_fn: Callable[[list[jax.Array]], Any] | None = None,
     ):
-        """By one device.
+        """Stores the choices.
 
         Args:
             reduce_to_device: One of the strategy's devices, or its name; by default the first.
-            accumulation_fn: Gives the sum of a list of arrays, in the order of the replicas; by
-                default they are added in this order.
+            accumulation_fn: Called with a list of arrays in the order of the replicas; returns
+                their sum. By default they are added in this order.
         """
         self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
 
     def check_devices(self, devices: Sequence[jax.Device]) -> None:
-        """Refuses devices among which `reduce_to_device` is not."""
+        """Raises ValueError if `reduce_to_device` is not one of the devices."""
         where = self.reduce_to_device
         if where is None:
             return
@@ -141,7 +141,7 @@ class NcclAllReduce(_PackedAllReduce):
     """
 
     def check_devices(self, devices: Sequence[jax.Device]) -> None:
-        """Refuses devices that are no GPUs."""
+        """Raises ValueError for devices that are not GPUs."""
         platforms = {d.platform for d in devices}
         if platforms != {"gpu"}:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""How replicas combine their values: the choice of an algorithm, and the one way to all-reduce.
+"""Combines values over replicas: by XLA's algorithm, or by a `CrossDeviceOps` that you choose.
 
-Every reduction of a strategy goes through `all_reduce` or `reduce`. Without a choice XLA decides.
-With a `CrossDeviceOps` the compiled program does what that says: it is traced like everything else,
-on values of which each replica holds its part.
+Every reduction of a strategy goes through `all_reduce` or `reduce`. Without a choice XLA decides. A
+`CrossDeviceOps` is traced into the compiled program, on the part of each replica.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +28,9 @@ from tpudist.xla.packing import Packing
 
 
 def all_reduce(op: ReduceOp, value: PyTree, options: CommunicationOptions | None = None) -> PyTree:
-    """Combines `value` over all replicas, in a trace, as the current strategy does it.
+    """Combines all leaves of `value` over replicas, in a trace, as the current strategy does it.
 
-    All leaves at once. See `collectives.all_reduce`.
+    See `collectives.all_reduce`.
     """
     strategy = context.current().strategy
     ops = strategy.cross_device_ops
@@ -46,7 +45,7 @@ def all_reduce(op: ReduceOp, value: PyTree, options: CommunicationOptions | None
 
 
 def reduce(op: ReduceOp, x: jax.Array, options: CommunicationOptions | None = None) -> jax.Array:
-    """As `all_reduce`, for one array: by `reduce` of the cross-device ops."""
+    """Combines one array like `all_reduce`, but by `reduce` of the cross-device ops."""
     strategy = context.current().strategy
     if strategy.cross_device_ops is None or strategy.num_replicas_in_sync == 1:
         return all_reduce(op, x, options)
@@ -63,24 +62,25 @@ def all_gather(value: PyTree, axis: int, options: CommunicationOptions | None = 
 
 
 def note_compiler_options(packing: Packing | None) -> None:
-    """Notes what the program that is being traced must be compiled with."""
+    """Records the compiler options that the packing needs, for the program that is being traced."""
     frame = context.current().frame
     found = None if frame is None else frame.root.compiler_options
     if packing is not None and found is not None:
         for name, value in packing.compiler_options(collectives.platform()).items():
-            # A program has one threshold: with the smallest, all packs stay apart.
+            # A program has one threshold for combining collectives. The smallest of all requests
+            # keeps all packs apart.
             found[name] = min(value, found.get(name, value))
 
 
 class CrossDeviceOps:
-    """How the values of several devices are combined; a base class for ways of one's own.
+    """The algorithm that combines values of several devices; a base class for your own.
 
-    A subclass implements `reduce_implementation` and `batch_reduce_implementation`, and is given to
-    `MirroredStrategy(cross_device_ops=...)`. They are called once for a compiled program. In it
-    `per_replica_value.values` are the values of all replicas, and what is returned must be equal on
-    every replica, as anything computed from them is.
+    Implement `reduce_implementation` and `batch_reduce_implementation` in a subclass, and pass it
+    to `MirroredStrategy(cross_device_ops=...)`. They are called once for a compiled program. There
+    `per_replica_value.values` are the values of all replicas. The result must be equal on every
+    replica, as is anything computed from them.
 
-    As `tf.distribute.CrossDeviceOps`.
+    Matches `tf.distribute.CrossDeviceOps`.
     """
 
     def reduce(
@@ -93,15 +93,15 @@ class CrossDeviceOps:
         """Combines the values of all replicas.
 
         Args:
-            reduce_op: How.
+            reduce_op: Operation that combines the values.
             per_replica_value: PerReplica. An array that is equal on n replicas counts n times in a
-                `SUM`; one on one device is the value of one replica.
-            destinations: Where the result is wanted: a value, for all of its devices, or one device
-                or its name. In a program that is being traced it is on all devices in any case.
-            options: How to communicate.
+                `SUM`; an array on one device is the value of one replica.
+            destinations: Place of the result: a value, for all of its devices, or one device or its
+                name. In a program that is being traced, the result is always on all devices.
+            options: Options of the communication.
 
         Raises:
-            ValueError: Destinations or options that are none, or a partial batch.
+            ValueError: If destinations or options are not valid, or the value is a partial batch.
         """
         return self._reduce_pairs(
             "reduce",
@@ -121,7 +121,8 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Combines several values, together as far as possible; see `reduce`.
 
-        A list, in their order.
+        Returns:
+            The results, in the order of the values.
         """
         return self._reduce_pairs(
             "batch_reduce",
@@ -132,7 +133,7 @@ class CrossDeviceOps:
         )
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """`tensor` on all devices of `destinations`; of a PerReplica, the first replica's value."""
+        """Copies `tensor` to all devices of `destinations`; of a PerReplica, its first value."""
         _check_destinations(destinations, "broadcast")
         return self.broadcast_implementation(tensor, destinations)
 
@@ -143,7 +144,7 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None,
     ) -> Any:
-        """What `reduce` does: gives one array, equal on every replica."""
+        """Implements `reduce`: returns one array that is equal on every replica."""
         raise NotImplementedError(_describe_missing(self, "reduce_implementation", "reduce"))
 
     def batch_reduce_implementation(
@@ -152,13 +153,13 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        """What `batch_reduce` does: gives one array for each pair, equal on every replica."""
+        """Implements `batch_reduce`: returns one array per pair, equal on every replica."""
         raise NotImplementedError(
             _describe_missing(self, "batch_reduce_implementation", "batch_reduce")
         )
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """What `broadcast` does."""
+        """Implements `broadcast`."""
         if isinstance(tensor, PerReplica) and traces.is_traced(tensor.array):
             return collectives.broadcast(tensor.array)
         tensor = tensor.values[0] if isinstance(tensor, PerReplica) else tensor
@@ -170,15 +171,15 @@ class CrossDeviceOps:
         return placement.replicate(mesh, tensor)
 
     def check_devices(self, devices: Sequence[jax.Device]) -> None:
-        """Refuses devices that this cannot combine values of.
+        """Checks that this algorithm supports the devices.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: If it does not.
         """
 
     @property
     def packing(self) -> Packing | None:
-        """Which values share a collective; None if XLA decides."""
+        """Packing of values into collectives; None if XLA decides."""
         return None
 
     def _reduce_pairs(

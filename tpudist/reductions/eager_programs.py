@@ -23,16 +23,16 @@ def current() -> ReplicaMesh | None:
 
 
 def agree(mesh: ReplicaMesh, what: str, value: jax.Array, *how: Any) -> None:
-    """Lets all processes come to the same reduction, before its program runs first.
+    """Waits until all processes are about to run the same reduction for the first time.
 
     Args:
         mesh: The replicas.
-        what: Which one, for people: "Strategy.reduce".
-        value: What is reduced. In a trace nothing is asked: the whole program is agreed on.
-        how: What else the program depends on.
+        what: Name of the reduction, for messages: "Strategy.reduce".
+        value: The value. In a trace nothing happens, because processes agree on the whole program.
+        how: Other values that the program depends on.
 
     Raises:
-        ProcessesDifferError: They do not.
+        ProcessesDifferError: If another process runs another reduction.
     """
     if mesh.num_processes == 1 or isinstance(value, Tracer):
         return
@@ -56,15 +56,15 @@ def run(
     """Calls `function` of local parts on every replica, as a small compiled program.
 
     Args:
-        owner: Keeps the program for the next call.
-        key: What the function depends on beside its arguments.
-        function: Gives arrays that are equal on every replica.
+        owner: Object that keeps the program for the next call.
+        key: Values that the function depends on, in addition to its arguments.
+        function: Called with the part of each array; returns arrays equal on every replica.
         mesh: The replicas.
-        arrays: Stacked ones.
-        packing: What it says to the compiler.
+        arrays: Stacked arrays, `[num_replicas, ...]`.
+        packing: Packing that sets the compiler options.
 
     Raises:
-        ValueError: The results are not provably equal.
+        ValueError: If the results are not provably equal.
     """
     programs = vars(owner).setdefault("_programs", {})
     key = key, mesh, tuple((x.shape, x.dtype) for x in arrays)

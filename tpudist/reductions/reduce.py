@@ -194,7 +194,7 @@ def _reduce_dims(op: ReduceOp, x: jax.Array, axes: tuple[int, ...], where) -> ja
 
 
 def _least(op: ReduceOp, dtype: Any) -> Any:
-    """What changes no `MIN` or `MAX` of values of a dtype."""
+    """Returns the neutral element of `MIN` or `MAX` for a dtype, for dims without real rows."""
     smallest = op is ReduceOp.MIN
     if dtype == jnp.bool_:
         return smallest
@@ -215,7 +215,7 @@ def _reduce_equal(op: ReduceOp, x: jax.Array, axis, n: int) -> jax.Array:
 def _reduce_part(
     op: ReduceOp, x: jax.Array, axis, real: Any, options: CommunicationOptions | None
 ) -> jax.Array:
-    """What one replica does to combine its part `x`, `real` rows of it, with the others."""
+    """Combines the part `x` of one replica, of which `real` rows count, with the others."""
     if axis is None:
         return cross_device_ops.reduce(op, x, options)
     if real is None:
@@ -226,7 +226,7 @@ def _reduce_part(
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
         return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, mask), options)
-    # A mean of the replicas' means would be wrong where they have other numbers of real rows: sums
+    # A mean of the replicas' means is wrong if they have different numbers of real rows. So sums
     # and counts travel, in one collective, and are divided at the end.
     count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis)
     total, count = cross_device_ops.all_reduce(

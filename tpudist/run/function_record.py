@@ -1,4 +1,4 @@
-"""What is known of one user's function: its steps by arguments, findings, and past compiles."""
+"""The record of one function of the user: its steps by arguments, findings, and past compiles."""
 
 import collections
 from collections.abc import Callable, Sequence

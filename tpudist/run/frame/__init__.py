@@ -1,1 +1,1 @@
-"""What one trace knows while the function runs: values of Variables, captures, rows."""
+"""The state of one trace while the function runs: values of Variables, captures, rows."""

@@ -15,7 +15,7 @@ from tpudist.run.replica_call import ReplicaCall
 
 @dataclasses.dataclass(eq=False)
 class OutputPlacement:
-    """How each output of a trace leaves the replicas.
+    """The way in which each output of a trace leaves the replicas.
 
     Attributes:
         stacked: For each output, whether it differs and leaves with one part per replica.
