@@ -17,7 +17,6 @@ class ClosurePlace:
     """The worker and the closure of a scheduled function.
 
     Attributes:
-        worker: Index of the worker.
         closure: Number of the closure; None if the worker creates a resource outside of a closure.
         session: Objects that the worker keeps for the scheduling strategy: `ps.worker_session`;
             None without such a strategy.

@@ -24,7 +24,6 @@ class Frame(
     `context.current().frame` is the innermost frame; None if no replica function is being traced.
 
     Attributes:
-        strategy: The strategy that runs the function.
         whole: Whether this is the trace of a function in cross-replica context
             (`tpudist.function`), which is called once for all replicas.
         is_eager: Whether one replica runs the function in Python instead of a trace, so that all

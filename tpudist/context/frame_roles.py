@@ -69,8 +69,6 @@ class NewVariables(abc.ABC):
         """Gives a new Variable its initial value.
 
         Args:
-            variable: A Variable that the function creates.
-            value: The initial value.
             computed: Whether the trace computes `value`, so that a program must run for it.
         """
 

@@ -48,9 +48,7 @@ class Mode:
 
     Attributes:
         kind: The kind of context. It determines which of the other fields may be None.
-        strategy: The strategy in charge.
         replica_context: The ReplicaContext, or None in cross-replica context.
-        frame: The trace in progress, if any.
     """
 
     kind: ContextKind
@@ -187,10 +185,6 @@ def require_scope_or_default(strategy: "StrategyBase", method: str) -> None:
 
     It may be called outside of all scopes, and in the cross-replica context of the same strategy.
 
-    Args:
-        strategy: The strategy whose method is called.
-        method: The name of the method, for messages.
-
     Raises:
         RuntimeError: If called in a replica function, or in the scope of another strategy.
     """
@@ -223,9 +217,6 @@ def require_scope_or_default(strategy: "StrategyBase", method: str) -> None:
 
 def require_cross_replica(call: str) -> None:
     """Raises inside a replica function, for calls that only make sense outside of one.
-
-    Args:
-        call: The call, for the message.
 
     Raises:
         ValueError: If a replica function is being traced.

@@ -43,7 +43,6 @@ class StrategyBase(abc.ABC):
     """A mesh of replicas, and the placement of state on it.
 
     Attributes:
-        replica_mesh: The replicas and their devices.
         logical_axis_rules: Pairs of a logical axis name and a mesh axis, as in Flax.
     """
 

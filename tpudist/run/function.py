@@ -193,7 +193,6 @@ class Function:
         Args:
             args: Positional arguments, with an `IteratorArgument` in place of each iterator.
             kwargs: Keyword arguments, in the same way.
-            iterators: The iterators.
             sources: The iterators that the program takes an element of, in order; extended if a
                 trace takes more.
         """

@@ -23,19 +23,15 @@ class FunctionRecord:
     """One function: its steps, and the calls that its programs were compiled for.
 
     Args:
-        fn: The function.
         definitions: Number of functions so far with the same code object, which this one extends.
         whole: Whether it is a function in cross-replica context, which is called once.
 
     Attributes:
-        name: Name of the function.
-        flattener: Flattens its arguments.
-        forms: Its steps, by the form of the arguments.
-        captured: The values that it captures, for which `forms` were compiled.
-        recent: Its steps in the order of their last calls.
+        forms: Steps by the form of the arguments.
+        captured: Captured values for which `forms` were compiled.
+        recent: Steps in the order of their last calls.
         static_names: Names of arguments that must be Python numbers, because the function needs
             their value.
-        findings: Needs of the function beyond its arguments.
         was_called: Whether the first call has begun.
         loaded: Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
     """

@@ -32,7 +32,6 @@ def trace_larger(
     None if the function cannot be traced for these numbers.
 
     Args:
-        call: The call.
         variables: The Variables and captured PerReplicas that are the first inputs.
         shapes: Shapes of the inputs; `[num_replicas, ...]` if `stacked`.
         stacked: For each input, whether it has one part per replica.

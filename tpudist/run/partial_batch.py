@@ -60,16 +60,13 @@ class PartialBatch:
     of gathers of all replicas. Sizes in the program are functions of these *symbols*.
 
     Args:
-        body: The function.
-        mesh: The replicas.
         shapes: Shapes of the flat inputs; the last ones are the numbers of rows.
         stacked: For each input, whether it has one part per replica.
         causes: For each input, why it differs between replicas, or None.
         first: Rows of the trace for full batches.
 
     Attributes:
-        program: Its program, with the numbers of real rows as the last inputs.
-        proof: Proof of which outputs are equal on every replica.
+        program: Program of one replica, with the numbers of real rows as the last inputs.
         found: The outputs of the call, for any number of rows.
         takes_means: Whether the function may take means over a replica's own rows.
 
@@ -233,11 +230,7 @@ class PartialBatch:
         return rows
 
     def warn_of_empty(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Warns once that means over rows are NaN on replicas that have none.
-
-        Args:
-            rows: For each batch, the real rows of each replica.
-        """
+        """Warns once that means over rows are NaN on replicas that have none."""
         empty = [i for i, own in enumerate(zip(*rows, strict=True)) if 0 in own]
         if empty and self.takes_means and not self._warned:
             self._warned = True
@@ -251,9 +244,6 @@ class PartialBatch:
 
     def check(self, rows: Sequence[tuple[int, ...]]) -> None:
         """Raises for numbers of rows for which the program does not compute the function.
-
-        Args:
-            rows: For each batch, the real rows of each replica.
 
         Raises:
             ValueError: If the function computes something else for these numbers, or cannot be

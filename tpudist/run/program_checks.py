@@ -25,8 +25,6 @@ def check_constants(program: compile.ReplicaProgram, name: str, whole: bool) -> 
     """Raises for a program with state or data as constants, which would never change.
 
     Args:
-        program: The program.
-        name: Name of its function.
         whole: Whether the function is a `tpudist.function`, which is called without `run`.
 
     Raises:

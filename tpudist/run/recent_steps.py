@@ -25,7 +25,7 @@ class Form:
 
     Attributes:
         kinds: Kinds of the elements that are fed for the arguments.
-        numbers: Which flat arguments are numbers that are fed, by the structure of all arguments.
+        numbers: Positions of the Python numbers that are fed, by the nesting of all arguments.
         steps: The steps, by the complete key: structure, static values, NNX structure, row groups.
         latest: The step that was called last, by the part of the key that needs no look into plain
             arguments. A call tries that one; `jit` notices if it does not fit.

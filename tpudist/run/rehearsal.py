@@ -41,7 +41,6 @@ class Change:
         before: The array that the step read. `[num_replicas, ...]` for an ON_READ Variable.
         after: The array that the step would write, with the same shape.
         output: The number of the output of the program.
-        variable: The Variable, if it is one.
         is_average: Whether it is the total or the count of an NNX average.
     """
 
@@ -59,9 +58,7 @@ class Rehearsal:
 
     Attributes:
         changes: The state that the call would write.
-        result: The result of the call.
         replaced: Argument arrays that the result replaces, by the number of the leaf of the result.
-        traced: The trace of the step.
     """
 
     changes: tuple[Change, ...]
@@ -80,9 +77,6 @@ def find_changes(
     """Returns the state that a program has written, with the names of its parts.
 
     Args:
-        plan: The plan of the step.
-        binding: The NNX objects among the arguments, if any.
-        found: The outputs of the trace.
         inputs: The flat inputs of the program.
         written: The arrays that it wrote, in the order of `plan.state`.
     """

@@ -42,7 +42,6 @@ class ReplicaBody:
     """Calls the function of a call as one replica.
 
     Args:
-        call: The call.
         variables: The Variables and captured PerReplicas that are the first inputs.
     """
 
@@ -257,10 +256,8 @@ def make_values_of_replica(
     others zeros, so that it counts once when the replicas add up.
 
     Args:
-        binding: The NNX objects.
-        values: Their values.
         parts: Leaves that have one value per replica already, and do not change.
-        rules: How state is aggregated; see `RunOptions.aggregation`.
+        rules: Aggregation of state; see `RunOptions.aggregation`.
         not_sums: Leaves of averages to which the function does more than add.
     """
     replica = collectives.replica_id()

@@ -17,20 +17,12 @@ class ReplicaCall:
     """A function, its arguments, and the strategy whose replicas run it.
 
     Attributes:
-        strategy: The strategy.
-        name: Name of the function, for messages.
-        fn: The function.
         structure: Nesting of the flat arguments; see `call_arguments.unflatten`.
-        num_args: Number of positional arguments.
-        leaves: The flat arguments.
-        kinds: Their kinds.
-        binding: The NNX objects among them, if any.
-        inputs: The flat inputs that are made from the arguments.
         donated_leaves: Positions of flat arguments whose arrays are deleted afterwards.
         findings: Needs of the function beyond its arguments; None in a nested trace.
         whole: Whether it is a function in cross-replica context, which is called once.
         outer: The trace around this one, for `strategy.run` inside a function.
-        rules: How state is aggregated; see `RunOptions.aggregation`.
+        rules: Aggregation of state; see `RunOptions.aggregation`.
         not_sums: Leaves of NNX's averages to which the function does more than add.
     """
 

@@ -76,7 +76,6 @@ def confirm_numbers(
     """Raises RowsError if the result at `point` does not follow from other numbers of rows.
 
     Args:
-        outputs: The outputs of all traces so far, by their numbers of rows.
         first: The outputs at the first point.
         numbers: Result of `find_numbers`.
         point: Numbers of rows of one replica.

@@ -38,13 +38,7 @@ MAX_SHAPES = 64
 class Step:
     """One function for one kind of arguments.
 
-    Args:
-        signature: The function and the kind of arguments.
-        throttle: Limits how far the host runs ahead.
-
     Attributes:
-        traces: The traces of the function.
-        program: The compiled program.
         local_leaves: NNX arrays that must have one value per replica: see `local_state`.
         needs_care: Whether some argument must move to the mesh at each call, so that every call
             must be checked.
@@ -139,7 +133,6 @@ class Step:
 
         Args:
             written: The new state, in the order of `StepPlan.state`.
-            binding: The NNX objects among the arguments, if any.
             output: Any array that the program returned, to wait for if it writes no state.
         """
         if written:

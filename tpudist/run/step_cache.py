@@ -49,7 +49,6 @@ class Replicator:
     """The compiled replica functions of one strategy.
 
     Attributes:
-        throttle: Limits how far the host runs ahead of the devices.
         bindings: The NNX objects of past calls, with their Variables.
         before_first_call: Called before the first call of each function, with the strategy and the
             arguments of `run`; None to do nothing.
@@ -87,10 +86,6 @@ class Replicator:
         """Calls `fn` on every replica; see `Strategy.run`.
 
         Args:
-            fn: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            options: How to compile; None for the defaults.
             whole: Whether `fn` is called once for all replicas, in cross-replica context.
         """
         options = _DEFAULT_OPTIONS if options is None else options
@@ -192,10 +187,6 @@ class Replicator:
         """Lowers the program of a call of `run`, which is not made.
 
         Args:
-            fn: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            options: How to compile; None for the defaults.
             whole: Whether `fn` is called once for all replicas.
             traced: Called between tracing and lowering.
 
@@ -282,13 +273,8 @@ class Replicator:
         """Returns the step for these arguments, and the call.
 
         Args:
-            function: The record of `fn`.
-            fn: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            options: How to compile.
-            is_checked: Whether to look at all arguments, and to create the step if there is none.
-                Without, the step is None if it cannot be found without that.
+            is_checked: Whether to check all arguments, and to create the step if it is missing. If
+                False, the step is None if it cannot be found without that.
         """
         # The key of a step has four levels, from cheap to expensive to compute. (1) The values that
         # the function captures choose `function.forms`. (2) Options, and the nesting of all

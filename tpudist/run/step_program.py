@@ -49,10 +49,9 @@ class StepProgram:
     `body`, which finds the trace for the shapes and spreads it over the mesh.
 
     Attributes:
-        traces: The traces of the step.
         call: The call in progress, for the trace that it may start; None between calls.
-        plan: Which inputs are fed, overwritten and written back; None before the first call. It is
-            the same object as long as none of that changes.
+        plan: Order and donation of the inputs, and the state to write back; None before the first
+            call. It is the same object as long as none of that changes.
         jitted: The compiled function of donated and kept inputs; None if it must be created.
         is_lowering: Whether the call in progress is only lowered. Its inputs may be shapes, and its
             devices may not exist here, so nothing is moved.
@@ -290,7 +289,6 @@ class StepProgram:
         """Returns the positions among `values` of arguments that `RunOptions` donates.
 
         Args:
-            call: The call.
             first: The position of the first argument.
         """
         argnums, function = self._signature.options.donate_argnums, self._signature.function

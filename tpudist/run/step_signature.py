@@ -33,12 +33,9 @@ class StepSignature:
     """What all calls of one step have in common.
 
     Attributes:
-        strategy: The strategy whose replicas run the step.
-        function: The record of the function, which names it and logs compiles.
         kinds: Kinds of all flat arguments. Calls may have arrays in the place of numbers.
         structure: Nesting of the flat arguments; see `call_arguments.unflatten`.
-        groups: Which arguments share their numbers of real rows; None if all batches are full.
-        options: How to compile.
+        groups: Partial batches among the arguments; None if all batches are full.
     """
 
     strategy: StrategyBase

@@ -55,8 +55,7 @@ class StepTraces:
 
         Args:
             rest: The flat inputs after the captured ones, for their shapes.
-            call: The call in progress.
-            inputs: The order of `rest`.
+            inputs: Order of `rest`.
         """
         findings = self._signature.function.findings
         shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in rest]
@@ -164,9 +163,7 @@ class StepTraces:
         """Agrees on the program of this call and shows its warnings, if that is still to be done.
 
         Args:
-            rest: The flat inputs after the captured ones.
             call: The call, which is about to be dispatched.
-            inputs: The order of `rest`.
         """
         traced = self.find(rest, call, inputs)
         if traced in self.not_agreed:

@@ -61,8 +61,6 @@ def lower(
     """Returns the lowered program of a call, and its donated and kept inputs.
 
     Args:
-        step: The step.
-        call: The call.
         after_trace: Called between tracing and lowering.
     """
     program = step.program

@@ -71,7 +71,6 @@ def trace_step(
     then come warnings, which need the placement, and cost a second trace.
 
     Args:
-        call: The call.
         rest: The flat inputs after the Variables, for their shapes.
         labels: Returns the names of the flat arguments.
 
@@ -176,14 +175,9 @@ def _add_warnings(
     """Adds faults, warnings and shares of losses to a trace.
 
     Args:
-        traced: The trace.
-        call: The call.
-        inputs: The inputs of the trace.
         program: The program for full batches, without masks.
         found: The outputs of that program.
-        proof: Proof of which outputs are equal.
         replaced: All outputs that are new state, with the inputs they replace.
-        partial: The program for partial batches, if some batch is partial.
     """
     strategy, variables = call.strategy, inputs.variables
     num_replicas = traced.mesh.num_replicas

@@ -38,8 +38,6 @@ class TraceWarning:
     """One warning.
 
     Attributes:
-        category: Its class.
-        message: Its text.
         where: The user's line that it is about, `file:line`; empty for the call of the function.
     """
 
@@ -71,11 +69,7 @@ def find_warnings(
     """Returns the warnings about the state of a function that was traced.
 
     Args:
-        call: The call.
         variables: The Variables and captured PerReplicas that are the first inputs.
-        program: The program of one replica.
-        proof: Proof of which values are equal on every replica.
-        labels: Returns the names of the flat arguments.
         fault: New state that does not match one device; see `choose_fault`.
     """
     if not proof.sums or call.strategy.num_replicas_in_sync == 1:
@@ -107,8 +101,6 @@ def find_degrees(
     must have the same equations.
 
     Args:
-        call: The call.
-        variables: The Variables and captured PerReplicas that are the first inputs.
         program: The program of one replica, without masks for partial batches.
         state: The outputs that are new state, each with the input that it replaces.
         trace_larger: Called with the dims of the inputs that have rows; returns the program at more
@@ -130,9 +122,6 @@ def choose_fault(
     """Returns the fault to warn of: state that does not match one device with all rows.
 
     Args:
-        call: The call.
-        variables: The Variables and captured PerReplicas that are the first inputs.
-        program: The program of one replica.
         faults: The faults that `find_degrees` has found.
     """
     faults = [x for x in faults if not x.is_draw]
@@ -149,8 +138,6 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
     """Returns the warning about a fault.
 
     Args:
-        fault: The fault.
-        name: Name of the function.
         n: Number of replicas.
         numbers: The numbers of rows that replicas have in this batch.
     """

@@ -21,13 +21,6 @@ def check_leaves(
 ) -> None:
     """Raises for PerReplicas of another number of replicas, and for arrays JAX cannot handle.
 
-    Args:
-        leaves: The flat arguments.
-        kinds: Their kinds.
-        binding: The NNX objects among them, if any.
-        num_replicas: Number of replicas that run the function.
-        name: Name of the function, for messages.
-
     Raises:
         TypeError: If a numpy array contains objects, or a container that JAX cannot flatten
             contains an array.

@@ -31,9 +31,8 @@ def unflatten(
     """Returns positional and keyword arguments from flat ones: the inverse of `Flattener.leaves`.
 
     Args:
-        leaves: The flat arguments.
-        structure: Their nesting: one tree for each positional argument, and one for all keywords.
-        num_args: Number of positional arguments.
+        structure: Nesting of `leaves`: one tree for each positional argument, and one for all
+            keywords.
     """
     arguments: list[Any] = []
     position = 0
@@ -156,15 +155,11 @@ class RunCall:
     """One call of `run`, for the trace that it may start.
 
     Attributes:
-        function: The record of the function; see `function_record.FunctionRecord`.
-        fn: The function, as this call has it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        elements: What is fed for the arguments: see `Flattener.elements`.
-        kinds: Kinds of the elements.
-        binding: The NNX objects among the arguments; None if there are none.
+        fn: The function as passed; a bound method is a new object at each call.
+        elements: Values that are fed for the arguments; see `Flattener.elements`.
+        kinds: Positions of `elements` by kind.
         rows: For each partial batch, the real rows of each replica; empty if all are full.
-        is_checked: Whether all arguments have been looked at, so that a step may be made for them.
+        is_checked: Whether all arguments have been checked, so that a step may be created for them.
     """
 
     __slots__ = (

@@ -27,12 +27,7 @@ def describe_call(
     An NNX object has an entry for each of its Variables, and for what determines how it computes.
 
     Args:
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        leaves: All flat arguments.
-        options: How the function is compiled.
-        numbers: Positions of flat arguments that are fed numbers, whose value does not matter.
+        numbers: Positions of the `leaves` that are fed Python numbers, whose value does not matter.
     """
     descriptions: dict[str, str] = {}
     for i, name in enumerate(names_of_leaves(fn, args, kwargs)):

@@ -45,7 +45,6 @@ def unpack(
     """Returns `tree` with unknown containers of values as nodes, and whether it has any.
 
     Args:
-        tree: The result of a function.
         is_leaf: Whether an object stays whole.
         is_value: Whether an object is a value that makes its container a node. By default, traced
             values.

@@ -59,9 +59,7 @@ class Flattener:
         """Returns the elements that are fed for the arguments, in which plain arguments are whole.
 
         Args:
-            args: Positional arguments; the first one is number `start` of the function.
-            kwargs: Keyword arguments.
-            start: See `args`.
+            args: Positional arguments, beginning with argument number `start` of the function.
 
         Returns:
             The elements, and the number of their structure, as far as it was looked at.
@@ -124,7 +122,7 @@ class Flattener:
             elements: First result of `elements`.
             number: Second result of `elements`.
             structure: Nesting of all the leaves, as `leaves` returns it.
-            numbers: Which of all the leaves are numbers that are fed.
+            numbers: Positions among all the leaves of Python numbers that are fed.
         """
         flat: list[Any] = []
         fed: set[int] = set()

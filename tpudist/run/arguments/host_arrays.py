@@ -27,11 +27,6 @@ def take(arrays: Sequence[Any], call: RunCall, function: str) -> list[Any]:
 
     The program may read an array after the call has returned, when the caller may have changed it.
 
-    Args:
-        arrays: The flat inputs.
-        call: The call.
-        function: Name of the function, for messages.
-
     Raises:
         ValueError: If JAX would truncate an integer.
     """
@@ -53,9 +48,7 @@ def place_numbers(
     same program.
 
     Args:
-        arrays: The flat inputs.
         positions: Positions of inputs that may be such numbers.
-        mesh: The replicas.
         abstract: Whether to use shapes instead of arrays, because the devices may not exist here.
     """
     for i in positions:
@@ -81,13 +74,6 @@ def place_state(
     They then look like the arrays that the step returns, with which the next call is made, so both
     calls run one program. They share no memory with the caller's arrays. Shapes without a sharding
     get the same one.
-
-    Args:
-        arrays: The flat inputs.
-        positions: Positions of such state.
-        mesh: The replicas.
-        call: The call.
-        function: Name of the function, for messages.
 
     Raises:
         ValueError: If JAX would truncate an integer.

@@ -29,7 +29,7 @@ class Inputs:
         leaves_of_arguments: For each array of arguments, the flat argument that it belongs to.
         stacked: For each input, whether it has one part per replica.
         state_structures: Flat arguments that are an `nnx.State`, with their nesting.
-        groups: Which arguments share their numbers of real rows; None if all batches are full.
+        groups: Partial batches among the arguments; None if all batches are full.
         rows_of_arguments: For each array of arguments, its dims that are rows, with their group.
     """
 
@@ -49,14 +49,7 @@ class Inputs:
         binding: nnx_binding.Binding | None,
         groups: row_groups.RowGroups | None,
     ) -> "Inputs":
-        """Returns the inputs of a call with these flat arguments.
-
-        Args:
-            kinds: Kinds of the flat arguments.
-            leaves: The flat arguments.
-            binding: The NNX objects among them, if any.
-            groups: The partial batches among them; None if all batches are full.
-        """
+        """Returns the inputs of a call with these flat arguments."""
         nnx_structure, stacked = open_parts(binding.values() if binding is not None else [])
         opened = {i: open_parts(leaves[i]) for i in kinds.states}
         states = {i: structure for i, (structure, _) in opened.items()}
@@ -109,14 +102,7 @@ class Inputs:
         kinds: call_arguments.Kinds,
         copies: Sequence[Any],
     ) -> list[Any]:
-        """Returns the flat arguments with traced arrays and copied objects in their places.
-
-        Args:
-            leaves: The flat arguments of the call.
-            arrays: The traced arrays of arguments.
-            kinds: Kinds of the flat arguments.
-            copies: The copies of the NNX objects.
-        """
+        """Returns the flat arguments with traced arrays and copied objects in their places."""
         flat = list(leaves)
         in_states: dict[int, list[Any]] = {}
         states = dict(self.state_structures)

@@ -18,11 +18,6 @@ def refuse_replicated(
 ) -> None:
     """Raises for arrays that `flax.jax_utils` has laid out for `pmap`.
 
-    Args:
-        leaves: All flat arguments.
-        labels: Returns their names.
-        name: Name of the function.
-
     Raises:
         ValueError: If a leading dim has one part for each device.
     """

@@ -50,9 +50,7 @@ class TraceFailed(Exception):
         or else all numbers.
 
         Args:
-            error: The error of the trace.
-            leaves: The flat arguments.
-            numbers: Positions of the fed numbers among them.
+            numbers: Positions of the fed numbers among `leaves`.
             inputs: For each input of the trace, the flat argument that it belongs to.
         """
         named: set[int] = set()
@@ -83,8 +81,6 @@ def find_fed(
     """Returns the positions of the flat arguments that are fed numbers.
 
     Args:
-        leaves: The flat arguments.
-        names: Their names.
         static_names: Names of the arguments whose value the function needs.
         static_leaves: Positions that the caller wants to pass by value.
     """

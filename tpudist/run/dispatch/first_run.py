@@ -29,10 +29,7 @@ def agree_on_program(
     """Returns when all processes are about to run this program; see `process_agreement`.
 
     Args:
-        mesh: The replicas.
-        name: Name of the function.
         call: The first call. Arguments that all replicas share are compared by value.
-        closed: The program of one replica.
 
     Returns:
         A function to call at each run; None in one process.

@@ -30,17 +30,14 @@ class StepPlan:
     second.
 
     Attributes:
-        num_inputs: Number of flat inputs.
         on_host: Positions of the flat inputs that live in host memory. If they change, a new plan
             is needed.
         state: State to write back, in the order of the program's first outputs: ("variable",
             Variable, position of its input) or ("nnx", (leaf, array of the leaf), position).
         written_variables: The captured Variables that are assigned, in that order.
         written_leaves: The NNX leaves that are changed, in that order.
-        donated: Positions of the donated inputs.
-        kept: Positions of the others.
-        take_donated: Returns the donated inputs among all flat inputs.
-        take_kept: Returns the others.
+        donated: Positions of the flat inputs that the program overwrites; `kept` has the others.
+        take_donated: Returns the donated ones of all flat inputs, and `take_kept` the others.
         places: Shardings of the flat inputs, if replicas span several devices; None for inputs
             whose sharding is not known.
     """
@@ -76,13 +73,9 @@ class StepPlan:
 
         Args:
             values: The values of a call; see the class.
-            captured: The Variables and captured values that are the first of them. NNX leaves come
+            captured: Variables and captured values, which come first in `values`. NNX leaves come
                 next.
-            written_variables: The Variables that the step assigns.
-            written_leaves: The NNX leaves that it changes.
             donated_values: Positions of values that are donated in addition to old state.
-            donates_state: Whether old state is donated.
-            mesh: The replicas.
         """
         arrays = jax.tree.leaves(list(values))
         flat = inputs.positions(values)
@@ -145,7 +138,6 @@ class StepPlan:
 
         Args:
             donated: The inputs that the program overwrites; changed in place.
-            kept: The other inputs.
             protected: The Variables whose arrays the user has.
         """
         # XLA:CPU crashes on a buffer that is donated twice, and a kept input must stay readable.
@@ -168,7 +160,6 @@ class StepPlan:
 
         Args:
             written: The first outputs of the program, in the order of `state`.
-            binding: The NNX objects among the arguments, if any.
             protected: The Variables whose arrays the user has. Assigned ones are removed.
         """
         variables = self.written_variables
@@ -191,9 +182,7 @@ class StepPlan:
         """Returns the shardings of inputs and outputs, as keyword arguments of `jit`.
 
         Args:
-            arrays: The flat inputs.
             stacked: For each flat input, whether it has one part per replica.
-            mesh: The replicas.
         """
         options: dict[str, Any] = {}
         if mesh.devices_per_replica == 1:

@@ -28,16 +28,13 @@ class EagerFrame(Frame):
     """One replica's run of a function, in which all values are known.
 
     Args:
-        strategy: The strategy that runs the function.
-        evaluation: Evaluates the operations of the replica.
-        function: The function.
         created: The Variables that the function has created so far, in order.
-        has_partial_batch: Whether replicas may have other numbers of rows.
+        has_partial_batch: Whether replicas may have different numbers of rows.
         merge: Calls a function once for all replicas, when all of them have arrived.
         run_outside: Calls a function in the context of the caller of the replicas.
 
     Attributes:
-        written: The Variables that it has assigned since the last `give_up`.
+        written: Variables that the function has assigned since the last `give_up`.
         shared: The array arguments that all replicas receive equally, by id.
     """
 

@@ -24,7 +24,7 @@ class _MergeArgument:
 
     Attributes:
         value: A host value if it is an array, or else the object.
-        differs: Whether it may be this replica's own.
+        differs: Whether replicas may have different values.
     """
 
     value: Any

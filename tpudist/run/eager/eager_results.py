@@ -32,10 +32,9 @@ class ReplicaResult:
     """The outcome of the function on one replica.
 
     Attributes:
-        result: The result of the function.
         arguments: The replica's own arguments, by the number of the flat argument.
-        copies: Its copies of the NNX objects.
-        entered: The values of the NNX objects at the start.
+        copies: The replica's copies of the NNX objects.
+        entered: Values of the NNX objects when the replica starts.
     """
 
     result: PyTree
@@ -177,10 +176,8 @@ def merge_arrays(
     """Returns host values of all replicas as one array, or as a PerReplica if they differ.
 
     Args:
-        mesh: The replicas.
         hosts: The host value of each replica.
         own: Whether they may differ, even if they are equal here.
-        run: The call.
 
     Raises:
         ValueError: If the values have different numbers of dims.

@@ -40,13 +40,10 @@ class ReplicaEvaluation:
     """The evaluation of one replica.
 
     Args:
-        mesh: All replicas.
-        replica: Number of this replica.
         outside: JAX's settings in the caller's thread: `internals.settings_of_thread`.
         meet: Meets the other replicas.
 
     Attributes:
-        replica: Number of this replica.
         device: The device that computes: the first one of the replica; on CPU, one for all
             replicas, because JAX compiles an operation for each device, and emulated devices share
             their memory.
@@ -174,13 +171,7 @@ def _is_over_replicas(params: dict[str, Any]) -> bool:
 def _combine(
     primitive: Any, params: dict, contributions: list[list[HostValue]]
 ) -> list[list[tuple[HostValue, bool]]]:
-    """Returns for each replica the results of a collective, each with whether it is its own.
-
-    Args:
-        primitive: The collective.
-        params: Its parameters.
-        contributions: The operands of each replica.
-    """
+    """Returns for each replica the results of a collective, each with whether it is its own."""
     count = len(contributions)
     if primitive.name == "ppermute":
         return _permute(params["perm"], contributions)

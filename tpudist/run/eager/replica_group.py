@@ -16,20 +16,10 @@ class ReplicaGroup(abc.ABC):
     """One eager call of a replica function; `replica_run.EagerRun` implements it.
 
     Attributes:
-        strategy: The strategy that runs the function.
-        mesh: Its replicas.
-        fn: The function.
-        name: Name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        rules: How state is aggregated; see `RunOptions.aggregation`.
-        leaves: The flat arguments.
-        structure: Nesting of the flat arguments.
-        kinds: Kinds of the flat arguments.
-        binding: The NNX objects among them, if any.
-        groups: Which arguments share their numbers of real rows; None if all batches are full.
+        rules: Aggregation of state; see `RunOptions.aggregation`.
+        groups: Partial batches among the arguments; None if all batches are full.
         rows: For each partial batch, the real rows of each replica.
-        frames: The frame of each replica.
+        frames: Frames by the number of the replica.
         not_sums: Leaves of NNX's averages to which the function does more than add.
     """
 

@@ -95,11 +95,6 @@ class EagerRun(ReplicaGroup):
     """One eager call of a replica function.
 
     Args:
-        strategy: The strategy that runs the function.
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        options: Options of the call.
         not_sums: Leaves of NNX's averages to which the function does more than add.
 
     Raises:

@@ -38,9 +38,6 @@ class _Arrival:
     """The arrival of a replica at a meeting; see `Turns.meet`.
 
     Attributes:
-        purpose: Description of the meeting.
-        contribution: The contribution of the replica.
-        act: The work of the meeting.
         line: Line of the user's code, if known.
     """
 
@@ -107,9 +104,7 @@ class Turns:
         """Waits for all replicas; returns the result of the meeting for this one.
 
         Args:
-            replica: This replica.
             purpose: Description of the meeting; all replicas must pass the same.
-            contribution: The contribution of this replica.
             act: Called once, in the caller's thread, with the contributions in the order of
                 replicas; returns the results in the same order.
         """

@@ -90,7 +90,6 @@ def watch_sums(run: ReplicaGroup, entered: Sequence[PyTree]) -> accumulation.Wat
     """Returns a watch of the sums over examples in NNX's averages; None if there are none.
 
     Args:
-        run: The call.
         entered: The values of the NNX objects with which the replica begins.
     """
     binding, rules = run.binding, dict(run.rules)

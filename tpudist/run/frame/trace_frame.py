@@ -40,10 +40,8 @@ class ReplicaFrame(Frame):
     """The state of one trace.
 
     Args:
-        strategy: The strategy that runs the function.
         values: Values of the Variables at the start.
         findings: Needs of the function, which the trace extends; None in a nested trace.
-        function: The function that is traced.
         outer: The frame around this one, for `strategy.run` inside a function.
         rows: Numbers of rows of its batches, if some batch is partial; None if all are full. A
             nested frame has those of `outer`.
@@ -52,7 +50,6 @@ class ReplicaFrame(Frame):
     Attributes:
         values: Current value of each Variable on this replica; the first value for references.
         references: The Variables that are assigned in nested transformations.
-        read: The Variables that were read.
         written: The Variables that were assigned, in order.
         made: The Variables that this trace has created, each with the traced initial value, or None
             if it is a constant.

@@ -72,8 +72,7 @@ def check_references(
 
     Args:
         proof: Proof of the program, in which the references of `variables` were created first.
-        variables: Those Variables, in the same order.
-        function_name: Name of the function, for messages.
+        variables: Variables whose references the program creates first, in this order.
 
     Raises:
         RuntimeError: If the program uses a reference where JAX computes code twice, or reads it in

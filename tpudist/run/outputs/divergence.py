@@ -42,7 +42,6 @@ def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
     """Returns the error for state that replicas share, and that would differ between them.
 
     Args:
-        name: Name of the function.
         refused: For each such state, its name, the cause of the difference, and the remedy; at
             least one.
     """

@@ -35,12 +35,10 @@ def find_drifting(
     average with other state, such as an average of parameters over steps.
 
     Args:
-        closed: The program of one replica.
         replaced: Outputs that are new state, each with the input that it replaces.
         stacked: For each output, whether it leaves with one part per replica.
         causes: For each output, the cause of a difference between replicas.
         labels: Names of all inputs that are state.
-        function: Name of the function.
         differs: For each input, whether replicas have different values.
     """
     drifting = {}

@@ -27,9 +27,7 @@ def make_local(
     If an array is a sum over examples, the first replica gets the whole sum, and the others zeros.
 
     Args:
-        binding: The NNX objects.
         leaves: Pairs of a leaf of the binding and an array of that leaf.
-        mesh: The replicas.
     """
     values = binding.values()
     for i in dict.fromkeys(i for i, _ in leaves):

@@ -54,8 +54,6 @@ def find_warnings(
     """Returns the warnings about one program.
 
     Args:
-        call: The call.
-        program: The program of one replica.
         values: Properties of its outputs.
         end: Number of results, which are the first outputs.
         averages: Result of `find_averages`.

@@ -38,8 +38,7 @@ def place_outputs(
     """Returns the placement of all outputs, by the proof of which ones are equal.
 
     Args:
-        call: The call.
-        found: Its outputs, in order: results, Variables, NNX leaves.
+        found: Outputs of the call, in order: results, Variables, NNX leaves.
         proof: For each output, whether it may differ between replicas, and why.
 
     Raises:

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class RowsOfResults(Protocol):
-    """The rows of results in a partial batch; see `run.partial_batch.PartialBatch`."""
+    """The rows of results in a partial batch; see `run.partial_batch.PartialBatch`.
+
+    `rows` are the real rows of each replica, for each batch.
+    """
 
     def check(self, rows: Sequence[tuple[int, ...]]) -> None:
         """Raises for numbers of rows that the program does not support."""
@@ -54,12 +57,10 @@ class CallOutputs:
     Flat outputs are the arrays of results, then the values of Variables, then NNX arrays.
 
     Attributes:
-        treedef: Nesting of the result.
         result: For each leaf of the result, a pair: ("array", number of the output), ("argument",
             number of the flat argument), ("object", number of the NNX node), or ("itself", value).
         num_results: Number of outputs that are results, the first ones.
         variables: The Variables that were assigned.
-        read: The Variables that were read.
         nnx: The NNX arrays that were changed: pairs of a leaf of the binding and an array of it.
         structure_change: Description of a change to the structure of an NNX object; empty without.
         local: NNX arrays to which a nested `run` has given one value per replica.
@@ -92,7 +93,6 @@ class Outcome:
 
     Attributes:
         results: A list of arrays; or the result of the function if it needs no merging.
-        traced: The trace.
     """
 
     __slots__ = ("results", "traced")
@@ -130,14 +130,11 @@ class TracedStep:
 
     Attributes:
         program: The program of one replica.
-        found: The outputs of the call.
         all_variables: Shapes of all Variables that were inputs of the trace.
         positions: For each Variable that is read or written, its position among them.
         stack_outputs: For each output, whether it differs and leaves with one part per replica.
         aggregated: Outputs that are combined at the end of the step, by reduction.
-        mesh: The replicas.
         partial: The rows of results, if some batch is partial.
-        warnings: Warnings for the user.
         returned: Outputs that are returned state, each with the number of its input after the
             Variables; see `returned_state`.
         drifting: Outputs that replace equal state and differ between replicas.
@@ -192,9 +189,7 @@ class TracedStep:
         """Adds the program to the function that `jit` traces.
 
         Args:
-            mesh: The replicas.
             captured: The Variables that are the first of `values`.
-            values: All inputs.
             state: State to write back; see `StepPlan.state`.
             place_results: Called with the results and `returned`; returns the results, with
                 returned state placed like the state that it replaces.
@@ -249,7 +244,6 @@ class TracedStep:
 
         Args:
             results: `Outcome.results`.
-            call: The call.
         """
         if self._plain:
             return results
@@ -272,7 +266,6 @@ class TracedStep:
         """Raises for numbers of real rows that the program does not support.
 
         Args:
-            call: The call.
             is_rehearsal: Whether the call is a rehearsal, without warnings for the user.
         """
         if self.partial is None:

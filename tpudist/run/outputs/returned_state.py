@@ -35,7 +35,6 @@ def find_returned_state(
     such as the number of the step.
 
     Args:
-        result: Nesting of the result.
         results: Forms of its leaves; None if a leaf is not an array of the program.
         structure: Nesting of each argument.
         arguments: Forms of the flat arguments; None if one is not an array, or has one part per
@@ -86,9 +85,7 @@ def find_returned_outputs(
     """Returns the outputs of a trace that are returned state, with the inputs they replace.
 
     Args:
-        found: The outputs of the call.
         structure: Nesting of each argument.
-        inputs: The flat inputs.
         closed: The program of one replica.
         num_variables: Number of inputs that are Variables, the first ones.
 

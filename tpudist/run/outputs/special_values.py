@@ -40,9 +40,8 @@ def call_checked(
     Args:
         program: The step; returns new state, and an `Outcome` or one for each of `calls`.
         donated: The inputs that it overwrites. It gets copies, so that old state survives an error.
-        others: Its other arguments.
+        others: The arguments that it does not overwrite.
         state: Description of the new state; see `StepPlan.state`.
-        calls: The calls that it makes.
 
     Raises:
         FloatingPointError: If a value to report is among the outputs.

@@ -43,10 +43,7 @@ def place_collections(
         labels: Names of the outputs that are state, such as
             `state.params['Dense_0']['kernel']`.
         certain: The outputs that are certainly not gradients.
-        dtypes: Dtypes of the outputs.
         rules: The user's rules, by name of the collection. They take precedence.
-        name: Name of the function.
-        placement: The placement so far.
 
     Raises:
         ValueError: If parameters or optimizer state would differ between replicas.
@@ -66,9 +63,7 @@ def find_collections(
     itself.
 
     Args:
-        result: Nesting of the result.
         differing: Leaves to consider.
-        rules: The user's rules, by name of the collection.
     """
     if not differing:
         return {}
@@ -99,7 +94,6 @@ def find_replaced(
     Args:
         results: Names of results, by number.
         arguments: Names of arguments, by number.
-        rules: The user's rules, by name of the collection.
     """
 
     def path_of(label: str) -> tuple[str, ...]:
@@ -120,9 +114,7 @@ def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str)
     """Returns a warning of rules for collections that do not exist; empty without such rules.
 
     Args:
-        rules: The user's rules, by name of the collection.
         labels: Names of all arguments, results and NNX kinds.
-        name: Name of the function.
     """
     names = {x for label in labels for x in _NAME.findall(label)} - {_RESULT}
     unknown = [f"'{x}'" for x in rules if x not in names]
@@ -150,9 +142,8 @@ def decide(
     Args:
         differing: Name and dtype of each such state.
         certain: The state that is certainly not a gradient.
-        causes: Why each state differs.
+        causes: Cause of the difference, for each such state.
         rules: The user's rules, by name of the collection. They take precedence.
-        name: Name of the function.
 
     Raises:
         ValueError: If parameters or optimizer state would differ between replicas.

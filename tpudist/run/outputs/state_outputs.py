@@ -21,8 +21,6 @@ class StateOutputs:
     """The outputs of one trace, as new values of state.
 
     Attributes:
-        call: The call.
-        found: Its outputs.
         closed: The program of one replica.
         num_variables: Number of inputs that are Variables and captured values, the first ones.
         labels: Returns the names of the flat arguments.
@@ -114,8 +112,6 @@ class StateOutputs:
         """Returns the outputs that replace equal state and differ; see `drift_finder`.
 
         Args:
-            program: The program of one replica.
-            proof: Proof of which outputs are equal.
             returned: Result of `place_collections`.
             stacked: For each output, whether it leaves with one part per replica.
         """
