@@ -1,4 +1,4 @@
-"""Keras models, optimizers and metrics that replica functions change, as on one device."""
+"""Keras models, optimizers and metrics that replica functions change match one device."""
 
 import copy
 import functools
@@ -36,13 +36,13 @@ def run(step):
 
 @functools.cache
 def trained(make_strategy, around=run, is_built=True):
-    """A loop after two epochs, and its losses and metrics."""
+    """Trains a loop for two epochs; returns the loop, its losses and its metrics."""
     is_plain = (around, is_built) == (run, True)
     loop = Loop(make_strategy(), is_built=is_built, metrics=METRICS if is_plain else METRICS[:2])
     return loop, np.reshape(loop.train(60, num_epochs=2, around=around), (2, -1))
 
 
-# Each option once; the other combinations are exhaustive.
+# Covers each option once; the other combinations are exhaustive.
 COVER = [(mirrored, run, True), (split, tpudist.function, False)]
 
 
@@ -58,8 +58,8 @@ COVER = [(mirrored, run, True), (split, tpudist.function, False)]
         for case in itertools.product((mirrored, split), (run, tpudist.function), (True, False))
     ],
 )
-def test_a_loop_gives_what_one_device_gives(make_strategy, around, is_built):
-    """Batches of 60, 60, 60 and 7; of the last, seven of 8 replicas have no rows."""
+def test_a_loop_matches_one_device(make_strategy, around, is_built):
+    """Batches of 60, 60, 60 and 7 rows: in the last one, seven of the 8 replicas have no rows."""
     (alone, wanted), (loop, found) = trained(one), trained(make_strategy, around, is_built)
     assert wanted.shape == (2, 4 + 3)
     assert found.shape[1] >= 4 + 2
@@ -69,7 +69,7 @@ def test_a_loop_gives_what_one_device_gives(make_strategy, around, is_built):
 
 
 @pytest.mark.slow
-def test_it_gives_what_fit_gives_on_one_device():
+def test_a_loop_matches_fit_on_one_device():
     loop, found = trained(mirrored)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -89,8 +89,8 @@ def test_it_gives_what_fit_gives_on_one_device():
 
 
 @pytest.mark.slow
-def test_fit_and_loops_of_ones_own_take_turns():
-    """Each goes on with what the other has left, in the arrays that Keras holds."""
+def test_fit_and_custom_loops_can_alternate():
+    """Each continues with the state that the other left, in the arrays that Keras holds."""
     x, y = X[:60], Y[:60]
     found = []
     for strategy in (one(), mirrored()):
@@ -108,8 +108,8 @@ def test_fit_and_loops_of_ones_own_take_turns():
 
 
 @pytest.mark.slow
-def test_statistics_of_batches_are_means_over_the_replicas_and_seeds_of_dropout_go_on():
-    """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
+def test_batch_statistics_are_averaged_over_replicas_and_dropout_seeds_advance():
+    """Batches of 64, 64 and 59 rows: the last replica has 3 rows of the third batch."""
     norm_and_noise = (
         keras.layers.BatchNormalization,
         lambda: keras.layers.Dropout(0.5, seed=3),
@@ -146,8 +146,8 @@ def variable(values, **options):
         ({"aggregation": "sum", "synchronization": "on_read"}, 10 + 28),
     ],
 )
-def test_a_variable_follows_its_rule(options, wanted):
-    """Replica i adds i to 10; what is counted on each replica is there once before."""
+def test_a_variable_follows_its_aggregation_rule(options, wanted):
+    """Replica i adds i to 10. With ON_READ, the sum over replicas counts the initial 10 once."""
     strategy = mirrored()
     state = variable(10, **options)
 
@@ -159,7 +159,7 @@ def test_a_variable_follows_its_rule(options, wanted):
     assert float(state.value) == wanted
 
 
-def test_without_a_rule_replicas_must_assign_the_same():
+def test_replicas_must_assign_equal_values_without_a_rule():
     strategy = mirrored()
     state, equal = variable(np.zeros(6)), variable(0)
 
@@ -176,7 +176,7 @@ def test_without_a_rule_replicas_must_assign_the_same():
     assert float(equal.value) == 1
 
 
-def test_gradients_that_nobody_sums_are_refused():
+def test_gradients_that_are_not_summed_are_rejected():
     loop = Loop(mirrored())
 
     def step(x, y):
@@ -188,14 +188,14 @@ def test_gradients_that_nobody_sums_are_refused():
         loop.strategy.run(step, args=batch_of(loop.strategy, X[:56], Y[:56]))
 
 
-def test_values_of_another_shape_are_refused():
+def test_assigning_a_value_of_a_different_shape_raises_an_error():
     state = variable(np.zeros(6))
     with pytest.raises(ValueError, match="must match"):
         mirrored().run(lambda: state.assign(np.zeros(5)))
     np.testing.assert_array_equal(state.value, 0)
 
 
-def test_metrics_begin_anew_where_they_are_reset():
+def test_reset_state_clears_a_metric_inside_the_step():
     strategy = mirrored()
     with strategy.scope():
         mean = keras.metrics.Mean()
@@ -219,7 +219,7 @@ def test_metrics_begin_anew_where_they_are_reset():
     assert float(mean.count.value) == 56
 
 
-def test_a_replica_is_not_asked_for_the_result_of_all():
+def test_a_metric_result_in_a_replica_function_raises_an_error():
     strategy, alone = mirrored(), one()
     mean = keras.metrics.Mean()
     with pytest.raises(RuntimeError, match="has counted only its own part") as error:
@@ -244,8 +244,8 @@ def test_a_replica_is_not_asked_for_the_result_of_all():
     ],
     ids=["jit", "map", "cond"],
 )
-def test_nested_transformations_change_it(update, count):
-    """In a branch too that replicas take by their own rows: they count by themselves."""
+def test_nested_transformations_update_a_metric(update, count):
+    """Replicas choose the branch of `cond` by their own rows, and each counts by itself."""
     strategy = mirrored()
     mean = keras.metrics.Mean()
     change = update(mean)
@@ -261,7 +261,7 @@ def test_nested_transformations_change_it(update, count):
 
 
 @pytest.mark.slow
-def test_what_would_happen_again_or_for_each_example_is_refused():
+def test_updates_in_checkpointed_or_vmapped_code_are_rejected():
     strategy = mirrored()
     loop = Loop(strategy, keras.layers.BatchNormalization)
     batch = batch_of(strategy, X[:56])
@@ -281,8 +281,8 @@ def test_what_would_happen_again_or_for_each_example_is_refused():
 
 
 @pytest.mark.slow
-def test_arrays_that_somebody_has_stay_as_they_were():
-    """A step overwrites arrays; those that were read, or are another variable's, are copied."""
+def test_arrays_that_were_read_keep_their_values():
+    """A step overwrites arrays, so it first copies arrays that were read or are shared."""
     strategy = mirrored()
     loop, target = Loop(strategy), Loop(strategy)
     batch = batch_of(strategy, X[:56], Y[:56])
@@ -305,8 +305,8 @@ def test_arrays_that_somebody_has_stay_as_they_were():
 
 
 @pytest.mark.slow
-def test_what_a_layer_around_batch_norm_assigns_follows_its_own_rule():
-    """Only the statistics of the batch are averaged: another variable differs, and is refused."""
+def test_a_variable_of_a_batch_norm_subclass_follows_its_own_rule():
+    """Only the batch statistics are averaged. Another variable differs and raises an error."""
 
     class Counted(keras.layers.BatchNormalization):
         def build(self, shape):
@@ -322,7 +322,7 @@ def test_what_a_layer_around_batch_norm_assigns_follows_its_own_rule():
         loop.run(batch_of(loop.strategy, X[:56], Y[:56]))
 
 
-def test_a_variable_with_the_attributes_of_another_is_itself():
+def test_a_copied_variable_is_independent():
     strategy = mirrored()
     state = variable(1)
     strategy.run(lambda: state.assign_add(1))
@@ -334,7 +334,7 @@ def test_a_variable_with_the_attributes_of_another_is_itself():
 
 
 @pytest.mark.slow
-def test_one_model_under_two_strategies_in_turn():
+def test_one_model_works_under_two_strategies_in_turn():
     strategies, loop = (mirrored(), split()), Loop(mirrored())
     alone = Loop(one())
     for strategy in strategies * 2:
@@ -345,7 +345,7 @@ def test_one_model_under_two_strategies_in_turn():
 
 
 def test_arrays_are_overwritten_in_place():
-    """What is not read between steps is given to the compiler, as Variables are."""
+    """Arrays that nobody reads between steps are donated to the compiler, as for Variables."""
     loop = Loop(mirrored())
     batch = batch_of(loop.strategy, X[:56], Y[:56])
     for _ in range(2):
@@ -357,8 +357,8 @@ def test_arrays_are_overwritten_in_place():
 
 
 @pytest.mark.slow
-def test_a_step_that_is_traced_again_leaves_other_variables_alone():
-    """A metric that is not its own was reset, and lies on one device, as JAX traces the step."""
+def test_a_retraced_step_leaves_other_variables_unchanged():
+    """While JAX traces the step, an unrelated metric was reset and is placed on one device."""
     loop = Loop(mirrored())
     other = keras.metrics.Mean()
     loop.strategy.run(other.update_state, args=batch_of(loop.strategy, X[:56]))
@@ -371,7 +371,7 @@ def test_a_step_that_is_traced_again_leaves_other_variables_alone():
 
 
 @pytest.mark.slow
-def test_gradients_travel_together_and_nothing_else_does():
+def test_gradients_are_summed_in_one_collective():
     loop = Loop(mirrored())
     batch = batch_of(loop.strategy, X[:56], Y[:56])
 
@@ -385,7 +385,7 @@ def test_gradients_travel_together_and_nothing_else_does():
 
 
 @pytest.mark.slow
-def test_a_model_that_its_first_call_builds_is_built_once():
+def test_a_model_built_by_its_first_call_is_built_once():
     strategy = mirrored()
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -403,7 +403,7 @@ def test_a_model_that_its_first_call_builds_is_built_once():
 
 
 @pytest.mark.slow
-def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
+def test_a_step_that_changes_the_model_between_batches_of_fit_raises_an_error():
     strategy = mirrored()
     loop = Loop(strategy)
     with strategy.scope():
@@ -426,7 +426,7 @@ def test_while_fit_holds_the_values_a_step_that_changes_them_says_so():
     assert int(loop.optimizer.iterations.value) == 1 + 2 * (2 + 1)
 
 
-def test_it_is_refused_by_name_where_nothing_takes_it_back():
+def test_assigning_in_debug_mode_raises_an_error():
     strategy = mirrored()
     state = variable(0)
     with strategy.debug(), pytest.raises(RuntimeError, match="While functions run eagerly"):
@@ -434,7 +434,7 @@ def test_it_is_refused_by_name_where_nothing_takes_it_back():
     assert float(state.value) == 0
 
 
-def test_a_closure_of_a_coordinator_changes_no_model():
+def test_a_coordinator_closure_cannot_change_a_model():
     strategy = tpudist.ParameterServerStrategy(num_workers=1)
     coordinator = tpudist.coordinator.ClusterCoordinator(strategy)
     state = variable(0)

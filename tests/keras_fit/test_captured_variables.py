@@ -1,4 +1,4 @@
-"""Keras models that replica functions read from around them: fed anew at each call."""
+"""Keras models that replica functions capture: each call reads their current values."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def join(strategy, value):
 @pytest.mark.parametrize(
     "make_strategy", [mirrored, split, pytest.param(one, marks=pytest.mark.exhaustive)]
 )
-def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
+def test_a_step_reads_the_current_values_of_a_model(make_strategy):
     strategy = make_strategy()
     model = make_model(strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))
     batch = batch_of(strategy, X[:56])
@@ -72,7 +72,7 @@ def test_a_step_reads_what_a_model_holds_when_it_is_called(make_strategy):
 
 
 @pytest.mark.slow
-def test_losses_of_a_partial_batch_are_those_of_one_device():
+def test_losses_of_a_partial_batch_match_one_device():
     strategy = mirrored()
     model = make_model(strategy)
     batch = batch_of(strategy, X[:11])
@@ -89,7 +89,7 @@ def test_losses_of_a_partial_batch_are_those_of_one_device():
 
 
 @pytest.mark.slow
-def test_it_is_read_in_nested_transformations_and_in_functions_of_all_replicas():
+def test_a_model_is_read_in_nested_transformations_and_cross_replica_functions():
     strategy = mirrored()
     model = make_model(strategy)
     batch = batch_of(strategy, X[:56])
@@ -115,7 +115,7 @@ def test_it_is_read_in_nested_transformations_and_in_functions_of_all_replicas()
 
 
 @pytest.mark.slow
-def test_it_is_cast_as_its_policy_says():
+def test_a_captured_model_is_cast_by_its_dtype_policy():
     strategy = mirrored()
     before = keras.mixed_precision.dtype_policy()
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
@@ -129,7 +129,7 @@ def test_it_is_cast_as_its_policy_says():
     assert strategy.experimental_local_results(found)[0].dtype == "bfloat16"
 
 
-def test_out_of_all_scopes_too():
+def test_a_model_made_outside_all_scopes_is_read():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     for strategy in (tpudist.get_strategy(), mirrored()):
         for value in (1.0, 2.0):
@@ -140,7 +140,7 @@ def test_out_of_all_scopes_too():
 
 
 @pytest.mark.slow
-def test_gradients_by_hand_are_of_what_a_model_holds():
+def test_jax_grad_uses_the_current_weights_of_a_model():
     strategy = mirrored()
     model = make_model(strategy)
     batch = batch_of(strategy, X[:56])
@@ -161,7 +161,7 @@ def test_gradients_by_hand_are_of_what_a_model_holds():
 
 
 @pytest.mark.slow
-def test_layers_may_be_made_in_a_step_for_itself():
+def test_a_step_may_create_layers_for_its_own_use():
     strategy = mirrored()
 
     def step(x):
@@ -173,8 +173,8 @@ def test_layers_may_be_made_in_a_step_for_itself():
         assert join(strategy, found).shape == (56, 3)
 
 
-def test_a_value_of_one_trace_is_refused_in_another():
-    """A layer that a step makes for itself, and hands out."""
+def test_a_value_of_one_trace_is_rejected_in_another():
+    """The step creates a layer and stores it outside."""
     strategy = mirrored()
     batch, kept = batch_of(strategy, X[:56]), []
 
@@ -193,7 +193,7 @@ def test_a_value_of_one_trace_is_refused_in_another():
 
 
 @pytest.mark.slow
-def test_while_fit_holds_the_values_a_step_says_so():
+def test_a_step_that_reads_the_model_between_batches_of_fit_raises_an_error():
     strategy = mirrored()
     model = make_model(strategy)
     batch = batch_of(strategy, X[:56])
@@ -242,7 +242,7 @@ for value in (1.0, 2.0):
 @pytest.mark.parametrize(
     ("nnx", "wanted"), [("", "2.0\n4.0\n"), ("true", "KERAS_NNX_ENABLED")], ids=["jax", "nnx"]
 )
-def test_keras_may_come_later_and_without_a_scope(nnx, wanted):
+def test_keras_may_be_imported_later_and_without_a_scope(nnx, wanted):
     environment = os.environ | {"KERAS_BACKEND": "jax", "KERAS_NNX_ENABLED": nnx}
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(
@@ -252,7 +252,7 @@ def test_keras_may_come_later_and_without_a_scope(nnx, wanted):
     assert (nnx != "") == ("was read in a function that MirroredStrategy" in done.stdout)
 
 
-def test_what_is_split_inside_of_replicas_is_fed_as_it_is():
+def test_a_model_split_inside_replicas_is_passed_in_shards():
     strategy = split()
     with strategy.scope():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])

@@ -1,4 +1,4 @@
-"""Which strategy a model belongs to, wherever that is asked."""
+"""Finds the strategy that a model belongs to, from every place that needs it."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ def strategy():
     return tpudist.MirroredStrategy()
 
 
-def test_a_scope_puts_its_distribution_in_force_and_takes_it_away(strategy):
+def test_a_scope_sets_its_distribution_and_removes_it(strategy):
     assert keras.distribution.distribution() is None
     with strategy.scope(), strategy.scope():
         found = keras.distribution.distribution()
@@ -41,8 +41,8 @@ def test_clearing_the_session_in_a_scope_does_not_end_it(strategy):
     assert keras.distribution.distribution() is None
 
 
-def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
-    """In whichever order they come, and at `fit` of a model of the scope."""
+def test_a_keras_distribution_and_a_scope_conflict(strategy):
+    """Covers both orders of nesting, and `fit` of a model from the scope."""
     other = keras.distribution.DataParallel()
     match = r"Two Keras distributions conflict: the scope of MirroredStrategy.*DataParallel"
     with other.scope(), pytest.raises(RuntimeError, match=match), strategy.scope():
@@ -55,7 +55,7 @@ def test_a_distribution_of_keras_and_a_scope_do_not_meet(strategy):
 
 
 @pytest.mark.slow
-def test_a_distribution_of_keras_works_as_ever_out_of_scopes():
+def test_a_keras_distribution_works_unchanged_outside_scopes():
     with keras.distribution.DataParallel().scope():
         assert current_distribution.current() is None
         found = km.train(km.make(km.mlp), km.IMAGES[:64], km.LABELS[:64], 32, epochs=1)
@@ -69,8 +69,8 @@ def test_a_model_belongs_to_one_strategy(strategy):
         model.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
 
 
-def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
-    """Also of a model that is not compiled."""
+def test_two_strategies_on_one_mesh_are_distinguished(strategy):
+    """Also covers a model that is not compiled."""
     other = tpudist.MultiWorkerMirroredStrategy()
     assert other.mesh == strategy.mesh
     with other.scope():
@@ -82,8 +82,8 @@ def test_two_strategies_on_one_mesh_are_not_taken_for_each_other(strategy):
 
 
 @pytest.mark.slow
-def test_a_model_knows_its_strategy_before_it_is_compiled():
-    """Whatever other strategy is made on the same mesh, and though nobody holds its own."""
+def test_a_model_knows_its_strategy_before_compile():
+    """Even if other strategies use the same mesh and nobody references the model's strategy."""
 
     def make():
         with tpudist.MirroredStrategy().scope():
@@ -105,7 +105,7 @@ def test_a_model_knows_its_strategy_before_it_is_compiled():
     assert copy.deepcopy(kernel).value.shape == (3, 1)
 
 
-def test_a_scope_that_is_set_for_a_notebook_counts(strategy):
+def test_a_scope_set_for_a_notebook_is_used(strategy):
     tpudist.experimental_set_strategy(strategy)
     try:
         assert len(km.mlp().layers[1].kernel.value.sharding.device_set) == 8

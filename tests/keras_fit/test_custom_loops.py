@@ -1,4 +1,4 @@
-"""Keras' stateless methods in replica functions: state in and out of `strategy.run`."""
+"""Keras' stateless methods in replica functions: the state passes through `strategy.run`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Y = (X.sum(1, keepdims=True) > 0).astype(np.float32)
 
 
 class Loop:
-    """A model, its optimizer and a metric, made in the scope of a strategy, and their step."""
+    """A model with an optimizer, a metric and a step, created in the scope of a strategy."""
 
     def __init__(self, strategy, *layers):
         self.strategy = strategy
@@ -57,7 +57,7 @@ class Loop:
         return [trainable, non_trainable, slots, counts], loss
 
     def train(self, batch_size, num_epochs=1):
-        """The losses of the steps; the variables are assigned what came out."""
+        """Trains and assigns the final state to the variables; returns the losses of the steps."""
         batches = tpudist.NumpyDataset((X, Y)).batch(batch_size)
         dataset = self.strategy.experimental_distribute_dataset(batches)
         losses = []
@@ -80,8 +80,8 @@ def one():
 @pytest.mark.parametrize(
     "replica_axes", [None, pytest.param({"fsdp": 4}, marks=pytest.mark.exhaustive)]
 )
-def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_axes):
-    """Batches of 60, 60, 60 and 7 on 8 replicas: of the last, seven of them have no rows."""
+def test_a_loop_with_partial_batches_matches_one_device(one, replica_axes):
+    """Batches of 60, 60, 60 and 7 rows: in the last one, seven of the 8 replicas have no rows."""
     strategy = (
         tpudist.TPUStrategy(replica_axes=replica_axes)
         if replica_axes
@@ -102,8 +102,8 @@ def test_a_loop_gives_what_one_device_gives_with_partial_batches(one, replica_ax
 
 
 @pytest.mark.slow
-def test_statistics_of_batches_are_means_over_the_replicas_and_seeds_of_dropout_go_on():
-    """Batches of 64, 64 and 59: the last replica has 3 rows of the third."""
+def test_batch_statistics_are_averaged_over_replicas_and_dropout_seeds_advance():
+    """Batches of 64, 64 and 59 rows: the last replica has 3 rows of the third batch."""
     norm_and_noise = (keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))
     loop = Loop(tpudist.MirroredStrategy(), *norm_and_noise)
     dense, norm, noise, _ = loop.model.layers

@@ -1,6 +1,6 @@
-"""`fit` takes each kind of data that Keras takes, in batches that do not divide by replicas.
+"""`fit` accepts every kind of data that Keras accepts, in batches that do not divide evenly.
 
-TensorFlow and PyTorch are installed where somebody wants to run these.
+The tests of TensorFlow and PyTorch data run only where these packages are installed.
 """
 
 import numpy as np
@@ -23,8 +23,8 @@ def check(data, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of what has no known length
-def test_grain(wanted):
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # its length is unknown
+def test_fit_accepts_a_grain_dataset(wanted):
     import grain
 
     dataset = grain.MapDataset.source(list(zip(X, Y, strict=True))).batch(13)
@@ -32,12 +32,12 @@ def test_grain(wanted):
 
 
 @pytest.mark.slow
-def test_tf_data(wanted):
+def test_fit_accepts_a_tf_data_dataset(wanted):
     tf = pytest.importorskip("tensorflow", exc_type=ImportError)
     check(tf.data.Dataset.from_tensor_slices((X, Y)).batch(13), wanted)
 
 
-def test_a_torch_data_loader(wanted):
+def test_fit_accepts_a_torch_data_loader(wanted):
     torch = pytest.importorskip("torch", exc_type=ImportError)
     arrays = torch.from_numpy(X), torch.from_numpy(Y)
     dataset = torch.utils.data.TensorDataset(*arrays)
@@ -45,7 +45,7 @@ def test_a_torch_data_loader(wanted):
 
 
 @pytest.mark.slow
-def test_arrays_of_jax(wanted):
+def test_fit_accepts_jax_arrays(wanted):
     import jax.numpy as jnp
 
     model = km.make(km.mlp, tpudist.MirroredStrategy())
@@ -53,7 +53,7 @@ def test_arrays_of_jax(wanted):
 
 
 @pytest.mark.slow
-def test_sparse_arrays():
+def test_fit_accepts_sparse_arrays():
     sparse = pytest.importorskip("scipy.sparse")
     import keras
 

@@ -1,4 +1,4 @@
-"""Keras trains on datasets that a strategy has distributed, as on the batches they were."""
+"""Keras trains on a distributed dataset as it trains on the original batches."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def batches(size=60):
 
 
 @pytest.mark.slow
-def test_fit_evaluate_and_predict_take_a_distributed_dataset(strategy):
-    """Of 60 rows on 8 replicas, and a tail of 7."""
+def test_fit_evaluate_and_predict_accept_a_distributed_dataset(strategy):
+    """Batches have 60 rows on 8 replicas, and the last one has 7."""
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)
     found = km.train(model, dataset, None, None, validation_data=dataset)
@@ -37,8 +37,8 @@ def test_fit_evaluate_and_predict_take_a_distributed_dataset(strategy):
 
 
 @pytest.mark.slow
-def test_batches_that_replicas_make_themselves_are_one(strategy):
-    """Each replica has whole batches, and at the end some have none."""
+def test_batches_made_per_replica_are_joined(strategy):
+    """Each replica has full batches, and some replicas have none at the end."""
 
     def own(context):
         return tpudist.NumpyDataset((X, Y)).batch(5)
@@ -51,7 +51,7 @@ def test_batches_that_replicas_make_themselves_are_one(strategy):
 
 @pytest.mark.slow
 def test_the_first_epoch_is_the_first_pass(strategy):
-    """The model is built by the dataset's spec, not by an element."""
+    """The model is built from the dataset's spec, so no element is read for that."""
     passes = []
 
     def read():
@@ -60,7 +60,7 @@ def test_the_first_epoch_is_the_first_pass(strategy):
 
     dataset = strategy.experimental_distribute_dataset(read)
     km.make(km.mlp, strategy).fit(dataset, steps_per_epoch=3, verbose=0)
-    assert len(passes) == 1  # also read for the spec: Keras would begin another
+    assert len(passes) == 1  # the spec was not read by an extra pass
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_the_first_epoch_is_the_first_pass(strategy):
         ({"validation_split": 0.5}, "and validation_split: give validation_data"),
     ],
 )
-def test_what_a_distributed_dataset_holds_itself_is_refused_beside_it(strategy, options, match):
+def test_fit_rejects_arguments_that_a_distributed_dataset_replaces(strategy, options, match):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)
     with pytest.raises(ValueError, match=match):
         model.fit(dataset, **options)
 
 
-def test_datasets_where_they_cannot_be_are_refused(strategy):
+def test_distributed_datasets_in_unsupported_places_are_rejected(strategy):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)
     with pytest.raises(TypeError, match="fit received an iterator of a distributed dataset as x"):
@@ -92,7 +92,7 @@ def test_datasets_where_they_cannot_be_are_refused(strategy):
         model.evaluate(dataset)
 
 
-def test_shuffling_that_has_no_effect_is_told(strategy):
+def test_shuffle_without_effect_warns(strategy):
     dataset = strategy.experimental_distribute_dataset(batches())
     model = km.make(km.mlp, strategy)
     with pytest.warns(UserWarning, match="shuffle=True, which has no effect"):
@@ -102,8 +102,8 @@ def test_shuffling_that_has_no_effect_is_told(strategy):
 @pytest.mark.parametrize(
     "make", [list, lambda: tpudist.NumpyDataset((X[:2], Y[:2])).batch(4, True)]
 )
-def test_a_dataset_without_batches_is_no_step_and_one_warning(strategy, make, caplog):
-    """Keras' own loops fail on an unbound local variable."""
+def test_an_empty_dataset_runs_no_step_and_warns_once(strategy, make, caplog):
+    """Keras' own loops fail with an unbound local variable."""
     model = km.make(km.mlp, strategy)
     for call, wanted in (
         (lambda data: model.fit(data, epochs=2, verbose=0).epoch, []),
@@ -115,7 +115,7 @@ def test_a_dataset_without_batches_is_no_step_and_one_warning(strategy, make, ca
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_without_batches_validation_data_and_return_dict_count_wherever_they_are_given(strategy):
+def test_an_empty_dataset_respects_validation_data_and_return_dict_by_position_or_name(strategy):
     model = km.make(km.mlp, strategy)
     empty, full = (strategy.experimental_distribute_dataset(x) for x in ([], batches()))
     with pytest.warns(UserWarning, match="there was no epoch, so validation_data was not"):

@@ -1,4 +1,4 @@
-"""`Strategy.verify` tells a `fit` that equals one device from one that does not."""
+"""`Strategy.verify` distinguishes a `fit` that matches one device from a `fit` that does not."""
 
 import logging
 
@@ -23,7 +23,7 @@ MESH = STRATEGY.mesh
 
 
 class LossByReplicas(keras.Model):
-    """As for `strategy.run` of tf.distribute."""
+    """Divides the loss by the number of replicas, as tf.distribute requires in `strategy.run`."""
 
     def compute_loss(self, *args, **kwargs):
         loss = super().compute_loss(*args, **kwargs)
@@ -36,7 +36,7 @@ class SumOfDevices(keras.metrics.Sum):
 
 
 class CenterOfEachDevice(layers.Layer):
-    """Subtracts the mean of the rows of a device, as a forgotten pmean does."""
+    """Subtracts the mean over the rows of one device, as code with a forgotten pmean does."""
 
     captured = None
 
@@ -94,8 +94,8 @@ def line_of(name):
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_right_model_equals_one_device_on_full_batches_and_the_tail(steps_per_execution):
-    """With batch norm over all rows, and the masks of one device."""
+def test_a_correct_model_matches_one_device_on_full_and_partial_batches(steps_per_execution):
+    """Covers batch norm over all rows, and equal dropout masks."""
     model = make(dropout=True, steps_per_execution=steps_per_execution)
     model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     before, calls = state_of(model), []
@@ -108,7 +108,7 @@ def test_a_right_model_equals_one_device_on_full_batches_and_the_tail(steps_per_
     )
     assert report.ok
     assert report.exact_on_partial_batches
-    num_arrays = len(before[0]) + 2  # and the logs
+    num_arrays = len(before[0]) + 2  # with the logs
     assert report.compared == {"batches": 2 * num_arrays, "tail": num_arrays}
     assert calls == []
     assert_unchanged(model, before)
@@ -122,7 +122,7 @@ def test_a_right_model_equals_one_device_on_full_batches_and_the_tail(steps_per_
         ({"layer": CenterOfEachDevice}, "CenterOfEachDevice", None),
     ],
 )
-def test_what_depends_on_the_devices_is_found_with_its_line(options, line, factor):
+def test_verify_reports_device_dependent_code_with_its_line(options, line, factor):
     model = make(**options)
     before = state_of(model)
     report = STRATEGY.verify(model.fit, (X[:16], Y[:16]), {"batch_size": 8})
@@ -136,7 +136,7 @@ def test_what_depends_on_the_devices_is_found_with_its_line(options, line, facto
 
 
 def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
-    """Its mesh was captured, so it has all devices wherever it runs."""
+    """The step captured its mesh, so it always uses all devices."""
     report = STRATEGY.verify(make(CenterOfCapturedMesh).fit, (X, Y), {"batch_size": 8})
     assert not report.ok
     assert {x.comparison for x in report.differences} == {"exchanged rows"}
@@ -150,7 +150,7 @@ def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
         assert_same_as_one_device(step, (X[:8], Y[:8]), strategy=STRATEGY)
 
 
-def test_rows_that_several_replicas_have_are_found_and_the_pass_is_not_counted():
+def test_rows_repeated_on_all_replicas_are_reported_and_the_pass_is_not_counted():
     rows = np.tile(X[:4], (N, 1)), np.tile(Y[:4], (N, 1))
     dataset = STRATEGY.experimental_distribute_dataset(tpudist.NumpyDataset(rows).batch(4 * N))
     before = dataset.next_pass
@@ -160,7 +160,7 @@ def test_rows_that_several_replicas_have_are_found_and_the_pass_is_not_counted()
     assert dataset.next_pass == before
 
 
-def test_an_error_of_the_step_leaves_the_model_as_it_is():
+def test_an_error_in_the_step_leaves_the_model_unchanged():
     class Broken(keras.Model):
         def compute_loss(self, *args, **kwargs):
             raise KeyError("broken")
@@ -172,7 +172,7 @@ def test_an_error_of_the_step_leaves_the_model_as_it_is():
     assert_unchanged(model, before)
 
 
-def test_what_cannot_be_compared_is_an_error_that_says_what_can():
+def test_verify_rejects_arguments_that_it_cannot_compare_and_names_alternatives():
     model = make()
     before = state_of(model)
     batches = (x for x in [(X, Y)])
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_is_an_error_that_says_what_can():
     assert_unchanged(model, before)
 
 
-def test_the_variable_verifies_the_first_fit_of_each_model(monkeypatch, caplog):
+def test_the_environment_variable_verifies_the_first_fit_of_each_model(monkeypatch, caplog):
     verify = first_verification.verify_first
     monkeypatch.setattr(STRATEGY._replicator, "before_first_call", verify)
     wrong = make(kind=LossByReplicas)
@@ -212,7 +212,7 @@ def test_the_variable_verifies_the_first_fit_of_each_model(monkeypatch, caplog):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_several_processes_verify_fit_and_find_data_that_each_reads_whole():
+def test_several_processes_verify_fit_and_report_data_that_each_process_reads_in_full():
     program = """
         import jax, keras, numpy as np, tpudist
         from processes import report

@@ -1,8 +1,7 @@
-"""What Keras' own tests ask of its distributions, asked of a strategy's scope.
+"""Repeats the tests that Keras has for its distributions in the scope of a strategy.
 
-Retold from the tests of `keras.distribution` and of its JAX backend in Keras 3.15 (both are called
-distribution_lib_test). What is about DeviceMesh, TensorLayout and LayoutMap themselves does not
-apply.
+Adapted from the tests of `keras.distribution` and of its JAX backend in Keras 3.15 (both are called
+distribution_lib_test). Tests of the classes DeviceMesh, TensorLayout and LayoutMap do not apply.
 """
 
 import jax
@@ -47,7 +46,7 @@ def train(strategy, model, rows=64, batch_size=8):
 
 
 @pytest.mark.slow
-def test_a_data_parallel_model_has_its_weights_on_every_device_and_trains():
+def test_a_data_parallel_model_is_replicated_on_every_device_and_trains():
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
         model = network()
@@ -57,7 +56,7 @@ def test_a_data_parallel_model_has_its_weights_on_every_device_and_trains():
 
 
 @pytest.mark.slow
-def test_a_model_parallel_model_is_split_as_its_layout_map_says_and_stays_so(split):
+def test_a_model_parallel_model_keeps_the_split_of_its_layout_map(split):
     with split.scope():
         model = network()
     wanted = {"kernel": PartitionSpec(None, "model"), "bias": PartitionSpec("model")}
@@ -66,7 +65,7 @@ def test_a_model_parallel_model_is_split_as_its_layout_map_says_and_stays_so(spl
     assert specs(model) == wanted
 
 
-def test_what_is_assigned_is_split_as_the_variable_was_outside_of_the_scope_too(split):
+def test_assignment_outside_the_scope_keeps_the_split_of_a_variable(split):
     with split.scope():
         layer = layers.Dense(8)
         layer.build((16, 16))
@@ -76,14 +75,14 @@ def test_what_is_assigned_is_split_as_the_variable_was_outside_of_the_scope_too(
     assert layer.bias.value.sharding.spec == PartitionSpec("model")
 
 
-def test_a_layout_that_a_variable_brings_is_kept(split):
+def test_an_explicit_layout_of_a_variable_is_kept(split):
     layout = NamedSharding(split.mesh, PartitionSpec("model", None))
     with split.scope():
         variable = keras.Variable(np.ones((8, 8)), layout=layout, name="kernel")
     assert variable.value.sharding == layout
 
 
-def test_no_layer_is_told_how_its_outputs_are_split(split):
+def test_layer_outputs_have_no_tensor_layout(split):
     found = current_distribution.distribution_of(split)
     assert found.get_tensor_layout("dense/output") is None
 
@@ -91,7 +90,7 @@ def test_no_layer_is_told_how_its_outputs_are_split(split):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 60])
 def test_activations_are_split_over_the_devices(rows):
-    """Of rows that divide, and of such that do not."""
+    """Covers batches that divide evenly and batches that do not."""
     captured = []
 
     class Capture(layers.Layer):

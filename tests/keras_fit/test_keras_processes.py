@@ -1,4 +1,4 @@
-"""Two processes train one Keras model as one device does, from the same data in both."""
+"""Two processes with the same data train one Keras model as one device does."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processes(folder):
-    """Returns what each of two processes of four devices has reported."""
+    """Returns the report of each of two processes with four devices."""
     program = (
         PREFIX
         + f"""
@@ -111,8 +111,8 @@ report({{
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_of_four_devices_fit_as_one_device(processes, folder):
-    """Of 60 rows over 8 devices, and a tail of 7; files are written by the first one."""
+def test_fit_in_two_processes_of_four_devices_matches_one_device(processes, folder):
+    """Batches have 60 rows on 8 devices, the last has 7. Only the first process writes files."""
     mine, other = [process["fit"] for process in processes]
     assert mine == other
     found, again, epochs, *_ = mine
@@ -127,12 +127,12 @@ def test_two_processes_of_four_devices_fit_as_one_device(processes, folder):
     wanted["on_batch"] = np.hstack(model.train_on_batch(x[:7], y[:7]))
     km.assert_same(found, wanted)
     km.assert_same(again, km.train(km.make(km.mlp), x, y, 60, shuffle=False))
-    assert epochs == [2]  # the others were restored
+    assert epochs == [2]  # the earlier epochs were restored
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_what_processes_would_do_each_by_itself_is_refused_in_both(processes):
+def test_arguments_that_make_processes_diverge_are_rejected_in_both(processes):
     for told in (process["errors"] for process in processes):
         assert told[0].startswith("ProcessesDifferError")
         assert "a batch of Keras" in told[0]
@@ -145,7 +145,7 @@ def test_what_processes_would_do_each_by_itself_is_refused_in_both(processes):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_loop_in_two_processes_of_four_devices_is_one_on_one_device(processes):
+def test_a_loop_in_two_processes_of_four_devices_matches_one_device(processes):
     alone = Loop(one())
     wanted = alone.train(60)
     for losses, values in (process["loop"] for process in processes):

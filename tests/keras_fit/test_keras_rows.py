@@ -1,4 +1,4 @@
-"""The page of callbacks and features says what becomes of each; a share is trained here."""
+"""The documented table of callbacks and features; each run trains a part of its cells."""
 
 import functools
 
@@ -10,7 +10,7 @@ import keras_rows_page as page
 from keras_cases import CALLBACKS, FEATURES, STRATEGIES, compare, run
 
 CASES = {**CALLBACKS, **FEATURES}
-# Every run trains these: the hooks of tpudist/keras treat each of them in another way.
+# Every run trains these, because tpudist/keras has a different hook for each of them.
 CORE = {
     "ModelCheckpoint, weights",
     "custom callback that reads weights during an epoch",
@@ -20,7 +20,7 @@ CORE = {
 }
 
 
-def test_the_page_has_a_cell_for_each():
+def test_the_page_has_a_cell_for_each_case_and_strategy():
     text = page.PAGE.read_text()
     cells = page.read_table(text)
     assert list(cells) == [(name, strategy) for name in CASES for strategy in STRATEGIES]
@@ -41,7 +41,7 @@ def test_the_page_lists_each_exception():
 
 @pytest.fixture(scope="module")
 def programs_on_disk(tmp_path_factory):
-    """Most callbacks train the same model: it is compiled once for each strategy."""
+    """Most callbacks train the same model, so it is compiled once per strategy."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [(name, getattr(jax.config, name)) for name in names]
     for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0), strict=True):
@@ -63,8 +63,8 @@ def make_strategy(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.exhaustive) for x in CASES]
 )
-def test_the_page_says_what_becomes_of_each(name, programs_on_disk):
-    """Under one of the strategies; keras_rows_page.py trains all cells, which takes minutes."""
+def test_the_page_states_the_result_of_each_case(name, programs_on_disk):
+    """Covers one strategy; keras_rows_page.py trains all cells, which takes minutes."""
     where = list(STRATEGIES)[list(CASES).index(name) % len(STRATEGIES)]
     cells = page.read_table(page.PAGE.read_text())
     assert compare(name, make_strategy(where), run(CASES[name])) == cells[name, where]

@@ -1,4 +1,4 @@
-"""Keras and a scope find each other in whatever order a program has them; or say why not."""
+"""Keras and a strategy's scope work in any order of import, or raise a clear error."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from places import ROOT
 
 
 def run(program, **env):
-    """What a program of its own prints, which must end well."""
+    """Runs a separate program, which must succeed; returns its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         capture_output=True,
@@ -43,8 +43,8 @@ def test_keras_may_be_imported_after_the_scope_was_entered():
 
 
 @pytest.mark.slow
-def test_keras_of_another_backend_is_refused_where_it_trains_and_nowhere_else():
-    """A program may import it and not use it in the scope."""
+def test_another_keras_backend_is_rejected_only_when_a_model_trains():
+    """A program may import Keras without using it in the scope."""
     printed = run(
         """
         import keras, numpy as np, jax.numpy as jnp, tpudist

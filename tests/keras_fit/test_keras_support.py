@@ -1,4 +1,4 @@
-"""An unknown version of Keras raises an error that names the difference, and is not used."""
+"""An unknown version of Keras raises an error that names the difference."""
 
 import keras
 import pytest
@@ -6,20 +6,20 @@ import pytest
 from tpudist.keras import keras_internals, keras_support
 
 
-def test_this_keras_is_known():
+def test_the_installed_keras_is_supported():
     assert keras_support.find_problem() is None
     assert keras_support.problem is None
 
 
 @pytest.mark.parametrize("version", ["3.14.2", "2.15.0"])
-def test_an_old_keras_is_refused(monkeypatch, version):
+def test_an_old_keras_is_rejected(monkeypatch, version):
     monkeypatch.setattr(keras, "__version__", version)
     assert keras_support.find_problem().startswith(
         f"Keras is {version}, but a strategy's scope needs 3.15"
     )
 
 
-def test_another_trainer_is_refused(monkeypatch):
+def test_a_different_trainer_is_rejected(monkeypatch):
     monkeypatch.setattr(keras, "__version__", "3.99.0")
     owner = keras_internals.trainer_class()
 
@@ -34,11 +34,11 @@ def test_another_trainer_is_refused(monkeypatch):
     assert "there is no keras.src.backend.jax.trainer._distribute_data" in reason
 
 
-def test_another_backend_is_refused(monkeypatch):
+def test_a_different_backend_is_rejected(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     assert 'KERAS_BACKEND to "jax" before you import Keras' in keras_support.find_problem()
 
 
-def test_the_nnx_mode_of_keras_is_refused(monkeypatch):
+def test_the_nnx_mode_of_keras_is_rejected(monkeypatch):
     monkeypatch.setattr(keras_internals, "is_nnx_enabled", lambda: True)
     assert "Keras was started with KERAS_NNX_ENABLED" in keras_support.find_problem()

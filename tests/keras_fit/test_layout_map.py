@@ -1,4 +1,4 @@
-"""Variables of Keras split over the axes inside a replica, by their paths."""
+"""Keras variables are split over axes inside a replica, selected by their paths."""
 
 import keras
 import pytest
@@ -19,8 +19,8 @@ def spec(variable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [pytest.param(km.mlp, marks=pytest.mark.exhaustive), km.bag])
-def test_a_split_model_trains_as_one_device_does(strategy, build):
-    """With tails of 7, of an embedding too: where XLA's gradients are wrong if split otherwise."""
+def test_a_split_model_trains_as_on_one_device(strategy, build):
+    """Partial batches of 7 rows and an embedding: other splits trigger XLA's wrong gradients."""
     tpudist.keras.set_layout_map(
         strategy,
         {r"sequential.*/dense.*/kernel": ("tensor", None), r".*/embeddings": ("vocab", None)}
@@ -35,7 +35,7 @@ def test_a_split_model_trains_as_one_device_does(strategy, build):
     km.assert_same(found, km.train(km.make(build), x, y, 60))
 
 
-def test_what_an_optimizer_keeps_is_split_as_its_variable(strategy):
+def test_optimizer_state_is_split_like_its_variable(strategy):
     tpudist.keras.set_layout_map(strategy, {r".*/kernel": (None, "mlp")})
     with strategy.scope():
         model = keras.Sequential([layers.Input((8,)), layers.Dense(4)])
@@ -46,7 +46,7 @@ def test_what_an_optimizer_keeps_is_split_as_its_variable(strategy):
     assert [spec(v) for v in model.optimizer.variables if v.shape == (8, 4)] == [spec(kernel)] * 2
 
 
-def test_without_a_pattern_the_strategys_own_rule_holds():
+def test_a_variable_without_a_pattern_follows_the_strategys_rule():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
     with strategy.scope():
         model = keras.Sequential([layers.Input((64,)), layers.Dense(32)])
@@ -54,7 +54,7 @@ def test_without_a_pattern_the_strategys_own_rule_holds():
     assert (spec(kernel), spec(bias)) == (("fsdp",), ())
 
 
-def test_a_layout_map_of_keras_is_taken(strategy):
+def test_set_layout_map_accepts_a_keras_layout_map(strategy):
     layout_map = keras.distribution.LayoutMap(None)
     layout_map[".*/kernel"] = (None, "tensor")
     tpudist.keras.set_layout_map(strategy, layout_map)
@@ -77,12 +77,12 @@ def test_a_layout_map_of_keras_is_taken(strategy):
         ({".*": ("replica",)}, "over 'replica', but replicas have the axes"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_at_once(strategy, layout, match):
+def test_set_layout_map_rejects_invalid_layouts_immediately(strategy, layout, match):
     with pytest.raises(ValueError, match=match):
         tpudist.keras.set_layout_map(strategy, layout)
 
 
-def test_replicas_of_one_device_have_nothing_to_split_over():
+def test_set_layout_map_rejects_a_strategy_with_one_device_per_replica():
     with pytest.raises(ValueError, match="but a replica is one device"):
         tpudist.keras.set_layout_map(tpudist.MirroredStrategy(), {".*": ("tensor",)})
 
@@ -98,13 +98,13 @@ def test_replicas_of_one_device_have_nothing_to_split_over():
         ({".*kernel": (None, "tensor")}, r"splits dim 1 .* 3 does not divide by 2"),
     ],
 )
-def test_layouts_that_do_not_fit_a_variable_are_refused(strategy, layout, match):
+def test_a_layout_that_does_not_fit_a_variable_is_rejected(strategy, layout, match):
     tpudist.keras.set_layout_map(strategy, layout)
     with strategy.scope(), pytest.raises(ValueError, match=match):
         layers.Dense(3).build((None, 8))
 
 
-def test_a_pattern_that_no_variable_matches_is_told(strategy):
+def test_a_pattern_that_matches_no_variable_warns(strategy):
     tpudist.keras.set_layout_map(strategy, {"attention/.*": (None, "tensor")})
     model = km.make(km.mlp, strategy)
     with pytest.warns(UserWarning, match=r"No variable .* matches \['attention/\.\*'\]"):

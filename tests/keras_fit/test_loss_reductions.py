@@ -1,4 +1,4 @@
-"""Losses of Keras that average, in replica functions."""
+"""Keras losses that average over rows, in replica functions."""
 
 import os
 
@@ -21,7 +21,7 @@ def step_of(loop, loss):
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight"])
-def test_a_mean_over_own_rows_is_refused_where_gradients_are_summed(reduction):
+def test_a_mean_over_local_rows_is_rejected_if_gradients_are_summed(reduction):
     loop = Loop(tpudist.MirroredStrategy())
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     before = [np.asarray(x.value) for x in loop.model.variables]
@@ -36,7 +36,7 @@ def test_a_mean_over_own_rows_is_refused_where_gradients_are_summed(reduction):
 
 
 @pytest.mark.slow
-def test_sums_and_one_replica_are_as_they_are():
+def test_sum_reduction_and_a_single_replica_are_unchanged():
     for strategy in (tpudist.MirroredStrategy(), one()):
         loop = Loop(strategy)
         loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -50,8 +50,8 @@ def test_sums_and_one_replica_are_as_they_are():
     np.testing.assert_allclose(value, wanted / 56, rtol=1e-4)
 
 
-def test_what_is_measured_may_be_a_mean():
-    """Each replica's own, as everywhere in JAX: how they are combined is the program's to say."""
+def test_a_loss_that_is_only_measured_may_be_a_mean():
+    """Each replica returns its own mean, as in JAX; the program decides how to combine them."""
     loop = Loop(tpudist.MirroredStrategy())
     mean = keras.losses.MeanSquaredError()
     batch = batch_of(loop.strategy, X[:56], Y[:56])

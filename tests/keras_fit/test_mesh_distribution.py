@@ -1,4 +1,4 @@
-"""Where variables live and how batches are split, under each strategy."""
+"""Placement of variables and split of batches under each strategy."""
 
 import keras
 import pytest
@@ -14,11 +14,11 @@ from tpudist.keras import current_distribution
     [
         (16, ("replica",), 4),
         (4, ("replica",), 4),
-        (7, ("replica", "tensor"), 8),  # some axes only would make XLA's gradients wrong
+        (7, ("replica", "tensor"), 8),  # splitting over some axes triggers wrong XLA gradients
         (6, ("replica", "tensor"), 8),
     ],
 )
-def test_rows_that_do_not_divide_are_split_over_all_axes(num_rows, axes, parts):
+def test_rows_that_do_not_divide_evenly_are_split_over_all_axes(num_rows, axes, parts):
     strategy = tpudist.TPUStrategy(replica_axes={"tensor": 2})
     sharding, found = current_distribution.distribution_of(strategy).rows_sharding(num_rows)
     assert (sharding.spec, found) == (PartitionSpec(axes), parts)
@@ -37,18 +37,18 @@ def test_axes_that_split_the_rows_of_a_replica_split_batches_too():
         (lambda: tpudist.MirroredStrategy(deterministic=8), r"deterministic=8\).*Omit"),
     ],
 )
-def test_strategies_under_which_keras_cannot_train_are_refused(make, match):
+def test_strategies_that_cannot_train_keras_are_rejected(make, match):
     strategy = make()
-    with strategy.scope():  # other things can be done in it
+    with strategy.scope():  # entering the scope is allowed
         with pytest.raises(ValueError, match=match):
             km.mlp()
-    model = keras.Sequential([keras.layers.Dense(1)])  # of no variables yet
+    model = keras.Sequential([keras.layers.Dense(1)])  # it has no variables yet
     with strategy.scope(), pytest.raises(ValueError, match=match):
         model.predict(km.IMAGES[:8], verbose=0)
 
 
 @pytest.mark.slow
-def test_one_device_holds_all_and_is_the_one_that_was_named():
+def test_one_device_strategy_keeps_all_variables_on_its_device():
     strategy = tpudist.OneDeviceStrategy("cpu:3")
     x, y = km.IMAGES[:8], km.LABELS[:8]
     model = km.make(km.mlp, strategy)

@@ -1,4 +1,4 @@
-"""A Keras model is saved and restored through `tpudist.checkpoint`, whatever it is split over."""
+"""`tpudist.checkpoint` saves and restores a Keras model for any split."""
 
 import keras
 import numpy as np
@@ -41,8 +41,8 @@ def noisy(**options):
         pytest.param("split", "mirrored", marks=pytest.mark.exhaustive),
     ],
 )
-def test_training_goes_on_elsewhere_as_it_would_have(tmp_path, source, target):
-    """With the optimizer's state, and the masks of dropout."""
+def test_a_checkpoint_resumes_training_under_a_different_strategy(tmp_path, source, target):
+    """Restores the optimizer state and the seeds of dropout."""
     model = km.make(noisy, PLACES[source]())
     model.fit(X, Y, batch_size=60, epochs=2, verbose=0)
     with CheckpointManager(Checkpoint(model=tpudist.keras.ModelState(model)), tmp_path) as manager:
@@ -67,8 +67,8 @@ def restorable(compiled):
 
 
 @pytest.mark.slow
-def test_models_and_optimizers_are_saved_as_they_are(tmp_path):
-    """With an optimizer that is built on restore, in the model or next to it."""
+def test_models_and_optimizers_can_be_saved_directly(tmp_path):
+    """Covers an optimizer that is built during restore, inside the model or separate."""
     x = np.ones((8, 3), np.float32)
     with tpudist.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model, optimizer = restorable(compiled=True)
@@ -86,7 +86,7 @@ def test_models_and_optimizers_are_saved_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_parts_of_keras_are_saved_in_trees(tmp_path):
+def test_keras_parts_in_pytrees_are_saved(tmp_path):
     def make(value):
         mean = keras.metrics.Mean()
         mean.update_state(float(value))
@@ -110,7 +110,7 @@ def test_the_parts_of_keras_are_saved_in_trees(tmp_path):
     np.testing.assert_array_equal(others["layer"].embeddings, np.full((2, 2), 3))
 
 
-def test_an_optimizer_of_one_of_several_models_must_be_built(tmp_path):
+def test_an_optimizer_next_to_several_models_must_be_built(tmp_path):
     a, optimizer = restorable(compiled=False)
     b, _ = restorable(compiled=False)
     checkpoint = Checkpoint(a=a, b=b, optimizer=optimizer)
@@ -122,12 +122,12 @@ def test_an_optimizer_of_one_of_several_models_must_be_built(tmp_path):
         Checkpoint(optimizer=keras.optimizers.Adam()).save(tmp_path / "y")
 
 
-def test_other_objects_of_keras_are_refused(tmp_path):
+def test_unsupported_keras_objects_are_rejected(tmp_path):
     with pytest.raises(TypeError, match=r"these objects:\n  loss: keras\..*MeanSquaredError"):
         Checkpoint(loss=keras.losses.MeanSquaredError()).save(tmp_path / "x")
 
 
-def test_a_callback_saves_and_restores_in_the_middle_of_an_epoch(tmp_path):
+def test_a_callback_can_save_and_restore_within_an_epoch(tmp_path):
     model = km.make(noisy, tpudist.MirroredStrategy())
     state = Checkpoint(model=tpudist.keras.ModelState(model))
     kernels = []
@@ -146,7 +146,7 @@ def test_a_callback_saves_and_restores_in_the_middle_of_an_epoch(tmp_path):
     np.testing.assert_array_equal(*kernels)
 
 
-def test_a_model_without_variables_is_refused(tmp_path):
+def test_a_model_without_variables_is_rejected(tmp_path):
     model = keras.Sequential([keras.layers.Dense(1)], name="later")
     with pytest.raises(
         ValueError, match=r"'later' is not built.*Begin the model with an Input layer"

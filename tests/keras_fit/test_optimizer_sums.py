@@ -1,4 +1,4 @@
-"""Keras' optimizers in replica functions apply what one device would."""
+"""Keras optimizers in replica functions apply the same update as one device."""
 
 import keras
 import numpy as np
@@ -41,8 +41,8 @@ rare = pytest.mark.exhaustive
         ),
     ],
 )
-def test_an_optimizer_gives_what_one_device_gives(make):
-    """Four steps; of 61 rows the last of 8 replicas has 5, and the others 8."""
+def test_an_optimizer_matches_one_device(make):
+    """Four steps with 61 rows: the last of 8 replicas has 5 rows, the others have 8."""
     alone = Loop(one(), optimizer=make)
     loop = Loop(tpudist.MirroredStrategy(), optimizer=make, is_built=False)
     found, wanted = [], []

@@ -1,4 +1,4 @@
-"""A program of Keras gives in a scope what it gives on one device, whatever its batches hold."""
+"""A Keras program in a scope gives the same results as on one device, for any batch."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ def strategy():
 
 
 def both(strategy, build, x, y, batch_size, *, policy="float32", options=None, **fit):
-    """What training gives in the scope, and on one device."""
+    """Trains in the scope and on one device; returns both results."""
     return [
         km.train(km.make(build, where, policy, **(options or {})), x, y, batch_size, **fit)
         for where in (strategy, None)
@@ -34,7 +34,7 @@ def both(strategy, build, x, y, batch_size, *, policy="float32", options=None, *
         pytest.param(64, 5, id="an epoch smaller than the replicas", marks=pytest.mark.exhaustive),
     ],
 )
-def test_all_that_a_model_can_do_is_equal(strategy, batch_size, num_rows):
+def test_all_methods_of_a_model_match_one_device(strategy, batch_size, num_rows):
     x, y = km.IMAGES[:num_rows], km.LABELS[:num_rows]
     found, wanted = [], []
     for where, results in ((strategy, found), (None, wanted)):
@@ -43,15 +43,13 @@ def test_all_that_a_model_can_do_is_equal(strategy, batch_size, num_rows):
         results += [{f"{i}": np.asarray(w.value) for i, w in enumerate(model.weights)}]
     for one, other in zip(found, wanted, strict=True):
         km.assert_same(one, other)
-    assert wanted[0]["rows"].tolist() == [num_rows] * 2  # the metric that knows no weights
+    assert wanted[0]["rows"].tolist() == [num_rows] * 2  # this metric ignores sample weights
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [60, pytest.param(7, marks=pytest.mark.exhaustive)])
-def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_batch(
-    strategy, num_rows
-):
-    """One step: over several, a model with max pooling leaves itself by rounding alone."""
+def test_batch_norm_statistics_and_dropout_masks_use_the_whole_batch(strategy, num_rows):
+    """One step only: with max pooling, rounding errors grow over several steps."""
     x, y = km.IMAGES[:num_rows], km.LABELS[:num_rows]
     found, wanted = both(strategy, km.convolutions, x, y, num_rows, epochs=1)
     km.assert_same(found, wanted)
@@ -59,14 +57,14 @@ def test_statistics_of_batch_norm_and_masks_of_dropout_are_those_of_the_whole_ba
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [km.bag, km.lstm])
-def test_embeddings_masks_and_recurrent_layers_are_equal(strategy, build):
+def test_embeddings_masks_and_recurrent_layers_match_one_device(strategy, build):
     found, wanted = both(strategy, build, km.TOKENS[:60], km.BITS[:60], 60)
     km.assert_same(found, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
-def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reduction):
+def test_every_loss_reduction_uses_the_real_rows(strategy, reduction):
     weights = np.linspace(0.1, 2, 60).astype("float32")
     options = {"loss": km.cross_entropy(reduction)}
     results = []
@@ -82,7 +80,7 @@ def test_every_reduction_of_a_loss_is_over_the_rows_there_are(strategy, reductio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
-def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(strategy, option):
+def test_uncompiled_steps_match_one_device_and_warn_that_each_device_computes_all(strategy, option):
     x, y = km.IMAGES[:7], km.LABELS[:7]
     wanted = km.make(km.mlp).train_on_batch(x, y)
     model = km.make(km.mlp, strategy, **option)
@@ -92,8 +90,8 @@ def test_steps_that_are_not_compiled_are_equal_and_said_to_be_computed_whole(str
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_built_predicts(strategy):
-    """Keras builds it by calling it on a batch, outside of every program."""
+def test_a_model_that_is_not_built_can_predict(strategy):
+    """Keras builds it by calling it on a batch, outside any compiled program."""
 
     def build():
         return keras.Sequential([layers.Flatten(), layers.Dense(3)])
@@ -108,7 +106,7 @@ def test_a_model_that_is_not_built_predicts(strategy):
 
 @pytest.mark.slow
 def test_the_work_is_split_over_the_devices(strategy):
-    """Of 60 rows each of 8 devices computes 8 at most; on one device all 60 are computed."""
+    """Each of 8 devices computes at most 8 of 60 rows; one device computes all 60."""
     flops = []
     for where in (strategy, tpudist.OneDeviceStrategy()):
         model = km.make(km.mlp, where)
@@ -121,7 +119,7 @@ def test_the_work_is_split_over_the_devices(strategy):
             step = trainer_hooks._compile_step(model, "train", distribution)
             compiled = step.lower(tuple(state), data).compile()
         flops.append(compiled.cost_analysis()["flops"])
-    assert flops[0] < 0.25 * flops[1]  # an eighth, and what does not depend on rows
+    assert flops[0] < 0.25 * flops[1]  # an eighth, plus work independent of rows
 
 
 def _state(model):
@@ -135,8 +133,8 @@ def _state(model):
 
 
 @pytest.mark.slow
-def test_state_that_is_gone_is_an_error_and_ends_no_process(strategy):
-    """As JAX 0.10 does if an array is donated twice."""
+def test_deleted_state_raises_an_error_instead_of_a_crash(strategy):
+    """JAX 0.10 crashes the process if an array is donated twice."""
     model = km.make(km.mlp, strategy)
     kernel = model.layers[1].kernel
     with strategy.scope():
@@ -149,8 +147,8 @@ def test_state_that_is_gone_is_an_error_and_ends_no_process(strategy):
 
 
 @pytest.mark.slow
-def test_fit_outside_of_the_scope_is_in_it(strategy):
-    """As in TensorFlow's guides; and a model that was only made in it, and is compiled outside."""
+def test_fit_outside_the_scope_uses_the_strategy_of_the_model(strategy):
+    """TensorFlow's guides call `fit` outside. Also covers a model that is compiled outside."""
     model = km.make(km.mlp, strategy)
     model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
     kernel = model.layers[1].kernel.value
@@ -163,7 +161,7 @@ def test_fit_outside_of_the_scope_is_in_it(strategy):
     assert keras.distribution.distribution() is None
 
 
-def test_a_model_of_which_a_part_was_made_outside_is_refused(strategy):
+def test_a_model_with_a_part_from_outside_the_scope_is_rejected(strategy):
     outside = km.make(km.mlp)
     with strategy.scope(), pytest.raises(ValueError, match=r"made outside of the strategy's scope"):
         outside.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
@@ -177,7 +175,7 @@ def test_a_model_of_which_a_part_was_made_outside_is_refused(strategy):
         inside.fit(km.IMAGES[:8], km.LABELS[:8], verbose=0)
 
 
-def test_a_model_that_compiles_its_steps_itself_is_refused(strategy):
+def test_a_model_that_overrides_make_train_function_is_rejected(strategy):
     class Compiles(keras.Sequential):
         def make_train_function(self, force=False):
             return super().make_train_function(force)
@@ -189,7 +187,7 @@ def test_a_model_that_compiles_its_steps_itself_is_refused(strategy):
             model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
-def test_fit_in_a_replica_function_is_refused(strategy):
+def test_fit_in_a_replica_function_is_rejected(strategy):
     model = km.make(km.mlp, strategy)
 
     def step():
@@ -199,8 +197,8 @@ def test_fit_in_a_replica_function_is_refused(strategy):
         strategy.run(step)
 
 
-def test_weights_that_are_set_on_one_device_bring_no_warning():
-    """Keras leaves them without the strategy's mesh, and would warn that a step fails."""
+def test_weights_set_on_one_device_cause_no_warning():
+    """Keras places them without the strategy's mesh, and would warn that a step fails."""
     with tpudist.OneDeviceStrategy().scope():
         model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -208,7 +206,7 @@ def test_weights_that_are_set_on_one_device_bring_no_warning():
     assert np.isfinite(model.evaluate(np.ones((2, 2)), np.ones((2, 1)), verbose=0))
 
 
-def test_a_model_goes_on_outside_of_all_scopes_as_ever():
+def test_a_model_outside_all_scopes_trains_on_one_device():
     model = km.make(km.mlp)
     model.fit(km.IMAGES[:13], km.LABELS[:13], batch_size=13, verbose=0)
     assert len(model.layers[1].kernel.value.sharding.device_set) == 1

@@ -1,4 +1,4 @@
-"""Batches on the devices: split, padded, and cut to their real rows again."""
+"""Batches on the devices: split, padded, and cut back to their real rows."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def distribution():
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 13])
-def test_rows_are_padded_on_the_devices_and_whole_again_in_a_program(distribution, num_rows):
+def test_padded_rows_are_removed_in_a_program(distribution, num_rows):
     value = np.arange(2.0 * num_rows).reshape(num_rows, 2)
     found = uneven_rows.place(value, distribution)
     assert (found.shape, found.ndim, found.dtype) == (value.shape, 2, np.float32)
@@ -28,7 +28,7 @@ def test_rows_are_padded_on_the_devices_and_whole_again_in_a_program(distributio
 
 @pytest.mark.parametrize("rows", [(2,) * 8, (2, 2, 1, 0, 0, 0, 0, 0), (2, 1, 0, 2, 2, 1, 0, 1)])
 def test_rows_of_replicas_are_joined_in_order(distribution, rows):
-    """Those that are whole, the first ones of all, and pieces here and there."""
+    """Covers full parts, full parts at the start, and partial parts in any place."""
     array = jax.device_put(np.arange(48.0).reshape(8, 2, 3), distribution.rows_sharding(8)[0])
     found = uneven_rows.of_replicas(PerReplica(array, rows), distribution)
     wanted = np.concatenate([np.asarray(array)[i, :n] for i, n in enumerate(rows)])
@@ -36,20 +36,20 @@ def test_rows_of_replicas_are_joined_in_order(distribution, rows):
     np.testing.assert_array_equal(jax.jit(uneven_rows.cut_batch)(found), wanted)
 
 
-def test_parts_that_are_no_rows_are_refused(distribution):
+def test_per_replica_values_that_are_not_rows_are_rejected(distribution):
     array = jax.device_put(np.arange(8.0), distribution.rows_sharding(8)[0])
     with pytest.raises(TypeError, match=r"parts \[\] on each replica that are not rows"):
         uneven_rows.of_replicas(PerReplica(array), distribution)
 
 
-def test_what_divides_is_not_padded(distribution):
+def test_a_batch_that_divides_evenly_is_not_padded(distribution):
     found = uneven_rows.place(np.ones((16, 2), "int64"), distribution)
     assert found.sharding == NamedSharding(distribution.mesh, PartitionSpec("replica"))
     assert found.dtype == np.int32
 
 
 def test_a_batch_is_placed_leaf_by_leaf(distribution):
-    """Arrays on a device are split too; a number, and what is not there, stay what they are."""
+    """Splits arrays that are already on a device; leaves numbers and None unchanged."""
     batch = {"a": jax.numpy.ones((7, 2)), "b": None, "c": np.float32(3), "d": np.ones(16)}
     found = uneven_rows.place_batch(batch, distribution)
     assert isinstance(found["a"], uneven_rows.UnevenRows)
@@ -57,8 +57,8 @@ def test_a_batch_is_placed_leaf_by_leaf(distribution):
     assert uneven_rows.place_batch(found, distribution)["a"] is found["a"]
 
 
-def test_the_padding_is_seen_by_nothing():
-    """Not even by what would make NaN of it."""
+def test_padding_never_affects_a_result():
+    """The test fills the padding with NaN."""
     strategy = tpudist.MirroredStrategy()
     distribution = current_distribution.distribution_of(strategy)
     found = uneven_rows.place(np.ones((60, 3), "float32"), distribution)

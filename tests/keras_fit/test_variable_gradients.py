@@ -1,4 +1,4 @@
-"""`value_and_grad` by Keras' variables, in replica functions."""
+"""`value_and_grad` with respect to Keras variables, in replica functions."""
 
 import jax
 import keras
@@ -35,7 +35,7 @@ def gradients_of(loop, variables, **options):
     ],
     ids=["model", "list", "function", "layer", "variable"],
 )
-def test_it_is_jax_own_gradient(loop, choose):
+def test_value_and_grad_matches_jax(loop, choose):
     chosen = choose(loop.model)
     value, gradients = gradients_of(loop, chosen)
     weights = loop.model.trainable_variables
@@ -59,7 +59,7 @@ def test_it_is_jax_own_gradient(loop, choose):
 
 
 @pytest.mark.slow
-def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
+def test_gradients_can_be_nested_and_are_cast_by_the_dtype_policy():
     before = keras.mixed_precision.dtype_policy()
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
     try:
@@ -82,7 +82,7 @@ def test_gradients_may_be_nested_and_are_cast_as_the_policy_says():
 
 
 @pytest.mark.slow
-def test_what_a_stateless_call_is_given_counts(loop):
+def test_a_stateless_call_uses_the_passed_values(loop):
     zeros = [np.zeros(x.shape, np.float32) for x in loop.model.trainable_variables]
 
     def step(x, y):
@@ -97,7 +97,7 @@ def test_what_a_stateless_call_is_given_counts(loop):
     np.testing.assert_allclose(loop.strategy.reduce("sum", gradients[-1], axis=None), [56.0])
 
 
-def test_it_is_asked_for_in_replica_functions_alone(loop):
+def test_value_and_grad_outside_replica_functions_raises_an_error(loop):
     with pytest.raises(RuntimeError, match="outside of replica functions"):
         value_and_grad(lambda: loop.model(X).sum(), loop.model)()
 
@@ -111,12 +111,12 @@ def test_it_is_asked_for_in_replica_functions_alone(loop):
         (3, TypeError, "received int to differentiate by"),
     ],
 )
-def test_what_are_no_variables_is_refused(loop, variables, kind, match):
+def test_value_and_grad_rejects_arguments_that_are_not_variables(loop, variables, kind, match):
     with pytest.raises(kind, match=match):
         gradients_of(loop, variables)
 
 
-def test_what_is_differentiated_by_is_not_assigned(loop):
+def test_assigning_a_differentiated_variable_raises_an_error(loop):
     def step(x, y):
         def change():
             loop.model.layers[0].bias.assign_add(np.ones(8, np.float32))

@@ -1,8 +1,9 @@
-"""A fault of XLA, which is why an uneven batch is split over every axis of a mesh.
+"""Demonstrates an XLA bug, which is why an uneven batch is split over every axis of a mesh.
 
-Gradients of a gather are wrong, in silence, where an uneven dim is split over some axes of the mesh
-and another axis repeats it: those of row 0 count rows of padding. Plain JAX, to be run on each new
-jaxlib: where this fails, Keras models with an Embedding are wrong on uneven batches.
+XLA silently computes wrong gradients of a gather if an uneven dim is split over some axes of the
+mesh and another axis replicates it: the gradients of row 0 include the padding. The test uses plain
+JAX; run it on each new jaxlib. If it fails, Keras models with an Embedding are wrong on uneven
+batches.
 """
 
 import jax
@@ -36,7 +37,7 @@ def test_gradients_of_a_gather_are_right_if_rows_are_split_over_all_axes(shape, 
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("replica", "model"))
     split = NamedSharding(mesh, PartitionSpec(("replica", "model")))
     table_sharding = NamedSharding(mesh, table_spec)
-    ids = RNG.integers(1, 64, (rows, 12)).astype("int32")  # no 0, as padding has
+    ids = RNG.integers(1, 64, (rows, 12)).astype("int32")  # no 0, because padding is 0
 
     def pad(x):
         padding = np.zeros((-rows % 8, *x.shape[1:]), x.dtype)

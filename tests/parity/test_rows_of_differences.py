@@ -282,23 +282,23 @@ elsewhere(
 elsewhere(
     "`fit` of Keras in a scope: the loss of a partial batch",
     "Computes the mean, or",
-    "keras_fit/test_keras_rows.py::test_the_page_says_what_becomes_of_each",
+    "keras_fit/test_keras_rows.py::test_the_page_states_the_result_of_each_case",
 )
 elsewhere(
     'Losses of Keras that average (`reduction="sum_over_batch_size"`) in a replica function',
     "Raises ValueError if `tpudist.keras.value_and_grad`",
     "keras_fit/test_loss_reductions.py::"
-    "test_a_mean_over_own_rows_is_refused_where_gradients_are_summed",
+    "test_a_mean_over_local_rows_is_rejected_if_gradients_are_summed",
 )
 elsewhere(
     "Optimizers of Keras in a replica function: `clipnorm`, gradient accumulation",
     "Uses the sum of",
-    "keras_fit/test_optimizer_sums.py::test_an_optimizer_gives_what_one_device_gives",
+    "keras_fit/test_optimizer_sums.py::test_an_optimizer_matches_one_device",
 )
 elsewhere(
     "`fit` of Keras in a scope: `BatchNormalization` and `Dropout`",
     "Computes them for the",
-    "keras_fit/test_keras_rows.py::test_the_page_says_what_becomes_of_each",
+    "keras_fit/test_keras_rows.py::test_the_page_states_the_result_of_each_case",
 )
 
 

@@ -1,4 +1,4 @@
-"""`make_evaluation_step` sums examples, and nothing else."""
+"""`make_evaluation_step` sums over examples and rejects values that have no row per example."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def model(strategy):
 
 
 def batches(strategy, rows=12, batch=6):
-    """A replica has as many rows of a full batch as there are classes."""
+    """Returns batches in which a replica has as many rows as there are classes."""
     data = {"x": X[:rows], "label": LABELS[:rows]}
     dataset = strategy.experimental_make_numpy_dataset(data).batch(batch)
     return strategy.experimental_distribute_dataset(dataset)
@@ -57,10 +57,10 @@ NOT_ROWS = {
 
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "debug"])
 @pytest.mark.parametrize("kind", list(NOT_ROWS))
-def test_a_value_without_a_row_for_each_example_raises_an_error_that_names_it(
+def test_a_value_without_a_row_per_example_raises_an_error_that_names_it(
     strategy, model, kind, eager
 ):
-    """A vector of as many classes as a replica has rows was summed over the classes."""
+    """Regression: a vector with one value per class was summed over the classes."""
     judge = make_evaluation_step(NOT_ROWS[kind])
     with strategy.debug() if eager else contextlib.nullcontext():
         with pytest.raises(
@@ -70,7 +70,7 @@ def test_a_value_without_a_row_for_each_example_raises_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("rows", [12, 9, 7])
-def test_a_vector_for_each_example_is_averaged_as_the_error_says(strategy, model, rows):
+def test_a_vector_per_example_is_averaged_as_the_error_suggests(strategy, model, rows):
     judge = make_evaluation_step(lambda m, b: {"all": correct(m, b), "classes": per_class(m, b)})
     found = evaluate(strategy, judge, model, batches(strategy, rows))
     alone = {"x": jnp.asarray(X[:rows]), "label": jnp.asarray(LABELS[:rows])}
@@ -78,7 +78,7 @@ def test_a_vector_for_each_example_is_averaged_as_the_error_says(strategy, model
     np.testing.assert_allclose(found["classes"], per_class(model, alone).mean(0), rtol=1e-6)
 
 
-def test_a_model_that_draws_random_numbers_is_judged(strategy):
+def test_a_model_that_draws_random_numbers_is_evaluated(strategy):
     """The second trace changes a copy of the model."""
 
     class Net(nnx.Module):

@@ -1,4 +1,4 @@
-"""A run killed anywhere, and started again on any mesh, is the run that was never interrupted.
+"""A run that is killed and restarted on any mesh matches the run that was never interrupted.
 
 Real processes are killed with SIGKILL: between steps, in them, and while they write a checkpoint.
 A failure prints its seed; `TPUDIST_RESUME_SEED` runs it again, as far as the timing of processes
@@ -32,7 +32,7 @@ MOMENTS = ("step", "writing", "written")
 
 @dataclasses.dataclass
 class Session:
-    """What one start of the program logged."""
+    """The lines that one start of the program logged."""
 
     mesh: str
     restored: int
@@ -41,7 +41,7 @@ class Session:
 
 
 def read_log(folder: Path) -> list[Session]:
-    """The sessions in a log; lines that a kill cut short are left out, as steps not done."""
+    """Returns the sessions in a log; skips lines that a kill cut short, as steps not done."""
     file = folder / "log.jsonl"
     sessions: list[Session] = []
     for text in file.read_text().splitlines() if file.exists() else ():
@@ -66,15 +66,16 @@ def command(folder: Path, mesh: str, dropout: str) -> list[str]:
 
 
 def run_and_kill(folder: Path, mesh: str, dropout: str, moment: str, rng: random.Random) -> bool:
-    """Starts the program and kills it at a moment; whether it was killed in time.
+    """Starts the program and kills it; returns whether it was killed before it finished.
 
     Args:
-        folder: The run's.
-        mesh: What it runs on.
-        dropout: Of its model.
-        moment: "step": a moment after a random step; "writing": when one of the next checkpoints
-            begins to be written, or a little later; "written": just when it has got its name.
-        rng: Decides when, and which process is killed first.
+        folder: Directory of the run.
+        mesh: Key of `PROCESSES`.
+        dropout: Kind of dropout in the model.
+        moment: Time of the kill: "step" is just after a random step; "writing" is when one of the
+            next checkpoints begins to be written, or a little later; "written" is when it gets its
+            name.
+        rng: Chooses the time of the kill and the process that is killed first.
     """
     num_processes, num_devices = PROCESSES[mesh]
     sessions = read_log(folder)
@@ -85,7 +86,7 @@ def run_and_kill(folder: Path, mesh: str, dropout: str, moment: str, rng: random
         return [int(name.split(".")[0]) for name in names if ("tmp" in name) == being_written]
 
     saved = max(saves(False), default=0)
-    near_end = saved > NUM_STEPS - 12  # of which something must be left for the next kill
+    near_end = saved > NUM_STEPS - 12  # leaves steps for the next kill
     wanted_steps = 1 if near_end else rng.randint(1, 4)
     wanted_save = saved + SAVE_EVERY * (1 if near_end else rng.randint(1, 2))
     delay_s = rng.random() * 0.06
@@ -129,7 +130,7 @@ def run_to_the_end(folder: Path, mesh: str, dropout: str) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Callable[[str], dict[int, dict]]:
-    """The steps of the same run in one go, on 8 devices, in this process; by its dropout."""
+    """Returns the steps of an uninterrupted run on 8 devices in this process, for each dropout."""
 
     @functools.cache
     def run(dropout: str) -> dict[int, dict]:
@@ -143,11 +144,11 @@ def uninterrupted(tmp_path_factory) -> Callable[[str], dict[int, dict]]:
 
 
 def check(sessions: list[Session], reference: dict[int, dict]) -> None:
-    """That the sessions, one after the other, are the run that `reference` logged."""
+    """Checks that the sessions together equal the run that `reference` logged."""
     assert sessions[-1].ended
     done = 0
     for session in sessions:
-        # Each goes on right after a step that was done before, and leaves none out.
+        # Each session resumes right after a finished step and skips no step.
         assert session.restored <= done
         assert session.restored % SAVE_EVERY == 0
         steps = [line["step"] for line in session.steps]
@@ -155,7 +156,7 @@ def check(sessions: list[Session], reference: dict[int, dict]) -> None:
         done = session.restored + len(steps)
     assert done == NUM_STEPS
 
-    meshes: dict[int, str] = {}  # on which each step was done, by the last session that did it
+    meshes: dict[int, str] = {}  # the mesh of each step in the last session that ran it
     losses = {("8",) * step: line["loss"] for step, line in reference.items()}
     num_bit_equal = 0
     for session in sessions:
@@ -166,7 +167,7 @@ def check(sessions: list[Session], reference: dict[int, dict]) -> None:
             assert line["numbers"] == wanted["numbers"], f"examples of step {step}"
             got, want = float.fromhex(line["loss"]), float.fromhex(wanted["loss"])
             np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=f"loss of step {step}")
-            # Steps done on the same meshes, this one and all before it, come to the same bits.
+            # Results are bitwise equal if this step and all earlier ones ran on the same meshes.
             way = tuple(meshes[earlier] for earlier in range(1, step + 1))
             num_bit_equal += way in losses
             assert losses.setdefault(way, line["loss"]) == line["loss"], f"loss of step {step}"
@@ -182,7 +183,7 @@ def random_source() -> random.Random:
 
 
 def killed_run(folder: Path, dropout: str, rng: random.Random, kills: list[tuple[str, str]]) -> int:
-    """A run killed at each of `kills`, which are meshes and moments; how often it was."""
+    """Kills a run at each of `kills` (mesh, moment); returns how often it was killed in time."""
     folder.mkdir()
     num_killed = 0
     for mesh, moment in kills:
@@ -196,7 +197,7 @@ def killed_run(folder: Path, dropout: str, rng: random.Random, kills: list[tuple
 
 @pytest.mark.slow
 def test_the_reference_reads_each_example_once_in_an_epoch(uninterrupted):
-    """What the other tests compare with is no check of its own data."""
+    """Validates the reference of the other tests, which do not check its data."""
     steps = uninterrupted("example")
     read = [number for step in range(1, NUM_STEPS + 1) for number in steps[step]["numbers"]]
     size = resume_program.NUM_EXAMPLES
@@ -208,8 +209,8 @@ def test_the_reference_reads_each_example_once_in_an_epoch(uninterrupted):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path, uninterrupted):
-    """On one mesh: bit by bit."""
+def test_a_run_killed_in_a_step_and_in_a_save_resumes_exactly(tmp_path, uninterrupted):
+    """The results are bitwise identical, because the mesh stays the same."""
     rng = random_source()
     kills = [("8", "step"), ("8", "writing")]
     reference = uninterrupted("replica")
@@ -224,7 +225,7 @@ def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path, uninterr
     "meshes",
     [
         ("2 x 4", "fsdp 4", "2"),
-        ("fsdp 4", "fsdp 4", "2 x 4"),  # what is done again on a mesh has the same bits
+        ("fsdp 4", "fsdp 4", "2 x 4"),  # steps repeated on the same mesh are bitwise identical
         ("2", "2 x 4", "2 x 4"),
         ("8", "2", "fsdp 4"),
         ("2", "2", "8"),
@@ -232,7 +233,7 @@ def test_a_run_killed_in_a_step_and_in_a_save_goes_on_exactly(tmp_path, uninterr
     ],
     ids=", ".join,
 )
-def test_a_run_killed_at_random_may_go_on_on_another_mesh_each_time(
+def test_a_run_killed_at_random_resumes_on_a_different_mesh_each_time(
     tmp_path, uninterrupted, meshes
 ):
     rng = random_source()

@@ -1,4 +1,4 @@
-"""scripts/finetune.py as people run it: what it learns, writes, goes on from and refuses."""
+"""scripts/finetune.py from the command line: results, output files, resuming and bad options."""
 
 import importlib.util
 import json
@@ -40,13 +40,13 @@ def finetune():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a small model."""
+    """Returns the directory of a small model."""
     return make_tiny_model(tmp_path_factory.mktemp("model") / "small")
 
 
 @pytest.fixture
 def text(tmp_path):
-    """A folder of a few files."""
+    """Returns a directory with a few files."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(3):
@@ -62,7 +62,7 @@ ADAPTERS += ("--evaluations", "1")
 
 @pytest.fixture(scope="module")
 def adapted(finetune, model, tmp_path_factory):
-    """A run that trains adapters: what it is called with, and its folder."""
+    """Trains adapters; returns the arguments and the directory of the run."""
     folder = tmp_path_factory.mktemp("adapters")
     for i in range(3):
         (folder / f"{i}.txt").write_text(f"this is file number {i} of the text. " * 60)
@@ -79,7 +79,7 @@ def weights_of(folder) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_all_weights_are_trained_and_written_with_the_tokenizer(
+def test_a_full_finetune_trains_all_weights_and_writes_the_tokenizer(
     finetune, model, text, tmp_path, capsys
 ):
     out = tmp_path / "out"
@@ -108,7 +108,7 @@ def test_all_weights_are_trained_and_written_with_the_tokenizer(
     assert load_tokenizer(out / "model").encode("this is").ids == (
         load_tokenizer(model).encode("this is").ids
     )
-    # What was measured is what the files compute.
+    # The files that were written compute the loss that was reported.
     loaded = load_pretrained(out / "model")
     tokenizer, documents = load_tokenizer(model), token_text.read_documents([text])
     end = json.loads((model / "config.json").read_text())["eos_token_id"]
@@ -120,9 +120,7 @@ def test_all_weights_are_trained_and_written_with_the_tokenizer(
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_trained_saved_and_merged_and_a_run_goes_on_exactly(
-    finetune, model, adapted, tmp_path, capsys
-):
+def test_a_lora_run_trains_merges_and_resumes_exactly(finetune, model, adapted, tmp_path, capsys):
     args, whole = adapted
     out = tmp_path / "out"
     original = finetune.train
@@ -172,7 +170,9 @@ def test_two_processes_learn_what_one_does_and_the_first_writes(adapted, tmp_pat
 
 
 @pytest.mark.slow
-def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, capsys, monkeypatch):
+def test_a_run_without_a_model_makes_a_tiny_one_once(
+    finetune, model, tmp_path, capsys, monkeypatch
+):
     made = []
 
     def make(strategy, folder, display):
@@ -207,7 +207,7 @@ def test_without_a_model_a_tiny_one_is_made_once(finetune, model, tmp_path, caps
         (["--resume", "must"], "has no checkpoint to resume from"),
     ],
 )
-def test_a_bad_option_is_refused_before_work_begins(
+def test_a_bad_option_is_rejected_before_work_begins(
     finetune, model, options, words, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -223,8 +223,8 @@ def test_a_bad_option_is_refused_before_work_begins(
 
 
 @pytest.mark.slow
-def test_a_model_of_other_weights_is_another_one(finetune, model, tmp_path):
-    """Of the same sizes: adapters that were trained beside the first must not go on beside it."""
+def test_a_model_with_different_weights_has_a_different_digest(finetune, model, tmp_path):
+    """Otherwise adapters trained with one model could resume with another of the same size."""
     other = shutil.copytree(model, tmp_path / "other")
     digest = finetune.digest_of_model(model)
     assert finetune.digest_of_model(other) == digest
@@ -234,7 +234,7 @@ def test_a_model_of_other_weights_is_another_one(finetune, model, tmp_path):
     assert finetune.digest_of_model(other) != digest
 
 
-def test_documents_are_held_out_by_name_until_they_are_enough():
+def test_documents_are_held_out_by_name_until_the_share_is_reached():
     lengths = {f"{i}": 10 for i in range(100)}
     chosen = token_text.choose_held_out(lengths)
     assert len(chosen) == 5
@@ -244,7 +244,7 @@ def test_documents_are_held_out_by_name_until_they_are_enough():
 
 
 @pytest.mark.parametrize("lengths", [{"a": 100}, {"a": 1, "b": 100}, {"a": 60, "b": 70, "c": 30}])
-def test_of_documents_that_are_few_the_end_of_each_is_held_out(lengths):
+def test_the_end_of_each_document_is_held_out_if_there_are_few_documents(lengths):
     assert not token_text.choose_held_out(lengths)
     found = token_text.tokenize(
         {name: "x" * n for name, n in lengths.items()},
@@ -259,13 +259,13 @@ def test_of_documents_that_are_few_the_end_of_each_is_held_out(lengths):
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with one token per letter."""
 
     def encode_batch(self, texts):
         return [type("Encoding", (), {"ids": [ord(c) for c in text]}) for text in texts]
 
 
-def test_documents_end_with_the_token_that_says_so_and_unknown_tokens_are_refused():
+def test_documents_end_with_the_end_token_and_unknown_tokens_are_rejected():
     found = token_text.tokenize({"only": "a" * 40}, Letters(), vocabulary=128, end=0, source="here")
     assert found.train.tolist() == [97] * 39
     assert found.held_out.tolist() == [97, 0]
@@ -273,7 +273,7 @@ def test_documents_end_with_the_token_that_says_so_and_unknown_tokens_are_refuse
         token_text.tokenize({"a": "a"}, Letters(), vocabulary=90, end=None, source="")
 
 
-def test_the_topics_of_help_are_text_that_every_machine_has():
+def test_the_help_topics_of_python_are_available_on_every_machine():
     topics = token_text.python_topics()
     assert len(topics) > 50
     assert "statement" in topics["assert"]

@@ -1,4 +1,4 @@
-"""What a run came to, in rows, and the text that a model writes; of models done by hand."""
+"""The summary rows of a run and the text that a model generates, for models with known results."""
 
 from types import SimpleNamespace
 
@@ -16,14 +16,14 @@ from tpudist.training.history import History
 
 
 class Scale(nnx.Module):
-    """Multiplies by one number."""
+    """Multiplies by one parameter."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.float32(3.0))
 
 
 class Successor(nnx.Module):
-    """Is sure that a byte is followed by the next one."""
+    """Predicts that each byte is followed by the next larger byte."""
 
     def __init__(self):
         self.sure = nnx.Param(jnp.float32(50.0))
@@ -45,7 +45,7 @@ def strategy() -> tpudist.Strategy:
         (tpudist.OneDeviceStrategy, "OneDeviceStrategy: 1 replica on 1 emulated CPU device"),
     ],
 )
-def test_a_strategy_is_told_by_its_replicas_and_devices(strategy, told):
+def test_describe_strategy_names_the_replicas_and_devices(strategy, told):
     assert describe_strategy(strategy()) == told
 
 
@@ -62,7 +62,7 @@ def test_a_tpu_is_named_by_its_generation():
         ([], "2.000"),
     ],
 )
-def test_a_run_is_compared_with_its_baselines_if_it_was_judged(strategy, held_out, baseline):
+def test_a_run_is_compared_with_its_baselines_if_it_was_evaluated(strategy, held_out, baseline):
     model = strategy.create(Scale)
     history = History(held_out=held_out)
     told = dict(rows(strategy, model, model, history, Unit("nats", 1.0, "x", 8), {"b": 2}))
@@ -71,14 +71,14 @@ def test_a_run_is_compared_with_its_baselines_if_it_was_judged(strategy, held_ou
 
 
 def test_throughput_counts_all_steps_over_their_time(strategy):
-    """Two steps that are noted as done at once would have a median of next to nothing."""
+    """The median would be near zero if two steps are recorded at the same time."""
     model = strategy.create(Scale)
     history = History(seconds=[9.0, 0.001, 0.001, 0.001, 0.397], num_earlier_seconds=1)
     told = dict(rows(strategy, model, model, history, Unit("nats", 1.0, "x", 8), {}))
     assert (told["step time"], told["throughput"]) == ("100 ms (mean of 4)", "80 x/s")
 
 
-def test_losses_are_told_in_a_unit_and_written_in_both():
+def test_losses_are_shown_in_one_unit_and_written_in_both():
     unit = Unit("bits/byte", 2.0, "tokens", 8)
     assert unit.format("train", {"loss": 1.5}) == "loss 3.000 bits/byte"
     told = unit.format("held_out", {"bits_per_byte": 1.25, "second_half": 1.0})
@@ -103,15 +103,15 @@ def successor_logits(model: Successor, tokens: jnp.ndarray) -> jnp.ndarray:
 
 
 @pytest.mark.parametrize("prompt", [b"xyza", b"much longer than the window: a"])
-def test_text_goes_on_from_the_last_byte_of_the_prompt(strategy, prompt):
-    """Before the window is full, when it is, and after."""
+def test_generate_continues_from_the_last_byte_of_the_prompt(strategy, prompt):
+    """Covers a window that is not yet full, just full, and overfull."""
     model = strategy.create(Successor)
     written = generate(strategy, successor_logits, model, prompt, num_bytes=10, window=6)
     assert written == b"bcdefghijk"
 
 
 @pytest.mark.slow
-def test_another_seed_writes_another_text(strategy):
+def test_generate_with_a_different_seed_writes_a_different_text(strategy):
     model = strategy.create(Successor)
 
     def write(**options):
@@ -122,7 +122,7 @@ def test_another_seed_writes_another_text(strategy):
     assert write() != write(seed=1)
 
 
-def test_a_prompt_and_a_temperature_are_needed_to_write(strategy):
+def test_generate_requires_a_prompt_and_a_positive_temperature(strategy):
     model = strategy.create(Successor)
     with pytest.raises(ValueError, match="the prompt must have at least one byte"):
         generate(strategy, successor_logits, model, b"", num_bytes=1, window=4)

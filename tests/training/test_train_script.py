@@ -1,4 +1,4 @@
-"""scripts/train.py as people run it: what it prints, what it leaves behind, what it refuses."""
+"""scripts/train.py from the command line: its output, files, resuming, signals and bad options."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def train():
 
 @pytest.fixture
 def text(tmp_path) -> str:
-    """A glob of a few files."""
+    """Returns a glob pattern that matches a few files."""
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"this is file number {i} of the text. " * 60)
     return f"{tmp_path}/*.txt"
@@ -88,8 +88,10 @@ def test_a_run_prints_plain_lines_and_leaves_metrics_curves_and_a_summary(
 
 
 @pytest.mark.slow
-def test_what_is_not_installed_is_left_out_and_named(train, tmp_path, capsys, monkeypatch):
-    """Pictures and TensorBoard are extras: a run does not fail at its end for want of them."""
+def test_a_run_skips_outputs_whose_packages_are_missing_and_names_them(
+    train, tmp_path, capsys, monkeypatch
+):
+    """Matplotlib and TensorBoard are optional, so a run must not fail at its end without them."""
     monkeypatch.setattr(train.report.curves, "has_matplotlib", lambda: False)
     monkeypatch.setattr(train.metrics_writers, "has_tensorboard", lambda: False)
     out = tmp_path / "out"
@@ -102,7 +104,7 @@ def test_what_is_not_installed_is_left_out_and_named(train, tmp_path, capsys, mo
 
 
 @pytest.mark.slow
-def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, capsys):
+def test_a_model_split_inside_replicas_is_described_by_its_axes(train, text, tmp_path, capsys):
     args = [*SMALL, "--data", text, "--steps", "2", "--out", str(tmp_path / "out")]
     axes = ["--replica-axes", "fsdp=2,tensor=2", "--emulate", "8", "--remat", "full"]
     saving = ["--microbatches", "4", "--reduce-dtype", "bfloat16"]
@@ -115,7 +117,7 @@ def test_a_model_split_inside_replicas_is_told_by_axes(train, text, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
+def test_a_nonfinite_loss_ends_the_run(train, text, tmp_path, capsys):
     args = [*SMALL, "--data", text, "--emulate", "8", "--steps", "40", "--out", str(tmp_path / "o")]
     assert train.main([*args, "--learning-rate", "1e30", "--clip-norm", "1e30"]) == 1
     printed = capsys.readouterr().out
@@ -153,7 +155,7 @@ def test_a_loss_that_is_no_number_ends_the_run(train, text, tmp_path, capsys):
         (["--emulate", "5"], "JAX has already started with 8"),
     ],
 )
-def test_a_bad_option_is_refused_before_work_begins(
+def test_a_bad_option_is_rejected_before_work_begins(
     train, options, words, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -177,7 +179,7 @@ def test_the_program_names_its_first_phase_before_it_imports_jax(tmp_path):
     assert (run.returncode, run.stderr) == (7, "train.py: importing JAX...\n")
 
 
-def test_an_unknown_strategy_is_refused_with_those_there_are(train, capsys):
+def test_an_unknown_strategy_is_rejected_with_a_list_of_strategies(train, capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--strategy", "fastest"])
     assert stopped.value.code == 2
@@ -185,8 +187,8 @@ def test_an_unknown_strategy_is_refused_with_those_there_are(train, capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
-    """Exit code 130, no traceback, and checkpoint, metrics, curves and summary of the steps."""
+def test_ctrl_c_ends_a_run_cleanly_and_saves_its_progress(text, tmp_path):
+    """Exits with code 130, no traceback, and a checkpoint, metrics, curves and a summary."""
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--emulate", "2", "--steps", "1000000"]
     code, stdout, stderr = signalled(args, out, signal.SIGINT, 4)
@@ -202,10 +204,10 @@ def test_ctrl_c_ends_a_run_cleanly_with_what_there_is(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
+def test_a_run_ended_by_sigterm_and_then_killed_matches_an_uninterrupted_run(
     train, text, tmp_path, capsys
 ):
-    """Bit for bit: each step is in the metrics once, with the loss of the run in one go."""
+    """Each step is in the metrics once, with a loss bitwise equal to the uninterrupted run."""
     out, whole = tmp_path / "out", tmp_path / "whole"
     args = [*SMALL, "--data", text, "--steps", "60", "--evaluations", "4", "--emulate", "8"]
     args += ["--checkpoint-every", "7", "--sample-bytes", "8"]
@@ -251,8 +253,8 @@ def test_a_run_ended_by_sigterm_and_then_killed_is_the_run_that_was_not(
 
 
 @pytest.mark.slow
-def test_the_same_command_twice_trains_once_and_then_tells_what_came_of_it(train, tmp_path, capsys):
-    """What can be asked of a run that has finished: more steps, another run, or nothing."""
+def test_a_finished_run_reports_its_results_and_can_be_extended(train, tmp_path, capsys):
+    """The same command again only reports; more steps resume; other options are a different run."""
     out = tmp_path / "out"
     args = ["--task", "digits", "--out", str(out), "--emulate", "8", "--no-compilation-cache"]
     one_device = ["--strategy", "one_device"]
@@ -269,7 +271,7 @@ def test_the_same_command_twice_trains_once_and_then_tells_what_came_of_it(train
     assert "Finished after 4 steps" in printed
     assert "uniform baseline" in printed
     assert (out / "metrics.jsonl").read_text() == lines
-    assert re.search("total time +1:02:03", printed)  # of the run, not of this start
+    assert re.search("total time +1:02:03", printed)  # over all starts of the run
     summary = json.loads((out / "summary.json").read_text())
     assert summary["total_s"] == 3723.4
     assert summary["compile_s"] == measured["compile_s"]
@@ -304,7 +306,7 @@ def test_the_same_command_twice_trains_once_and_then_tells_what_came_of_it(train
     assert (out / "earlier-1" / "checkpoints" / "6").is_dir()
 
 
-def test_other_text_is_another_run(train, text, tmp_path, capsys):
+def test_different_text_is_a_different_run(train, text, tmp_path, capsys):
     out = tmp_path / "out"
     config = train.Config(data=text, batch_size=8)
     known = train.facts(config, train.text_job(config).digest)
@@ -316,12 +318,12 @@ def test_other_text_is_another_run(train, text, tmp_path, capsys):
     args = ["--data", text, "--out", str(out), "--emulate", "8", "--batch-size", "8"]
     assert train.main([*args, "--steps", "1"]) == 2
     refused = capsys.readouterr().err.splitlines()
-    assert len(refused) == 3  # what is wrong, this one difference, and what to do
+    assert len(refused) == 3  # the problem, the one difference, and the remedy
     assert refused[1].startswith("  the training and held-out data is ")
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, tmp_path, capsys):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(train, tmp_path, capsys):
     out = tmp_path / "out"
     args = ["--task", "digits", "--out", str(out), "--emulate", "8", "--no-compilation-cache"]
     args += ["--strategy", "one_device"]
@@ -339,8 +341,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, tmp_
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, capsys):
-    """Which a single process then goes on from: it has learned digits at its end."""
+def test_sigterm_in_one_process_saves_one_step_and_ends_all_processes(train, tmp_path, capsys):
+    """A single process then resumes from that step, and its model has learned the digits."""
     out = tmp_path / "out"
     args = ["--task", "digits", "--steps", "120", "--out", str(out), "--no-compilation-cache"]
     with start_processes(SCRIPT, devices_per_process=1, args=args) as running:
@@ -368,7 +370,7 @@ def test_sigterm_of_one_process_saves_one_step_and_ends_all(train, tmp_path, cap
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
+def test_only_the_first_of_two_processes_prints_and_writes(text, tmp_path):
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--steps", "4", "--sample-bytes", "8", "--out", str(out)]
     first, second = run_processes(SCRIPT, devices_per_process=1, args=args)
@@ -380,8 +382,8 @@ def test_of_two_processes_the_first_alone_prints_and_writes(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_an_interrupt_of_one_process_ends_all(text, tmp_path):
-    """One that stopped alone would leave the others waiting for it in the next step."""
+def test_an_interrupt_of_one_process_ends_all_processes(text, tmp_path):
+    """If only one process stopped, the others would wait for it in the next step."""
     out = tmp_path / "out"
     args = [*SMALL, "--data", text, "--steps", "1000000", "--out", str(out)]
     program = f"""

@@ -1,4 +1,4 @@
-"""What a run reads: the split of files, windows, batches, and what a model must beat."""
+"""Input of a run: the split of files, windows, batches, and the baselines of a model."""
 
 import sys
 
@@ -11,8 +11,8 @@ from experiment.digits import load_digits
 from tpudist.training.corpus import load_corpus, read_corpus, split_files, spread_windows
 
 
-def test_a_file_is_held_out_by_its_name_alone():
-    """The same files on every machine and in every run, whatever else there is."""
+def test_a_file_is_held_out_by_its_name_only():
+    """The split is the same on every machine and in every run, whatever other files exist."""
     names = [f"package/module_{i}.py" for i in range(400)]
     train, held_out = split_files(names)
     assert sorted(train + held_out) == sorted(names)
@@ -23,7 +23,7 @@ def test_a_file_is_held_out_by_its_name_alone():
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
-def test_of_a_few_files_at_least_one_is_on_either_side(number):
+def test_a_few_files_leave_at_least_one_on_each_side(number):
     for first in range(40):
         train, held_out = split_files([f"{first + i}.txt" for i in range(number)])
         assert train
@@ -36,7 +36,7 @@ def test_one_file_cannot_be_split(tmp_path):
         read_corpus([tmp_path / "only.txt"], tmp_path, "a test")
 
 
-def test_the_standard_library_is_a_corpus_that_every_machine_has():
+def test_the_standard_library_is_a_corpus_on_every_machine():
     corpus = load_corpus()
     assert corpus.train.dtype == corpus.held_out.dtype == np.uint8
     assert len(corpus.train) > 5e6
@@ -44,7 +44,7 @@ def test_the_standard_library_is_a_corpus_that_every_machine_has():
     assert b"def " in corpus.held_out.tobytes()
 
 
-def test_a_glob_goes_into_folders(tmp_path):
+def test_a_glob_searches_subfolders(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for i in range(4):
         (tmp_path / "a" / "b" / f"{i}.txt").write_text(f"file {i}")
@@ -53,12 +53,12 @@ def test_a_glob_goes_into_folders(tmp_path):
     assert len(corpus.train) + len(corpus.held_out) == 4 * 6 + 4 - 2  # newlines between files
 
 
-def test_a_glob_without_matches_says_what_a_glob_is(tmp_path):
+def test_a_glob_without_matches_explains_globs(tmp_path):
     with pytest.raises(ValueError, match="matches no file in .* Quote it"):
         load_corpus(f"{tmp_path}/*.nothing")
 
 
-def test_windows_predict_no_byte_twice():
+def test_windows_predict_each_byte_at_most_once():
     text = np.arange(100, dtype=np.uint8)
     for number in (1, 3, 100):
         windows = spread_windows(text, 8, number)
@@ -69,7 +69,7 @@ def test_windows_predict_no_byte_twice():
         spread_windows(text, 100, 1)
 
 
-def test_baselines_are_those_counted_by_hand():
+def test_baselines_match_a_calculation_by_hand():
     train = np.frombuffer(b"ababab", np.uint8)
     windows = np.frombuffer(b"aba", np.uint8)[None]
     a = b = 3
@@ -81,8 +81,8 @@ def test_baselines_are_those_counted_by_hand():
     assert got["bigram"] == pytest.approx(bigram)
 
 
-def test_a_step_reads_the_same_windows_however_it_is_reached():
-    """Not the steps before it, nor the number of replicas: only seed, step and batch size."""
+def test_a_step_reads_the_same_windows_after_any_history():
+    """Windows depend only on seed, step and batch size, not on earlier steps or replicas."""
     text = np.random.default_rng(0).integers(256, size=1000).astype(np.uint8)
     batches = RandomWindows(text, 16, 4, seed=1, num_steps=10)
     in_order = list(batches)
@@ -94,7 +94,7 @@ def test_a_step_reads_the_same_windows_however_it_is_reached():
     assert (batches[6]["tokens"] != batches[7]["tokens"]).any()
 
 
-def test_windows_may_start_at_every_byte_that_has_enough_after_it():
+def test_windows_start_at_every_byte_with_enough_bytes_after_it():
     text = np.arange(10, dtype=np.uint8)
     starts = {int(w[0]) for b in RandomWindows(text, 8, 8, 0, 20) for w in b["tokens"]}
     assert starts == {0, 1}
@@ -102,7 +102,7 @@ def test_windows_may_start_at_every_byte_that_has_enough_after_it():
         RandomWindows(text, 10, 1, 0, 1)
 
 
-def test_an_epoch_has_every_row_once_and_the_next_another_order():
+def test_each_epoch_has_every_row_once_in_a_different_order():
     rows = {"x": np.arange(10)}
     batches = list(ShuffledEpochs(rows, 4, seed=0, num_steps=5))
     order = np.concatenate([batch["x"] for batch in batches])
@@ -110,7 +110,7 @@ def test_an_epoch_has_every_row_once_and_the_next_another_order():
     assert (order[:10] != order[10:]).any()
 
 
-def test_in_order_ends_with_what_is_left():
+def test_in_order_ends_with_a_partial_batch():
     batches = list(InOrder({"x": np.arange(10)}, 4))
     assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(InOrder({"x": np.arange(10)}, 4)) == 3
@@ -124,7 +124,7 @@ def test_digits_are_split_without_overlap():
     assert set(held_out["label"]) == set(range(10))
 
 
-def test_without_scikit_learn_digits_say_what_to_install(monkeypatch):
+def test_load_digits_without_scikit_learn_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
         load_digits()

@@ -1,4 +1,4 @@
-"""`train`: what it does with a step, a state and data, and what it refuses."""
+"""`train`: how it uses a step, a state and data, and which arguments it rejects."""
 
 import io
 import json
@@ -35,11 +35,11 @@ from tpudist.training.steps import make_should_stop
 SCALES = [3.0]
 for _ in range(8):
     SCALES.append(SCALES[-1] - 0.1 * 2 * (SCALES[-1] - 1))
-LOSSES = [(scale - 1) ** 2 for scale in SCALES[:8]]  # of each step
+LOSSES = [(scale - 1) ** 2 for scale in SCALES[:8]]  # one per step
 
 
 class Scale(nnx.Module):
-    """Multiplies by one number."""
+    """Multiplies by one parameter."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.float32(3.0))
@@ -72,7 +72,7 @@ def make_state(strategy, learning_rate=0.1):
 
 
 def run(strategy, *, step=step, data=None, learning_rate=0.1, num_steps=8, **options):
-    """Trains `Scale` towards 1; returns the history and what was shown."""
+    """Trains `Scale` towards 1; returns the history and the printed output."""
     out = io.StringIO()
     options = {"progress": make_display(num_steps or 1, file=out), **options}
     state = make_state(strategy, learning_rate)
@@ -90,7 +90,7 @@ def test_training_follows_the_gradient_of_the_global_batch(strategy):
     np.testing.assert_allclose(model.scale[...], SCALES[8], rtol=1e-5)
 
 
-def test_a_user_needs_five_lines_and_is_shown_how_it_goes(strategy, capsys):
+def test_a_user_needs_five_lines_and_sees_the_progress(strategy, capsys):
     data = tpudist.NumpyDataset({"x": np.ones(24, np.float32)}).batch(8)
     state = make_state(strategy)
     found = train(
@@ -107,7 +107,7 @@ def test_a_user_needs_five_lines_and_is_shown_how_it_goes(strategy, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_program_is_that_of_a_loop_by_hand_and_is_compiled_once(strategy):
+def test_the_program_equals_a_hand_written_loop_and_is_compiled_once(strategy):
     def hand_step(model, optimizer, batch):
         return {"loss": update(model, optimizer, batch)}
 
@@ -120,7 +120,7 @@ def test_the_program_is_that_of_a_loop_by_hand_and_is_compiled_once(strategy):
 
 
 def test_no_step_waits_for_the_metrics_of_the_one_before(strategy, monkeypatch):
-    """Devices would idle while the host reads numbers: two later steps are under way by then."""
+    """Devices would idle while the host reads metrics, so two later steps are dispatched."""
     ahead = []
 
     class Watched(history.History):
@@ -138,10 +138,10 @@ def test_no_step_waits_for_the_metrics_of_the_one_before(strategy, monkeypatch):
     monkeypatch.setattr(loop.StepSchedule, "_start_step", start)
     monkeypatch.setattr(loop, "History", Watched)
     run(strategy)
-    assert ahead == [0, 2, 2, 2, 2, 2, 1, 0]  # the first compiles, the last are waited for
+    assert ahead == [0, 2, 2, 2, 2, 2, 1, 0]  # the first compiles; the last are waited for
 
 
-def test_held_out_examples_are_judged_every_so_often_and_at_the_end(strategy, tmp_path):
+def test_held_out_examples_are_evaluated_at_intervals_and_at_the_end(strategy, tmp_path):
     seen = []
 
     def judge(model, optimizer):
@@ -177,7 +177,7 @@ def make_linen_state():
 
 
 @pytest.mark.slow
-def test_a_state_of_linen_is_given_back_and_goes_on_from_a_checkpoint(strategy, tmp_path):
+def test_a_linen_state_is_returned_and_resumes_from_a_checkpoint(strategy, tmp_path):
     options = {"progress": False, "num_steps": 6}
     whole = train(strategy, linen_step, make_linen_state(), ones(), **options)
     assert int(whole.state.step) == 6
@@ -186,12 +186,12 @@ def test_a_state_of_linen_is_given_back_and_goes_on_from_a_checkpoint(strategy, 
     first = train(strategy, linen_step, make_linen_state(), ones(), **options | {"num_steps": 4})
     again = train(strategy, linen_step, make_linen_state(), ones(), **options)
     assert first.losses + again.losses[4:] == whole.losses
-    assert again.losses == whole.losses  # those of the first start are in metrics.jsonl
+    assert again.losses == whole.losses  # losses of the first start are read from metrics.jsonl
     assert int(again.state.step) == 6
     jax.tree.map(np.testing.assert_array_equal, again.state.params, whole.state.params)
 
 
-def test_a_tuple_of_pytrees_is_given_back_as_one(strategy):
+def test_a_tuple_of_pytrees_is_returned_as_a_tuple(strategy):
     def pytree_step(params, count, batch):
         loss = tpudist.compute_average_loss(jnp.square(params["w"] - batch["x"]))
         loss = tpudist.get_replica_context().all_reduce("sum", loss)
@@ -204,7 +204,7 @@ def test_a_tuple_of_pytrees_is_given_back_as_one(strategy):
     assert found.losses == [49.0, 9.0, 1.0]
 
 
-def test_a_train_state_names_what_is_saved_and_knows_its_step(strategy, tmp_path):
+def test_a_train_state_names_its_checkpoint_entries_and_knows_its_step(strategy, tmp_path):
     model, optimizer = make_state(strategy)
     state = tpudist.TrainState(model, optimizer)
     found = train(strategy, step, state, ones(), num_steps=8, folder=tmp_path, progress=False)
@@ -216,8 +216,8 @@ def test_a_train_state_names_what_is_saved_and_knows_its_step(strategy, tmp_path
     assert float(alone.model.scale[...]) == float(model.scale[...])
 
 
-def test_what_is_saved_may_be_a_part_of_the_state(strategy, tmp_path):
-    """As of a pretrained model, whose other weights are loaded anew."""
+def test_run_folder_saves_only_the_requested_part_of_the_state(strategy, tmp_path):
+    """A pretrained model needs this: its other weights are loaded again at each start."""
 
     def start(num_steps):
         model, optimizer = make_state(strategy)
@@ -236,7 +236,7 @@ def test_what_is_saved_may_be_a_part_of_the_state(strategy, tmp_path):
         train(strategy, linen_step, make_linen_state(), ones(), **options)
 
 
-def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy):
+def test_an_iterable_is_read_repeatedly_and_an_exhausted_one_raises_an_error(strategy):
     found, _ = run(strategy, data=ones(3), num_steps=8)
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
     found, _ = run(strategy, data=lambda: iter(ones(3)), num_steps=4)
@@ -255,7 +255,7 @@ def test_any_iterable_is_gone_through_again_and_what_cannot_be_is_named(strategy
 
 
 def test_epochs_of_data_whose_length_counts_examples_are_an_error(strategy):
-    """Else 3 batches of 8 examples would be gone through 8 times for one epoch."""
+    """Otherwise one epoch would read 3 batches of 8 examples 8 times."""
 
     class Loader(list):
         def __len__(self):
@@ -280,15 +280,15 @@ def test_data_without_batches_trains_no_step_and_warns_once(strategy, data, capl
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_the_default_strategy_trains_too(tmp_path):
+def test_the_default_strategy_trains(tmp_path):
     alone = tpudist.get_strategy()
     found, _ = run(alone, data=ones(3), folder=tmp_path)
     np.testing.assert_allclose(found.losses, LOSSES, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
-    """In the middle of a second pass over shuffled data, from a checkpoint that is not the last."""
+def test_a_run_resumes_exactly_with_the_next_batch(strategy, tmp_path):
+    """The checkpoint is in the middle of a second pass over shuffled data and is not the last."""
 
     def watched(model, optimizer, batch):
         x = tpudist.get_replica_context().all_reduce("sum", batch["x"].sum())
@@ -328,7 +328,7 @@ def test_a_run_goes_on_exactly_with_the_batch_that_follows(strategy, tmp_path):
     assert ended.losses == whole.losses
 
 
-def test_a_run_that_is_asked_to_stop_keeps_what_it_has(strategy):
+def test_a_run_that_is_requested_to_stop_keeps_its_progress(strategy):
     asked = iter([False] * 4 + [True])
     found, _ = run(strategy, stop=StopOptions(lambda: next(asked)))
     assert (found.ended, found.num_steps) == ("interrupted", 4)
@@ -338,7 +338,7 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_has(strategy):
     assert math.isnan(found.mean_step_s)
 
 
-def test_times_of_steps_add_up_to_the_time_without_compilation_and_pauses(monkeypatch):
+def test_step_times_exclude_compilation_and_pauses(monkeypatch):
     now = iter([10.0, 11.0, 11.5, 20.0, 23.0, 23.0])
     monkeypatch.setattr("tpudist.training.step_timer.time.perf_counter", lambda: next(now))
     timed = history.History()
@@ -350,7 +350,7 @@ def test_times_of_steps_add_up_to_the_time_without_compilation_and_pauses(monkey
     timer.end_step()
     timer.pause()
     timer.begin_step()  # at 20
-    timer.begin_step()  # while the first is under way
+    timer.begin_step()  # before the first has finished
     timer.end_step()
     timer.end_step()
     assert timed.seconds == [1.0, 0.5, 3.0, 0.0]
@@ -370,7 +370,7 @@ def test_ctrl_c_finishes_the_step_and_saves(strategy, tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(strategy, tmp_path):
+def test_a_nonfinite_loss_ends_the_run_and_is_not_saved(strategy, tmp_path):
     folder = RunFolder(tmp_path, checkpoint_every=1)
     options = {"num_steps": 30, "learning_rate": 1e30, "folder": folder}
     found, _ = run(strategy, **options)
@@ -380,13 +380,11 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(strategy, tmp_pa
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert max(saved) < found.num_steps
     again, _ = run(strategy, **options)
-    assert again.num_steps == found.num_steps  # from the last good one it comes to the same
+    assert again.num_steps == found.num_steps  # a resumed run diverges at the same step
 
 
-def test_sigterm_in_an_evaluation_saves_the_step_and_the_evaluation_is_done_again(
-    strategy, tmp_path
-):
-    """Iterators of held-out examples are watched too: grace periods are short."""
+def test_sigterm_in_an_evaluation_saves_the_step_and_repeats_the_evaluation(strategy, tmp_path):
+    """Iterators of held-out examples also watch for SIGTERM, because grace periods are short."""
     held_out = strategy.experimental_distribute_dataset([{"x": np.arange(8)}] * 8)
 
     def judge(*_):
@@ -409,7 +407,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_and_the_evaluation_is_done_agai
     assert (again.num_steps, again.first_step) == (8, 1)
 
 
-def test_sigterm_exits_as_a_supervisor_expects_once_all_is_saved(strategy, tmp_path):
+def test_sigterm_exits_with_its_code_after_the_save(strategy, tmp_path):
     asked = []
 
     def end():
@@ -424,14 +422,14 @@ def test_sigterm_exits_as_a_supervisor_expects_once_all_is_saved(strategy, tmp_p
     assert run(strategy, folder=tmp_path)[0].num_steps == 8
 
 
-def test_what_time_goes_to_is_noted_if_asked(strategy, tmp_path, monkeypatch):
+def test_run_folder_records_goodput_on_request(strategy, tmp_path, monkeypatch):
     noted = []
     monkeypatch.setattr(loop.time_records, "record_goodput", noted.append)
     run(strategy, folder=RunFolder(tmp_path, goodput=True))
     assert noted == [tmp_path]
 
 
-def test_writers_of_ones_own_get_all_numbers_and_stay_open(strategy, tmp_path):
+def test_custom_writers_receive_all_metrics_and_stay_open(strategy, tmp_path):
     got = []
 
     class Writer:
@@ -477,7 +475,7 @@ REFUSED_RESULTS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_RESULTS)
-def test_a_step_that_returns_no_metrics_is_refused(strategy, name):
+def test_a_step_that_returns_no_metrics_is_rejected(strategy, name):
     change, error, said = REFUSED_RESULTS[name]
 
     def wrong(model, optimizer, batch):
@@ -487,7 +485,7 @@ def test_a_step_that_returns_no_metrics_is_refused(strategy, name):
         run(strategy, step=wrong)
 
 
-def test_a_metric_that_differs_between_replicas_is_refused(strategy):
+def test_a_metric_that_differs_between_replicas_is_rejected(strategy):
     def wrong(model, optimizer, batch):
         return step(model, optimizer, batch) | {"first": batch["x"][0]}
 
@@ -498,12 +496,12 @@ def test_a_metric_that_differs_between_replicas_is_refused(strategy):
 @pytest.mark.parametrize(
     "beside", [np.float32(0.1), 1j, jax.nn.relu, len], ids=["NumPy", "complex", "JAX", "Python"]
 )
-def test_numbers_and_functions_beside_arrays_do_not_change_in_place(beside):
-    """Else a step that gives back metrics alone would learn nothing, in silence."""
+def test_leaves_that_are_not_arrays_do_not_count_as_changed_in_place(beside):
+    """Otherwise a step that returns only metrics would silently learn nothing."""
     assert not StepState({"weights": np.ones(2), "beside": beside}).is_changed_in_place
 
 
-def test_a_state_that_would_never_change_is_refused(strategy):
+def test_a_state_that_would_never_change_is_rejected(strategy):
     def wrong(state, batch):
         return linen_step(state, batch)[1]
 
@@ -511,13 +509,13 @@ def test_a_state_that_would_never_change_is_refused(strategy):
         train(strategy, wrong, make_linen_state(), ones(), num_steps=1, progress=False)
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(strategy, tmp_path):
+def test_a_state_that_no_checkpoint_can_store_is_rejected_before_the_first_step(strategy, tmp_path):
     state = (*make_state(strategy), threading.Lock())
     with pytest.raises(TypeError, match="A checkpoint cannot save these objects:\n  state_2"):
         train(strategy, step, state, ones(), num_steps=1, folder=tmp_path)
 
 
-def test_an_evaluation_that_measures_nothing_by_name_is_refused(strategy):
+def test_an_evaluation_that_returns_no_mapping_is_rejected(strategy):
     with pytest.raises(TypeError, match="evaluate returned a float. It must return a mapping"):
         run(strategy, evaluate=lambda *_: 0.5)
 
@@ -539,26 +537,26 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_options_that_say_nothing_are_refused(strategy, name):
+def test_options_without_effect_are_rejected(strategy, name):
     options, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
         run(strategy, **options)
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, 1.5])
-def test_run_folder_rejects_intervals_that_are_no_counts(interval):
+def test_run_folder_rejects_an_interval_that_is_not_a_positive_integer(interval):
     with pytest.raises(ValueError, match=r"RunFolder\(checkpoint_every=.*at least 1"):
         RunFolder("x", checkpoint_every=interval)
 
 
-def test_data_of_another_strategy_are_refused(strategy):
+def test_data_of_a_different_strategy_is_rejected(strategy):
     other = tpudist.OneDeviceStrategy()
     with pytest.raises(ValueError, match="OneDeviceStrategy distributed the data, but another"):
         run(strategy, data=other.experimental_distribute_dataset(ones()))
 
 
-def test_a_partial_batch_counts_by_its_examples():
-    """Not by its replicas: two of the eight hold nothing here but padding."""
+def test_a_partial_batch_is_weighted_by_its_examples():
+    """Two of the eight replicas contain only padding, so a mean over replicas is wrong."""
     strategy = tpudist.MirroredStrategy()
     model = strategy.create(Scale)
     values = np.arange(22, dtype=np.float32)
@@ -571,7 +569,7 @@ def test_a_partial_batch_counts_by_its_examples():
     np.testing.assert_allclose(means["both"], [values.mean(), -values.mean()], rtol=1e-6)
 
 
-def test_one_process_stops_when_it_wants_to(strategy):
+def test_a_single_process_stops_on_request(strategy):
     wants = False
     should_stop = make_should_stop(strategy, lambda: wants)
     assert not should_stop()
@@ -579,7 +577,7 @@ def test_one_process_stops_when_it_wants_to(strategy):
     assert should_stop()
 
 
-def test_lines_of_metrics_are_what_was_returned_and_how_fast(strategy, tmp_path):
+def test_metrics_lines_contain_the_returned_values_and_the_throughput(strategy, tmp_path):
     run(strategy, folder=tmp_path, num_steps=3, report=ReportOptions(items=("examples", 8)))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.keys() for line in lines] == [

@@ -1,4 +1,4 @@
-"""What a run that goes on takes up: its folder, its history, and the lines that it had written."""
+"""State that a resumed run restores: its folder, its history, and the metrics already written."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def with_checkpoint(out: Path, step: int = 20) -> None:
     (out / folder.CHECKPOINTS / str(step)).mkdir(parents=True)
 
 
-def test_a_history_goes_on_from_its_lines_and_steps_after_the_checkpoint_are_forgotten():
+def test_a_history_restores_its_lines_and_drops_steps_after_the_checkpoint():
     lines = [
         train_line(1, 4.0),
         {"step": 1, "split": "resumed", "time_s": 1.5},
@@ -52,20 +52,20 @@ def test_a_history_goes_on_from_its_lines_and_steps_after_the_checkpoint_are_for
     assert history.seconds == [0.5]
     assert history.median_step_s == 0.5
     history.seconds += [0.1, 0.1]
-    assert history.median_step_s == 0.1  # on the devices of now
+    assert history.median_step_s == 0.1  # on the current devices
     history.waited_s = 0.02
     assert history.waited_share == pytest.approx(0.1)
 
 
-def test_an_evaluation_that_no_checkpoint_knows_is_done_again():
-    """It was made after the save; its line would be there twice."""
+def test_an_evaluation_missing_from_the_checkpoint_is_repeated():
+    """It ran after the save, so keeping its line would duplicate it."""
     lines = [train_line(1), {"step": 1, "split": "held_out", "nats": 3.5}]
     history = restored(1)
     assert history.continue_from(lines) == lines[:1]
     assert not history.was_measured(1)
 
 
-def test_a_history_whose_lines_are_lost_knows_its_steps_and_evaluations_all_the_same():
+def test_a_history_without_its_lines_restores_its_steps_and_evaluations():
     history = restored(5, [(4, {"nats": 2.0})])
     lines = [train_line(1), train_line(4, 2.5), train_line(5, 2.0)]
     assert history.continue_from(lines) == lines
@@ -74,14 +74,14 @@ def test_a_history_whose_lines_are_lost_knows_its_steps_and_evaluations_all_the_
     assert restored(5).continue_from([]) == []
 
 
-def test_the_state_of_a_history_comes_back_from_json():
+def test_the_state_of_a_history_survives_json():
     history = History(num_steps=7, held_out=[(3, {"nats": 1.5}), (7, {"nats": 0.1})])
     again = History()
     again.set_state(json.loads(json.dumps(history.get_state())))
     assert (again.num_steps, again.held_out) == (7, history.held_out)
 
 
-def test_metrics_go_on_after_the_lines_that_are_kept(tmp_path):
+def test_metrics_continue_after_the_lines_that_are_kept(tmp_path):
     writers = JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)
     for writer in writers:
         writer.begin(History())
@@ -106,14 +106,14 @@ def test_metrics_go_on_after_the_lines_that_are_kept(tmp_path):
     assert lines[2]["loss"] == 0.5
     assert 100 <= lines[2]["time_s"] < 110
     assert history.losses == [1.0, 1.0]
-    # The events of the first start stay; those of the second hide what comes after step 2.
+    # The events of the first start stay; the second file purges all events after step 2.
     files = sorted((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime)
-    assert 1 <= len(files) <= 2  # of one second they have one name
+    assert 1 <= len(files) <= 2  # files created in the same second share a name
     assert purged_steps(files[-1]) == [3]
 
 
 def purged_steps(file: Path) -> list[int]:
-    """From which steps on a file of events hides what was written before."""
+    """Returns the steps from which a file of events hides earlier events."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     data, steps, at = file.read_bytes(), [], 0
@@ -126,14 +126,14 @@ def purged_steps(file: Path) -> list[int]:
     return steps
 
 
-def test_of_no_metrics_there_are_no_lines(tmp_path):
+def test_a_missing_metrics_file_has_no_lines(tmp_path):
     assert read_lines(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text("[1]\n\n{}\n")
     assert read_lines(tmp_path) == [{}]
     assert restored(3).continue_from([{}]) == []
 
 
-def test_a_fresh_folder_starts_and_one_with_a_checkpoint_goes_on(tmp_path):
+def test_a_fresh_folder_starts_and_a_folder_with_a_checkpoint_resumes(tmp_path):
     assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.RunStart(goes_on=False)
     assert folder.begin(tmp_path, FACTS | {"--seed": 3}, 40, "never").moved_to is None
     assert folder.begin(tmp_path, FACTS, 40, "auto") == folder.RunStart(goes_on=False)
@@ -145,7 +145,7 @@ def test_a_fresh_folder_starts_and_one_with_a_checkpoint_goes_on(tmp_path):
     assert folder.begin(tmp_path, FACTS, 60, "auto").planned_steps == 60
 
 
-def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
+def test_has_checkpoints_ignores_an_unfinished_checkpoint(tmp_path):
     (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "7").write_text("")
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
     assert folder.has_checkpoints(tmp_path)
 
 
-def test_what_contradicts_the_checkpoints_is_listed_with_the_remedies(tmp_path):
+def test_options_that_contradict_the_checkpoints_are_listed_with_remedies(tmp_path):
     folder.begin(tmp_path, FACTS, 40, "auto")
     with_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="contains the checkpoints of a different run") as refused:
@@ -168,10 +168,10 @@ def test_what_contradicts_the_checkpoints_is_listed_with_the_remedies(tmp_path):
         f"--resume never, which moves the old files to {tmp_path / 'earlier-1'}.",
     ):
         assert part in said
-    assert folder.begin(tmp_path, FACTS, 40, "auto").goes_on  # and nothing has changed
+    assert folder.begin(tmp_path, FACTS, 40, "auto").goes_on  # the refusal changed nothing
 
 
-def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
+def test_checkpoints_without_a_run_description_are_rejected(tmp_path):
     with_checkpoint(tmp_path)
     for text in ("", "{}", '{"facts": 3, "steps": 1}'):
         (tmp_path / "run.json").write_text(text)
@@ -181,12 +181,12 @@ def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
             folder.begin(tmp_path, FACTS, 40, "auto")
 
 
-def test_a_run_that_must_go_on_does_not_start(tmp_path):
+def test_resume_must_rejects_a_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="--resume must: --out .* no checkpoint"):
         folder.begin(tmp_path, FACTS, 40, "must")
 
 
-def test_never_moves_what_is_there_and_nothing_of_others(tmp_path):
+def test_resume_never_moves_the_files_of_the_run_and_no_others(tmp_path):
     for number in (1, 2):
         folder.begin(tmp_path, FACTS | {"--seed": number}, 40, "never")
         with_checkpoint(tmp_path, number)
@@ -203,8 +203,8 @@ def test_never_moves_what_is_there_and_nothing_of_others(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_metrics_of_another_run_without_checkpoints_are_kept_too(tmp_path):
-    """Those of the same run that came to no checkpoint are written again."""
+def test_metrics_of_a_different_run_without_checkpoints_are_kept(tmp_path):
+    """Metrics of the same run are overwritten if it reached no checkpoint."""
     folder.begin(tmp_path, FACTS, 40, "auto")
     (tmp_path / "metrics.jsonl").write_text("{}")
     assert folder.begin(tmp_path, FACTS, 40, "auto").moved_to is None
@@ -214,7 +214,7 @@ def test_metrics_of_another_run_without_checkpoints_are_kept_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_do_not_share_a_folder(tmp_path):
+def test_two_runs_cannot_use_the_same_folder(tmp_path):
     program = f"""
 from pathlib import Path
 from experiment import folder
@@ -236,7 +236,7 @@ with folder.lock(Path({str(tmp_path)!r})):
             folder.lock(tmp_path),
         ):
             pass
-        other.kill()  # who is killed lets others in
+        other.kill()  # the lock of a killed process is released
     with folder.lock(tmp_path), pytest.raises(ValueError, match="in use by another run"):
         with folder.lock(tmp_path):
             pass
@@ -244,7 +244,7 @@ with folder.lock(Path({str(tmp_path)!r})):
         pass
 
 
-def test_what_process_0_refuses_is_refused():
+def test_agree_raises_the_error_of_process_0():
     def refuse():
         raise ValueError("no")
 
@@ -254,14 +254,14 @@ def test_what_process_0_refuses_is_refused():
     assert folder.agree(lambda: begun) == begun
 
 
-def test_a_digest_tells_data_apart():
+def test_a_digest_distinguishes_data():
     data = np.arange(10, dtype=np.uint8)
     assert folder.digest(data) == folder.digest(data[:4], data[4:])
     assert folder.digest(data).startswith("10 bytes, CRC-32 ")
     assert folder.digest(data) != folder.digest(data[::-1])
 
 
-def test_what_changes_the_numbers_is_a_fact_and_where_they_are_made_is_not():
+def test_facts_contain_options_that_change_results_and_omit_the_others():
     here = facts(Config(batch_size=8), "10 bytes")
     elsewhere = Config(
         batch_size=8,

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: lines, metrics, curves, and what it says of bad options."""
+"""Output of a run: lines, metrics, curves, and the error messages of bad options."""
 
 import io
 import json
@@ -30,23 +30,23 @@ def test_axes_are_read_from_text(text, axes):
 
 
 @pytest.mark.parametrize("text", ["fsdp", "fsdp=", "=4", "fsdp=0", "fsdp=two", "2=2"])
-def test_text_that_is_no_axes_is_refused(text):
+def test_parse_axes_rejects_malformed_text(text):
     with pytest.raises(ValueError, match="Write name=size, separated by commas"):
         arguments.parse_axes(text)
 
 
-def test_an_axis_given_twice_is_refused():
+def test_parse_axes_rejects_a_repeated_axis():
     with pytest.raises(ValueError, match="has the axis 'fsdp' twice"):
         arguments.parse_axes("fsdp=2,fsdp=4")
 
 
-def test_an_option_that_must_be_positive_is_named():
+def test_check_positive_names_the_option():
     arguments.check_positive({"steps": 1})
     with pytest.raises(ValueError, match="--steps is 0. It must be above 0"):
         arguments.check_positive({"batch-size": 8, "steps": 0})
 
 
-def test_a_dim_that_its_axes_do_not_divide_is_refused_by_its_option():
+def test_check_split_names_the_option_of_a_dim_that_its_axes_do_not_divide():
     rules = (("heads", "tensor"), ("batch", ("data", "fsdp")), ("layers", None))
     mesh_shape = {"replica": 1, "tensor": 8, "fsdp": 2, "data": 3}
     dims = {"num-layers": ("layers", 3), "batch": ("batch", 6), "other": ("unruled", 5)}
@@ -55,7 +55,7 @@ def test_a_dim_that_its_axes_do_not_divide_is_refused_by_its_option():
         arguments.check_split(dims | {"num-heads": ("heads", 4)}, rules, mesh_shape)
 
 
-def test_a_folder_is_made_or_refused(tmp_path, monkeypatch):
+def test_check_folder_creates_a_folder_or_raises_an_error(tmp_path, monkeypatch):
     assert arguments.check_folder(tmp_path / "new" / "run").is_dir()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--out .*: cannot create this folder"):
@@ -66,12 +66,12 @@ def test_a_folder_is_made_or_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("platforms", "found"), [("cpu", False), ("tpu,cpu", True)])
-def test_the_platform_that_jax_is_told_decides(monkeypatch, platforms, found):
+def test_jax_platforms_determines_has_accelerator(monkeypatch, platforms, found):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert arguments.has_accelerator() is found
 
 
-def test_metrics_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
+def test_metrics_lines_are_flushed_immediately(tmp_path):
     writer = JsonLinesWriter(tmp_path)
     writer.begin(History())
     writer.write(3, "train", {"loss": 0.5})
@@ -81,8 +81,8 @@ def test_metrics_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
     assert line == {"step": 3, "split": "train", "loss": 0.5}
 
 
-def test_a_run_replaces_the_metrics_of_an_earlier_one_in_its_folder(tmp_path):
-    """TensorBoard would draw the curves of both as one."""
+def test_a_run_replaces_the_metrics_of_an_earlier_run_in_its_folder(tmp_path):
+    """Otherwise TensorBoard would draw both runs as one curve."""
     for step in (1, 2):
         for writer in (JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)):
             writer.begin(History())
@@ -93,13 +93,13 @@ def test_a_run_replaces_the_metrics_of_an_earlier_one_in_its_folder(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_events_need_tensorboardx(tmp_path, monkeypatch):
+def test_tensorboard_writer_requires_tensorboardx(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_writers, "has_tensorboard", lambda: False)
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboardX"):
         TensorBoardWriter(tmp_path)
 
 
-def test_a_run_of_wandb_gets_the_numbers_under_the_names_of_tensorboard():
+def test_wandb_writer_logs_the_same_names_as_tensorboard():
     logged = []
 
     class Run:
@@ -119,13 +119,13 @@ def test_a_run_of_wandb_gets_the_numbers_under_the_names_of_tensorboard():
 
 
 @pytest.mark.parametrize("points", [[], [(1, 5.0), (2, 4.0), (3, 3.5)]])
-def test_curves_are_a_picture(tmp_path, points):
+def test_draw_curves_writes_a_picture(tmp_path, points):
     path = tmp_path / "curves.png"
     draw_curves(path, points, points[1:], {"uniform": 8.0}, unit="bits/byte", title="a run")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_pipe_gets_plain_lines(monkeypatch):
+def test_a_pipe_receives_plain_lines(monkeypatch):
     out = io.StringIO()
     shown = display.make_display(40, file=out)
     shown.set_phase("compiling")
@@ -143,8 +143,8 @@ def test_a_pipe_gets_plain_lines(monkeypatch):
     assert "\x1b" not in out.getvalue()
 
 
-def test_lines_keep_their_distance():
-    """A run of fast steps does not fill a log."""
+def test_progress_lines_are_rate_limited():
+    """A run with fast steps does not fill a log."""
     out = io.StringIO()
     shown = display.make_display(1000, file=out)
     for step in range(1, 1001):
@@ -152,7 +152,7 @@ def test_lines_keep_their_distance():
     assert out.getvalue() == "step 1/1000\nstep 1000/1000\n"
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
+def test_a_terminal_shows_a_bar(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     shown = display.make_display(10, file=out)
@@ -165,7 +165,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         assert part in out.getvalue()
 
 
-def test_quiet_shows_nothing(capsys):
+def test_quiet_display_shows_nothing(capsys):
     shown = display.make_display(10, quiet=True)
     shown.set_phase("x")
     shown.print("x")
@@ -177,11 +177,11 @@ def test_quiet_shows_nothing(capsys):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3, "0:03"), (83, "1:23"), (3700, "1:01:40")])
-def test_a_clock_shows_hours_only_where_there_are_any(seconds, text):
+def test_format_clock_shows_hours_only_if_needed(seconds, text):
     assert display.format_clock(seconds) == text
 
 
-def test_the_first_interrupt_is_a_request_and_the_second_is_not():
+def test_the_first_interrupt_requests_a_stop_and_the_second_raises():
     pressed = []
     before = signal.getsignal(signal.SIGINT)
     with StopOnInterrupt(lambda: pressed.append(1)) as stop:
@@ -194,14 +194,14 @@ def test_the_first_interrupt_is_a_request_and_the_second_is_not():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_control_characters_do_not_reach_the_terminal():
+def test_printable_removes_control_characters():
     assert (
         printable(b"a\tb\n\x1b[31m\xff")
         == "a\tb\n\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
     )
 
 
-def test_where_variables_live_is_told_by_axes():
+def test_describe_placement_names_the_axes():
     mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     split = jax.device_put(jnp.zeros((4, 256)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
     whole = jax.device_put(jnp.zeros(25), NamedSharding(mesh, PartitionSpec()))
@@ -214,7 +214,7 @@ def test_where_variables_live_is_told_by_axes():
 
 
 def test_the_compilation_cache_is_private_to_the_user(tmp_path, monkeypatch):
-    """What is in it is run as native code."""
+    """The cache contains native code that JAX runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
     try:
@@ -227,7 +227,7 @@ def test_the_compilation_cache_is_private_to_the_user(tmp_path, monkeypatch):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_cache_of_someone_else_or_one_that_cannot_be_made_is_not_used(tmp_path, monkeypatch):
+def test_a_compilation_cache_of_another_user_or_an_invalid_path_is_not_used(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     (tmp_path / "file").write_text("")
     assert compilation_cache.enable_compilation_cache(tmp_path / "file" / "cache") is None
