@@ -24,6 +24,8 @@ from tpudist.xla.estimate.collective_traffic import CollectiveUse
 if TYPE_CHECKING:
     from tpudist.strategy.strategy import Strategy
 
+# Names of `CollectiveUse.network` as messages print them. A host transfer is not a collective, but
+# is in the ledger, because a lost offload is a change of communication too.
 _NETWORKS = {"ici": "ICI", "dcn": "DCN", "host": "host"}
 _COLUMNS = ("kind", "each", "times", "sent/step", "axes", "over", "source")
 
@@ -72,11 +74,36 @@ def assert_collectives(
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
     allow = None if allow is None else _kinds(allow)
+    plan = _make_plan(strategy, step, args, kwargs, topology)
+    where = f"{name or plan.name} on {plan.topology}"
+    if not plan.fits:
+        raise AssertionError(f"{where} cannot be compiled. {plan.refusal}")
+    failures = _check_budget(plan, "ici", max_ici_bytes) + _check_budget(plan, "dcn", max_dcn_bytes)
+    if allow is not None:
+        failures += _check_allowed(plan, allow)
+    # A step above its budget must not enter the ledger: the next run would then compare with it and
+    # report only the budget.
+    if not failures and ledger is not None:
+        failures += _compare_with_ledger(plan, where, Path(ledger))
+    if failures:
+        mesh = format_axes(plan.mesh)
+        raise AssertionError("\n\n".join((f"{where} (mesh: {mesh}):", *failures)))
+    return plan
+
+
+def _make_plan(
+    strategy: "Strategy | None",
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    topology: str | None,
+) -> Plan:
     if strategy is None:
         strategy = cast("Strategy", context.get_strategy())
     with strategy.scope():
-        # A cached answer for the same program may have the source lines of an older version.
-        plan: Plan = strategy.plan(
+        # A cached answer for the same program may have the source lines of an older version. The
+        # ledger records the functions of these lines, so `cache` is False.
+        return strategy.plan(
             step,
             args,
             kwargs,
@@ -84,18 +111,6 @@ def assert_collectives(
             cache=False,
             progress=lambda activity, seconds: None,
         )
-    where = f"{name or plan.name} on {plan.topology}"
-    if not plan.fits:
-        raise AssertionError(f"{where} cannot be compiled. {plan.refusal}")
-    failures = _check_budget(plan, "ici", max_ici_bytes) + _check_budget(plan, "dcn", max_dcn_bytes)
-    if allow is not None:
-        failures += _check_allowed(plan, allow)
-    if not failures and ledger is not None:
-        failures += _compare_with_ledger(plan, where, Path(ledger))
-    if failures:
-        mesh = format_axes(plan.mesh)
-        raise AssertionError("\n\n".join((f"{where} (mesh: {mesh}):", *failures)))
-    return plan
 
 
 # The kinds of `collective_traffic`, without the prefix "dcn-".
@@ -151,8 +166,12 @@ def _compare_with_ledger(plan: Plan, name: str, path: Path) -> list[str]:
     known = ledgers.read(path).get(name)
     counts = ledgers.count(plan.collectives, path.parent)
     versions = {x: plan.versions[x] for x in ("jax", "libtpu") if plan.versions.get(x)}
+    # Versions are not compared: most upgrades of the compiler leave the communication as it is, and
+    # a difference must be reported for what it is.
     if known is not None and (known.counts, known.mesh) == (counts, plan.mesh):
         return []
+    # CI services set the variable CI. A record that is written there is lost with the machine, so
+    # the test would pass without ever comparing anything.
     if os.environ.get(UPDATE) == "1" or (known is None and not os.environ.get("CI")):
         ledgers.add(path, name, Record(plan.mesh, versions, counts))
         return []
@@ -161,20 +180,20 @@ def _compare_with_ledger(plan: Plan, name: str, path: Path) -> list[str]:
             f'{path} has no "{name}", and files that a test writes in CI are lost. Run the test '
             f"on your machine, and commit the file."
         ]
-    said = [f"The communication differs from {path} (-): it is now (+):"]
+    lines = [f"The communication differs from {path} (-): it is now (+):"]
     if known.mesh != plan.mesh:
-        said.append(
+        lines.append(
             f"The ledger was written for the mesh {format_axes(known.mesh)}. To keep one record "
             f"per mesh, use a different name for each."
         )
-    said.append(_difference(known.counts, counts, plan.collectives, path.parent))
+    lines.append(_difference(known.counts, counts, plan.collectives, path.parent))
     if known.versions != versions:
-        said.append(f"The ledger was written with {known.versions}; this run uses {versions}.")
-    said.append(
+        lines.append(f"The ledger was written with {known.versions}; this run uses {versions}.")
+    lines.append(
         f"If you expect this, run the test with {UPDATE}=1 in the environment and commit the "
         f"file. Otherwise read the lines."
     )
-    return ["\n".join(said)]
+    return ["\n".join(lines)]
 
 
 def _difference(
@@ -185,6 +204,8 @@ def _difference(
         lines.setdefault(ledgers.entry(use, folder), []).append(_line(use))
     rows = []
     for entry in sorted({*old, *new}):
+        # An entry without its line has no place to show. Only the new program has lines ("+"); an
+        # entry that disappeared ("-") shows "file::function" of the ledger.
         for sign, counts in (("-", old), ("+", new)):
             if entry in counts and old.get(entry) != new.get(entry):
                 seen = lines.get(entry, []) if sign == "+" else []
@@ -217,6 +238,7 @@ def _line(use: CollectiveUse) -> str:
     if use.source is None:
         return use.op_name or "(added by the compiler)"
     file, _, line = use.source.rpartition(":")
+    # A path outside of the working directory stays absolute: "../../.." is harder to open.
     here = os.path.relpath(file)
     return f"{file if here.startswith('..') else here}:{line}"
 

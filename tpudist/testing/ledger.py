@@ -113,6 +113,8 @@ def read(path: Path) -> dict[str, Record]:
 def add(path: Path, name: str, record: Record) -> None:
     """Writes one record to a ledger; parallel tests may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Read, change and replace are one transaction: pytest-xdist runs tests in several processes,
+    # and without the lock the last writer would remove the records of the others.
     with _lock(path.parent):
         write(path, {**read(path), name: record})
 
@@ -138,6 +140,8 @@ def write(path: Path, records: Mapping[str, Record]) -> None:
     The file is replaced atomically, so an interrupted test leaves a complete file.
     """
     steps = ",\n".join(_step(name, records[name]) for name in sorted(records))
+    # Written by hand, because `json.dumps(indent=...)` would spread a collective over eight lines.
+    # It must stay valid JSON: `read` parses it with `json`.
     text = f'{{\n "format": {FORMAT},\n "steps": {{\n{steps}\n }}\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
@@ -165,6 +169,7 @@ def _step(name: str, record: Record) -> str:
 
 def _record(step: dict[str, Any]) -> Record:
     counts = {}
+    # A file with other fields raises TypeError in `Entry(...)`, which `read` reports.
     for fields in step["collectives"]:
         times = fields.pop("count")
         counts[Entry(**fields | {"axes": tuple(fields["axes"])})] = float(times)
@@ -176,10 +181,14 @@ def _to_int_if_whole(number: float) -> float:
 
 
 def _relative_path(folder: Path, file: Path) -> str:
+    # Three cases, from the most to the least stable: our own files by package, installed packages
+    # by their path in site-packages, and the user's files relative to the ledger. None of them may
+    # contain a home directory or a version of Python, or each machine would write another ledger.
     if file.is_relative_to(_LIBRARY):  # also for a checkout
         return file.relative_to(_LIBRARY.parent).as_posix()
     for installed in ("site-packages", "dist-packages"):
         if installed in file.parts:
+            # After the last "site-packages": a virtual environment may be inside another one.
             inside = file.parts[len(file.parts) - file.parts[::-1].index(installed) :]
             return "/".join(inside)
     relative = os.path.relpath(file, folder.resolve())
@@ -192,6 +201,7 @@ def _function(file: str, line: int) -> str:
     """Returns the innermost function or class around a line, such as "Block.__call__", or ""."""
     best: tuple[int, str] = (0, "")
     for begin, end, name in _functions(file):
+        # The innermost definition around a line is the one that begins last.
         if begin <= line <= end and begin > best[0]:
             best = begin, name
     return best[1]
@@ -210,6 +220,8 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
             name = outer
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{outer}.{child.name}" if outer else child.name
+                # `lineno` is the line of the `def`, but a lambda in a decorator is on an earlier
+                # line. So a definition begins with its first decorator.
                 begin = min(x.lineno for x in (child, *child.decorator_list))
                 functions.append((begin, child.end_lineno or child.lineno, name))
             visit(child, name)

@@ -52,29 +52,42 @@ def assert_rowwise(
             f"each other, but received {num_rows}."
         )
     trial = _Trial(function, tree, ins, out_dims, gradient)
-    places = np.arange(num_rows)
+    # One row, half of them, all but one: a function that looks at its neighbors or at the size of
+    # the batch differs in at least one of these cases. XLA compiles four programs: for all rows,
+    # and for each of these numbers.
     for real in sorted({1, num_rows // 2, num_rows - 1}):
-        first = f"the first {real} of {num_rows} rows"
-        found = trial.compute(leaves, real)
-        for source in (0, places - real):
-            index = np.where(places < real, places, source)
-            other = trial.compute(_take(leaves, ins, index), real)
-            for name, value in found.items():
-                if not np.array_equal(value, other[name], equal_nan=value.dtype.kind in "fc"):
-                    raise AssertionError(
-                        f"{name} for {first} depends on the other rows, so the function is not "
-                        f"suitable for tpudist.rowwise."
-                    )
-        alone = trial.compute(_take(leaves, ins, places[:real]), real)
+        _check_first_rows(trial, leaves, real, num_rows, rtol, atol)
+
+
+def _check_first_rows(
+    trial: "_Trial", leaves: list[jax.Array], real: int, num_rows: int, rtol: float, atol: float
+) -> None:
+    """Checks that the first `real` rows have the same results with other rows after them."""
+    places, ins = np.arange(num_rows), trial.in_dims
+    first = f"the first {real} of {num_rows} rows"
+    found = trial.compute(leaves, real)
+    # The other rows become copies of the first row, as in a padded batch; then rows 0, 1, ... The
+    # same program runs on the same shapes, so the results must be bitwise identical.
+    for source in (0, places - real):
+        index = np.where(places < real, places, source)
+        other = trial.compute(_take(leaves, ins, index), real)
         for name, value in found.items():
-            np.testing.assert_allclose(
-                _widen(value),
-                _widen(alone[name]),
-                rtol,
-                atol,
-                err_msg=f"{name} for {first} differs from the result for only these rows, so the "
-                f"function is not suitable for tpudist.rowwise.",
-            )
+            if not np.array_equal(value, other[name], equal_nan=value.dtype.kind in "fc"):
+                raise AssertionError(
+                    f"{name} for {first} depends on the other rows, so the function is not "
+                    f"suitable for tpudist.rowwise."
+                )
+    # Another shape is another program, in which XLA may sum in another order: hence tolerances.
+    alone = trial.compute(_take(leaves, ins, places[:real]), real)
+    for name, value in found.items():
+        np.testing.assert_allclose(
+            _widen(value),
+            _widen(alone[name]),
+            rtol,
+            atol,
+            err_msg=f"{name} for {first} differs from the result for only these rows, so the "
+            f"function is not suitable for tpudist.rowwise.",
+        )
 
 
 class _Trial:
@@ -87,7 +100,8 @@ class _Trial:
         gradient: bool,
     ):
         self._function, self._tree = function, tree
-        self._in_dims, self._out_dims, self._gradient = in_dims, out_dims, gradient
+        self.in_dims, self._out_dims, self._gradient = in_dims, out_dims, gradient
+        # Set by `_call`, which `compute` traces first, without computing anything.
         self._result_dims: Dims = ()
         self._run = jax.jit(self._trace)
 
@@ -103,9 +117,7 @@ class _Trial:
             for i, (x, d) in enumerate(zip(results, self._result_dims, strict=True))
         }
         for i, x in gradients.items():
-            arrays[f"The gradient of array {i} of the arguments"] = _first(
-                x, self._in_dims[i], real
-            )
+            arrays[f"The gradient of array {i} of the arguments"] = _first(x, self.in_dims[i], real)
         return arrays
 
     def _call(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -136,6 +148,9 @@ def _cotangent(aval: jax.ShapeDtypeStruct, dim: int | None, real: int) -> jax.Ar
         return None
     assert dim is not None, "results have rows"
     shape = (aval.shape[dim], *aval.shape[:dim], *aval.shape[dim + 1 :])
+    # Values that differ in each element: with ones, a gradient of a function such as softmax would
+    # be zero and hide a dependence. Rows are the first dim while they are counted, so that row i
+    # has the same values in batches of any size; they also need no random key.
     numbers = jnp.cos(jnp.arange(aval.size, dtype=jnp.float32)).reshape(shape)
     return jnp.moveaxis(numbers.at[real:].set(0), 0, dim).astype(aval.dtype)
 
@@ -150,4 +165,5 @@ def _first(x: jax.Array, dim: int | None, real: int) -> np.ndarray:
 
 
 def _widen(x: np.ndarray) -> np.ndarray:
+    # `assert_allclose` needs dtypes of NumPy itself, which bfloat16 and float8 are not.
     return x if x.dtype.kind in "iub" else x.astype(np.complex128 if x.dtype.kind == "c" else float)

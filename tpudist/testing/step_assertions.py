@@ -1,11 +1,14 @@
 """An assertion for test suites: a step computes the same on all replicas as on one device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpudist.options import RunOptions
 from tpudist.strategy import current_strategy
 from tpudist.verification.report import VerificationError, VerificationReport
+
+if TYPE_CHECKING:
+    from tpudist.strategy.strategy import Strategy
 
 
 def assert_same_as_one_device(
@@ -14,7 +17,7 @@ def assert_same_as_one_device(
     kwargs: Mapping[str, Any] | None = None,
     options: RunOptions | None = None,
     *,
-    strategy: Any = None,
+    strategy: "Strategy | None" = None,
     rows: int | None = None,
 ) -> VerificationReport:
     """Raises an error if a step differs from the same step on one device.
