@@ -6,7 +6,12 @@ Each is a subclass of the strategy with the current name, so `isinstance` holds 
 from typing import Any
 
 from tpudist.array_types import PyTree
-from tpudist.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from tpudist.cluster_resolver import (
+    ClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+)
+from tpudist.cluster_resolver.device_assignment import DeviceAssignment
 from tpudist.options import warn_if_given, warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.strategies import (
@@ -30,6 +35,9 @@ class Strategy(strategy.Strategy):
         return super().reduce(reduce_op, value, axis)
 
 
+# `Strategy` must be the first base of each class below: its `reduce` then comes before the one of
+# the current strategy, whose `axis` has no default. `super().reduce` still reaches the override of
+# the current strategy, if it has one.
 class MirroredStrategy(Strategy, mirrored.MirroredStrategy):
     """`tpudist.MirroredStrategy` as `tf.compat.v1.distribute.MirroredStrategy`."""
 
@@ -59,6 +67,8 @@ class ParameterServerStrategy(Strategy, parameter_server.ParameterServerStrategy
     """
 
     def __init__(self, cluster_resolver: ClusterResolver | None = None, **options: Any):
+        # With a number of workers or servers, the strategy starts them itself on this host. Only
+        # without these numbers does it need a cluster from the environment, as in TensorFlow.
         if cluster_resolver is None and not {"num_workers", "num_servers"} & options.keys():
             cluster_resolver = TFConfigClusterResolver()
         super().__init__(cluster_resolver, **options)
@@ -80,9 +90,9 @@ class TPUStrategy(Strategy, tpu.TPUStrategy):
 
     def __init__(
         self,
-        tpu_cluster_resolver: Any = None,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
         steps_per_run: int | None = None,
-        device_assignment: Any = None,
+        device_assignment: DeviceAssignment | None = None,
     ):
         warn_of_deprecation(
             "tpudist.compat.v1.distribute.experimental.TPUStrategy", "use tpudist.TPUStrategy"
@@ -90,4 +100,6 @@ class TPUStrategy(Strategy, tpu.TPUStrategy):
         reason = "pass the number of steps to strategy.run_steps(fn, iterator, num_steps)"
         warn_if_given("TPUStrategy(steps_per_run", steps_per_run, reason)
         super().__init__(tpu_cluster_resolver, device_assignment)
+        # Read by `extended.steps_per_run`, never by a step; the current strategy has a class
+        # attribute.
         self.steps_per_run = 1 if steps_per_run is None else steps_per_run

@@ -6,6 +6,8 @@ from tpudist.compat.v1.strategies import (
     ParameterServerStrategy,
     TPUStrategy,
 )
+
+# These have the same names and parameters in `tf.distribute.experimental`, so no wrapper exists.
 from tpudist.experimental import (
     CollectiveCommunication,
     CollectiveHints,
