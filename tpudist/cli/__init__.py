@@ -64,6 +64,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if args[:1] == ["help"] and len(args) > 1:
             args = [*args[1:], "--help"]
         if not args or args[0] in ("-h", "--help", "help"):
+            # The help lists the commands from `COMMANDS`, without their modules, whose imports take
+            # seconds.
             names = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
             print_text(_HELP.format(commands=names).rstrip())
             return 0 if args else WRONG_USE
@@ -73,6 +75,8 @@ def main(args: Sequence[str] | None = None) -> int:
             # JAX has read the variable in this process already; child processes will read it.
             os.environ["JAX_PLATFORMS"] = "cpu"
             Setting.PLATFORMS.set("cpu")
+        # After the platform is set: `parse` imports the module of the command, and the first use of
+        # a device fixes the platform of the process.
         options = parse(args)
         return find_command(args[0]).run(options)
     except WrongUse as error:
@@ -117,6 +121,9 @@ def parse(args: Sequence[str]) -> Any:
         from tpudist.cli import launch_command
 
         rest, program_arguments = launch_command.split(rest)
+    # Before tyro, which ends the process with a page of usage for any mistake. These checks cover
+    # the frequent ones with one line; tyro still rejects the rest, such as a value outside of a
+    # Literal.
     option_check.check_names(rest, name, command.Options, takes_program)
     option_check.check_numbers(rest, command.Options)
     try:
@@ -127,6 +134,8 @@ def parse(args: Sequence[str]) -> Any:
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs),
         )
     except SystemExit as end:
+        # tyro ends with 0 after the help, and with 2 after a mistake: only the help gets the
+        # examples.
         if not end.code:  # after the help
             print_text(command.EPILOG.rstrip())
         raise

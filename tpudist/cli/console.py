@@ -51,5 +51,6 @@ def _ignore_broken_pipe(file: TextIO) -> Iterator[None]:
     except BrokenPipeError:
         # Python flushes its buffer at the end of the process, which would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # The descriptor is replaced, not `sys.stdout`: the buffer belongs to the file object.
         os.dup2(nowhere, file.fileno())
         os.close(nowhere)

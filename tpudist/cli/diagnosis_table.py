@@ -8,6 +8,8 @@ from tpudist.display.text_tables import Column, TextTable
 from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, Diagnosis
 from tpudist.goodput.goodput import Phase
 
+# Useful time first, then waits inside a run, then the cost of restarts. Activities that are not
+# listed here count in the totals, but have no row.
 ROWS = (
     Phase.STEP.value,
     WAITED,
@@ -42,6 +44,8 @@ def _table(diagnosis: Diagnosis) -> TextTable:
         cells = [_cell(seconds[i], diagnosis.seconds[i]) for i in processes]
         if len(processes) > _MAX_COLUMNS:
             order = sorted(processes, key=lambda i: seconds[i])
+            # Of an even number of processes, the upper of the two in the middle: a cell must be of
+            # a process, because `_cell` also shows its share of the time of that process.
             middle, most = order[len(order) // 2], order[-1]
             cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
         rows.append([name, *cells])

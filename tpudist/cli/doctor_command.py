@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -54,6 +54,7 @@ def run(options: Options) -> int:
     if options.run is None:
         _check_numbers(options)
         return _check_accelerator(options) if options.accelerator else _examine(options)
+    # Everything but the folder has its default: the other options are for a machine, not for a run.
     if options != Options(run=options.run):
         raise WrongUse("The options are for checks of this machine. Omit them, or omit the folder.")
     from tpudist.cli.diagnosis_table import describe_diagnosis
@@ -69,23 +70,26 @@ def run(options: Options) -> int:
 
 
 def _check_numbers(options: Options) -> None:
-    for name in ("emulate", "processes", "timeout_s", "minutes"):
-        value = getattr(options, name)
-        least = 0.1 if name == "minutes" else 1
-        if value is not None and not value >= least:
-            raise WrongUse(f"--{name.replace('_', '-')} {value}: it must be at least {least}.")
-    usual = Options()
+    chosen, usual = _by_flag(options), _by_flag(Options())
+    for flag, least in (("emulate", 1), ("processes", 1), ("timeout-s", 1), ("minutes", 0.1)):
+        value = chosen[flag]
+        if value is not None and not value >= least:  # `not >=` also rejects NaN
+            raise WrongUse(f"--{flag} {value}: it must be at least {least}.")
+    # An option that has no effect is an error: the user expects an effect.
     if options.accelerator:
-        ignored = ("report", "processes", "timeout_s")
+        ignored = ("report", "processes", "timeout-s")
         remedy = "Omit it, or omit --accelerator"
     else:
         ignored = ("output", "minutes", *(["json"] if options.report else []))
         remedy = "Omit it, or omit --report" if options.report else "Omit it, or add --accelerator"
-    for name in ignored:
-        if getattr(options, name) != getattr(usual, name):
-            flag = f"--{name.replace('_', '-')}"
+    for flag in ignored:
+        if chosen[flag] != usual[flag]:
             other = "--accelerator" if options.accelerator else "this check"
-            raise WrongUse(f"{flag} has no effect on {other}. {remedy}.")
+            raise WrongUse(f"--{flag} has no effect on {other}. {remedy}.")
+
+
+def _by_flag(options: Options) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in vars(options).items()}
 
 
 def _num_emulated(options: Options) -> int | None:
@@ -117,6 +121,7 @@ def _check_accelerator(options: Options) -> int:
 
 
 def _examine(options: Options) -> int:
+    # `examine` ends within 15 s more than the limit of the programs that it starts.
     print_message(f"Checking this machine, at most {options.timeout_s + 15:g} s.")
     from tpudist.cli import examination_table
     from tpudist.supervisor.doctor.examination import examine, is_well

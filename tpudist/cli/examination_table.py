@@ -42,10 +42,12 @@ def format_report(answers: Sequence[Answer], versions: str) -> str:
     rows = [f"- {x.verdict.value}: {x.asked}: {' '.join(x.found.split())}" for x in answers]
     details = [f"\n{x.asked}:\n\n```text\n{x.details.rstrip()}\n```" for x in answers if x.details]
     text = "\n".join([f"Versions: {versions}", "", *rows, *details])
+    # The report is for a public issue, and the home directory has the name of the user.
     return text.replace(str(Path.home()), "~")
 
 
 def _remedies(answers: Sequence[Answer]) -> list[TextTable | str]:
+    # Failures before warnings. The sort is stable, so the checks keep their order otherwise.
     failed = sorted((x for x in answers if x.remedy), key=lambda x: x.verdict is not Verdict.FAIL)
     if not failed:
         return []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
+# Names on the package index, not of modules. A package is listed if its version decides whether a
+# program compiles or what it computes.
 PACKAGES = (
     "tpudist",
     "jax",

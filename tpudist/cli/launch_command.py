@@ -65,6 +65,8 @@ def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     # The program is the first word that is neither an option nor the value of one. All options take
     # a value, except these few.
     i = 0
+    # `i` grows in each round, so the loop ends. A new flag without a value must be added to the
+    # list below, or its next word would be taken for its value and not for the program.
     while i < len(args) and args[i].startswith("-"):
         has_value = "=" in args[i] or (
             not args[i].startswith("--") and len(args[i]) > 2
@@ -80,13 +82,7 @@ def run(options: Options) -> int:
     from tpudist.processes.process_judge import hang_timeout
     from tpudist.supervisor.launch import Launch
 
-    for name in ("num_processes", "devices_per_process"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise WrongUse(f"--{name.replace('_', '-')} {value}: must be at least 1.")
-    for name in ("restarts", "spares"):
-        if getattr(options, name) < 0:
-            raise WrongUse(f"--{name} {getattr(options, name)}: must be at least 0.")
+    _check_numbers(options)
     try:
         hang_timeout()
     except ValueError as error:
@@ -114,17 +110,31 @@ def run(options: Options) -> int:
     return launch.run()
 
 
+def _check_numbers(options: Options) -> None:
+    least = {"num-processes": 1, "devices-per-process": 1, "restarts": 0, "spares": 0}
+    numbers = {name.replace("_", "-"): value for name, value in vars(options).items()}
+    for name, minimum in least.items():
+        if (value := numbers[name]) is not None and value < minimum:
+            raise WrongUse(f"--{name} {value}: must be at least {minimum}.")
+
+
 def _print_commands(options: Options) -> int:
     from tpudist.cli.launch_hosts import name_hosts
     from tpudist.supervisor.hosts import LOOPBACK
 
+    # `name_hosts` and not `find_hosts`: a dry run may be on a machine that is not one of the hosts.
     hosts = name_hosts(options.hosts) or [LOOPBACK]
     shared: list[str] = []
-    for option, default in (("num_processes", 1), ("devices_per_process", None), ("restarts", 0)):
-        if (value := getattr(options, option)) != default:
-            shared += [f"--{option.replace('_', '-')}", str(value)]
-    if options.spares:
-        shared += ["--spares", str(options.spares)]
+    # Options with their defaults are left out. Only `--spares` and these may differ from them here:
+    # the hosts and the port are added below, and differ between the hosts.
+    for option, value, default in (
+        ("--num-processes", options.num_processes, 1),
+        ("--devices-per-process", options.devices_per_process, None),
+        ("--restarts", options.restarts, 0),
+        ("--spares", options.spares, 0),
+    ):
+        if value != default:
+            shared += [option, str(value)]
     program = [options.script, *options.arguments]
     num_processes = options.num_processes
     if len(hosts) == 1:

@@ -22,11 +22,14 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
     """
     if names is None:
         detected = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
+        # Slurm before the TPU's metadata: a Slurm step may use only some hosts of a slice.
         if detected is None:
             return Hosts()
         return Hosts(detected[0], detected[1], port or PORT)
     hosts = _split(names)
     if index is None:
+        # A name of another host cannot be bound here. Several names match if they are aliases of
+        # this host, or if localhost is among them; then the index cannot be guessed.
         matches = find_this_host(hosts)
         if len(matches) != 1:
             local = " and ".join(hosts[i] for i in matches) or "none"
@@ -37,6 +40,7 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
         index = matches[0]
     if not 0 <= index < len(hosts):
         raise WrongUse(f"--host-index {index}: must be from 0 to {len(hosts) - 1}.")
+    # One host needs no rendezvous, so its processes use free ports of the loopback interface.
     return Hosts(hosts, index, port or PORT) if len(hosts) > 1 else Hosts()
 
 
@@ -67,6 +71,8 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
     hosts = expand_hostlist(nodes)
     if len(hosts) < 2:
         return None
+    # With several tasks per node, each would start all processes of its node, and they would fight
+    # for the ports. `launch` must be the only task of a node.
     if int(env.get("SLURM_STEP_NUM_TASKS", len(hosts))) != len(hosts):
         raise WrongUse(
             f"Slurm starts {env['SLURM_STEP_NUM_TASKS']} tasks on {len(hosts)} nodes. Start one "
@@ -80,6 +86,7 @@ def _hosts_of_tpu() -> tuple[list[str], int] | None:
         slice_hosts = find_slice_hosts()
     except ValueError as error:
         raise WrongUse(str(error)) from None
+    # libtpu's variable for runs over several slices.
     count = os.environ.get("MEGASCALE_NUM_SLICES", "1")
     if count not in ("", "1"):
         raise WrongUse(

@@ -27,8 +27,11 @@ def check_names(args: Sequence[str], command: str, options: type, takes_program:
         WrongUse: If an option is unknown.
     """
     fields = dict(_fields(options))
+    # tyro gives a boolean that is True by default (`cache`) the second name --no-cache.
     flags = [f"--no-{name[2:]}" for name, field_type in fields.items() if field_type is bool]
     for word in args:
+        # A word that begins with -- is an option here even if it is the value of another one: no
+        # option has values that begin so. Single letters, such as -n, are left to tyro.
         name = word.partition("=")[0].replace("_", "-")
         if not name.startswith("--") or name in ("--", "--help", *fields, *flags):
             continue
@@ -53,10 +56,13 @@ def check_numbers(args: Sequence[str], options: type) -> None:
         WrongUse: If a value is not a number.
     """
     fields = dict(_fields(options))
+    # The value is after "=" or is the next word; "" stands for the word after the last one.
     for word, following in itertools.pairwise([*args, ""]):
         name, has_value, value = word.partition("=")
         field_type = fields.get(name.replace("_", "-"))
         value = value if has_value else following
+        # Not a number: a missing value, which tyro reports, or the word None, which tyro accepts
+        # for an option without a default.
         if field_type not in (int, float) or value in ("", "None") or value.startswith("--"):
             continue
         try:
@@ -71,6 +77,7 @@ def _fields(options: type) -> Iterator[tuple[str, Any]]:
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         field_type = hints[field.name]
+        # Options of a nested dataclass have no prefix (`OmitArgPrefixes` in `cli.parse`).
         if dataclasses.is_dataclass(field_type):
             yield from _fields(typing.cast(type, field_type))
             continue

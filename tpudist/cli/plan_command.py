@@ -30,6 +30,7 @@ from tpudist.xla.compiler.compiler_process import CompilerDied
 from tpudist.xla.hardware.slices import Slice, parse
 
 FITS, DOES_NOT_FIT = 0, 1
+# Not the default of the option, so that `_check_plan` can tell whether the option was passed.
 TIME_BUDGET_S = 600.0
 
 
@@ -137,6 +138,7 @@ class _StepSource:
         print_message(f"Planning {model}: {sized.describe()}.")
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
+        # A search compares the two extremes; one plan uses the preset, as a training run would.
         defaults = ("none", "full") if options.search else (sized.config.remat,)
         self.remat = options.remat or defaults
 
@@ -149,6 +151,8 @@ class _StepSource:
             raise
         except (ImportError, CompilerDied, TimeoutError) as error:
             raise WrongUse(str(error)) from error
+        # The user's step may raise anything, even SystemExit of a script. An error in our own step
+        # is a traceback, unless it is one that the options of the reference can cause.
         except (Exception, SystemExit) as error:
             if self._user_step is not None:
                 raise WrongUse(f"{self._user_step} failed: {format_error(error)}") from error
@@ -171,6 +175,7 @@ def _override_tokens(make_step: MakeStep, tokens_per_step: int | None) -> MakeSt
 
     def make(candidate: planner.Candidate) -> tuple[Any, ...]:
         strategy, fn, args, *more = make_step(candidate)
+        # The option has the last word: a fourth element of the step may have tokens, too.
         figures = {**(more[0] if more else {}), "tokens_per_step": tokens_per_step}
         return strategy, fn, args, figures
 
@@ -188,6 +193,7 @@ def _plan(options: Options, source: _StepSource) -> int:
         )
         strategy, fn, args, *more = source.make_step(candidate)
         figures: dict[str, Any] = {"tokens_per_step": source.tokens_per_step}
+        # Here the step has the last word over the reference's own number of tokens.
         figures |= more[0] if more else {}
         figures = {"calibration": source.calibration} | figures
         plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
@@ -237,6 +243,8 @@ def _exit_code(result: planner.SearchResult) -> int:
     Raises:
         WrongUse: If nothing was compiled.
     """
+    # 1 is an answer, "does not fit", and needs a refusal of the compiler. Without one, nothing is
+    # known about the slice, which is 2.
     if result.best or result.of(search_outcomes.TOO_LARGE):
         return FITS if result.best else DOES_NOT_FIT
     if failed := result.of(search_outcomes.FAILED):
@@ -287,6 +295,8 @@ def check(options: Options) -> Slice:
     """Checks the options before anything is compiled; returns the slice."""
     try:
         slice_ = parse(options.topology)
+        # The parts of --replica-axes become one text, because an axis must not occur twice among
+        # them.
         texts = [",".join(options.replica_axes), *options.geometries]
         geometries = [arguments.parse_axes(axes) for axes in texts if axes != "none"]
         if options.step is None:
@@ -308,6 +318,8 @@ def check(options: Options) -> Slice:
         raise WrongUse(str(error)) from error
     if math.isinf(options.time_budget or 0):
         raise WrongUse("--time-budget is inf. Pass a number of seconds, such as 86400 for a day.")
+    # Last: the errors above are about single values, and these about options that exclude each
+    # other.
     (_check_search if options.search else _check_plan)(options)
     return slice_
 
@@ -319,10 +331,15 @@ def _check_search(options: Options) -> None:
             f"--replica-axes is for one plan. To compare layouts, use --search --geometries {axes} "
             f"none."
         )
-    for name in ("chart", "save", "steps", "price_per_chip_hour"):
-        if getattr(options, name) is not None:
+    for name, value in (
+        ("chart", options.chart),
+        ("save", options.save),
+        ("steps", options.steps),
+        ("price-per-chip-hour", options.price_per_chip_hour),
+    ):
+        if value is not None:
             raise WrongUse(
-                f"--{name.replace('_', '-')} is for one plan, and --search makes several. Plan the "
+                f"--{name} is for one plan, and --search makes several. Plan the "
                 f"best layout again without --search: the compiled program is cached."
             )
 

@@ -64,6 +64,8 @@ def run(options: Options) -> int:
     try:
         from tpudist import port
     except ModuleNotFoundError as error:
+        # Another missing module is our mistake or a broken installation, and deserves its
+        # traceback.
         if error.name != "libcst":
             raise
         raise WrongUse(
@@ -73,6 +75,8 @@ def run(options: Options) -> int:
     port_file = port.port_notebook if is_notebook else port.port_program
     try:
         progress = _Progress(options.file)
+        # The file is written only after the whole program is ported, so an error leaves it
+        # unchanged.
         ported = port_file(source, is_whole=not options.module, on_pass=progress.update)
     except port.CannotPort as error:
         raise WrongUse(f"{options.file} cannot be ported. {error}") from error
@@ -84,6 +88,8 @@ def run(options: Options) -> int:
         print_text(_diff(str(options.file), before, after))
     if target is not None:
         _write(target, ported.source)
+    # On standard error, so that `tpudist port train.py > changes.diff` writes only the diff. Each
+    # line begins with "file:line:", which editors and CI services turn into links.
     for line in _format_leftovers(target or options.file, ported.leftovers, ported.stays):
         print_message(line)
     return INCOMPLETE if ported.leftovers else COMPLETE
@@ -151,6 +157,7 @@ def _read(file: Path) -> str:
 
 def _write(file: Path, text: str) -> None:
     try:
+        # newline="" also here: the text has the line ends of the source, "\r\n" included.
         file.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise WrongUse(

@@ -25,6 +25,7 @@ from tpudist.training import steps
 
 _LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
 OPTIMIZERS = {
+    # The learning rate changes no shape, so a plan does not depend on it.
     "adamw": lambda: optax.adamw(1e-3),
     "adafactor": lambda: optax.adafactor(1e-3),
     "sgd": lambda: optax.sgd(1e-3),
@@ -35,6 +36,8 @@ OPTIMIZERS = {
 class ReferenceOptions:
     """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
 
+    # The keys of `PRESETS`, again: tyro reads the choices from the annotation, which must be
+    # static.
     preset: Literal[
         "tiny",
         "llama-3.1-8b",
@@ -122,6 +125,7 @@ class Reference:
             model,
             memory_kind=self.optimizer_memory,
         )
+        # One token more than the length: the last one is only a target.
         tokens = jax.ShapeDtypeStruct((self.global_batch, self.length + 1), jnp.int32)
         step = steps.make_train_step(
             lambda model, tokens: next_token_loss(model, tokens).mean(axis=-1),
@@ -137,6 +141,7 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
         WrongUse: If the sizes do not form a model and a batch.
     """
     preset = PRESETS[options.preset] if options.hf is None else _read_folder(options)
+    # Options with the name of a field of the model override it; the others are sizes of the batch.
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     sizes = {
         name: value
@@ -156,9 +161,13 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
             f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
             f"set the same size. Pass one of them."
         )
-    for name in ("global_batch", "batch_per_chip", "sequence_length"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise WrongUse(f"--{name.replace('_', '-')} is {value}. It must be above 0.")
+    for name, value in (
+        ("global-batch", options.global_batch),
+        ("batch-per-chip", options.batch_per_chip),
+        ("sequence-length", options.sequence_length),
+    ):
+        if value is not None and value < 1:
+            raise WrongUse(f"--{name} is {value}. It must be above 0.")
     batch = options.global_batch
     if batch is None:
         per_chip = options.batch_per_chip

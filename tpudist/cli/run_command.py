@@ -57,11 +57,15 @@ def run(options: Options) -> NoReturn:
         )
     command = [*find_program(options.script), *options.arguments]
     if options.emulate is not None:
+        # Through the environment, because JAX reads the number of CPU devices when it starts, and
+        # because processes that the program starts need it as well.
         os.environ.update(emulation.environment_of(options.emulate))
     if options.goodput is not None:
         os.environ[goodput.VARIABLE] = options.goodput
     if options.verify:
         os.environ[first_verification.VARIABLE] = "1"
+    # `execvp` discards Python's buffers. From here on this process is the program: no `finally` and
+    # no exit handler of tpudist runs.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], command)

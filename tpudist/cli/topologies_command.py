@@ -103,7 +103,7 @@ def _number_columns(names: Sequence[str]) -> list[Column]:
 def _sources(chip: Chip | AnnouncedChip) -> TextTable:
     rows = []
     for name, source in chip.sources.items():
-        value = getattr(chip, name, "")  # sources name fields, and "largest" has no number
+        value = vars(chip).get(name, "")  # some have a source, but no field
         text = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
         rows.append((name, text, source))
     columns = ("", "", Column(style="dim"))

@@ -31,6 +31,7 @@ def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
     if not colon or not place or not attribute:
         raise WrongUse(f"{name!r} does not name a function. {RULE}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        # As `python -m` does; a console script has the folder of its interpreter there instead.
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
@@ -38,6 +39,7 @@ def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
         raise
     except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise WrongUse(f"{place} cannot be imported: {format_error(error)}") from error
+    # An attribute of the user's module, which may not exist.
     make_step = getattr(module, attribute, None)
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
@@ -81,7 +83,9 @@ def _import_file(path: Path) -> ModuleType:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look a class up in the module of that name.
     sys.modules[name] = module
+    # The file may import its neighbors, as with `python file.py`.
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module

@@ -14,6 +14,8 @@ from tpudist.cli.accelerator.accelerator_report import build_report, write_repor
 from tpudist.cli.accelerator.section_run import run_section
 from tpudist.xla import emulation
 
+# Rough shares: the numbers compile the most programs. A section that ends early does not give its
+# time to the next one, so that the result of one section never depends on another.
 SHARES = {"numbers": 0.4, "compute": 0.2, "collectives": 0.25, "host": 0.15}
 """Share of the time that each section may take, in the order in which they run."""
 
@@ -55,6 +57,7 @@ def check_accelerator(
             python,
             budget_s / 60,
         )
+        # `is_ok` is a property, so `asdict` omits it.
         results.append({**dataclasses.asdict(section), "ok": section.is_ok})
         report = build_report(results, versions, created)
         write_report(report, path)
@@ -62,6 +65,8 @@ def check_accelerator(
 
 
 def _environment(num_emulated: int | None) -> dict[str, str]:
+    # libtpu and XLA log to standard error, and the report quotes the last lines of a child that
+    # died. Level 3 leaves fatal messages of libtpu, level 2 errors of XLA.
     quiet = {"TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if num_emulated:
         return {**quiet, **emulation.environment_of(num_emulated)}

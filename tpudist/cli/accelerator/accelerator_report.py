@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 1  # raise it if a field changes its meaning; `planner.read_calibration` reads the file
 LARGE_BYTES = 2**20
 """Collectives of at least this size are compared with their estimate for the calibration."""
 _HOME = str(Path.home())
@@ -36,6 +36,9 @@ def build_report(
         "planner": compare_with_plans(sections),
         "calibration": _calibrate(sections, devices),
     }
+    # Through JSON, so that the report in memory equals the file: `default=float` turns NumPy
+    # scalars into numbers. The home directory is replaced because users attach reports to public
+    # issues.
     return json.loads(json.dumps(report, default=float).replace(_HOME, "~"))
 
 
@@ -45,6 +48,8 @@ def write_report(report: Mapping[str, Any], path: Path) -> None:
         (path, json.dumps(report, indent=1)),
         (path.with_suffix(".txt"), format_report(report)),
     ):
+        # Replaced atomically: the report is written after each section, and an interrupt between
+        # two sections must leave a report that can be read.
         partial = file.with_name(file.name + ".partial")
         partial.write_text(text + "\n")
         os.replace(partial, file)
@@ -135,6 +140,8 @@ def _calibrate(
     """Returns the fields of a `planner.Calibration`; None for devices without published rates."""
     if not devices.get("chip"):
         return None
+    # Names of items are the interface to `device_rates` and `host_rates`: "memory ..." are copies
+    # in device memory, in rising size, and "host to device" is the transfer.
     found = [x for x in _items(sections) if x["status"] == "ok"]
     matmuls = [
         x["figures"]["tflop_per_s"] for x in found if x["figures"].get("dtype") == "bfloat16"
@@ -144,10 +151,13 @@ def _calibrate(
     ratios = [
         x["figures"]["estimated_s"] / x["figures"]["seconds"]
         for x in found
+        # Small collectives measure latency, which the calibration does not change.
         if x["figures"].get("num_bytes", 0) >= LARGE_BYTES and x["figures"].get("estimated_s")
     ]
     return {
         "generation": devices["chip"],
+        # The best product: the calibration has the rate of a large one. Rates are per JAX device
+        # here, as in `planner.Calibration`; the published ones are per chip.
         "matmul_flops_per_s": max(matmuls) * 1e12 if matmuls else None,
         "hbm_bytes_per_s": copies[-1] * 1e9 if copies else None,  # the largest, beyond any cache
         "host_bytes_per_s": sent[0] * 1e9 if sent else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,11 @@ from tpudist.strategy.strategy import Strategy
 
 LONG_S = 0.2
 """Seconds that a program should run; its loop is made that long."""
+# Sides of square matrices. 8192 in float32 are 256 MiB per matrix, which every TPU can hold.
 MATMULS = (1024, 2048, 4096, 8192)
+# Bytes: 4 MiB to 256 MiB. The largest exceeds the VMEM of any chip, so it measures HBM.
 COPIES = tuple(2**power for power in (22, 24, 26, 28))
+# Bytes per device: 4 KiB, which is latency only, to 64 MiB, which is bandwidth only.
 MESSAGES = tuple(2**power for power in (12, 16, 20, 24, 26))
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
 AXIS = "replica"
@@ -66,10 +68,12 @@ def _measure_matmul(strategy: Strategy, dtype: str, size: int) -> Figures:
     weights = np.random.default_rng(0).normal(size=(size, size), scale=size**-0.5)
     weights = jnp.asarray(weights, dtype)
     figures = _measure(strategy, lambda x, w: (x @ w).astype(dtype), weights, weights)
+    # A product of n x n matrices has n**3 multiplications and as many additions.
     return {**figures, "tflop_per_s": 2 * size**3 / figures["seconds"] / 1e12, "dtype": dtype}
 
 
 def _measure_copy(strategy: Strategy, num_bytes: int) -> Figures:
+    # Not a plain copy, which XLA would remove from the loop. Bytes count twice: read and written.
     figures = _measure(strategy, lambda x: x * 1.0001, jnp.ones(num_bytes // 4, jnp.float32))
     return {**figures, "gbyte_per_s": 2 * num_bytes / figures["seconds"] / 1e9}
 
@@ -78,6 +82,9 @@ def _measure_collective(strategy: Strategy, kind: str, num_bytes: int) -> Figure
     count = strategy.num_replicas_in_sync
     length = max(num_bytes // 4 // count, 1) * count
     figures = _measure(strategy, _collective(kind, count), jnp.ones(length, jnp.float32))
+    # Bytes that a device sends in a ring, as a multiple of its array: the default, (n - 1) / n, is
+    # for reduce-scatter and all-to-all. In an all-gather a device passes on n - 1 arrays of this
+    # size.
     sent = {"all-reduce": 2 * (count - 1) / count, "permute": 1.0, "all-gather": count - 1}
     num_sent = 4 * length * sent.get(kind, (count - 1) / count)
     return {
@@ -91,6 +98,8 @@ def _measure_collective(strategy: Strategy, kind: str, num_bytes: int) -> Figure
 def _collective(kind: str, count: int) -> Body:
     """Returns a collective whose result has the shape of its argument."""
 
+    # Sums are divided by their number of terms, so that values stay finite over thousands of
+    # iterations: an infinite result would fail the item ("wrong numbers").
     def all_gather(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, AXIS).sum(0) / count
 
@@ -114,31 +123,36 @@ def _collective(kind: str, count: int) -> Body:
 
 
 def _measure(
-    strategy: Strategy, body: Callable[..., jax.Array], x: jax.Array, *rest: Any
+    strategy: Strategy, body: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array
 ) -> Figures:
     """Measures one operation in a loop whose length fits its time, and plans the same program."""
+    # Two measurements: 4 iterations tell how long one takes, and then the loop lasts `LONG_S`. At
+    # least 4 iterations keep the loop a loop; 10,000 bound the time if the clock reads 0.
     once = _time(strategy, body, 4, x, *rest) / 4
     length = int(min(max(LONG_S / max(once, 1e-9), 4), 10_000))
     seconds = _time(strategy, body, length, x, *rest) / length
     return {"seconds": seconds, "estimated_s": _estimate(strategy, body, length, x, *rest)}
 
 
-def _time(strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: Any) -> float:
+def _time(
+    strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: jax.Array
+) -> float:
     step = _loop(body, length)
     return seconds_per_call(lambda: jax.block_until_ready(strategy.run(step, args=args)))
 
 
 def _estimate(
-    strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: Any
+    strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: jax.Array
 ) -> float | None:
     """Returns the time that a plan for these devices says; None for devices it has no rates of."""
     plan = strategy.plan(_loop(body, length), args, cache=False)
     return None if plan.time is None else plan.time.step_s / length
 
 
+# Cached, so that the timed and the planned step are the same function.
 @functools.cache
 def _loop(body: Callable[..., jax.Array], length: int) -> Callable[..., jax.Array]:
-    def step(x: jax.Array, *rest: Any) -> jax.Array:
+    def step(x: jax.Array, *rest: jax.Array) -> jax.Array:
         # Adding 0 times the replica number makes the value vary over replicas in the eyes of the
         # compiler, which would remove collectives of equal values.
         varying = x + jax.lax.axis_index(AXIS).astype(x.dtype) * 0

@@ -18,6 +18,7 @@ from tpudist.checkpoint.checkpoint import Checkpoint
 from tpudist.cli.accelerator.item import Figures, Item, seconds_per_call
 from tpudist.strategies.mirrored import MirroredStrategy
 
+# Few arrays: with many, the time that each of them costs would hide the fixed time of a call.
 NUM_ARRAYS = 10
 _NUM_BATCHES = 20
 
@@ -42,6 +43,7 @@ def make_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
 def _measure_to_device(device: jax.Device, mebibytes: int) -> Figures:
     array = np.ones(mebibytes * 2**18, np.float32)
     seconds = seconds_per_call(
+        # Without aliasing: a CPU device would use the array of the host, and measure nothing.
         lambda: jax.device_put(array, device, may_alias=False).block_until_ready()
     )
     return {"seconds": seconds, "gbyte_per_s": array.nbytes / seconds / 1e9}
@@ -59,6 +61,7 @@ def _measure_to_host(device: jax.Device, mebibytes: int) -> Figures:
         return time.perf_counter() - started
 
     fetch()
+    # The minimum: other work of the host can only slow a transfer down.
     seconds = min(fetch() for _ in range(5))
     return {"seconds": seconds, "gbyte_per_s": array.nbytes / seconds / 1e9}
 
@@ -66,10 +69,13 @@ def _measure_to_host(device: jax.Device, mebibytes: int) -> Figures:
 def _measure_input(devices: Sequence[jax.Device], mebibytes: int) -> Figures:
     """Batches of a shuffled NumPy dataset through the distributed iterator, nothing computed."""
     strategy = MirroredStrategy(devices)
+    # Rows of 32 KiB, about an image of 100 x 100 pixels in three channels; 4 batches in memory,
+    # which `repeat` reads again and again.
     width = 2**15
     batch = max(mebibytes * 2**20 // width, len(devices))
     rows = np.zeros((4 * batch, width), np.uint8)
     data = strategy.experimental_make_numpy_dataset(rows).shuffle(seed=0).batch(batch)
+    # The first batch is not timed: it starts the threads of the pipeline.
     batches = iter(strategy.experimental_distribute_dataset(data.repeat(_NUM_BATCHES)))
     jax.block_until_ready(next(batches))
     started = time.perf_counter()
@@ -95,6 +101,7 @@ def _measure_checkpoint(devices: Sequence[jax.Device], mebibytes: int) -> Figure
         started = time.perf_counter()
         again.read(path).assert_consumed()
         restore_s = time.perf_counter() - started
+        # A checkpoint that is fast and wrong must fail: the values are compared bitwise.
         ok = bool(jnp.array_equal(again.checkpoint_objects()["state"]["weights"], state["weights"]))
     return {
         "ok": ok,

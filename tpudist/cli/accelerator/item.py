@@ -39,6 +39,9 @@ def seconds_per_call(call: Callable[[], object], least_s: float = 0.05, repeats:
             call()
         spent = time.perf_counter() - started
         if spent < least_s and number < 1_000_000:
+            # Grows by at most 10 times, because the first measurement may be far off, and by at
+            # least 1, so that the search ends. The bound of a million is for calls that take less
+            # than the clock resolves.
             number = min(number * 10, max(number + 1, int(number * least_s / max(spent, 1e-9))))
             continue
         averages.append(spent / number)

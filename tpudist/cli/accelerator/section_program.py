@@ -22,6 +22,7 @@ MARK = "tpudist-accelerator: "
 ITEM_S = 45.0
 """Seconds after which an item counts as hung, if a fourth of the budget is less."""
 # The child ends by itself, even if its parent is gone, and prints its stack first.
+# Core dumps are off: that of a JAX process may have many GB.
 START = """
 import faulthandler, json, resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -46,6 +47,7 @@ def main(section: str, budget_s: float, skipped: Collection[str]) -> None:
         skipped: Names of items not to run, because an earlier process ran them or died in them.
     """
     started = time.monotonic()
+    # Before the first use of a device, which fixes their number.
     if emulation.devices_of_environment():
         emulation.emulate()
     devices = jax.local_devices()
@@ -55,9 +57,12 @@ def main(section: str, budget_s: float, skipped: Collection[str]) -> None:
     ]
     _print(items=[x.name for x in items])
     for item in items:
+        # An item may take up to a fourth of the budget, and would be cut off as a hang here.
         if time.monotonic() - started > 0.8 * budget_s:
             _print(end=item.name, status="left out: no time left", seconds=0.0, figures={})
             continue
+        # "begin" without an "end" is how the parent learns which item ended the process. So both
+        # lines must be flushed at once.
         _print(begin=item.name)
         began = time.monotonic()
         # A hung collective cannot be interrupted: the process prints its stack and ends, and the
@@ -73,6 +78,7 @@ def _run(item: Item) -> tuple[str, Figures]:
         figures = item.run()
     except Exception as error:
         return f"failed: {type(error).__name__}: {error}", {"traceback": traceback.format_exc()}
+    # A rate that is not finite is a wrong measurement, and is not JSON.
     bad = [x for x in figures.values() if isinstance(x, float) and not math.isfinite(x)]
     return "ok" if figures.get("ok", True) and not bad else "failed: wrong numbers", figures
 
@@ -89,5 +95,5 @@ def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
     }
 
 
-def _print(**message: Any) -> None:
+def _print(**message: object) -> None:
     print(MARK + json.dumps(message, default=float), flush=True)

@@ -70,14 +70,21 @@ def run_section(
     deadline = time.monotonic() + budget_s
     for _ in range(_MAX_STARTS):
         left_s = deadline - time.monotonic()
+        # A process needs a few seconds to import JAX and to start devices; less is not worth a
+        # start.
         if left_s < min(5.0, budget_s / 2):
             result.problem = f"stopped after {result.progress}: {advice}"
             return result
+        # Every start either ends the section or adds at least one item to `skipped`, so the loop
+        # would end even without `_MAX_STARTS`; that bound is for the time that starts cost.
         skipped = [x["name"] for x in result.items]
         command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
+        # Two seconds more than the child allows itself: it prints its stack, which is worth more
+        # than a kill from here.
         outcome = run_to_end(command, env, left_s + 2, _reader(report_item))
         begun = _read(outcome, result)
         if begun is None:
+            # It died before or between items: a restart would do the same.
             if outcome.exit_code and not result.items:
                 result.problem = f"failed before its first item: {_cause(outcome)}"
             elif outcome.exit_code and not _is_out_of_time(outcome):
@@ -122,9 +129,11 @@ def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
 def _cause(outcome: ChildOutcome) -> str:
     if _is_out_of_time(outcome):
         return "did not end in time"
+    # The last line of a Python traceback, "ValueError: ...", has no indentation.
     errors = [x for x in outcome.lines if "Error: " in x and not x.startswith(" ")]
     return f"ended with {outcome.exit_code}" + (f": {errors[-1]}" if errors else "")
 
 
 def _is_out_of_time(outcome: ChildOutcome) -> bool:
+    # `faulthandler` begins its output with "Timeout (0:00:45)!" when it ends the child.
     return outcome.hung or "Timeout (" in outcome.last_lines()
