@@ -1,6 +1,6 @@
-"""Whatever a model is made of, on any replicas: the numbers of one device, or an error in words.
+"""Every model construct on every mesh matches one device or raises a clear error.
 
-The cells run in processes of their own, since what goes wrong here ends a process.
+The cells run in separate processes, because a failure can crash the process.
 """
 
 import jax
@@ -15,7 +15,7 @@ from tpudist.lowering.workarounds import known_operations
 from tpudist.programs import jaxprs
 
 SEVERAL_AXES = ("fsdp=2, tensor=2", "data=2, fsdp=2", "fsdp=4, tensor=2")
-# Those over which XLA's partitioner ended the process on a CPU or a TPU.
+# XLA's partitioner crashed the process on these, on a CPU or a TPU.
 AT_RISK = (
     "nnx.Embed",
     "embedding, annotated",
@@ -36,14 +36,14 @@ def what_became_of(names, geometries, slice_name=""):
 
 
 @pytest.mark.slow
-def test_lookups_in_replicas_of_several_axes_are_those_of_one_device():
+def test_lookups_in_replicas_of_several_axes_match_one_device():
     names = ("nnx.Embed", "cross-entropy by index", "experts, by index")
     found = what_became_of(names, SEVERAL_AXES[:1])
     assert set(found.values()) == {"exact"}, found
 
 
 def some_cells(geometry):
-    """A quarter of the constructs, and those at risk where there are several axes."""
+    """Returns a quarter of the constructs, and those at risk if there are several axes."""
     j = list(GEOMETRIES).index(geometry)
     return [
         (name, geometry)
@@ -52,14 +52,14 @@ def some_cells(geometry):
     ]
 
 
-def test_each_construct_is_tried_somewhere():
+def test_each_construct_is_covered_by_a_geometry():
     assert {name for x in GEOMETRIES for name, _ in some_cells(x)} == set(CONSTRUCTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_the_page_of_constructs_says_what_becomes_of_them(geometry):
-    """Of each construct on two geometries or three; all cells take constructs_page.py minutes."""
+def test_the_page_of_constructs_states_each_result(geometry):
+    """Covers each construct on 2 or 3 geometries; constructs_page.py takes minutes for all."""
     cells = some_cells(geometry)
     found = construct_cells.run_cells(cells)
     told = constructs_page.read_table(constructs_page.PAGE.read_text())
@@ -67,7 +67,7 @@ def test_the_page_of_constructs_says_what_becomes_of_them(geometry):
     assert kinds == {cell: told[cell] for cell in cells}, found
 
 
-def test_the_page_of_constructs_has_a_cell_for_each():
+def test_the_page_of_constructs_has_a_cell_for_each_construct():
     page = constructs_page.PAGE.read_text()
     told = constructs_page.read_table(page)
     assert list(told) == [(name, geometry) for name in CONSTRUCTS for geometry in GEOMETRIES]
@@ -84,9 +84,9 @@ def test_the_page_of_constructs_lists_each_exception():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `sow` is
-def test_the_known_operations_are_those_of_the_constructs(monkeypatch):
-    """What is not tried here is compiled in another process first."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `sow` is deprecated
+def test_the_constructs_cover_the_known_operations(monkeypatch):
+    """An operation that no construct covers is first compiled in a separate process."""
     found = set()
     spread = compile.spread
 
@@ -101,20 +101,20 @@ def test_the_known_operations_are_those_of_the_constructs(monkeypatch):
         (batch,) = strategy.experimental_distribute_dataset([construct_cells.batch_of()])
         strategy.lower(construct_cells.step(name), args=(model, batch))
     assert found <= known_operations.KNOWN
-    if jax.__version_info__ >= (0, 12):  # the oldest has others in their place
+    if jax.__version_info__ >= (0, 12):  # the oldest jax has other operations instead
         assert len(known_operations.KNOWN - found) < 5
 
 
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", SEVERAL_AXES)
-def test_the_tpu_compiler_takes_what_is_at_risk(geometry):
+def test_the_tpu_compiler_accepts_the_constructs_at_risk(geometry):
     found = what_became_of(AT_RISK, [geometry], "v5e:2x4")
     assert set(found.values()) == {"compiled"}, found
 
 
-def test_a_process_that_ends_is_the_failure_of_its_cell_alone(tmp_path):
-    """Without that, a bug of XLA would hide what becomes of the cells after it."""
+def test_a_crashed_process_fails_only_its_own_cell(tmp_path):
+    """Otherwise an XLA bug would hide the results of all later cells."""
     program = tmp_path / "program.py"
     program.write_text(
         "import json, os, sys\n"

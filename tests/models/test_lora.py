@@ -1,4 +1,4 @@
-"""Adapters: what they add, that they alone are trained, and that they can be merged."""
+"""LoRA adapters: they are added to a model, trained separately, and merged."""
 
 import dataclasses
 import functools
@@ -30,12 +30,12 @@ def model_of(config: TransformerConfig) -> Transformer:
 
 
 def make(**changes) -> Transformer:
-    """A model of its own: making one takes a second, and copying it nothing."""
+    """Returns a copy of a model, because making one takes a second."""
     return nnx.clone(model_of(dataclasses.replace(SMALL, **changes)))
 
 
 def abstract(**changes) -> Transformer:
-    """A model of shapes alone."""
+    """Returns a model that has only shapes."""
     config = dataclasses.replace(SMALL, **changes)
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
@@ -51,8 +51,8 @@ def step(model, optimizer, tokens):
 
 
 @pytest.mark.slow
-def test_only_adapters_are_trained_and_merged_they_are_the_same_model(tmp_path):
-    """On a mesh, with weights in bfloat16, as one fine-tunes."""
+def test_only_adapters_are_trained_and_the_merged_model_is_equivalent(tmp_path):
+    """Runs on a mesh with bfloat16 weights, as a typical fine-tuning run does."""
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, devices=jax.devices()[:4])
     folder = RECORDED / "mistral"
     with strategy.scope():
@@ -94,8 +94,8 @@ def test_only_adapters_are_trained_and_merged_they_are_the_same_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_each_adapter_is_at_its_matrix(kv_heads):
-    """Merged into another one, the model would compute something else."""
+def test_each_adapter_belongs_to_its_matrix(kv_heads):
+    """If an adapter were merged into another matrix, the model would compute something else."""
     model = lora.add(make(num_kv_heads=kv_heads), rank=2)
     for key, target in zip(jax.random.split(jax.random.key(1), 7), lora.TARGETS, strict=True):
         b = getattr(model.blocks, f"{target}_lora_b")
@@ -106,7 +106,7 @@ def test_each_adapter_is_at_its_matrix(kv_heads):
 
 
 @pytest.mark.slow
-def test_mlps_without_a_gate_have_adapters_too():
+def test_an_mlp_without_a_gate_has_adapters():
     model = lora.add(make(gated=False), targets=["up_proj"])
     model.blocks.up_proj_lora_b[...] += 0.1
     want = logits_of(model)
@@ -114,7 +114,7 @@ def test_mlps_without_a_gate_have_adapters_too():
 
 
 @pytest.mark.slow
-def test_first_values_are_drawn_from_the_stream_that_is_given():
+def test_initial_values_are_drawn_from_the_given_rngs():
     first, second, again = (
         lora.add(make(), rngs=nnx.Rngs(seed)).blocks.q_proj_lora_a[...] for seed in (1, 2, 1)
     )
@@ -123,7 +123,7 @@ def test_first_values_are_drawn_from_the_stream_that_is_given():
     assert jnp.abs(first).max() <= 16**-0.5
 
 
-def test_what_has_no_adapter_is_refused():
+def test_matrices_without_adapters_are_rejected():
     with pytest.raises(
         ValueError,
         match="cannot add adapters to lm_head. Use some of the matrices of this .* q_proj, ",

@@ -1,4 +1,4 @@
-"""The reference models by themselves: what they compute, and how their dims are laid out."""
+"""The reference models: their results, and the layout of their dims."""
 
 import dataclasses
 import functools
@@ -41,11 +41,11 @@ def model_of(config: TransformerConfig) -> Transformer:
 
 
 def make(**changes) -> Transformer:
-    """A model of its own: making one takes a second, and copying it nothing."""
+    """Returns a copy of a model, because making one takes a second."""
     return nnx.clone(model_of(dataclasses.replace(SMALL, **changes)))
 
 
-# A program each, where single operations would be a hundred.
+# One compiled program instead of about a hundred single operations.
 of_tokens = nnx.jit(next_token_nats)
 logits_of = nnx.jit(lambda model, tokens: model(tokens))
 
@@ -59,8 +59,8 @@ def inner_mesh() -> jax.sharding.Mesh:
 
 
 @pytest.mark.slow
-def test_a_transformer_predicts_every_byte_from_those_before_it_alone():
-    """A model that sees what it is to predict has a fine loss and learns nothing."""
+def test_a_transformer_predicts_every_byte_only_from_earlier_bytes():
+    """A model that sees its target has a low loss but learns nothing."""
     model = make()
     batch = tokens()
     changed = batch.copy()
@@ -78,8 +78,8 @@ def test_a_fresh_transformer_is_about_as_good_as_guessing():
 
 
 @pytest.mark.slow
-def test_attention_knows_positions():
-    """Without rotary positions the order of the bytes before the last would not matter."""
+def test_attention_depends_on_positions():
+    """Without rotary positions, the order of the bytes before the last one would not matter."""
     model = make()
     forth, back = np.array([[1, 2, 3, 4, 9]]), np.array([[4, 3, 2, 1, 9]])
     of_forth, of_back = (logits_of(model, jnp.asarray(x)) for x in (forth, back))
@@ -87,7 +87,7 @@ def test_attention_knows_positions():
 
 
 @pytest.mark.slow
-def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
+def test_a_bfloat16_model_keeps_float32_parameters():
     model = make(dtype="bfloat16")
     grads = nnx.grad(loss)(model, tokens())
     assert {x.dtype for x in jax.tree.leaves((nnx.state(model), grads))} == {jnp.dtype("float32")}
@@ -98,7 +98,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
 
 
 @pytest.mark.slow
-def test_a_plain_mlp_has_one_matrix_less():
+def test_an_mlp_without_a_gate_has_one_matrix_less():
     model = make(gated=False)
     assert model.blocks.mlp_in.shape == (3, 1, 16, 24)
     assert jnp.isfinite(loss(model, tokens()))
@@ -106,8 +106,8 @@ def test_a_plain_mlp_has_one_matrix_less():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_models_learn_in_graph_mode_and_in_tree_mode(graph):
-    """Flax is about to change its default from the one to the other."""
+def test_models_train_in_graph_mode_and_in_tree_mode(graph):
+    """Flax plans to change its default from graph mode to tree mode."""
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
         model = Transformer(SMALL, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -130,7 +130,7 @@ def test_models_learn_in_graph_mode_and_in_tree_mode(graph):
         ({"embed_dim": 6, "num_heads": 2}, "Use a multiple of 4, such as 8"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(change, words):
+def test_invalid_sizes_are_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
 
@@ -147,8 +147,8 @@ def test_every_dim_of_every_parameter_has_a_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [RULES, pytest.param((), marks=pytest.mark.exhaustive)])
-def test_parameters_and_their_slots_are_laid_out_by_the_rules(rules):
-    """A name without a rule is not split: the rules need not know every model."""
+def test_parameters_and_their_slots_are_placed_by_the_rules(rules):
+    """A dim without a rule is not split, so the rules need not cover every model."""
     with jax.set_mesh(inner_mesh()), nnx.logical_axis_rules(rules):
         model = Transformer(SMALL, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -160,7 +160,7 @@ def test_parameters_and_their_slots_are_laid_out_by_the_rules(rules):
         assert array.sharding.spec == want
 
 
-def test_a_constraint_leaves_alone_what_it_cannot_split():
+def test_a_constraint_does_not_split_a_dim_that_does_not_divide():
     x = jnp.ones((3, 4))
     assert constrain(x, "batch", "mlp") is x  # no mesh
     with jax.set_mesh(inner_mesh()), nnx.logical_axis_rules(RULES):
@@ -169,7 +169,7 @@ def test_a_constraint_leaves_alone_what_it_cannot_split():
     assert "tensor" in text
 
 
-def test_a_convnet_remembers_statistics_of_training_and_uses_them_in_judging():
+def test_a_convnet_stores_statistics_in_training_and_uses_them_in_evaluation():
     model = ConvNet(ConvNetConfig(channels=4), rngs=nnx.Rngs(0))
     judge = nnx.jit(lambda model, x: model(x, training=False))
     train = nnx.jit(lambda model, x: model(x, training=True))
@@ -182,7 +182,7 @@ def test_a_convnet_remembers_statistics_of_training_and_uses_them_in_judging():
 
 
 @pytest.mark.slow
-def test_padding_does_not_count_in_the_statistics_of_a_convnet():
+def test_padding_is_excluded_from_the_statistics_of_a_convnet():
     images = jax.random.normal(jax.random.key(0), (6, 8, 8, 1))
     padded = jnp.concatenate([images, 100 * jnp.ones((2, 8, 8, 1))])
     models = [ConvNet(ConvNetConfig(channels=4), rngs=nnx.Rngs(0)) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_padding_does_not_count_in_the_statistics_of_a_convnet():
 
 
 @pytest.mark.slow
-def test_an_mlp_needs_two_dims():
+def test_an_mlp_requires_two_dims():
     assert MLP((3, 5, 2), rngs=nnx.Rngs(0))(jnp.ones((7, 3))).shape == (7, 2)
     with pytest.raises(ValueError, match=r"input and output; got dims=\(3,\)"):
         MLP((3,), rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""The reference transformer's options: each keeps what the model computes, or is a known model."""
+"""Options of the reference transformer: each preserves the result or gives a known model."""
 
 import dataclasses
 import functools
@@ -48,12 +48,12 @@ def model_of(config: TransformerConfig) -> Transformer:
 
 
 def make(config: TransformerConfig = SMALL, **changes) -> Transformer:
-    """A model of its own: making one takes a second, and copying it nothing."""
+    """Returns a copy of a model, because making one takes a second."""
     return nnx.clone(model_of(dataclasses.replace(config, **changes)))
 
 
 def make_here(**changes) -> Transformer:
-    """A model that is split by the mesh and the rules of the place."""
+    """Returns a model that is split by the current mesh and rules."""
     return Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
 
 
@@ -62,7 +62,7 @@ def tokens(batch: int = 4, length: int = 16) -> jax.Array:
 
 
 def trained(model: Transformer, function=next_token_nats):
-    """The nats of the tokens, and the gradients of their mean."""
+    """Returns the nats of the tokens, and the gradients of their mean."""
     graph, state = nnx.split(model)
 
     def loss(state):
@@ -75,7 +75,7 @@ def trained(model: Transformer, function=next_token_nats):
 
 @functools.cache
 def plain():
-    """What the small model gives without any of the options."""
+    """Returns the result of the small model without any options."""
     return trained(make())
 
 
@@ -90,12 +90,12 @@ def num_parameters(config: TransformerConfig) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def test_llama_has_as_many_parameters_as_its_authors_say():
+def test_llama_has_the_published_number_of_parameters():
     assert num_parameters(LLAMA_8B) == 8_030_261_248
 
 
 @pytest.mark.slow
-def test_queries_that_share_keys_compute_what_equal_keys_of_their_own_would():
+def test_shared_keys_match_repeated_keys():
     shared, own = make(), make(num_kv_heads=None)
     query, key_value = shared.blocks.query_in[...], shared.blocks.key_value_in[...]
     key, value = jnp.moveaxis(jnp.repeat(key_value, 2, axis=3), 2, 0)
@@ -107,7 +107,7 @@ def test_queries_that_share_keys_compute_what_equal_keys_of_their_own_would():
 
 
 @pytest.mark.slow
-def test_heads_may_be_wider_than_their_share():
+def test_heads_may_be_wider_than_the_embedding_divided_by_heads():
     model = make(head_width=10)
     assert model.blocks.query_in.shape == (2, 16, 4, 10)
     assert model.blocks.key_value_in.shape == (2, 16, 2, 2, 10)
@@ -115,16 +115,16 @@ def test_heads_may_be_wider_than_their_share():
 
 
 @pytest.mark.slow
-def test_a_tied_model_predicts_by_its_embedding():
+def test_a_tied_model_predicts_with_its_embedding():
     model = make(tied=True)
     assert not hasattr(model, "unembedding")
     nats, gradients = trained(model)
     assert abs(nats.mean() - math.log(SMALL.vocabulary)) < 1
-    assert jnp.abs(gradients["embedding"]).sum(axis=1).min() > 0  # also of tokens never read
+    assert jnp.abs(gradients["embedding"]).sum(axis=1).min() > 0  # also for tokens never read
 
 
 @pytest.mark.slow
-def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
+def test_the_loss_and_its_gradient_match_optax_cross_entropy():
     def by_optax(model, tokens):
         logits = model(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -134,12 +134,12 @@ def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [4, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_a_loss_in_chunks_is_the_same_loss(chunk):
+def test_a_chunked_loss_is_the_same_loss(chunk):
     assert_same(trained(make(loss_chunk=chunk)), plain())
 
 
-def test_a_loss_in_chunks_is_as_much_work():
-    """What its backward pass computes again is none."""
+def test_a_chunked_loss_has_the_same_flops():
+    """Recomputation in its backward pass does not count."""
 
     def flops(model):
         graph, state = nnx.split(model)
@@ -150,8 +150,8 @@ def test_a_loss_in_chunks_is_as_much_work():
 
 
 @pytest.mark.slow
-def test_its_annotations_mean_nothing_outside_of_all_scopes():
-    """Where one device holds everything."""
+def test_sharding_annotations_have_no_effect_outside_all_scopes():
+    """There, one device has the whole model."""
     strategy = tpudist.get_strategy()
     made = [
         strategy.create(lambda: Transformer(SMALL, rngs=nnx.Rngs(0))),
@@ -164,8 +164,8 @@ def test_its_annotations_mean_nothing_outside_of_all_scopes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
-    """Its weight is gathered once, and its gradients are summed over devices once."""
+def test_a_chunked_loss_sends_at_most_the_bytes_of_a_full_one(axes):
+    """The weight is gathered once, and its gradients are summed over devices once."""
     sent = {}
     for chunk in (None, 4):
         strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
@@ -182,13 +182,13 @@ def test_a_loss_in_chunks_sends_no_more_than_a_whole_one(axes):
 
 
 @pytest.mark.slow
-def test_chunks_that_do_not_fill_the_sequence_are_refused():
+def test_chunks_that_do_not_divide_the_sequence_are_rejected():
     with pytest.raises(ValueError, match="loss_chunk=5 does not cut a sequence of 16 positions"):
         next_token_nats(make(loss_chunk=5), tokens())
 
 
 @pytest.mark.slow
-def test_a_loss_holds_the_logits_of_one_chunk_alone():
+def test_a_chunked_loss_stores_the_logits_of_only_one_chunk():
     def temporary_bytes(**changes):
         model = nnx.eval_shape(lambda: make_here(vocabulary=32_768, num_layers=1, **changes))
         graph, state = nnx.split(model)
@@ -203,12 +203,12 @@ def test_a_loss_holds_the_logits_of_one_chunk_alone():
 
 
 @pytest.mark.slow
-def test_experts_are_asked_to_share_their_work_in_training_alone():
+def test_the_balance_of_experts_counts_only_in_the_training_loss():
     assert_same(next_token_loss(make(), tokens()), next_token_nats(make(), tokens()))
     model = make(num_experts=4, mlp_dim=8)
     more = next_token_loss(model, tokens()) - next_token_nats(model, tokens())
     assert (more > 0).all()
-    assert (more < 0.01 * 3).all()  # as if one expert were all there is
+    assert (more < 0.01 * 3).all()  # as if all tokens used one expert
 
 
 @pytest.mark.slow
@@ -224,13 +224,13 @@ def test_experts_are_asked_to_share_their_work_in_training_alone():
     ],
     ids=str,
 )
-def test_a_model_split_inside_a_replica_computes_what_the_whole_one_does(inner, changes):
-    """Positions too: each device rotates by where its part stands in the sequence."""
+def test_a_model_split_inside_a_replica_matches_the_unsplit_model(inner, changes):
+    """This includes positions: each device rotates by the place of its part in the sequence."""
     want = trained(make(**changes))
     shape = {"replica": 8 // math.prod(inner.values())} | inner
     kinds = (AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
-    # Two heads of keys are not split over four devices: their rule is left out.
+    # Two key heads are not split over four devices: their rule is omitted.
     few = {"kv_heads"} if inner.get("tensor", 1) > 2 else set()
     rules = [(name, axis) for name, axis in RULES if axis in inner and name not in few]
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
@@ -264,12 +264,12 @@ def test_a_model_split_inside_a_replica_computes_what_the_whole_one_does(inner, 
         ({"remat": "some"}, "remat='some' is not a policy"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(change, words):
+def test_invalid_sizes_are_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
 
 
-FAMILY = dataclasses.replace(  # all that pretrained models bring
+FAMILY = dataclasses.replace(  # all options of pretrained models
     SMALL,
     gelu=True,
     biased=True,
@@ -292,8 +292,8 @@ def plain_family():
 
 
 @pytest.mark.slow
-def test_logits_in_chunks_are_capped_as_whole_ones():
-    """Its gradient is written by hand."""
+def test_chunked_logits_are_capped_like_full_logits():
+    """The gradient of the chunked loss is custom."""
     assert_same(trained(make(FAMILY, loss_chunk=4)), plain_family())
 
 
@@ -306,7 +306,7 @@ def test_logits_in_chunks_are_capped_as_whole_ones():
     ],
     ids=str,
 )
-def test_what_pretrained_models_bring_is_the_same_on_a_mesh(axes, changes):
+def test_a_model_with_all_pretrained_options_matches_on_a_mesh(axes, changes):
     want, of_mean = plain_family()
     config = dataclasses.replace(FAMILY, **changes)
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])

@@ -1,4 +1,4 @@
-"""Measured rates take the place of published ones, and wrong reports are refused."""
+"""Measured rates replace published rates, and invalid reports raise an error."""
 
 import json
 
@@ -11,7 +11,7 @@ from tpudist.xla.estimate.instruction_time import Rates
 from tpudist.xla.hardware.chips import CHIPS
 
 
-def test_measured_rates_are_those_that_plans_price_with():
+def test_plans_use_measured_rates():
     chip = CHIPS["tpu7x"]  # two devices
     measured = Calibration("tpu7x", 400e12, 2e12, 10e9, 0.5)
     calibrated = measured.apply(chip)
@@ -26,7 +26,7 @@ def test_measured_rates_are_those_that_plans_price_with():
     assert Calibration("tpu7x").apply(chip) == chip
 
 
-def test_another_generation_is_refused():
+def test_a_calibration_of_a_different_generation_is_rejected():
     with pytest.raises(ValueError, match="measured on v5e, but the plan is for v5p"):
         Calibration("v5e").apply(CHIPS["v5p"])
 
@@ -40,7 +40,7 @@ def test_another_generation_is_refused():
         ({"generation": "v5e", "ici_ratio": float("nan")}, "ici_ratio=nan"),
     ],
 )
-def test_rates_that_cannot_be_are_refused(fields, message):
+def test_impossible_rates_are_rejected(fields, message):
     with pytest.raises(ValueError, match=message):
         Calibration(**fields)
 
@@ -54,7 +54,7 @@ def test_rates_that_cannot_be_are_refused(fields, message):
         ('{"calibration": null, "devices": {"kind": "NVIDIA H100"}}', "measured on NVIDIA H100, "),
     ],
 )
-def test_files_that_are_no_reports_are_refused(text, message, tmp_path):
+def test_files_that_are_not_reports_are_rejected(text, message, tmp_path):
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_calibration(tmp_path / "report.json")
@@ -69,7 +69,7 @@ def test_a_report_is_read_from_its_path_or_its_content(tmp_path):
         read_calibration(tmp_path / "none.json")
 
 
-def test_a_calibration_of_devices_without_times_is_refused(emulated_devices):
+def test_a_calibration_for_devices_without_time_estimates_is_rejected(emulated_devices):
     strategy = tpudist.MirroredStrategy(emulated_devices[:2])
     with pytest.raises(ValueError, match="plans estimate times only for TPUs. Omit it, or pass"):
         strategy.plan(lambda x: x + 1, (jnp.ones(2),), calibration=Calibration("v5e"))

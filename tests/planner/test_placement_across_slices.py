@@ -1,4 +1,4 @@
-"""Across slices replicas talk over the data-center network, and nobody else does."""
+"""Only replicas communicate over the data-center network between slices."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.libtpu
 
 
 def slices_along(mesh, axis):
-    """For each line of devices along `axis`: on how many slices they are."""
+    """Returns the number of slices of each line of devices along `axis`."""
     dim = mesh.mesh.axis_names.index(axis)
     devices = mesh.mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.mesh.shape[axis])
     return {len({d.slice_index for d in line}) for line in devices}
@@ -29,13 +29,13 @@ def slices_along(mesh, axis):
         (2, {"fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 1, "tensor": 1}),
         (2, {"fsdp": 2}, {"replica": 2, "fsdp": 1}),
         (4, {"fsdp": 2}, {"replica": 4, "fsdp": 1}),
-        # With fewer replicas than slices, `data` goes across too.
+        # With fewer replicas than slices, `data` also spans slices.
         (2, {"data": 2, "fsdp": 4}, {"replica": 1, "data": 2, "fsdp": 1}),
         (4, {"data": 2, "fsdp": 4}, {"replica": 2, "data": 2, "fsdp": 1}),
         (4, {"data": 8, "tensor": 2}, {"replica": 1, "data": 4, "tensor": 1}),
     ],
 )
-def test_only_replicas_and_data_go_across_slices(num_slices, axes, across):
+def test_only_the_replica_and_data_axes_span_slices(num_slices, axes, across):
     mesh = make_mesh(topology.devices("v5e:2x2", num_slices=num_slices), axes)
     found = {str(axis): slices_along(mesh, axis) for axis in mesh.mesh.axis_names}
     assert found == {axis: {number} for axis, number in across.items()}
@@ -44,8 +44,8 @@ def test_only_replicas_and_data_go_across_slices(num_slices, axes, across):
 @pytest.mark.parametrize(
     ("num_slices", "axes"), [(2, {"fsdp": 8}), (3, {"fsdp": 6}), (4, {"data": 2, "fsdp": 8})]
 )
-def test_a_replica_that_would_span_slices_is_refused(num_slices, axes):
-    """Its layers would wait for the slow network; FSDP over slices is seldom meant."""
+def test_a_replica_that_would_span_slices_is_rejected(num_slices, axes):
+    """The layers would wait for the slow network. Users seldom intend FSDP across slices."""
     told = ", ".join(f"{name}={size}" for name, size in axes.items())
     message = rf"Replicas of {told} span \d+ devices each, but a slice has 4, and there are "
     with pytest.raises(ValueError, match=message + rf"{num_slices} slices\. .* divides 4, or add"):
@@ -54,8 +54,8 @@ def test_a_replica_that_would_span_slices_is_refused(num_slices, axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}])
-def test_between_slices_only_the_devices_share_of_the_gradients_moves(axes):
-    """Once, after they have been split inside the slice."""
+def test_slices_exchange_only_each_devices_share_of_the_gradients(axes):
+    """The share crosses once, after the gradients were scattered inside the slice."""
     devices = topology.devices("v5e:2x2", num_slices=2)
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=devices)
     width = 1024

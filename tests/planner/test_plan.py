@@ -1,4 +1,4 @@
-"""`strategy.plan`: the step that `run` would run, compiled for other devices and read."""
+"""`strategy.plan`: compiles the step of `run` for other devices and reads the program."""
 
 import dataclasses
 import gzip
@@ -44,7 +44,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tpu_cache(tmp_path_factory):
-    """What the TPU compiler said is asked for once in this module."""
+    """Returns a cache for the module, so each program is compiled for TPUs only once."""
     return tmp_path_factory.mktemp("plans")
 
 
@@ -83,19 +83,19 @@ def sharded():
 
 
 def lowered(strategy, fn, args):
-    """What a plan of the strategy's own devices is of."""
+    """Lowers a step for the strategy's own devices, as `plan` does."""
     twin = strategy._twin(None)
     names = call_description.names_of_leaves(fn, args, {})
     call = abstract_arguments.move_arguments(args, {}, names, strategy, twin)
     return plan_builder.lower(twin, fn, call, None, {}, lambda *_: None)
 
 
-# The plan of one's own devices.
+# Plans for the strategy's own devices.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
-def test_a_plan_says_what_the_compiled_step_holds_and_sends(make):
+def test_a_plan_reports_the_memory_and_collectives_of_the_compiled_step(make):
     strategy = make()
     model, optimizer = state_of(strategy, strategy.create_abstract)
     step = make_step()
@@ -117,7 +117,7 @@ def test_a_plan_says_what_the_compiled_step_holds_and_sends(make):
 
 
 @pytest.mark.slow
-def test_a_plan_as_json_is_the_same_plan():
+def test_a_plan_survives_json():
     strategy = sharded()
     plan = strategy.plan(make_step(), (*state_of(strategy), BATCH), tokens_per_step=ROWS)
     assert Plan.from_json(plan.to_json()) == plan
@@ -133,14 +133,14 @@ def test_a_plan_as_json_is_the_same_plan():
         ('{"kind": "Plan", "version": 1, "other": 1}', "Plan has no other"),
     ],
 )
-def test_json_that_is_no_plan_is_refused(text, message):
+def test_json_that_is_not_a_plan_is_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         Plan.from_json(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tpudist.MirroredStrategy, sharded])
-def test_what_is_planned_is_the_program_that_runs(make):
+def test_the_planned_program_equals_the_program_of_run(make):
     strategy = make()
     model, optimizer = state_of(strategy)
     with strategy.scope():
@@ -159,7 +159,7 @@ def test_what_is_planned_is_the_program_that_runs(make):
 
 
 @pytest.mark.slow
-def test_planning_leaves_everything_as_it_is():
+def test_planning_leaves_all_state_unchanged():
     strategy = sharded()
     model, optimizer = state_of(strategy)
     with strategy.scope():
@@ -179,7 +179,7 @@ def test_planning_leaves_everything_as_it_is():
     strategy.run(step, (model, optimizer, batch))
     compiles = compile_log.backend_compiles().number
     strategy.run(step, (model, optimizer, batch))
-    # The log keeps the last 1000 only, and may be full by now.
+    # The log keeps only the last 1000 entries and may be full.
     assert compile_log.compile_log()[:-1] == log[-999:]
     assert compile_log.backend_compiles().number == compiles
     strategy.plan(step, (model, optimizer, batch))
@@ -188,7 +188,7 @@ def test_planning_leaves_everything_as_it_is():
     assert compile_log.backend_compiles().number == compiles
 
 
-def test_inputs_are_told_by_their_users_names_and_by_what_they_are_for():
+def test_inputs_have_the_users_names_and_their_roles():
     strategy = sharded()
     model, optimizer = state_of(strategy)
     with strategy.scope():
@@ -212,7 +212,7 @@ def test_inputs_are_told_by_their_users_names_and_by_what_they_are_for():
     assert [x.donated for x in found] == sorted((x.donated for x in found), reverse=True)
 
 
-def test_inputs_that_a_program_does_not_use_are_left_out():
+def test_inputs_unused_by_the_program_are_omitted():
     strategy = sharded()
     plan = strategy.plan(
         lambda a, unused, b: a + b, tuple(np.full((n,), 1.0, np.float32) for n in (8, 1000, 8))
@@ -220,7 +220,7 @@ def test_inputs_that_a_program_does_not_use_are_left_out():
     assert plan.memory.categories["other arguments"] < 1000
 
 
-def test_options_and_keyword_arguments_are_those_of_run():
+def test_plan_accepts_the_options_and_keyword_arguments_of_run():
     strategy = sharded()
     x = strategy.replicate(np.ones((256, 4), np.float32))
     options = tpudist.RunOptions(donate_argnums=(0,))
@@ -231,11 +231,11 @@ def test_options_and_keyword_arguments_are_those_of_run():
         strategy.plan(lambda x: x * 2, (x,), compiler_options={"xla_no_such": True})
 
 
-# The same strategy on other devices.
+# The same strategy on different devices.
 
 
 class Split(tpudist.Strategy):
-    """Splits what is large, as its attribute says; a user's own."""
+    """A user's strategy that splits arrays above the size in its attribute."""
 
     def __init__(self, devices, smallest):
         super().__init__(mesh.make_mesh(devices, {"part": 2}))
@@ -246,7 +246,7 @@ class Split(tpudist.Strategy):
         return P("part") if large and not shape[0] % self.mesh.shape["part"] else P()
 
 
-def test_a_strategy_on_other_devices_keeps_class_axes_rules_and_attributes():
+def test_a_strategy_on_different_devices_keeps_class_axes_rules_and_attributes():
     strategy = Split(jax.devices(), smallest=16)
     other = strategy.on(jax.devices()[:4])
     assert type(other) is Split
@@ -259,7 +259,7 @@ def test_a_strategy_on_other_devices_keeps_class_axes_rules_and_attributes():
     assert rules.on(jax.devices()[:2]).logical_axis_rules == rules.logical_axis_rules
 
 
-def test_a_strategy_on_other_devices_runs_and_has_its_own_variables():
+def test_a_strategy_on_different_devices_runs_and_has_its_own_variables():
     strategy = Split(jax.devices(), smallest=16)
     other = strategy.on(jax.devices()[:4])
     with other.scope():
@@ -271,7 +271,7 @@ def test_a_strategy_on_other_devices_runs_and_has_its_own_variables():
         strategy.run(lambda: variable.read_value())
 
 
-def test_what_depends_on_the_devices_is_adapted_to_others():
+def test_device_dependent_options_are_adapted_to_different_devices():
     chosen = tpudist.HierarchicalCopyAllReduce(num_packs=2)
     strategy = tpudist.MirroredStrategy(cross_device_ops=chosen)
     other = strategy.on(jax.devices()[:2])
@@ -294,7 +294,7 @@ def _assigned():
         (lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 8}), "which is not a multiple"),
     ],
 )
-def test_a_strategy_that_is_bound_to_its_devices_cannot_be_moved(make, message):
+def test_a_strategy_bound_to_its_devices_cannot_be_moved(make, message):
     with pytest.raises(ValueError, match=message):
         make().on(jax.devices()[:4])
 
@@ -310,7 +310,7 @@ def test_every_strategy_can_be_planned_on_its_own_devices(make):
 
 
 def on_four(strategy, monkeypatch):
-    """Stands in for a topology: the twin on half of the CPU devices, where no compiler is slow."""
+    """Replaces the topology by half of the CPU devices, which compile quickly."""
     monkeypatch.setattr(topology, "devices", lambda name: jax.devices()[:4])
     return strategy
 
@@ -329,7 +329,7 @@ def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
 
     def step(model, optimizer, x):
         current = tpudist.get_strategy()
-        where = NamedSharding(strategy.mesh, P("fsdp"))  # closures name the strategy too
+        where = NamedSharding(strategy.mesh, P("fsdp"))  # closures refer to the strategy too
         x = jax.lax.with_sharding_constraint(x, where)
         x = strategy.experimental_split_to_logical_devices(x, (2, 1))
         seen.append((type(current), current is strategy, strategy.num_replicas_in_sync, x.shape))
@@ -339,7 +339,7 @@ def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
     plan = strategy.plan(step, (model, optimizer, BATCH), topology="half")
     assert plan.num_devices == 4
     assert plan.num_replicas == 2
-    # The second trace has three times the rows on twice the replicas, to see how sums grow.
+    # The second trace has three times the rows on twice the replicas, to see how sums scale.
     assert seen == [
         (tpudist.TPUStrategy, False, 2, (ROWS // 2, WIDTH)),
         (tpudist.TPUStrategy, False, 4, (3 * ROWS // 2, WIDTH)),
@@ -348,8 +348,8 @@ def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_slice_is_that_of_a_strategy_made_there(monkeypatch):
-    """State, batch and Variables are placed as they would be by a strategy of those devices."""
+def test_a_plan_for_a_slice_equals_the_plan_of_a_strategy_on_that_slice(monkeypatch):
+    """State, batch and Variables are placed as a strategy on those devices would place them."""
     here = on_four(sharded(), monkeypatch)
     there = here.on(jax.devices()[:4])
     ours = here.plan(make_step(), (*state_of(here), BATCH), topology="half")
@@ -369,7 +369,7 @@ def test_each_replica_keeps_its_part_of_a_batch_on_a_slice(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_replica_is_split_only_if_asked_for(monkeypatch):
+def test_a_batch_of_one_replica_is_split_only_on_request(monkeypatch):
     monkeypatch.setattr(topology, "devices", lambda name: jax.devices()[:4])
     strategy = tpudist.MirroredStrategy(jax.devices()[:1])
     (batch,) = batches(strategy, 1)
@@ -388,7 +388,7 @@ def test_a_global_batch_on_one_replica_is_a_plain_array():
     assert made == batches(strategy).element_spec
 
 
-def test_a_global_batch_is_what_a_distributed_dataset_gives():
+def test_a_global_batch_matches_the_spec_of_a_distributed_dataset():
     strategy = sharded()
     made, spec = BATCH.on(strategy.replica_mesh), batches(strategy).element_spec
     assert (made.array, made.rows) == (spec.array, spec.rows)
@@ -405,12 +405,12 @@ def test_a_global_batch_is_what_a_distributed_dataset_gives():
         ({"x": "text"}, TypeError, "holds a str"),
     ],
 )
-def test_a_global_batch_that_cannot_be_split_is_refused(tree, error, message):
+def test_a_global_batch_that_cannot_be_split_is_rejected(tree, error, message):
     with pytest.raises(error, match=message):
         sharded().plan(lambda x: None, (GlobalBatch(tree),))
 
 
-def test_arguments_that_run_refuses_are_refused():
+def test_arguments_that_run_rejects_are_rejected():
     strategy = sharded()
     other = tpudist.TPUStrategy(devices=jax.devices()[:2])
     (batch,) = batches(other, 1)
@@ -432,14 +432,14 @@ def test_arguments_that_run_refuses_are_refused():
         strategy.plan(lambda: variable.assign(replica().replica_id_in_sync_group * 1.0))
 
 
-def test_an_array_that_is_split_over_an_axis_that_replicas_have_not_is_refused():
+def test_an_array_split_over_an_axis_missing_from_the_mesh_is_rejected():
     other = tpudist.TPUStrategy(replica_axes={"tensor": 2})
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(other.mesh, P("tensor")))
     with pytest.raises(ValueError, match=r"'x' is split over tensor, but the mesh"):
         sharded().plan(lambda x: x, (x,))
 
 
-def test_an_array_that_does_not_divide_is_refused(monkeypatch):
+def test_an_array_that_does_not_divide_evenly_is_rejected(monkeypatch):
     strategy = on_four(tpudist.TPUStrategy(replica_axes={"fsdp": 2}), monkeypatch)
     other = strategy.on(jax.devices()[:2])
     x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(other.mesh, P("replica")))
@@ -448,7 +448,7 @@ def test_an_array_that_does_not_divide_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_variables_that_a_function_makes_are_made_once(monkeypatch):
+def test_variables_created_by_a_function_are_created_once(monkeypatch):
     strategy = on_four(tpudist.MirroredStrategy(), monkeypatch)
     with strategy.scope():
         weights = tpudist.Variable(np.ones((4, 4), np.float32))
@@ -478,7 +478,7 @@ def test_a_captured_batch_has_as_many_parts_as_there_are_replicas(monkeypatch):
     assert plan.fits
 
 
-# What is counted as work.
+# Model FLOPs.
 
 
 def _flops(fn, *args, num_replicas=1):
@@ -515,7 +515,7 @@ def _layers(remat, policy=None):
         ),
     ],
 )
-def test_work_is_the_flops_of_matrix_multiplications(fn, args, flops):
+def test_model_flops_count_matrix_multiplications(fn, args, flops):
     assert _flops(fn, *args) == (flops, ())
     assert _flops(fn, *args, num_replicas=4)[0] == 4 * flops
 
@@ -524,13 +524,13 @@ def test_work_is_the_flops_of_matrix_multiplications(fn, args, flops):
     "policy",
     [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable],
 )
-def test_what_is_computed_again_is_no_work(policy):
+def test_rematerialization_does_not_add_model_flops(policy):
     fn, *args = _layers(False)
     again, *_ = _layers(True, policy)
     assert _flops(again, *args) == _flops(fn, *args)
 
 
-def test_a_loop_of_unknown_length_is_told():
+def test_a_loop_of_unknown_length_adds_a_note():
     def fn(a):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, a)
 
@@ -539,12 +539,12 @@ def test_a_loop_of_unknown_length_is_told():
     assert "while loop" in note
 
 
-def test_a_loop_of_unknown_length_without_work_is_not_told():
+def test_a_loop_of_unknown_length_without_flops_adds_no_note():
     fn = lambda a: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, a)  # noqa: E731
     assert _flops(fn, jnp.ones((4, 4))) == (0, ())
 
 
-def test_work_of_the_devices_inside_a_replica_is_counted_on_each():
+def test_flops_of_the_devices_inside_a_replica_are_counted_on_each():
     fn = jax.shard_map(
         lambda x, y: x @ y,
         in_specs=(P("fsdp"), P()),
@@ -576,7 +576,7 @@ def _kernel_matmul(estimate=None, rows=8):
     return call
 
 
-def test_a_kernel_counts_what_it_says_or_its_body_as_often_as_its_grid_says():
+def test_a_kernel_counts_its_estimate_or_its_body_times_its_grid():
     x, y = jnp.ones((32, 16)), jnp.ones((16, 128))
     assert _flops(_kernel_matmul(), x, y) == (2 * 32 * 16 * 128, ())
     said = pallas.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)
@@ -584,7 +584,7 @@ def test_a_kernel_counts_what_it_says_or_its_body_as_often_as_its_grid_says():
 
 
 def test_the_gradient_of_a_kernel_counts_twice_the_kernel():
-    """Whatever it computes again, as flash attention does."""
+    """Recomputation does not count, although flash attention recomputes."""
     matmul = _kernel_matmul()
 
     @jax.custom_vjp
@@ -593,7 +593,7 @@ def test_the_gradient_of_a_kernel_counts_twice_the_kernel():
 
     def backward(saved, dz):
         x, y = saved
-        matmul(x, y)  # once more
+        matmul(x, y)  # recomputation
         return matmul(dz, y.T), matmul(x.T, dz)
 
     fn.defvjp(lambda x, y: (matmul(x, y), (x, y)), backward)
@@ -605,14 +605,14 @@ def test_the_gradient_of_a_kernel_counts_twice_the_kernel():
     assert _flops(jax.grad(lambda x, y: again(x, y).sum(), (0, 1)), x, y) == (3 * once, ())
 
 
-def test_the_users_own_count_goes_before_ours():
+def test_the_model_flops_argument_replaces_our_count():
     strategy = sharded()
     args = (*state_of(strategy), BATCH)
     assert strategy.plan(make_step(), args).model_flops == 2 * 2 * ROWS * WIDTH**2
     assert strategy.plan(make_step(), args, model_flops=7.0).model_flops == 7.0
 
 
-# What is kept.
+# The cache.
 
 
 def kept_note(plan):
@@ -620,7 +620,7 @@ def kept_note(plan):
 
 
 @pytest.mark.slow
-def test_what_the_compiler_said_is_kept_by_program_and_options(tmp_path):
+def test_the_cache_is_keyed_by_program_and_options(tmp_path):
     strategy = sharded()
     args = (*state_of(strategy), BATCH)
     first = strategy.plan(make_step(), args)
@@ -638,8 +638,8 @@ def test_what_the_compiler_said_is_kept_by_program_and_options(tmp_path):
     assert other.program != first.program
 
 
-def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypatch):
-    """It reads XLA_FLAGS once: what they say later is not what a program was compiled with."""
+def test_the_cache_key_uses_the_flags_that_xla_has_read(monkeypatch):
+    """XLA reads XLA_FLAGS once; later values have no effect on the compiled programs."""
     strategy = sharded()
     x = np.ones(8, np.float32)
     first = strategy.plan(lambda x: x * 3, (x,))
@@ -649,8 +649,8 @@ def test_what_xla_has_read_already_decides_what_is_kept_of_this_process(monkeypa
     assert flags.read_flags()["XLA_FLAGS"] != flags.process_flags()["XLA_FLAGS"]
 
 
-def test_an_answer_without_buffers_is_not_kept(monkeypatch):
-    """Its memory report is a poor one, and the next may be better."""
+def test_a_program_without_buffers_is_not_cached(monkeypatch):
+    """The compiler may return buffers next time, which give a better memory report."""
     ask = compiler_query.compiler_process.compile_here
 
     def without_buffers(*args):
@@ -664,7 +664,7 @@ def test_an_answer_without_buffers_is_not_kept(monkeypatch):
     assert kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),)))
 
 
-def test_source_lines_that_have_moved_since_are_told():
+def test_a_cached_plan_with_moved_source_lines_adds_a_note():
     strategy = sharded()
     plan = [
         strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
@@ -674,7 +674,7 @@ def test_source_lines_that_have_moved_since_are_told():
     assert "Source lines are from the time of that answer" in plan[1].notes[-1]
 
 
-def test_nothing_is_kept_where_nobody_wants_it(tmp_path):
+def test_cache_false_writes_nothing(tmp_path):
     strategy = sharded()
     for _ in range(2):
         assert not kept_note(strategy.plan(lambda x: x * 2, (np.ones(8),), cache=False))
@@ -700,7 +700,9 @@ def test_nothing_is_kept_where_nobody_wants_it(tmp_path):
         (lambda file: file.parent.chmod(0o777), "other users may write to it"),
     ],
 )
-def test_a_kept_plan_that_cannot_be_trusted_is_made_anew(tmp_path, caplog, damage, complaint):
+def test_a_cached_plan_that_cannot_be_trusted_is_compiled_again(
+    tmp_path, caplog, damage, complaint
+):
     strategy = sharded()
     strategy.plan(lambda x: x * 2, (np.ones(8),))
     (file,) = (tmp_path / "cache" / "tpudist" / "plans").iterdir()
@@ -716,7 +718,7 @@ def _rewrite(file, change):
     file.write_bytes(gzip.compress(json.dumps(changed).encode()))
 
 
-def test_the_oldest_plans_are_forgotten(tmp_path, monkeypatch):
+def test_the_oldest_cached_plans_are_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(answer_cache, "_MAX_ENTRIES", 2)
     kept = answer_cache.Cache(tmp_path / "plans")
     for i in range(4):
@@ -729,7 +731,7 @@ def test_the_oldest_plans_are_forgotten(tmp_path, monkeypatch):
 # Progress.
 
 
-def test_progress_tells_what_is_done():
+def test_progress_reports_each_phase():
     told = []
     strategy = sharded()
     strategy.plan(lambda x: x * 2, (np.ones(8),), progress=lambda doing, s: told.append(doing))
@@ -751,7 +753,7 @@ def test_a_terminal_shows_progress_and_a_file_does_not(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
+def test_a_step_is_planned_for_a_slice_without_hardware(tpu_cache):
     strategy = sharded()
     args = (*state_of(strategy), BATCH)
     plan = strategy.plan(
@@ -773,8 +775,8 @@ def test_a_step_is_planned_for_a_slice_that_is_not_there(tpu_cache):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
-    """`step=0` of Flax's TrainState, which no described device can hold."""
+def test_python_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
+    """Flax's TrainState has `step=0`, which cannot be placed on described devices."""
     linear = {"w": jnp.ones((WIDTH, WIDTH))}
     state = TrainState.create(apply_fn=jnp.matmul, params=linear, tx=optax.sgd(0.1))
 
@@ -789,7 +791,7 @@ def test_numbers_in_state_are_planned_for_a_slice_as_arrays(tpu_cache):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
+def test_a_step_that_does_not_fit_returns_a_plan_with_a_refusal(tpu_cache):
     strategy = tpudist.OneDeviceStrategy()
     x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
     for _ in range(2):
@@ -803,8 +805,8 @@ def test_a_step_that_does_not_fit_is_a_plan_that_says_so(tpu_cache):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
-    """Those that the function makes are made here, as by its first run."""
+def test_variables_are_planned_for_a_slice_without_hardware(tpu_cache):
+    """Variables that the function creates are created on this host, as in its first run."""
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
         weights = tpudist.Variable(np.ones((8, 8), np.float32))
@@ -833,7 +835,7 @@ def test_variables_are_planned_with_for_a_slice_that_is_not_there(tpu_cache):
 @pytest.mark.parametrize(
     "name", ["v5e:2x4", pytest.param("2xv5e:2x2", marks=pytest.mark.slow), "v4:2x2x1"]
 )
-def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(name, tpu_cache):
+def test_a_strategy_on_described_devices_is_planned_for_their_slice(name, tpu_cache):
     strategy = tpudist.TPUStrategy(devices=topology.devices(name))
     plan = strategy.plan(lambda x: x + 1, (np.ones(8, np.float32),), cache=tpu_cache)
     assert plan.topology == name
@@ -851,9 +853,7 @@ def test_a_strategy_of_described_devices_is_planned_as_the_slice_that_they_are(n
         ("2xv5e:2x2", slice(1, None, 2), 4),
     ],
 )
-def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
-    name, picked, num_chips
-):
+def test_chips_are_counted_if_a_strategy_uses_one_of_their_two_devices(name, picked, num_chips):
     devices = topology.devices(name)[picked]
     strategy = tpudist.TPUStrategy(devices=devices)
     assert plan_builder._num_chips(strategy.mesh, chips.chip_of_device(devices[0])) == num_chips
@@ -861,7 +861,7 @@ def test_chips_are_counted_also_where_a_strategy_has_one_of_their_two_devices(
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("picked", [[3, 1, 2, 0], [1, 2]])
-def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_cache):
+def test_a_strategy_keeps_its_devices_on_a_topology_of_the_same_slice(picked, tpu_cache):
     devices = topology.devices("v5e:2x2")
     grid = np.array([devices[i] for i in picked])
     of_all = jax.sharding.Mesh(grid, ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -876,11 +876,11 @@ def test_a_strategy_on_a_slice_that_is_named_stays_on_its_devices(picked, tpu_ca
 
 
 class Own(tpudist.Strategy):
-    """A strategy on whatever mesh a user has."""
+    """A strategy on a mesh chosen by the user."""
 
 
 @pytest.mark.libtpu
-def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
+def test_a_strategy_moved_to_a_different_slice_adds_a_note(tpu_cache):
     strategy = tpudist.TPUStrategy(devices=topology.devices("2xv5e:2x2"))
     plan = strategy.plan(lambda x: x + 1, (np.ones(8),), topology="v5e:2x2", cache=tpu_cache)
     assert plan.num_devices == 4
@@ -890,8 +890,8 @@ def test_a_strategy_that_is_moved_from_slice_to_slice_says_so(tpu_cache):
 
 
 @pytest.mark.libtpu
-def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
-    """A loop of unknown length, and a kernel that says nothing of its work."""
+def test_operations_of_unknown_cost_add_notes(tpu_cache):
+    """Covers a loop of unknown length and a kernel without a cost estimate."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
     def kernel(x, out):
@@ -911,7 +911,7 @@ def test_what_counts_for_less_than_it_may_take_is_told(tpu_cache):
 
 
 @pytest.mark.libtpu
-def test_a_slice_that_is_not_there_is_an_error_before_anything_is_traced():
+def test_an_unknown_slice_raises_an_error_before_tracing():
     def never():
         raise AssertionError("traced")
 

@@ -1,4 +1,4 @@
-"""A compiled step is saved where it was planned, and run elsewhere without a compiler."""
+"""A compiled step is saved after planning and run in another process without a compiler."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def saved_once(tmp_path_factory):
 
 @pytest.fixture
 def saved(saved_once, tmp_path):
-    """A copy of a saved plan, to be damaged."""
+    """Returns a copy of a saved plan, which the test may damage."""
     folder = tmp_path / "plan"
     folder.mkdir(mode=0o700)
     for file in saved_once.iterdir():
@@ -71,11 +71,11 @@ def test_another_process_runs_a_saved_step_without_compiling(tmp_path, axes):
     assert (loaded["compiles"], loaded["logged"]) == (0, [])
     for what in ("losses", "total", "end"):
         np.testing.assert_array_equal(loaded[what], compiled[what])
-    # Another shape is another program; another number is fed to the same one.
+    # A different shape is a different program; a different number uses the same program.
     assert len(loaded["later"]) == len(compiled["later"]) == 1
 
 
-def test_a_saved_plan_is_private_and_read_back_whole(tmp_path):
+def test_a_saved_plan_is_private_and_loads_completely(tmp_path):
     planned = strategy().plan(double, (X,), in_process=True)
     planned.save(tmp_path / "new" / "plan")
     folder = tmp_path / "new" / "plan"
@@ -84,9 +84,9 @@ def test_a_saved_plan_is_private_and_read_back_whole(tmp_path):
     assert strategy().load_plan(folder, double, (X,)) == planned
 
 
-def test_a_plan_without_an_executable_is_compiled_to_be_saved_and_says_so(tmp_path, caplog):
+def test_a_plan_without_an_executable_is_compiled_on_save_and_logs_it(tmp_path, caplog):
     ours = strategy()
-    for _ in range(2):  # of which the second is known from the first
+    for _ in range(2):  # the second plan comes from the cache
         plan = ours.plan(double, (X,))
     with caplog.at_level(logging.WARNING, "tpudist"):
         plan.save(tmp_path / "plan")
@@ -110,7 +110,7 @@ def _count(state):
     ],
     ids=["python", "numpy", "numpy_scalars"],
 )
-def test_state_that_is_on_no_device_yet_runs_as_it_was_planned(tmp_path, state):
+def test_state_on_no_device_runs_as_it_was_planned(tmp_path, state):
     strategy().plan(_count, (state,), in_process=True, cache=False).save(tmp_path / "plan")
     ours = strategy()
     ours.load_plan(tmp_path / "plan", _count, (state,))
@@ -122,8 +122,8 @@ def test_state_that_is_on_no_device_yet_runs_as_it_was_planned(tmp_path, state):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_a_loaded_step_writes_nothing_of_what_the_planner_read(tmp_path, monkeypatch, in_process):
-    """The planner has the compiler write its buffers to a temporary folder."""
+def test_a_loaded_step_does_not_write_the_planners_files(tmp_path, monkeypatch, in_process):
+    """The planner makes the compiler write its buffers to a temporary folder."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     plan = strategy().plan(double, (X,), in_process=in_process)
@@ -134,7 +134,7 @@ def test_a_loaded_step_writes_nothing_of_what_the_planner_read(tmp_path, monkeyp
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_plan_that_was_kept_still_gets_its_executable(tmp_path, caplog):
+def test_a_cached_plan_still_receives_its_executable(tmp_path, caplog):
     ours = strategy()
     first = ours.plan(double, (X,))
     again = ours.plan(double, (X,), in_process=True)
@@ -145,7 +145,7 @@ def test_a_plan_that_was_kept_still_gets_its_executable(tmp_path, caplog):
     assert ours.load_plan(tmp_path / "plan", double, (X,)) == again
 
 
-def test_a_step_with_other_arguments_compiles_as_ever(saved):
+def test_a_step_with_different_arguments_compiles_normally(saved):
     ours = strategy()
     ours.load_plan(saved, double, (X,))
     before = compile_log.compile_log()
@@ -153,7 +153,7 @@ def test_a_step_with_other_arguments_compiles_as_ever(saved):
     assert compile_log.compile_log() == before
     np.testing.assert_array_equal(ours.run(double, (X[:1],)), X[:1] * 2 + np.arange(8))
     np.testing.assert_array_equal(ours.run(double, (X,)), X * 2 + np.arange(8))
-    # The log keeps the last 1000 only, and may be full by now.
+    # The log keeps only the last 1000 entries and may be full.
     assert compile_log.compile_log()[:-1] == before[-999:]
 
 
@@ -208,7 +208,7 @@ def _swap(folder):
         (lambda f: (f / "plan.json").chmod(0o622), PermissionError, "other users may write to it"),
     ],
 )
-def test_what_is_not_as_it_was_saved_is_refused_before_it_is_unpickled(
+def test_a_changed_saved_plan_is_rejected_before_unpickling(
     saved, monkeypatch, damage, error, message
 ):
     def never(*_):
@@ -220,20 +220,20 @@ def test_what_is_not_as_it_was_saved_is_refused_before_it_is_unpickled(
         strategy().load_plan(saved, double, (X,))
 
 
-def test_a_folder_of_another_user_is_refused(saved, monkeypatch):
+def test_a_folder_of_another_user_is_rejected(saved, monkeypatch):
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     with pytest.raises(PermissionError, match=f"belongs to user {me}, but this is user {me + 1}"):
         strategy().load_plan(saved, double, (X,))
 
 
-def test_another_program_is_refused(saved):
+def test_a_different_program_is_rejected(saved):
     for fn, args in [(lambda x: x * 3, (X,)), (double, (X[:1],)), (double, (X.astype("int32"),))]:
         with pytest.raises(ValueError, match="is program"):
             strategy().load_plan(saved, fn, args)
 
 
-def test_an_executable_that_the_compiler_cannot_load_is_an_error(saved):
+def test_an_executable_that_cannot_be_loaded_raises_an_error(saved):
     (saved / "program.bin").write_bytes(b"no pickle")
     _change(checksum=hashlib.sha256(b"no pickle").hexdigest())(saved)
     ours = strategy()
@@ -260,7 +260,7 @@ def test_a_plan_from_json_cannot_be_saved(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path):
+def test_a_program_for_a_slice_is_saved_and_loads_only_on_such_a_slice(tmp_path):
     ours = strategy()
     plan = ours.plan(double, (X,), topology="v5e:2x2", in_process=True)
     plan.save(tmp_path / "plan")
@@ -274,7 +274,7 @@ def test_a_program_for_a_slice_is_saved_and_loaded_on_such_a_slice_only(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_what_does_not_fit_cannot_be_saved(tmp_path):
+def test_a_plan_that_does_not_fit_cannot_be_saved(tmp_path):
     x = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)
     plan = tpudist.OneDeviceStrategy().plan(lambda x: x @ x @ x, (x,), topology="v5e:1x1")
     with pytest.raises(ValueError, match="does not fit v5e:1x1, so there is no program"):
@@ -283,8 +283,8 @@ def test_what_does_not_fit_cannot_be_saved(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_program_for_a_slice_is_saved_though_jax_keeps_programs(tmp_path):
-    """As scripts/train.py has it: jax 0.12 cannot load what it has kept for a slice."""
+def test_a_program_for_a_slice_is_saved_although_jax_caches_programs(tmp_path):
+    """scripts/train.py enables this cache; jax 0.12 cannot load cached programs of a slice."""
     with jax_keeps_programs(tmp_path / "kept"):
         strategy = tpudist.MirroredStrategy()
         x = jax.ShapeDtypeStruct((256, 256), jnp.float32)

@@ -1,4 +1,4 @@
-"""Emulated devices: asked for in time, and dependable however far the host runs ahead."""
+"""Emulated devices: request them in time, and run reliably however far the host is ahead."""
 
 import os
 import subprocess
@@ -28,16 +28,16 @@ def run_python(program: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
-# Asking.
+# Requests.
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, 8.0, "many", []])
-def test_a_number_of_devices_is_a_whole_one(number):
+def test_emulate_rejects_an_invalid_number(number):
     with pytest.raises(ValueError, match=r"tpudist\.emulate requests .* devices\. The number must"):
         tpudist.emulate(number)
 
 
-def test_the_environment_variable_is_blamed_for_its_own_number(monkeypatch):
+def test_emulate_names_the_environment_variable_if_it_is_invalid(monkeypatch):
     monkeypatch.setenv("TPUDIST_EMULATE", "eight")
     with pytest.raises(ValueError, match="TPUDIST_EMULATE requests 'eight' devices"):
         tpudist.emulate()
@@ -56,7 +56,7 @@ def test_the_environment_variable_is_blamed_for_its_own_number(monkeypatch):
         ("tpu,cpu", [], 4, True),
     ],
 )
-def test_accelerators_are_found_without_a_backend(
+def test_accelerators_are_detected_without_starting_a_backend(
     platforms, files, number, has, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -66,21 +66,21 @@ def test_accelerators_are_found_without_a_backend(
     assert has_accelerators(number, tmp_path) is has
 
 
-def test_a_machine_with_accelerators_need_not_be_emulated(monkeypatch):
+def test_a_machine_with_accelerators_is_not_emulated(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    tpudist.emulate(4, unless_accelerators=1)  # without the parameter, too late for 4 devices
+    tpudist.emulate(4, unless_accelerators=1)  # would fail without unless_accelerators
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(RuntimeError, match="JAX has already started"):
         tpudist.emulate(4, unless_accelerators=1)
 
 
-def test_asking_again_for_the_same_number_is_fine():
+def test_emulate_may_be_repeated_with_the_same_number():
     tpudist.emulate(8)
     tpudist.emulate(8)
     assert jax.device_count() == 8
 
 
-def test_asking_for_another_number_later_is_an_error():
+def test_emulate_with_a_different_number_raises_an_error():
     with pytest.raises(
         RuntimeError,
         match=r"emulate\(4\): JAX has already started with 8 cpu device",
@@ -90,7 +90,7 @@ def test_asking_for_another_number_later_is_an_error():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_asking_after_the_first_array_is_an_error_that_says_what_to_do():
+def test_emulate_after_the_first_array_raises_an_error_with_the_remedy():
     ended = run_python("import jax.numpy as jnp, tpudist; jnp.ones(3); tpudist.emulate(8)")
     assert ended.returncode == 1
     assert (
@@ -110,10 +110,10 @@ def test_asking_after_the_first_array_is_an_error_that_says_what_to_do():
         pytest.param("", {}, 8, 32, marks=pytest.mark.slow),
     ],
 )
-def test_the_argument_goes_before_the_environment_variable_before_eight(
+def test_the_argument_overrides_the_environment_variable_which_overrides_eight(
     argument, variables, num_devices, threads
 ):
-    """And XLA has threads enough: with fewer an all-reduce waits for threads that wait for it."""
+    """XLA needs enough threads: with fewer, an all-reduce waits for threads that wait for it."""
     program = (
         f"import os, jax, tpudist; tpudist.emulate({argument}); print(jax.devices())\n"
         "print('threads', os.environ['NPROC'])"
@@ -123,11 +123,11 @@ def test_the_argument_goes_before_the_environment_variable_before_eight(
     assert ended.stdout.splitlines()[-1] == f"threads {threads}"
 
 
-# Running ahead.
+# Dispatch ahead of the devices.
 
 
 class FakeArray:
-    """The output of a step: whether someone waited for it."""
+    """The output of a step; records whether someone waited for it."""
 
     def __init__(self, *, deleted: bool = False):
         self.deleted, self.waited = deleted, False
@@ -153,14 +153,14 @@ def test_the_host_is_at_most_two_steps_ahead_of_emulated_devices():
     assert outputs_after(throttle, [FakeArray() for _ in range(5)]) == [True] * 3 + [False] * 2
 
 
-def test_for_steps_whose_outputs_were_donated_the_host_waits_for_a_later_one():
+def test_the_host_waits_for_a_later_step_if_outputs_were_donated():
     throttle = Throttle(jax.devices())
     outputs = [FakeArray(deleted=True), FakeArray(), FakeArray()]
     assert outputs_after(throttle, outputs) == [False, True, False]
 
 
-def test_a_state_that_was_donated_on_some_devices_only_does_not_stop_the_steps():
-    """Memory that the host reads in place, as one that saves a checkpoint does, is not donated."""
+def test_a_state_donated_on_only_some_devices_does_not_stop_the_steps():
+    """Memory that the host reads in place, for example to save a checkpoint, is not donated."""
     sharding = NamedSharding(jax.make_mesh((8,), ("x",), (AxisType.Auto,)), PartitionSpec())
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     throttle = Throttle(jax.devices())
@@ -175,15 +175,15 @@ def test_a_state_that_was_donated_on_some_devices_only_does_not_stop_the_steps()
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_an_error_of_one_step_is_not_raised_by_another():
-    """JAX has it raised by who reads the result, and by every step that computes with it."""
+def test_an_error_of_one_step_is_not_raised_by_an_unrelated_step():
+    """JAX raises it when the result is read, and in every step that uses the result."""
     program = str(PROGRAMS / "failed_step_program.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["4.0", "raised where it is read", "raised with it"]
     assert done.stderr.count("An earlier step has failed") == 1
 
 
-def test_one_device_needs_no_waiting():
+def test_one_device_needs_no_throttle():
     throttle = Throttle(jax.devices()[:1])
     assert not any(outputs_after(throttle, [FakeArray() for _ in range(5)]))
 
@@ -191,14 +191,14 @@ def test_one_device_needs_no_waiting():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_devices", [8, 16])
-def test_thousands_of_steps_that_nobody_waits_for_neither_hang_nor_slow_down(num_devices):
-    """Ten times slower is what queued steps were; twice leaves room for a busy machine."""
+def test_thousands_of_unread_steps_neither_hang_nor_slow_down(num_devices):
+    """Queued steps were ten times slower; a limit of twice allows for a busy machine."""
     loops = emulation.run(num_devices, 8_000, 100)
     assert [(name, loop.num_steps) for name, loop in loops.items()] == [
         ("small", 8_000),
         ("transformer", 100),
     ]
     for name, loop in loops.items():
-        # Other work on the machine slows the waiting loop beside it as well.
+        # Other work on the machine also slows the waiting loop.
         without_queue_ms = max(loop.first_tenth_ms, loop.waiting_by_hand_ms)
         assert loop.last_tenth_ms <= emulation.MAX_SLOWDOWN * without_queue_ms, (name, loop)

@@ -1,4 +1,4 @@
-"""Integers of 64 bits that JAX would cut to 32: refused at each door, by value and place."""
+"""64-bit integers that JAX would truncate to 32 bits raise an error that names value and place."""
 
 import jax
 import jax.numpy as jnp
@@ -134,14 +134,14 @@ _DOORS = {
 
 
 @pytest.mark.parametrize("door", _DOORS)
-def test_an_integer_that_does_not_fit_is_refused(strategy, variable, door):
-    """It became another number: row 2**40 of a variable was row 0."""
+def test_an_integer_that_does_not_fit_is_rejected(strategy, variable, door):
+    """Regression: it became a different number, so row 2**40 of a variable was row 0."""
     enter, message = _DOORS[door]
     with pytest.raises(ValueError, match=message):
         enter(strategy, variable)
 
 
-def test_a_later_call_is_looked_at_too(strategy):
+def test_later_calls_are_checked_too(strategy):
     def step(x):
         return x["a"] + 1
 
@@ -170,11 +170,11 @@ def test_a_later_call_is_looked_at_too(strategy):
         np.array([1, 2], ">i8"),
     ],
 )
-def test_what_fits_and_what_is_no_integer_is_fine(value):
+def test_integers_that_fit_and_other_values_are_accepted(value):
     integers.check_fit(value, "x")
 
 
-def test_with_64_bits_they_fit(strategy):
+def test_large_integers_fit_with_x64_enabled(strategy):
     with jax.enable_x64(True):
         integers.check_fit(LARGE, "x")
         assert tpudist.Variable(LARGE).numpy().tolist() == LARGE.tolist()
@@ -210,15 +210,15 @@ _DOORS_OF_MASKS = {
         (memoryview(np.ones((8, 2), np.float32)), "is a memoryview, a buffer"),
     ],
 )
-def test_masks_and_buffers_are_refused(strategy, variable, door, value, message):
-    """Masked elements were data like all others, and bytes were numbers of uint8."""
+def test_masked_arrays_and_buffers_are_rejected(strategy, variable, door, value, message):
+    """Regression: masked elements counted as data, and bytes were read as uint8 numbers."""
     if door == "create" and not isinstance(value, np.ndarray):
-        return  # what is no array comes back as it is
+        return  # `create` returns other values unchanged
     with pytest.raises(TypeError, match=message):
         _DOORS_OF_MASKS[door](strategy, variable, value)
 
 
-def test_the_ways_that_the_refusals_name_work(strategy):
+def test_the_remedies_in_the_errors_work(strategy):
     masked = np.ma.masked_array(np.ones(8, np.float32), mask=[True] + [False] * 7)
     batch = {"x": masked.filled(0), "mask": ~np.ma.getmaskarray(masked)}
     (rows,) = _batches(strategy, [batch])

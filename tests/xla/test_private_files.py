@@ -1,4 +1,4 @@
-"""Folders are made private, and other people's folders are left alone."""
+"""New folders are private, and folders with other files are not changed."""
 
 import os
 
@@ -16,7 +16,7 @@ def mode_of(path):
 
 
 def opened(path, *names):
-    """A folder that others may look into, with files."""
+    """Creates a folder with files that other users may list."""
     path.mkdir(mode=0o755)
     path.chmod(0o755)
     for name in names:
@@ -30,15 +30,15 @@ def test_a_new_folder_is_private(tmp_path):
 
 
 @pytest.mark.parametrize("names", [(), ("plan.json",), ("a.gz", ".a.gz.x1y2", ".plan.json.tmp_")])
-def test_a_folder_with_nothing_else_in_it_is_closed(tmp_path, names):
+def test_a_folder_with_only_our_files_becomes_private(tmp_path, names):
     folder = opened(tmp_path / "own", *names)
     private_files.folder(folder, ours=OURS)
     assert mode_of(folder) == 0o700
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_folder_that_holds_something_else_stays_as_it_is(tmp_path, link):
-    """`--save .` in a project would close it to whoever works on it too."""
+def test_a_folder_with_other_files_is_unchanged(tmp_path, link):
+    """`--save .` in a project would otherwise make it inaccessible to collaborators."""
     folder = asked = opened(tmp_path / "project", "plan.json", "train.py")
     if link:
         asked = tmp_path / "link"
@@ -52,13 +52,13 @@ def test_a_folder_that_holds_something_else_stays_as_it_is(tmp_path, link):
     assert private_files.folder(asked, ours=OURS) == asked
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_instead_of_a_folder_raises_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         private_files.folder(tmp_path / "file", ours=OURS)
 
 
-def test_caches_do_not_close_a_folder_of_something_else(tmp_path, caplog):
+def test_caches_do_not_change_the_mode_of_a_folder_with_other_files(tmp_path, caplog):
     folder = opened(tmp_path / "project", "train.py")
     answer_cache.Cache(folder).put("key", answer_cache.Entry(None, "refused", 1.0))
     assert "Plans are not kept" in caplog.text

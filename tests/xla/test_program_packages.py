@@ -1,4 +1,4 @@
-"""Programs that are installed as packages count as programs, not as libraries."""
+"""Programs that are installed as packages count as user code, not as libraries."""
 
 import importlib
 import sys
@@ -29,7 +29,7 @@ def step_of_real_rows(x):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a module with its requirements, as pip does."""
+    """Returns a function that installs a module with its requirements, as pip does."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -58,7 +58,7 @@ def install(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("requirement", ["tpudist", "tpudist>=0.1", "tpudist[keras]; extra == 'x'"])
-def test_an_installed_program_sees_the_values_that_it_changes(install, requirement):
+def test_an_installed_program_sees_changes_of_its_globals(install, requirement):
     module = install("installed_program", "numpy", requirement)
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     batch = strategy.distribute_batch(np.ones(8, np.float32))
@@ -68,8 +68,8 @@ def test_an_installed_program_sees_the_values_that_it_changes(install, requireme
         assert float(total) == 8 * scale
 
 
-def test_an_error_of_an_installed_program_for_no_rows_is_raised(install):
-    """That of a library is not: its program for more rows is used."""
+def test_an_error_of_an_installed_program_for_zero_rows_is_raised(install):
+    """The error of a library is not raised; the library's program for more rows is used."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     tail = strategy.distribute_batch(np.ones(1, np.float32), global_batch_size=8)
     program = install("installed_program", "tpudist")

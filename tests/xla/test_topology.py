@@ -15,32 +15,32 @@ from tpudist.xla.hlo.collective_ops import Collective
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e-7", "v8x:2x2x1", "v5e:32x32"])
-def test_a_slice_that_does_not_exist_is_refused(name):
-    """Its name, and the near ones, as `test_slices.py` says; libtpu would abort on the last."""
+def test_an_invalid_slice_is_rejected(name):
+    """`test_slices.py` covers the similar names; libtpu would abort on the last of these."""
     with pytest.raises(ValueError, match=r"v5e-8|v5e:16x16"):
         topology.devices(name)
 
 
 @pytest.mark.parametrize("num_slices", [0, 1.5])
-def test_a_number_of_slices_is_a_whole_number(num_slices):
+def test_num_slices_must_be_a_positive_integer(num_slices):
     with pytest.raises(ValueError, match=f"num_slices={num_slices}"):
         topology.devices("v5e:2x4", num_slices=num_slices)
 
 
-def test_two_numbers_of_slices_are_one_too_many():
+def test_two_different_numbers_of_slices_conflict():
     with pytest.raises(ValueError, match='"2xv5e-8" is 2 slices, but num_slices is 3'):
         topology.devices("2xv5e-8", num_slices=3)
 
 
-def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
+def test_devices_without_libtpu_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ImportError, match=r'"v5e:2x4" needs libtpu.*pip install "tpudist\[aot\]"'):
         topology.devices("v5e:2x4")
 
 
-def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
-    """A newer one cannot print some programs, and compiles no gradient for tpu7x."""
+def test_the_libtpu_of_a_different_jax_is_rejected(monkeypatch):
+    """A newer libtpu cannot print some programs, and compiles no gradients for tpu7x."""
     here = importlib.machinery.ModuleSpec("libtpu", None, origin="/here/libtpu/__init__.py")
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: here)
     monkeypatch.setattr(versions, "version_of", lambda package: "0.0.420.1")
@@ -54,12 +54,12 @@ def test_the_libtpu_of_another_jax_is_refused(monkeypatch):
 
 
 @pytest.mark.libtpu
-def test_the_libtpu_here_is_the_one_that_jax_pins():
+def test_the_installed_libtpu_is_pinned_by_jax():
     assert f"{versions.version_of('libtpu')}.".startswith(topology._libtpu_of_jax())
 
 
 @pytest.mark.libtpu
-def test_a_shape_that_libtpu_refuses_is_a_value_error():
+def test_a_shape_rejected_by_libtpu_raises_value_error():
     with pytest.raises(ValueError, match=r'libtpu has no TPU slice "v5e:3x3".*not divisible'):
         topology.devices("v5e:3x3")
 
@@ -88,13 +88,13 @@ def test_a_slice_has_the_devices_of_a_real_one(name, num_devices, kind):
     devices = topology.devices(name)
     assert len(devices) == num_devices
     assert {device.device_kind for device in devices} == {kind}
-    assert jax.default_backend() != "tpu"  # the process goes on with what it has
+    assert jax.default_backend() != "tpu"  # the backend of this process is unchanged
 
 
 @pytest.mark.libtpu
 @pytest.mark.slow
 def test_libtpu_does_not_know_the_announced_chips_yet():
-    """Where this fails, libtpu has learned it: make its row in `chips.py` a `Chip`."""
+    """If this fails, libtpu supports the chip: make its row in `chips.py` a `Chip`."""
     asks = f"""
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -116,7 +116,7 @@ for generation in {list(ANNOUNCED)}:
 
 
 @pytest.mark.libtpu
-def test_several_slices_are_numbered():
+def test_devices_of_several_slices_have_slice_indices():
     devices = topology.devices("v5e:2x2", num_slices=3)
     assert len(devices) == 12
     assert len({device.slice_index for device in devices}) == 3
@@ -124,8 +124,8 @@ def test_several_slices_are_numbered():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_nothing_is_written_about_the_tpu_that_is_missing():
-    """libtpu asks the machine for one, and complains on stderr where there is none."""
+def test_a_missing_tpu_causes_no_output():
+    """libtpu looks for a local TPU and would print warnings to stderr if it finds none."""
     program = """
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -139,7 +139,7 @@ print(len(topology.devices("v5e:2x4")))
     assert (ended.stdout, ended.stderr) == ("8\n", "")
 
 
-# What the TPU compiler writes, and hlo reads.
+# Programs of the TPU compiler, parsed by hlo.
 
 
 def _mesh(devices, **axes):
@@ -194,7 +194,7 @@ def test_a_data_parallel_step_on_tpu_is_one_all_reduce():
 @pytest.mark.libtpu
 @pytest.mark.slow
 def test_a_sharded_step_on_tpu_gathers_each_weight_once_and_scatters_its_gradient():
-    """Some gathers are fused with matmuls and printed for each piece of one."""
+    """Some gathers are fused with matmuls, and each piece of a matmul prints one."""
     mesh = _mesh(topology.devices("v5e:2x4"), fsdp=8)
     width, num_layers = 2048, 2
     sharded = NamedSharding(mesh, P("fsdp"))
@@ -216,7 +216,7 @@ def test_a_sharded_step_on_tpu_gathers_each_weight_once_and_scatters_its_gradien
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_axes_of_the_mesh_are_found_in_the_groups():
+def test_groups_identify_the_axes_of_the_mesh():
     mesh = _mesh(topology.devices("v5e:2x4"), fsdp=4, tensor=2)
     width = 1024
     sharded = NamedSharding(mesh, P("fsdp", "tensor"))
@@ -235,7 +235,7 @@ def test_axes_of_the_mesh_are_found_in_the_groups():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_between_slices_an_eighth_of_the_gradients_crosses_the_network():
+def test_an_eighth_of_the_gradients_crosses_between_slices():
     width = 1024
     program = _data_parallel(_mesh(topology.devices("v5e:2x4", num_slices=2), replica=16), width)
     found = collective_ops.collectives(program.as_text())

@@ -1,4 +1,4 @@
-"""Pytrees that are nested too deep: an error that says so at each place where they enter."""
+"""Pytrees that are nested too deeply raise a clear error at each entry point."""
 
 import collections
 from typing import Any, NamedTuple
@@ -43,8 +43,8 @@ _PLACES = {
 
 
 @pytest.mark.parametrize("place", _PLACES)
-def test_a_pytree_that_is_too_deep_is_an_error_that_names_it(place):
-    """JAX's error named nothing, and left Python's count of recursions wrong."""
+def test_a_pytree_that_is_too_deep_raises_an_error_that_names_it(place):
+    """JAX's error named no argument, and corrupted Python's recursion counter."""
     leaf = np.ones(8, np.float32) if "atch" in place or "NumPy" in place else jnp.ones(2)
     with pytest.raises(ValueError, match=f"{place}.* is nested more than 1000 levels deep"):
         _PLACES[place](tpudist.MirroredStrategy(), _nest(leaf))
@@ -77,7 +77,7 @@ _LINKS = {
 
 
 @pytest.mark.parametrize("link", _LINKS)
-def test_a_chain_of_any_links_is_too_deep(link):
+def test_a_deep_chain_of_any_node_type_is_rejected(link):
     chain = jnp.ones(2)
     for _ in range(1002):
         chain = _LINKS[link](chain)
@@ -85,21 +85,21 @@ def test_a_chain_of_any_links_is_too_deep(link):
         tpudist.MirroredStrategy().run(lambda t: 1, (chain,))
 
 
-def test_a_module_that_refers_to_itself_is_no_deep_pytree():
+def test_a_module_that_refers_to_itself_is_not_a_deep_pytree():
     net = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     net.parent = net
     strategy = tpudist.MirroredStrategy()
     assert strategy.run(lambda nets: nets[0](jnp.ones(1)), ([net],)).shape == (1,)
 
 
-def test_a_list_that_contains_itself_is_one():
+def test_a_list_that_contains_itself_is_rejected():
     loop: list = []
     loop.append(loop)
     with pytest.raises(ValueError, match="or contains itself"):
         tpudist.MirroredStrategy().replicate(loop)
 
 
-def test_the_recursion_of_a_function_stays_its_own_error():
+def test_a_recursion_error_in_the_function_is_raised_unchanged():
     def step(x):
         return step(x)
 
@@ -107,5 +107,5 @@ def test_the_recursion_of_a_function_stays_its_own_error():
         tpudist.MirroredStrategy().run(step, (jnp.ones(2),))
 
 
-def test_a_deep_pytree_that_jax_can_take_apart_is_fine():
+def test_a_deep_pytree_within_the_limit_of_jax_is_accepted():
     assert tpudist.MirroredStrategy().run(lambda t: t, (_nest(jnp.ones(2), 600),)) is not None

@@ -1,4 +1,4 @@
-"""The backward pass of an MLP in place: the same gradients, in less memory."""
+"""The in-place backward pass of an MLP computes the same gradients with less memory."""
 
 import re
 
@@ -29,7 +29,7 @@ def arguments(length, num_branches=2, dtype="float32", batch=2, embed=8, mlp=24)
 
 
 def gradients(function, branches, weight):
-    """The value, and the gradients by each branch and by the weight."""
+    """Returns the value, and the gradients with respect to each branch and the weight."""
     out, back = jax.vjp(function, branches, weight)
     upstream = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).astype(jnp.bfloat16)
     d_branches, d_weight = back(upstream.astype(out.dtype).reshape(out.shape))
@@ -42,10 +42,10 @@ def gradients(function, branches, weight):
 @pytest.mark.parametrize(
     "length", [150, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16, 131, 384))]
 )
-def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_branches):
-    """For lengths of one piece, of several, and those that nothing divides.
+def test_values_and_gradients_match_the_plain_product(dtype, length, num_branches):
+    """Covers lengths of one chunk, of several chunks, and lengths with no divisor.
 
-    In float32: JAX's own gradients in bfloat16 are rounded more than once (jaxlib 0.12 on CPU).
+    The reference uses float32: JAX rounds bfloat16 gradients more than once (jaxlib 0.12 on CPU).
     """
     args = arguments(length, num_branches, dtype)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(dtype, length, num_
 
 
 @pytest.mark.parametrize(("length", "num_pieces"), [(2048, 16), (150, 2), (131, 1)])  # a prime
-def test_a_length_is_cut_into_pieces_whose_tensors_are_overwritten(length, num_pieces):
+def test_a_length_is_cut_into_chunks_whose_tensors_are_overwritten(length, num_pieces):
     step = jax.make_jaxpr(lambda *args: gradients(activation_product, *args))(*arguments(length))
     (loop,) = (x for x in step.eqns if x.primitive.name == "scan")
     assert loop.params["length"] == num_pieces
@@ -69,7 +69,7 @@ def test_a_length_is_cut_into_pieces_whose_tensors_are_overwritten(length, num_p
 
 
 def of_blocks(product, x, weights):
-    """The gradient of blocks that are computed again for it, as those of a transformer are."""
+    """Returns the gradient of rematerialized blocks, like the blocks of a transformer."""
 
     @jax.checkpoint
     def block(x, weights):
@@ -84,7 +84,7 @@ def of_blocks(product, x, weights):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
+def test_a_tpu_needs_one_tensor_less_and_overwrites_in_one_pass():
     devices = topology.devices("v5e:2x2")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     batch, length, embed, mlp, layers = 16, 2048, 512, 16384, 2
@@ -114,7 +114,7 @@ def test_a_tpu_holds_a_tensor_less_and_overwrites_them_in_one_pass():
 @pytest.mark.libtpu
 @pytest.mark.parametrize(("axes", "num_overwritten"), [({"fsdp": 4}, 3), ({"sequence": 4}, 0)])
 def test_a_transformer_on_tpu_overwrites_unless_an_axis_splits_its_sequence(axes, num_overwritten):
-    """XLA would gather what is split to cut it into pieces."""
+    """XLA would gather a split sequence in order to cut it into chunks."""
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x2"))
     config = TransformerConfig(
         vocabulary=256, num_layers=2, embed_dim=256, num_heads=2, mlp_dim=768, dtype="bfloat16"

@@ -1,4 +1,4 @@
-"""The ways to compute attention agree, and each is taken where it belongs."""
+"""The implementations of attention agree, and each is chosen in the right case."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def query_key_value(batch=2, length=16, heads=2, kv_heads=2, width=8, dtype=jnp.
 
 
 def with_gradients(method: str, **options):
-    """A function of query, key and value: the result, and gradients of a function of it."""
+    """Returns a function of query, key and value that returns the result and its gradients."""
 
     def run(*inputs):
         out, back = jax.vjp(lambda *x: attention.attend(*x, method=method, **options), *inputs)
@@ -52,7 +52,7 @@ def with_gradients(method: str, **options):
 
 
 def within(mesh: jax.sharding.Mesh, function):
-    """The function as a replica of the mesh runs it."""
+    """Returns the function as a replica of the mesh runs it."""
     everywhere = PartitionSpec()
     return jax.jit(
         jax.shard_map(
@@ -80,8 +80,10 @@ def assert_same(got, want, tolerance=1e-5):
     tile=st.sampled_from([2, 3, 512]),
 )
 @hypothesis.settings(max_examples=3)
-def test_ring_attention_is_attention_on_any_number_of_devices(devices, part, kv_heads, group, tile):
-    """To the last bits of float32, and so are its gradients."""
+def test_ring_attention_matches_attention_on_any_number_of_devices(
+    devices, part, kv_heads, group, tile
+):
+    """Values and gradients agree within float32 rounding."""
     inputs = query_key_value(1, devices * part, kv_heads * group, kv_heads)
     want = jax.jit(with_gradients("dot_product"))(*inputs)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +94,7 @@ def test_ring_attention_is_attention_on_any_number_of_devices(devices, part, kv_
 
 
 def ring_on(length: int, method: str = "ring") -> jax.stages.Compiled:
-    """Attention and its gradients, compiled for a sequence that 8 devices hold parts of."""
+    """Compiles attention and its gradients for a sequence that is split over 8 devices."""
     mesh = mesh_of(sequence=8)
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     shapes = [
@@ -104,13 +106,13 @@ def ring_on(length: int, method: str = "ring") -> jax.stages.Compiled:
 
 
 @pytest.mark.slow
-def test_ring_attention_communicates_by_permutes_of_neighbours_alone():
+def test_ring_attention_communicates_only_by_permutes():
     kinds = {found.kind for found in collective_ops.collectives(ring_on(32).as_text())}
     assert kinds == {"collective-permute"}
 
 
 def jaxprs_in(jaxpr):
-    """It and all that its equations hold."""
+    """Yields the jaxpr and all nested jaxprs."""
     yield jaxpr
     for value in (x for eqn in jaxpr.eqns for x in jax.tree.leaves(tuple(eqn.params.values()))):
         inner = getattr(value, "jaxpr", value)
@@ -118,8 +120,8 @@ def jaxprs_in(jaxpr):
             yield from jaxprs_in(inner)
 
 
-def test_what_goes_around_the_ring_does_so_while_something_else_is_folded():
-    """A turn folds what the one before it sent, so no permute keeps it from computing."""
+def test_permutes_of_ring_attention_overlap_with_computation():
+    """Each step uses the data that the previous step sent, so no permute delays its computation."""
     mesh = mesh_of(sequence=4)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         traced = jax.make_jaxpr(within(mesh, with_gradients("ring")))(*query_key_value(1, 16))
@@ -136,14 +138,14 @@ def test_what_goes_around_the_ring_does_so_while_something_else_is_folded():
 
 
 @pytest.mark.slow
-def test_the_memory_of_ring_attention_grows_with_the_length_and_not_its_square():
+def test_the_memory_of_ring_attention_grows_linearly_with_the_length():
     short, long = (ring_on(length).memory_analysis().temp_size_in_bytes for length in (8192, 16384))
     assert long < 2.2 * short
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [pytest.param(128, marks=pytest.mark.exhaustive), 200])
-def test_splash_attention_is_attention_at_lengths_that_do_not_fill_its_tiles(length):
+def test_splash_attention_matches_attention_if_a_length_does_not_fill_its_tiles(length):
     inputs = query_key_value(1, length, 4, 2)
     got, want = (jax.jit(with_gradients(way))(*inputs) for way in ("splash", "dot_product"))
     assert_same(got, want)
@@ -152,9 +154,7 @@ def test_splash_attention_is_attention_at_lengths_that_do_not_fill_its_tiles(len
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("splash", marks=pytest.mark.slow), "ring", "auto"])
 @pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.exhaustive), 1])
-def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devices(
-    method, kv_heads
-):
+def test_heads_are_split_over_devices_even_if_there_are_fewer_keys_than_devices(method, kv_heads):
     inputs = query_key_value(2, 16, 4, kv_heads)
     mesh = mesh_of(fsdp=2, tensor=4)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
@@ -164,7 +164,7 @@ def test_heads_are_split_over_devices_even_where_there_are_fewer_keys_than_devic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["splash", "ring"])
-def test_half_precision_is_summed_in_float32(method):
+def test_half_precision_accumulates_in_float32(method):
     inputs = query_key_value(dtype=jnp.bfloat16)
     mesh = mesh_of(sequence=4)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
@@ -174,21 +174,21 @@ def test_half_precision_is_summed_in_float32(method):
     assert_same([x.astype(jnp.float32) for x in got], want, tolerance=0.05)
 
 
-def test_a_split_sequence_goes_around_a_ring_of_itself():
+def test_a_split_sequence_chooses_ring_attention():
     mesh = mesh_of(sequence=4)
     assert attention.choose_method(16) == "dot_product"
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         assert attention.choose_method(16) == "ring"
-        assert attention.choose_method(18) == "dot_product"  # 4 devices cannot share it equally
+        assert attention.choose_method(18) == "dot_product"  # does not divide by 4 devices
 
 
 CONFIG = TransformerConfig(num_layers=1, embed_dim=256, num_heads=2, mlp_dim=128)
 
 
 def lower_for_a_tpu(axes, config=CONFIG, real=None):
-    """The gradients' program for a batch of 4 rows on each replica, of which `real` may be fewer.
+    """Lowers the gradients for a batch of 4 rows per replica, `real` of them not padding.
 
-    `real` is given the number of replicas.
+    `real` is called with the number of replicas.
     """
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=topology.devices("v5e:2x4"))
     model = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
@@ -220,22 +220,22 @@ def lowered_for_a_tpu(way: str, axes: tuple[tuple[str, int], ...]) -> str:
         (("fsdp", 2), ("tensor", 2)),
     ],
 )
-def test_a_program_for_a_tpu_that_is_not_here_takes_the_kernel_by_itself(axes):
-    """This machine's own platform says nothing about it."""
-    assert lowered_for_a_tpu("auto", axes).count("tpu_custom_call") >= 2  # there and back
+def test_a_program_for_described_tpus_uses_the_splash_kernel(axes):
+    """The choice does not depend on the platform of this machine."""
+    assert lowered_for_a_tpu("auto", axes).count("tpu_custom_call") >= 2  # forward and backward
     assert "tpu_custom_call" not in lowered_for_a_tpu("dot_product", axes)
 
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_program_for_a_tpu_whose_sequence_is_split_has_permutes():
+def test_a_program_for_a_tpu_with_a_split_sequence_uses_permutes():
     text = lowered_for_a_tpu("auto", (("sequence", 4),))
     assert "collective_permute" in text
     assert "tpu_custom_call" not in text
 
 
 def rows_of_a_tail(replicas, rows):
-    """As many rows as there are on all replicas but the last one, which has 1 of them."""
+    """Returns the full number of rows for all replicas except the last, which has 1 row."""
     return (rows,) * (replicas - 1) + (1,)
 
 
@@ -251,8 +251,8 @@ TAILS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "changes"), TAILS)
-def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, changes):
-    """Also where a device holds some of a replica's rows, and does not for all numbers of them."""
+def test_a_partial_batch_has_the_loss_and_gradients_of_its_real_rows(axes, changes):
+    """Covers devices that split the rows of a replica, also if the rows do not divide evenly."""
     config = TransformerConfig(
         num_layers=2, embed_dim=32, num_heads=2, mlp_dim=32, dtype="float32", **changes
     )
@@ -284,7 +284,7 @@ def test_a_partial_batch_has_the_loss_and_the_gradients_of_its_real_rows(axes, c
 def test_a_partial_batch_compiles_for_a_tpu_with_the_kernel(axes):
     for real in (None, lambda replicas: rows_of_a_tail(replicas, 4)):
         program = lower_for_a_tpu(axes, real=real).compile().as_text()
-        assert program.count("tpu_custom_call") >= 2  # there and back
+        assert program.count("tpu_custom_call") >= 2  # forward and backward
 
 
 def test_a_program_for_cpus_has_no_kernel():
@@ -292,7 +292,7 @@ def test_a_program_for_cpus_has_no_kernel():
     assert "tpu_custom_call" not in text
 
 
-def test_what_cannot_be_computed_is_refused():
+def test_attend_rejects_unsupported_arguments():
     inputs = query_key_value()
     with pytest.raises(ValueError, match="attention='flash': it must be"):
         attention.attend(*inputs, method="flash")
@@ -307,7 +307,7 @@ def test_what_cannot_be_computed_is_refused():
 
 
 def by_hand(query, key, value, scale, cap, window):
-    """Attention in float64, a query at a time."""
+    """Computes attention in float64, one query at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.zeros(query.shape)
     group = query.shape[2] // key.shape[2]
@@ -333,7 +333,7 @@ def by_hand(query, key, value, scale, cap, window):
         (0.7, 1.5, 3, False),
     ],
 )
-def test_scores_have_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
+def test_scores_support_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
     inputs = query_key_value(heads=4, kv_heads=2)
     scores = attention.Scores(scale, cap, window)
     run = jax.jit(functools.partial(attention.attend, method="dot_product", scores=scores))
@@ -346,7 +346,7 @@ def test_scores_have_a_scale_a_cap_and_a_window(scale, cap, window, has_window):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_window", [None, True, False])
-def test_splash_attention_has_the_same_scores(has_window):
+def test_splash_attention_supports_the_same_scores(has_window):
     inputs = query_key_value(1, 200, 2, 1)
     flag = None if has_window is None else jnp.asarray(has_window)
     options = {"scores": attention.Scores(0.7, 1.5, 70), "has_window": flag}
@@ -354,7 +354,7 @@ def test_splash_attention_has_the_same_scores(has_window):
     assert_same(got, want, 2e-5)
 
 
-def test_ring_attention_refuses_scores_that_it_does_not_have():
+def test_ring_attention_rejects_scores_that_it_does_not_support():
     inputs = query_key_value()
     with pytest.raises(ValueError, match="the scores of this model use cap, window.*replica_axes"):
         attention.attend(*inputs, method="ring", scores=attention.Scores(cap=3.0, window=2))

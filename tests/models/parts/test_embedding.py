@@ -1,4 +1,4 @@
-"""Looking up rows of a table: the gradient is computed in the way that suits the devices."""
+"""Lookups in a table: the method of the gradient depends on the devices."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def gradient(table, tokens):
 
 
 @pytest.mark.slow
-def test_a_lookup_takes_rows_and_its_gradient_adds_to_them():
+def test_a_lookup_returns_rows_and_its_gradient_adds_to_them():
     table = jax.random.normal(jax.random.key(0), (6, 3))
     tokens = jnp.array([[0, 5, 2], [2, 2, 1]])
     np.testing.assert_array_equal(lookup(table, tokens), table[tokens])
@@ -34,7 +34,7 @@ def test_a_lookup_takes_rows_and_its_gradient_adds_to_them():
 
 
 @pytest.mark.slow
-def test_what_is_no_row_gets_the_nearest_and_adds_nothing():
+def test_an_index_out_of_range_reads_the_nearest_row_and_has_no_gradient():
     table = jnp.arange(12.0).reshape(4, 3)
     tokens = jnp.array([[-5, -1, 4, 9]])
     np.testing.assert_array_equal(lookup(table, tokens)[0], table[jnp.array([0, 0, 3, 3])])
@@ -50,7 +50,7 @@ def test_many_small_gradients_of_one_row_are_summed_in_float32():
 
 
 def compiled(devices) -> jax.stages.Compiled:
-    """The gradient of a table, for rows that are split over devices."""
+    """Compiles the gradient of a table, for rows that are split over devices."""
     mesh = jax.make_mesh(
         (1, len(devices)), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices
     )
@@ -63,12 +63,12 @@ def compiled(devices) -> jax.stages.Compiled:
     with jax.set_mesh(mesh), nnx.logical_axis_rules((("batch", "fsdp"),)):
         function = jax.jit(gradient, out_shardings=table.sharding)
         flops, _ = model_flops.model_flops(jax.make_jaxpr(gradient)(table, tokens), 1)
-        assert flops == 0  # a lookup is no work, however it is computed
+        assert flops == 0  # no method of a lookup counts as FLOPs
         return function.lower(table, tokens).compile()
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_a_cpu_holds_no_row_for_each_token_and_entry(num_devices):
+def test_a_cpu_stores_no_row_for_each_token_and_entry(num_devices):
     program = compiled(jax.devices()[:num_devices])
     assert program.memory_analysis().temp_size_in_bytes < BATCH * LENGTH * VOCABULARY / 10
     assert "one_hot" not in program.as_text()
@@ -76,7 +76,7 @@ def test_a_cpu_holds_no_row_for_each_token_and_entry(num_devices):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
+def test_a_tpu_with_split_rows_gathers_only_the_table():
     program = compiled(topology.devices("v5e:2x2"))
     text = program.as_text()
     assert " scatter(" not in text
@@ -87,7 +87,7 @@ def test_a_tpu_whose_rows_are_split_gathers_none_of_them():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_one_tpu_scatters():
+def test_one_tpu_uses_scatter():
     assert "in_place_of_scatter" not in compiled(topology.devices("v5e:1x1")).as_text()
 
 
@@ -99,8 +99,8 @@ def test_one_tpu_scatters():
     "shape",
     [(2, 2, 2), *(pytest.param(x, marks=pytest.mark.exhaustive) for x in [(1, 2, 4), (1, 4, 2)])],
 )
-def test_a_table_whose_rows_are_split_gives_the_rows_of_the_whole_one(shape, dtype):
-    """Left to XLA's partitioner, it ends the process (jaxlib 0.12)."""
+def test_a_split_table_returns_the_rows_of_the_unsplit_table(shape, dtype):
+    """XLA's partitioner would crash the process without our method (jaxlib 0.12)."""
     mesh = jax.make_mesh(shape, ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     table = jax.random.normal(jax.random.key(0), (16, 8)).astype(dtype)
     tokens = jax.random.randint(jax.random.key(1), (8, 5), -2, 18).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The mixture of experts: where tokens go, and that tokens alone cross the axis `expert`."""
+"""Mixture of experts: the routing of tokens, and that only tokens cross the axis `expert`."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ ROOMY = dataclasses.replace(CONFIG, num_experts=4, expert_capacity=2.0, expert_b
 
 ASSIGN = jax.jit(experts.assign, static_argnums=(1, 2))
 CHOOSE = jax.jit(experts.choose, static_argnums=1)
-# Few shapes, each of which is compiled; many values.
+# Few shapes, because each is compiled, but many values.
 SHAPES = st.sampled_from([(1, 1), (4, 1), (4, 2), (5, 3), (3, 3)])
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -27,8 +27,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 @pytest.mark.slow
 @settings(max_examples=50)
 @given(SHAPES, st.sampled_from([1, 3, 7]), st.integers(1, 4), SEEDS)
-def test_an_expert_takes_choices_in_order_until_it_is_full(shape, slots, skew, seed):
-    """And the two halves of an assignment are inverse to each other."""
+def test_an_expert_accepts_choices_in_order_until_it_is_full(shape, slots, skew, seed):
+    """Also checks that the two halves of an assignment are inverse to each other."""
     num_experts, each = shape
     scores = np.random.default_rng(seed).random((2, 7, num_experts)) ** skew
     scores += np.linspace(0, 1 - 1 / skew, num_experts)  # with skew, the last ones are fuller
@@ -50,7 +50,7 @@ def test_an_expert_takes_choices_in_order_until_it_is_full(shape, slots, skew, s
 
 @settings(max_examples=50)
 @given(SHAPES, SEEDS)
-def test_a_token_goes_to_its_likeliest_experts_with_shares_of_one(shape, seed):
+def test_a_token_is_sent_to_its_most_likely_experts_with_shares_that_sum_to_one(shape, seed):
     num_experts, each = shape
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(num_experts), size=(2, 3)).astype(np.float32)
@@ -69,7 +69,7 @@ def test_a_token_goes_to_its_likeliest_experts_with_shares_of_one(shape, seed):
     each=st.integers(1, 4),
     room=st.floats(0.1, 20),
 )
-def test_the_experts_have_room_for_their_multiple_of_all_choices(length, num_experts, each, room):
+def test_the_capacity_of_the_experts_is_a_multiple_of_all_choices(length, num_experts, each, room):
     config = TransformerConfig(
         num_experts=num_experts, experts_per_token=min(each, num_experts), expert_capacity=room
     )
@@ -99,7 +99,7 @@ def normal(rng, std, *shape):
 
 
 def by_token(x, weights, config):
-    """The same, token by token, with no regard to room."""
+    """Computes the same token by token, without capacity limits."""
 
     def of_token(token):
         probabilities = jax.nn.softmax(token @ weights["router"])
@@ -112,8 +112,8 @@ def by_token(x, weights, config):
 
 
 @pytest.mark.slow
-def test_with_room_for_all_every_token_is_computed_by_its_own_experts():
-    """Values and gradients, of what is sent by gathers that have their own gradients."""
+def test_each_token_is_computed_by_its_own_experts_if_capacity_suffices():
+    """Checks values and gradients; the gathers that send tokens have custom gradients."""
     weights, x = weights_and_rows()
 
     def value_of(f):
@@ -128,7 +128,7 @@ def test_with_room_for_all_every_token_is_computed_by_its_own_experts():
 
 
 @pytest.mark.slow
-def test_choices_that_find_no_room_are_counted_and_give_nothing():
+def test_choices_beyond_the_capacity_are_counted_and_contribute_nothing():
     config = dataclasses.replace(ROOMY, experts_per_token=1, expert_capacity=1.0)
     weights, x = weights_and_rows()
     x = np.broadcast_to(x[:, :1], x.shape)  # all tokens of a row choose the same expert
@@ -140,8 +140,8 @@ def test_choices_that_find_no_room_are_counted_and_give_nothing():
 
 
 @pytest.mark.slow
-def test_no_token_depends_on_what_follows_it():
-    """Room is given in order of position: training sees what generation will."""
+def test_no_token_depends_on_later_tokens():
+    """Capacity is assigned by position, so training sees the same tokens as generation."""
     config = dataclasses.replace(ROOMY, expert_capacity=0.5)
     weights, x = weights_and_rows()
     changed = np.concatenate([x[:, :5], -3 * x[:, 5:]], axis=1)
@@ -150,7 +150,7 @@ def test_no_token_depends_on_what_follows_it():
 
 
 @pytest.mark.slow
-def test_the_loss_to_train_by_adds_the_imbalance_of_each_row():
+def test_the_training_loss_adds_the_imbalance_of_each_row():
     tokens = jnp.asarray(batches(1)[0])
 
     @jax.jit
@@ -166,7 +166,7 @@ def test_the_loss_to_train_by_adds_the_imbalance_of_each_row():
     np.testing.assert_allclose(added, want, atol=1e-5)
 
 
-def test_the_imbalance_pulls_at_the_router():
+def test_the_imbalance_has_a_gradient_for_the_router():
     weights, x = weights_and_rows()
     pull = jax.jit(jax.grad(lambda w: experts.mlp(x, w, ROOMY)[1].imbalance.sum()))(weights)
     assert np.abs(pull["router"]).max() > 0
@@ -174,7 +174,7 @@ def test_the_imbalance_pulls_at_the_router():
 
 
 @pytest.mark.slow
-def test_equally_likely_experts_that_are_chosen_equally_have_an_imbalance_of_one():
+def test_equally_used_experts_have_an_imbalance_of_one():
     even = jnp.full((1, 4, 4), 0.25)
     np.testing.assert_allclose(experts.imbalance(even, jnp.arange(4)[None, :, None]), 1)
     one = jnp.eye(4)[jnp.zeros((1, 4), int)]
@@ -192,12 +192,12 @@ def test_equally_likely_experts_that_are_chosen_equally_have_an_imbalance_of_one
         ({"expert_capacity": 0.0}, "leaves the experts no space.*Use 1.25, or 2 so that no"),
     ],
 )
-def test_experts_that_cannot_be_chosen_are_refused(change, words):
+def test_invalid_expert_options_are_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(ROOMY, **change)
 
 
-# What crosses the axis, in the compiled program.
+# Communication in the compiled program.
 
 GEOMETRIES = {
     "expert=4": {"expert": 4},
@@ -206,7 +206,7 @@ GEOMETRIES = {
 
 
 def assert_tokens_go_to_their_experts(found, axes, rows, length):
-    """To them and back, forward and backward; all else in the layers is gradients or weights."""
+    """Tokens go to experts and back, in both passes; all other traffic is gradients or weights."""
     across = [x for x in found if "expert" in x.axes and "while" in x.op_name]
     sent = [x for x in across if x.kind == "all-to-all"]
     slots = ROOMY.num_experts * experts.capacity(length, ROOMY)

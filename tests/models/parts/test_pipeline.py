@@ -1,4 +1,4 @@
-"""The pipeline over the layers: the same numbers, and only neighbours talk to each other."""
+"""The pipeline over the layers computes the same result and communicates only with neighbors."""
 
 import dataclasses
 
@@ -57,10 +57,10 @@ def differentiated(num_stages, num_microbatches):
         (4, 8, 24),
     ],
 )
-def test_every_row_passes_every_layer_in_order_and_comes_back_to_its_place(
+def test_every_row_passes_every_layer_in_order_and_returns_to_its_place(
     num_stages, num_microbatches, num_rows
 ):
-    """Whatever the number of rows: they are filled up to whole microbatches."""
+    """Rows are padded to full microbatches for any number of rows."""
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.normal(size=(num_rows, 3)), jnp.float32)
     weights = jnp.asarray(rng.normal(size=(4, 3, 3)), jnp.float32)
@@ -71,7 +71,7 @@ def test_every_row_passes_every_layer_in_order_and_comes_back_to_its_place(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_on_a_mesh_without_stages_the_layers_are_a_plain_scan():
+def test_a_mesh_without_stages_scans_the_layers():
     text = str(
         jax.make_jaxpr(
             lambda x: pipeline.apply(block, (x, x[:, 0]), jnp.ones((4, 3, 3)), 1.0, staged(2))
@@ -81,14 +81,14 @@ def test_on_a_mesh_without_stages_the_layers_are_a_plain_scan():
     assert "ppermute" not in text
 
 
-def test_the_bubble_is_the_share_of_ticks_in_which_a_stage_idles():
+def test_the_bubble_is_the_share_of_ticks_in_which_a_stage_is_idle():
     assert pipeline.bubble(staged(1)) == 0
     assert pipeline.bubble(staged(4)) == 3 / 7
     assert pipeline.bubble(staged(4, 12)) == 3 / 15
 
 
-def test_a_pipeline_of_as_many_ticks_as_it_says():
-    """Microbatches and stages less one: what the bubble is computed from."""
+def test_a_pipeline_has_the_expected_number_of_ticks():
+    """The bubble is computed from this number: microbatches plus stages minus one."""
     config = staged(4, 8)
     with jax.set_mesh(mesh_of(4)):
         text = str(
@@ -113,13 +113,13 @@ def test_a_pipeline_of_as_many_ticks_as_it_says():
         ),
     ],
 )
-def test_stages_that_cannot_be_filled_equally_are_refused(change, words):
+def test_stages_that_cannot_be_filled_equally_are_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(FOUR_LAYERS, **change)
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])
-def test_a_mesh_of_another_number_of_stages_is_refused(num_stages):
+def test_a_mesh_with_a_different_number_of_stages_is_rejected(num_stages):
     strategy = tpudist.TPUStrategy(replica_axes={"stage": 2})
     model = strategy.create_abstract(lambda: Transformer(staged(num_stages), rngs=nnx.Rngs(0)))
     words = (
@@ -136,7 +136,7 @@ def lower_loss(strategy: Strategy, model):
 
 
 @pytest.mark.slow
-def test_each_stage_holds_its_own_layers_and_the_rows_are_split_over_all():
+def test_each_stage_has_its_own_layers_and_rows_are_split_over_all():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "stage": 2})
     model = strategy.create(lambda: Transformer(staged(2), rngs=nnx.Rngs(0)))
     assert model.blocks.mlp_out[...].sharding.spec[0] == "stage"
@@ -144,7 +144,7 @@ def test_each_stage_holds_its_own_layers_and_the_rows_are_split_over_all():
     assert strategy.replica_mesh.batch_axes == ("stage", "fsdp")
 
 
-# What crosses the axis, in the compiled program.
+# Communication in the compiled program.
 
 GEOMETRIES = {
     "stage=2": (staged(2), {"stage": 2}),
@@ -155,7 +155,7 @@ GEOMETRIES = {
 def assert_only_neighbours_talk(found, config, rows, length):
     across = [x for x in found if "stage" in x.axes]
     inside = [x for x in across if "while" in x.op_name]
-    # Forward and backward: one to the next stage, and one that waits or is finished.
+    # In both passes: one permute to the next stage, and one of rows that wait or are finished.
     assert [x.kind for x in inside] == ["collective-permute"] * 4
     microbatches = config.pipeline_microbatches or config.pipeline_stages
     num_bytes = 4 * rows // microbatches * length * config.embed_dim
@@ -166,7 +166,7 @@ def assert_only_neighbours_talk(found, config, rows, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage=2", pytest.param("mixed", marks=pytest.mark.exhaustive)])
-def test_only_microbatches_cross_from_stage_to_stage(name):
+def test_only_microbatches_move_between_stages(name):
     config, axes = GEOMETRIES[name]
     found = sent_by_step(config, axes, rows=16, length=16)
     assert_only_neighbours_talk(found, config, 16, 16)
@@ -174,7 +174,7 @@ def test_only_microbatches_cross_from_stage_to_stage(name):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_on_tpu_only_microbatches_cross_from_stage_to_stage():
+def test_only_microbatches_move_between_stages_on_tpu():
     config, axes = GEOMETRIES["mixed"]
     found = sent_by_step_on_tpu(config, axes, 16, 16, "v5e:2x4")
     assert_only_neighbours_talk(found, config, 16, 16)

@@ -1,4 +1,4 @@
-"""What a backward pass keeps: every policy gives the same gradients, for its price in memory."""
+"""Rematerialization policies: all give the same gradients, at different costs of memory."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ SMALL = TransformerConfig(
 WRITTEN_OUT = "save:query,key+offload:mlp_in"
 
 
-def test_a_policy_written_out_is_what_it_says():
+def test_a_policy_can_be_written_out():
     assert remat.parse("full") == remat.Policy()
     assert remat.parse(WRITTEN_OUT) == remat.Policy(("query", "key"), ("mlp_in",))
     assert remat.parse("save: query , value").saved == ("query", "value")
@@ -42,12 +42,12 @@ def test_a_policy_written_out_is_what_it_says():
         ("save:query+offload:query", "mentions query twice.*mention it once"),
     ],
 )
-def test_a_policy_that_says_nothing_is_refused(text, words):
+def test_an_invalid_policy_is_rejected(text, words):
     with pytest.raises(ValueError, match=words):
         remat.parse(text)
 
 
-def test_offloading_where_there_is_no_host_memory_is_refused():
+def test_offloading_without_host_memory_is_rejected():
     with pytest.raises(
         ValueError,
         match="moves query, key, value to host memory, which JAX does not support on platform",
@@ -57,7 +57,7 @@ def test_offloading_where_there_is_no_host_memory_is_refused():
 
 
 @pytest.mark.parametrize("attention", ["dot_product", "splash", "ring"])
-def test_every_tensor_that_policies_know_is_one_of_a_block(attention):
+def test_every_tensor_of_the_policies_is_named_in_a_block(attention):
     config = dataclasses.replace(SMALL, attention=attention)
 
     def nats_of_a_new_model(tokens):
@@ -69,8 +69,8 @@ def test_every_tensor_that_policies_know_is_one_of_a_block(attention):
 
 
 @pytest.mark.parametrize("attention", ["dot_product", "splash", "ring"])
-def test_what_attention_gathers_is_saved_once(attention):
-    """Not as its result and again as what its own backward pass needs."""
+def test_a_gathered_tensor_of_attention_is_saved_once(attention):
+    """It must not be saved both as the result and for attention's own backward pass."""
     config = dataclasses.replace(
         SMALL, num_kv_heads=None, head_width=8, attention=attention, remat="save_attention"
     )
@@ -92,7 +92,7 @@ def step_of(policy: str, devices, **changes):
 
 @functools.cache
 def losses(policy: str) -> list[float]:
-    """Of three steps on a replica of two devices."""
+    """Returns the losses of three steps on a replica of two devices."""
     strategy, config, step = step_of(policy, jax.devices()[:2])
     model = strategy.create(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     tx = optax.sgd(0.5)
@@ -104,7 +104,7 @@ def losses(policy: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "dots", "minimal", "offload_projections", WRITTEN_OUT])
-def test_policies_of_every_kind_train_alike(policy):
+def test_policies_of_every_kind_train_equally(policy):
     want = losses("none")
     assert want[-1] < want[0]
     np.testing.assert_allclose(losses(policy), want, rtol=1e-5)
@@ -135,7 +135,7 @@ def compiled_for_a_tpu(policy: str) -> jax.stages.Compiled:
         ("minimal", "offload_qkv"),
     ],
 )
-def test_each_policy_has_its_price_in_the_memory_of_a_tpu(dear, cheap):
+def test_a_cheaper_policy_needs_less_memory_on_a_tpu(dear, cheap):
     programs = [compiled_for_a_tpu(policy) for policy in (dear, cheap)]
     more, less = (x.memory_analysis() for x in programs)
     assert more.temp_size_in_bytes > less.temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""Rotary positions: two ways to compute them, and what they are for."""
+"""Rotary positions: two implementations and their properties."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def heads(length=9, width=8, dtype=jnp.float32, seed=0):
 @pytest.mark.parametrize(
     "width", [8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 128))]
 )
-def test_the_product_is_the_rotation_of_halves_and_so_is_its_gradient(dtype, width):
+def test_rotation_by_product_matches_rotation_by_halves_and_its_gradient(dtype, width):
     x, out = heads(width=width, dtype=dtype), heads(width=width, dtype=dtype, seed=1)
     rotation = rotary.rotation(x.shape[1], width, 10_000.0)
     found, back = jax.vjp(lambda x: rotary.rotate_by_product(x, rotation), x)
@@ -34,7 +34,7 @@ def test_the_product_is_the_rotation_of_halves_and_so_is_its_gradient(dtype, wid
 
 @pytest.mark.slow
 @given(query=st.integers(0, 99), key=st.integers(0, 99), shift=st.integers(0, 100))
-def test_scores_depend_on_distances_alone(query, key, shift):
+def test_scores_depend_only_on_distances(query, key, shift):
     rotation = rotary.rotation(200, 8, 100.0)
     x = jnp.broadcast_to(heads(1)[:1], (1, 200, 3, 8))
     y = jnp.broadcast_to(heads(1, seed=1)[:1], (1, 200, 3, 8))
@@ -43,8 +43,8 @@ def test_scores_depend_on_distances_alone(query, key, shift):
     assert here == pytest.approx(there, abs=1e-4)
 
 
-def test_turning_is_no_work():
-    """The product only moves values, so a model has the same work on every platform."""
+def test_a_rotation_counts_no_flops():
+    """The product only moves values, so a model has the same FLOPs on every platform."""
     rotation = rotary.rotation(9, 8, 100.0)
     turn = jax.grad(lambda x: rotary.rotate_by_product(x, rotation).sum())
     assert model_flops.model_flops(jax.make_jaxpr(turn)(heads()), 1)[0] == 0

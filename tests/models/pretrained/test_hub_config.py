@@ -1,4 +1,4 @@
-"""`config.json` is read as `transformers` reads it; what the model cannot be is refused."""
+"""`config.json` is parsed as in `transformers`; unsupported models raise an error."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from tpudist.models.parts.rotary_stretch import RotaryScaling
 from tpudist.models.pretrained.config_export import make_config
 from tpudist.models.pretrained.hub_config import parse_config
 
-# meta-llama/Llama-3.1-8B, config.json, as older versions write it.
+# meta-llama/Llama-3.1-8B, config.json, in the format of older versions.
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -40,7 +40,7 @@ LLAMA_8B = {
 }
 
 
-def test_llama_is_what_its_authors_say():
+def test_the_config_of_llama_matches_its_authors():
     assert parse_config(LLAMA_8B) == TransformerConfig(
         vocabulary=128_256,
         num_layers=32,
@@ -59,7 +59,7 @@ def test_llama_is_what_its_authors_say():
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        # As the families' classes have it, not the same for all.
+        # Defaults come from the class of each family and differ between families.
         ("mistral", {"sliding_window": ...}, {"attention_window": 4096}),
         ("mistral", {"sliding_window": None}, {"attention_window": None}),
         ("mistral", {"num_key_value_heads": ..., "num_attention_heads": 8}, {"kv_heads": 8}),
@@ -114,7 +114,7 @@ def test_llama_is_what_its_authors_say():
         ),
     ],
 )
-def test_a_key_that_is_not_there_has_the_value_of_its_family(name, changes, expected):
+def test_a_missing_key_has_the_default_of_its_family(name, changes, expected):
     config = parse_config(config_of(name, **changes))
     assert {key: getattr(config, key) for key in expected} == expected
 
@@ -147,7 +147,7 @@ def test_a_key_that_is_not_there_has_the_value_of_its_family(name, changes, expe
         ),
     ],
 )
-def test_what_the_transformer_cannot_be_is_refused_by_its_key(name, changes, key):
+def test_an_unsupported_model_is_rejected_with_its_key(name, changes, key):
     with pytest.raises(
         ValueError, match=rf"config\.json says {key}: .*would compute a different result"
     ):
@@ -168,7 +168,7 @@ def test_what_the_transformer_cannot_be_is_refused_by_its_key(name, changes, key
         ({"gelu": True, "gated": False}, "gelu=True is only for gated MLPs"),
     ],
 )
-def test_fields_that_make_no_model_are_refused(fields, message):
+def test_invalid_transformer_fields_are_rejected(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TransformerConfig(**fields)
 
@@ -181,12 +181,12 @@ def test_fields_that_make_no_model_are_refused(fields, message):
         (("llama3", 2.0, 16, 4.0, 4.0), "more than high turns; got low=4.0, high=4.0"),
     ],
 )
-def test_numbers_that_stretch_nothing_are_refused(arguments, message):
+def test_invalid_rotary_scaling_is_rejected(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RotaryScaling(*arguments)
 
 
-def test_the_presets_are_models_that_others_know():
+def test_the_presets_are_models_of_known_families():
     from tpudist.models.presets import PRESETS
 
     families = {

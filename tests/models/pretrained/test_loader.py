@@ -1,4 +1,4 @@
-"""Pretrained weights are read exactly, to where a strategy wants them, in little memory."""
+"""Pretrained weights are loaded exactly, to their placement in a strategy, in little memory."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ from tpudist.models import (
         for x in NAMES
     ],
 )
-def test_logits_are_those_of_transformers(name):
+def test_logits_match_transformers(name):
     model = load_pretrained(RECORDED / name, dtype="float32")
     np.testing.assert_allclose(logits_of(model), recorded_logits(name), rtol=0, atol=1e-5)
 
@@ -49,7 +49,7 @@ def test_logits_are_those_of_transformers(name):
     ],
     ids=str,
 )
-def test_each_device_has_its_part_whatever_the_geometry(axes, changes):
+def test_each_device_has_its_part_for_any_geometry(axes, changes):
     folder = RECORDED / "qwen2"
     strategy = tpudist.TPUStrategy(replica_axes=axes)
     config = dataclasses.replace(read_config(folder), **changes)
@@ -75,8 +75,8 @@ def test_each_device_has_its_part_whatever_the_geometry(axes, changes):
         tpudist.experimental.CentralStorageStrategy,
     ],
 )
-def test_a_model_that_was_read_is_trained_under_any_strategy(make):
-    """Devices that shared the memory that was read into would overwrite each other's."""
+def test_a_loaded_model_can_be_trained_under_any_strategy(make):
+    """Devices must not share the memory of the loader, or they overwrite each other's values."""
     strategy = make() if make is not tpudist.OneDeviceStrategy else make(jax.devices()[0])
     want = values_of(load_pretrained(RECORDED / "qwen2"))
     with strategy.scope():
@@ -91,7 +91,7 @@ def test_a_model_that_was_read_is_trained_under_any_strategy(make):
         np.testing.assert_array_equal(value, want[name] + 2 * (name == "final_norm"))
 
 
-def test_parameters_are_of_the_dtype_that_is_stored_or_asked_for():
+def test_parameters_have_the_stored_or_the_requested_dtype():
     folder = RECORDED / "gemma2"
     stored, wide = load_pretrained(folder), load_pretrained(folder, dtype=jnp.float32)
     assert stored.embedding.dtype == stored.blocks.mlp_in.dtype == jnp.bfloat16
@@ -105,7 +105,7 @@ def test_parameters_are_of_the_dtype_that_is_stored_or_asked_for():
     assert (half.embedding.dtype, half.config.dtype) == (jnp.float16, "float32")
 
 
-def test_a_narrower_dtype_is_rounded_to():
+def test_loading_in_a_narrower_dtype_rounds():
     wide, narrow = (load_pretrained(RECORDED / "llama", dtype=d) for d in (None, "bfloat16"))
     for name, value in values_of(narrow).items():
         np.testing.assert_array_equal(value, values_of(wide)[name].astype(jnp.bfloat16))
@@ -116,7 +116,7 @@ def copy(name: str, folder):
 
 
 def change_tensors(folder, **changes):
-    """Puts tensors in the place of others, with `__` for dots; None takes one away."""
+    """Replaces tensors, with `__` for dots; None removes a tensor."""
     file = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
     for name, value in changes.items():
@@ -126,7 +126,7 @@ def change_tensors(folder, **changes):
     safetensors.numpy.save_file(tensors, file)
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"config\.json does not exist.*tpudist downloads nothing"
     ):
@@ -142,7 +142,7 @@ def test_what_is_not_there_is_named(tmp_path):
         load_pretrained(folder)
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_damaged_files_are_rejected(tmp_path):
     folder = copy("llama", tmp_path)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
     with pytest.raises(ValueError, match="is not a complete safetensors file.*Download it again"):
@@ -155,7 +155,7 @@ def test_damaged_files_are_refused(tmp_path):
         load_pretrained(folder)
 
 
-def test_tensors_of_another_model_are_refused(tmp_path):
+def test_tensors_of_a_different_model_are_rejected(tmp_path):
     folder = copy("llama", tmp_path)
     change_tensors(folder, model__norm__weight=None, model__extra=np.zeros(2, np.float32))
     needed = r"1 that it needs are missing: model\.norm\.weight; 1 are unknown: model\.extra"
@@ -171,7 +171,7 @@ def test_tensors_of_another_model_are_refused(tmp_path):
         load_pretrained(folder)
 
 
-def test_a_tied_model_may_have_its_last_matrix_if_it_is_the_embedding(tmp_path):
+def test_a_tied_model_may_contain_its_last_matrix_if_it_equals_the_embedding(tmp_path):
     folder = copy("qwen2_plain", tmp_path)
     embedding = safetensors.numpy.load_file(folder / "model.safetensors")
     embedding = embedding["model.embed_tokens.weight"]
@@ -185,7 +185,7 @@ def test_a_tied_model_may_have_its_last_matrix_if_it_is_the_embedding(tmp_path):
         load_pretrained(folder)
 
 
-def test_buffers_that_nobody_reads_are_left_out(tmp_path):
+def test_unused_buffers_are_ignored(tmp_path):
     folder = copy("llama", tmp_path)
     name = "model__layers__0__self_attn__rotary_emb__inv_freq"
     change_tensors(folder, **{name: np.zeros(3, np.float32)})
@@ -195,7 +195,7 @@ def test_buffers_that_nobody_reads_are_left_out(tmp_path):
     assert written.read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_wrong_choices_are_refused():
+def test_unsupported_arguments_are_rejected():
     with pytest.raises(ValueError, match="dtype='int8'\\): dtype must be 'float32'"):
         load_pretrained(RECORDED / "llama", dtype="int8")
     with pytest.raises(ValueError, match="dtype='half'\\): dtype must be 'float32'"):
@@ -238,7 +238,7 @@ MEMORY = """
 
 
 @pytest.mark.slow
-def test_a_host_holds_what_its_devices_do_and_less_than_one_tensor(tmp_path):
+def test_a_host_needs_the_memory_of_its_devices_and_less_than_one_tensor_more(tmp_path):
     config = TransformerConfig(
         vocabulary=24_000, num_layers=6, embed_dim=1024, num_heads=8, mlp_dim=4096, gated=True
     )
@@ -259,7 +259,7 @@ def test_a_host_holds_what_its_devices_do_and_less_than_one_tensor(tmp_path):
 
 
 def write_sparse(model, folder):
-    """Files of zeros for a model, which take no room on a disk."""
+    """Writes sparse files of zeros for a model, which use no disk space."""
     from tpudist.models.pretrained.config_export import make_config
     from tpudist.models.pretrained.safetensors_file import make_header
     from tpudist.models.pretrained.tensor_places import tensor_places
@@ -274,7 +274,7 @@ def write_sparse(model, folder):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_each_process_reads_its_part_and_the_first_writes_all_of_them(tmp_path):
+def test_each_process_reads_its_part_and_the_first_writes_everything(tmp_path):
     program = """
         import sys
         import jax, tpudist

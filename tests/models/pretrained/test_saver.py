@@ -1,4 +1,4 @@
-"""Weights are written as the files that they were read from, or as files that others read."""
+"""Weights are saved in the files they were loaded from, or in files that others can read."""
 
 import dataclasses
 import json
@@ -31,17 +31,17 @@ def make(**changes) -> Transformer:
 
 
 def abstract(**changes) -> Transformer:
-    """A model of shapes alone."""
+    """Returns a model that has only shapes."""
     return nnx.eval_shape(lambda: make(**changes))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_read_is_written_as_the_same_bytes(name, tmp_path):
+def test_a_loaded_model_is_saved_with_the_same_bytes(name, tmp_path):
     save_pretrained(load_pretrained(RECORDED / name), tmp_path, like=RECORDED / name)
     assert files_of(tmp_path) == files_of(RECORDED / name)
 
 
-def test_the_bytes_are_the_same_from_any_geometry(tmp_path):
+def test_the_bytes_are_the_same_for_any_geometry(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     with strategy.scope():
         model = load_pretrained(RECORDED / "qwen3", dtype="float32")
@@ -49,7 +49,7 @@ def test_the_bytes_are_the_same_from_any_geometry(tmp_path):
     assert files_of(tmp_path) == files_of(RECORDED / "qwen3")
 
 
-def test_a_folder_may_be_written_over_by_its_own_model(tmp_path):
+def test_a_model_may_overwrite_its_own_folder(tmp_path):
     save_pretrained(load_pretrained(RECORDED / "llama"), tmp_path, like=RECORDED / "llama")
     model = load_pretrained(tmp_path)
     model.final_norm[...] += 1
@@ -63,8 +63,8 @@ def test_a_folder_may_be_written_over_by_its_own_model(tmp_path):
     "name",
     [pytest.param(x, marks=() if x == "llama_yarn" else pytest.mark.exhaustive) for x in NAMES],
 )
-def test_a_configuration_that_is_written_is_the_same_model(name, tmp_path):
-    """Also without the folder that the model is from."""
+def test_a_saved_configuration_describes_the_same_model(name, tmp_path):
+    """Also covers saving without the original folder."""
     save_pretrained(load_pretrained(RECORDED / name), tmp_path)
     assert differences(read_config(tmp_path), read_config(RECORDED / name)) == ()
     for key, value in values_of(load_pretrained(tmp_path)).items():
@@ -72,7 +72,7 @@ def test_a_configuration_that_is_written_is_the_same_model(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
+def test_a_new_model_is_saved_in_files_of_bounded_size(tmp_path):
     model = make()
     save_pretrained(model, tmp_path, dtype="bfloat16", max_file_bytes=10_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -86,12 +86,12 @@ def test_a_model_of_ones_own_is_written_in_files_of_bounded_size(tmp_path):
     np.testing.assert_array_equal(mlp.T, model.blocks.mlp_in[1, 1].astype(jnp.bfloat16))
     again = load_pretrained(tmp_path)
     assert (again.config.dtype, again.embedding.dtype) == ("bfloat16", jnp.bfloat16)
-    save_pretrained(model, tmp_path)  # in one file: the index is of no use any more
+    save_pretrained(model, tmp_path)  # one file, which makes the index obsolete
     assert load_pretrained(tmp_path).embedding.dtype == jnp.float32
 
 
 @pytest.mark.slow
-def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
+def test_files_of_an_earlier_save_do_not_replace_a_later_save(tmp_path):
     first, last = make(), make(mlp_dim=48)
     kept = tmp_path / "kept"
     save_pretrained(last, kept)
@@ -109,7 +109,7 @@ def test_nothing_of_an_earlier_save_is_read_in_place_of_a_later_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
+def test_two_sets_of_weights_in_a_folder_are_rejected(tmp_path):
     save_pretrained(make(), tmp_path)
     kept = (tmp_path / "model.safetensors").read_bytes()
     save_pretrained(make(), tmp_path, max_file_bytes=10_000)
@@ -120,7 +120,7 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
-def test_what_others_cannot_compute_is_refused(tmp_path):
+def test_a_model_that_no_family_supports_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="No family .*nearest is 'llama', .* output_scale.*Train"):
         save_pretrained(abstract(tied=True), tmp_path)
     with pytest.raises(ValueError, match="differs in gated"):
@@ -143,7 +143,7 @@ def test_a_tied_model_without_a_scale_is_written_and_read(tmp_path):
     np.testing.assert_array_equal(logits_of(load_pretrained(tmp_path)), logits_of(model))
 
 
-def test_the_record_is_of_models_whose_logits_differ():
-    """Else a test that compares with the wrong one would pass."""
+def test_the_recorded_models_have_distinct_logits():
+    """Otherwise a test that compares with the wrong model would pass."""
     for name in NAMES:
         assert recorded_logits(name).std() > 0.5

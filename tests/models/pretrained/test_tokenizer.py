@@ -1,4 +1,4 @@
-"""Tokenizers come from `tokenizer.json`."""
+"""Tokenizers are loaded from `tokenizer.json`."""
 
 import builtins
 
@@ -8,7 +8,7 @@ import tokenizers
 from tpudist.models import load_tokenizer
 
 
-def test_a_tokenizer_is_read(tmp_path):
+def test_a_tokenizer_is_loaded(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, "?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
@@ -17,7 +17,7 @@ def test_a_tokenizer_is_read(tmp_path):
     assert found.encode("b a c").ids == [1, 0, 2]
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path):
     with pytest.raises(
         FileNotFoundError, match="tokenizer.json does not exist: tpudist reads a tokenizer"
     ):
@@ -27,7 +27,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_the_package_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_a_missing_tokenizers_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     usual = builtins.__import__
 

@@ -1,4 +1,4 @@
-"""Copies in tiles are copies."""
+"""A tiled copy equals a plain copy."""
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +8,7 @@ from tpudist.models.pretrained.transposition import copy_tasks
 
 
 def arrays(shape, order, parts, dtype):
-    """An array with its dims in another order, and room for it between others."""
+    """Returns an array with permuted dims, and a target between other arrays."""
     lies = [shape[dim] for dim in order]
     source = np.random.default_rng(0).normal(size=lies).astype(np.float32)
     source = source.transpose(np.argsort(order))
@@ -31,7 +31,7 @@ def arrays(shape, order, parts, dtype):
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_all_elements_come_to_their_place_and_nowhere_else(shape, order, dtype):
+def test_all_elements_are_copied_to_their_place_and_nowhere_else(shape, order, dtype):
     if not shape:
         source, target = np.float32(3) * np.ones(()), np.zeros((), dtype)
         for task in copy_tasks(source, target):
@@ -47,7 +47,7 @@ def test_all_elements_come_to_their_place_and_nowhere_else(shape, order, dtype):
 
 
 @pytest.mark.slow
-def test_large_copies_are_several_tasks_that_do_not_meet():
+def test_a_large_copy_is_split_into_independent_tasks():
     source = np.arange(2**23, dtype=np.float32)
     for view in (source.reshape(2, -1), source.reshape(4096, 2048).T):
         target = np.zeros(view.shape, np.float32)

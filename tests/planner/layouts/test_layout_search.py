@@ -1,4 +1,4 @@
-"""Which layouts of a step are tried, in which order, and what is said of them."""
+"""The search over layouts of a step: its candidates, their order, and its report."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ from tpudist.planner.layouts.search_result import SearchResult
 
 
 def make_step(candidate, width=64, hidden=64):
-    """Trains one layer; the batch is computed in parts and the layer again, as asked."""
+    """Trains one layer, with microbatches and rematerialization as the candidate requests."""
     strategy = tpudist.TPUStrategy(devices=candidate.devices, replica_axes=candidate.replica_axes)
     model = strategy.create_abstract(lambda: nnx.Linear(width, hidden, rngs=nnx.Rngs(0)))
     optimizer = strategy.create_abstract(
@@ -54,7 +54,7 @@ def search(make_step=make_step, topology=None, **given):
     return planner.search(make_step, topology, **given)
 
 
-# What is tried.
+# Candidates.
 
 
 def _all(geometries, remat=("none", "full"), microbatches=(1, 2)):
@@ -62,12 +62,12 @@ def _all(geometries, remat=("none", "full"), microbatches=(1, 2)):
     return [one.name for one in found]
 
 
-def test_all_combinations_are_tried_each_once():
+def test_all_combinations_are_candidates_exactly_once():
     found = _all([{}, {"fsdp": 1}, {"fsdp": 2}])
     assert len(found) == len(set(found)) == 2 * 2 * 2
 
 
-def test_the_most_promising_come_first():
+def test_the_most_promising_candidates_come_first():
     assert _all([{"tensor": 8}, {"fsdp": 8}, {}], microbatches=(2, 1)) == [
         "data parallel, remat none",
         "fsdp=8, remat none",
@@ -90,7 +90,7 @@ def test_the_usual_geometries_divide_the_devices(num_devices):
         assert found.count(axes) == 1
 
 
-def test_what_splits_and_recomputes_no_more_needs_no_less():
+def test_a_candidate_without_more_splits_or_remat_needs_at_least_as_much_memory():
     remat = ["none", "minimal", "full"]
 
     def one(axes, name, number=1):
@@ -119,7 +119,7 @@ def test_what_splits_and_recomputes_no_more_needs_no_less():
         ({"topology": "v5e-7"}, "not a v5e slice"),
     ],
 )
-def test_a_search_for_nothing_is_refused(given, message):
+def test_a_search_without_candidates_is_rejected(given, message):
     with pytest.raises(ValueError, match=message):
         search(**given)
 
@@ -136,7 +136,7 @@ def test_a_search_for_nothing_is_refused(given, message):
         ({"model_flops": "many"}, "model_flops='many'"),
     ],
 )
-def test_figures_that_make_no_sense_are_refused_before_anything_is_traced(given, message):
+def test_invalid_numbers_are_rejected_before_tracing(given, message):
     def fails(x):
         raise AssertionError("it was traced")
 
@@ -144,11 +144,11 @@ def test_figures_that_make_no_sense_are_refused_before_anything_is_traced(given,
         tpudist.MirroredStrategy().plan(fails, (jnp.ones(8),), **given)
 
 
-# What becomes of it.
+# Outcomes.
 
 
 @pytest.mark.slow
-def test_every_candidate_is_planned_on_the_devices_and_says_what_it_needs():
+def test_every_candidate_is_planned_on_the_devices_and_reports_its_memory():
     asked = []
 
     def noted(candidate):
@@ -165,14 +165,14 @@ def test_every_candidate_is_planned_on_the_devices_and_says_what_it_needs():
     ]
     assert [one.status for one in result.outcomes] == ["fits"] * 4
     assert result.num_devices == len(jax.devices()) == 8
-    # Without a price the smallest is the best.
+    # Without an estimated time, the candidate with the least memory is the best.
     peaks = [one.plan.memory.peak_bytes for one in result.outcomes]
     assert peaks == sorted(peaks)
     assert result.best.plan.mesh["replica"] in (4, 8)
     assert any("2/4 fsdp=2, remat none: " in what for what, _ in progress)
 
 
-def test_a_plan_says_how_many_rows_a_replica_has():
+def test_a_plan_reports_the_rows_of_a_replica():
     result = search(geometries=[{"fsdp": 2}, {"fsdp": 8}])
     notes = {one.candidate.geometry: one.plan.notes[0] for one in result.outcomes}
     assert notes["fsdp=2"] == "x: 64 rows in all, 16 on each of 4 replicas."
@@ -192,14 +192,14 @@ def test_two_candidates_with_the_same_program_are_compiled_once():
         assert any("was not called again" in note for note in one.plan.notes)
 
 
-def test_what_a_candidate_raises_is_told_and_the_others_go_on():
+def test_a_failed_candidate_is_reported_and_the_search_continues():
     result = search(geometries=[{"fsdp": 3}, {}])
     assert [one.status for one in result.outcomes] == ["fits", "failed"]
     assert result.outcomes[1].candidate.geometry == "fsdp=3"
     assert result.outcomes[1].reason.startswith("ValueError: ")
 
 
-def test_shapes_that_do_not_fit_are_told_with_the_line_and_the_others_go_on():
+def test_shapes_that_do_not_fit_are_reported_with_their_line_and_the_search_continues():
     """JAX raises TypeError for them."""
     result = search(geometries=[{}], microbatches=[1, 3])
     assert [one.status for one in result.outcomes] == ["fits", "failed"]
@@ -211,7 +211,7 @@ def test_shapes_that_do_not_fit_are_told_with_the_line_and_the_others_go_on():
     assert reason.endswith(f"({__file__}:{line})")
 
 
-def test_whatever_a_replica_function_raises_is_told():
+def test_an_error_in_a_replica_function_is_reported():
     def odd(candidate):
         strategy, step, args = make_step(candidate)
 
@@ -226,7 +226,7 @@ def test_whatever_a_replica_function_raises_is_told():
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
-def test_what_make_step_raises_of_shapes_is_told(error):
+def test_a_shape_error_in_make_step_is_reported(error):
     def sometimes(candidate):
         if candidate.replica_axes:
             raise error("too odd")
@@ -237,7 +237,7 @@ def test_what_make_step_raises_of_shapes_is_told(error):
     assert result.outcomes[1].reason.startswith(f"{error.__name__}: too odd ({__file__}:")
 
 
-def test_who_watches_can_end_a_search():
+def test_an_exception_in_the_progress_callback_ends_a_search():
     class Enough(Exception):
         pass
 
@@ -249,7 +249,7 @@ def test_who_watches_can_end_a_search():
         search(progress=watch)
 
 
-def test_a_mistake_in_make_step_is_the_callers():
+def test_a_mistake_in_make_step_is_raised_to_the_caller():
     def mistaken(candidate):
         return candidate.nothing_of_the_kind
 
@@ -259,8 +259,8 @@ def test_a_mistake_in_make_step_is_the_callers():
         search(mistaken, max_workers=2)
 
 
-def test_a_mistake_in_make_step_ends_what_others_do():
-    """One worker is in the midst of a candidate; it does not begin another."""
+def test_a_mistake_in_make_step_ends_the_other_workers():
+    """One worker is busy with a candidate and does not start another."""
     raised, asked = threading.Event(), []
 
     def mistaken(candidate):
@@ -278,8 +278,8 @@ def test_a_mistake_in_make_step_ends_what_others_do():
 
 
 @pytest.mark.parametrize("max_workers", [1, 2])
-def test_a_search_in_a_scope_is_refused(max_workers):
-    """Its candidates have strategies of their own."""
+def test_a_search_inside_a_scope_raises_an_error(max_workers):
+    """Each candidate has its own strategy."""
     with (
         tpudist.MirroredStrategy().scope(),
         pytest.raises(RuntimeError, match="scope of .*MirroredStrategy.* Call it outside of"),
@@ -288,7 +288,7 @@ def test_a_search_in_a_scope_is_refused(max_workers):
 
 
 @pytest.mark.slow
-def test_several_are_planned_at_a_time():
+def test_several_candidates_are_planned_in_parallel():
     result = search(geometries=[{}, {"fsdp": 2}, {"fsdp": 4}, {"fsdp": 8}], max_workers=2)
     assert [one.status for one in result.outcomes] == ["fits"] * 4
     alone = search(geometries=[{"fsdp": 4}])
@@ -296,13 +296,13 @@ def test_several_are_planned_at_a_time():
     assert same.plan.program == alone.best.plan.program
 
 
-def test_what_the_budget_does_not_reach_is_listed():
+def test_candidates_outside_the_time_budget_are_listed():
     result = search(time_budget_s=1e-6)
     assert [one.status for one in result.outcomes] == ["not reached"] * 2
     assert result.best is None
 
 
-def test_what_the_budget_interrupts_is_listed(monkeypatch):
+def test_a_candidate_interrupted_by_the_time_budget_is_listed(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(layout_search, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -316,7 +316,7 @@ def test_what_the_budget_interrupts_is_listed(monkeypatch):
     assert result.seconds == 1000
 
 
-def test_plan_arguments_may_come_with_a_step():
+def test_make_step_may_return_plan_arguments():
     def counted(candidate):
         return *make_step(candidate), {"tokens_per_step": 64}
 
@@ -326,8 +326,8 @@ def test_plan_arguments_may_come_with_a_step():
     assert result.best.plan.tokens_per_step == 64
 
 
-def test_as_many_are_planned_at_a_time_as_there_is_memory_for():
-    """What the file cache holds counts as free: a machine that is up for a day has little else."""
+def test_the_number_of_workers_depends_on_available_memory():
+    """The file cache counts as free: on a machine with a day of uptime, little else is."""
     with open("/proc/meminfo") as file:
         figures = dict(line.split(":") for line in file)
     available = int(figures["MemAvailable"].split()[0]) * 1024
@@ -335,7 +335,7 @@ def test_as_many_are_planned_at_a_time_as_there_is_memory_for():
     assert layout_search._count_workers(1) == 1
 
 
-# What is made of it.
+# Results.
 
 
 def _outcome(geometry, remat="none", number=1, *, step_s=None, over=0, tokens=None):
@@ -354,7 +354,7 @@ def _result(*outcomes):
     return SearchResult("v5e-256", 256, search_result.rank(outcomes), 12.0, 900.0)
 
 
-def test_the_fastest_that_fits_is_first_and_the_rest_in_order():
+def test_the_fastest_candidate_that_fits_is_first_and_the_rest_are_ordered():
     failed = Outcome(Candidate("v5e-256", {"fsdp": 3}, "none", 1), "failed", reason="ValueError: 3")
     late = Outcome(Candidate("v5e-256", {"fsdp": 1}, "full", 1), "not reached", reason="late")
     far = _outcome({}, over=9, step_s=None)
@@ -368,7 +368,7 @@ def test_the_fastest_that_fits_is_first_and_the_rest_in_order():
     assert result.best.candidate.geometry == "fsdp=4"
 
 
-def test_tokens_per_second_count_more_than_a_step():
+def test_candidates_are_ranked_by_tokens_per_second_before_step_time():
     small, large = (
         _outcome({"fsdp": 4}, step_s=1.0, tokens=10),
         _outcome({"fsdp": 8}, step_s=2.0, tokens=30),
@@ -376,7 +376,7 @@ def test_tokens_per_second_count_more_than_a_step():
     assert _result(small, large).best.candidate.geometry == "fsdp=8"
 
 
-def test_the_smallest_change_that_fits_is_the_one_of_fewest_settings_then_the_fastest():
+def test_the_remedy_has_the_fewest_changes_and_then_the_shortest_step():
     large = _outcome({"fsdp": 4}, over=1)
     others = [
         _outcome({"fsdp": 4}, "full", step_s=4.0),
@@ -392,7 +392,7 @@ def test_the_smallest_change_that_fits_is_the_one_of_fewest_settings_then_the_fa
     assert found.remedy is None
 
 
-def test_a_result_is_what_its_json_says():
+def test_a_result_survives_json():
     result = _result(_outcome({"fsdp": 4}, step_s=2.0), _outcome({}, over=5))
     assert SearchResult.from_json(result.to_json()) == result
     with pytest.raises(ValueError, match="not a SearchResult"):
@@ -400,7 +400,7 @@ def test_a_result_is_what_its_json_says():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_result_can_be_copied_and_kept_in_sets_without_its_programs(copied):
+def test_a_result_can_be_copied_and_hashed_without_its_programs(copied):
     result = search(geometries=[{}])
     assert result.best.plan._source is None  # which holds a lowered module
     again = copied(result)
@@ -419,7 +419,7 @@ def _shown(result):
 
 
 @pytest.mark.parametrize("where", [0, 1], ids=["terminal", "notebook"])
-def test_a_result_says_what_fits_and_what_to_change(where):
+def test_a_result_shows_candidates_that_fit_and_changes_for_the_others(where):
     late = Outcome(Candidate("v5e-256", {"fsdp": 64}, "none", 1), "not reached", reason="not begun")
     failed = Outcome(Candidate("v5e-256", {"fsdp": 3}, "none", 1), "failed", reason="ValueError: 3")
     shown = _shown(
@@ -450,13 +450,13 @@ def test_a_result_says_what_fits_and_what_to_change(where):
         assert words in shown
 
 
-def test_a_result_without_anything_that_fits_says_so():
+def test_a_result_without_a_candidate_that_fits_reports_it():
     for shown in _shown(_result(_outcome({}, over=5))):
         assert "no candidate fits v5e-256" in shown
         assert "Nothing that was tried makes it fit." in shown
 
 
-def test_a_result_of_failures_does_not_say_that_anything_was_too_large():
+def test_a_result_with_only_failures_does_not_claim_that_a_candidate_was_too_large():
     failed = Outcome(Candidate("v5e-256", {}, "none", 1), "failed", reason="TypeError: odd")
     late = Outcome(Candidate("v5e-256", {"fsdp": 2}, "none", 1), "not reached", reason="not begun")
     for shown in _shown(_result(failed, late)):
@@ -476,7 +476,7 @@ def test_a_result_of_failures_does_not_say_that_anything_was_too_large():
         ((2.0, None), (2.0, None), "2.00 s per step, as fast as the best"),
     ],
 )
-def test_what_a_change_costs_is_told_as_candidates_are_ranked(best, other, told):
+def test_the_cost_of_a_change_uses_the_ranking_of_candidates(best, other, told):
     result = _result(
         _outcome({"fsdp": 4}, number=2, step_s=best[0], tokens=best[1]),
         _outcome({"tensor": 8}, "full", step_s=other[0], tokens=other[1]),
@@ -487,7 +487,7 @@ def test_what_a_change_costs_is_told_as_candidates_are_ranked(best, other, told)
         assert f"It fits with remat none -> full ({told})." in shown
 
 
-def test_a_step_that_takes_no_time_is_told_without_a_comparison():
+def test_a_step_without_estimated_time_is_shown_without_a_comparison():
     result = _result(
         _outcome({}, "full", step_s=0.0), _outcome({"fsdp": 2}, step_s=0.0), _outcome({}, over=1)
     )
@@ -495,7 +495,7 @@ def test_a_step_that_takes_no_time_is_told_without_a_comparison():
         assert "It fits with remat none -> full." in shown
 
 
-def test_names_of_operations_cannot_become_html():
+def test_names_of_operations_are_escaped_in_html():
     failed = Outcome(Candidate(None, {}, "none", 1), "failed", reason="<script>alert(1)</script>")
     assert "<script>" not in _result(failed)._repr_html_()
     assert search_text.describe_search(_result(failed)).fits is False
@@ -504,8 +504,8 @@ def test_names_of_operations_cannot_become_html():
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_search_on_a_slice_says_what_makes_a_layer_of_eight_gigabytes_fit():
-    """A layer of 8 GiB and its gradients are too much for one v5e chip, and not for eight."""
+def test_a_search_on_a_slice_finds_the_change_that_makes_a_layer_of_eight_gigabytes_fit():
+    """A layer of 8 GiB with its gradients exceeds one v5e chip, but fits on eight."""
 
     def large(candidate):
         return make_step(candidate, width=32768, hidden=65536)

@@ -1,4 +1,4 @@
-"""What people see of a plan: in a terminal, in a notebook and as a picture."""
+"""The display of a plan: in a terminal, in a notebook and as a picture."""
 
 import copy
 import dataclasses
@@ -44,13 +44,13 @@ def as_html(plan, **run):
 
 
 def everywhere(plan, **run):
-    """The words of a terminal and of a notebook, in one line each."""
+    """Returns the text of a terminal and of a notebook, each in one line."""
     page = re.sub(r"<style>.*?</style>", "", as_html(plan, **run), flags=re.S)
     text = unescape(re.sub(r"<[^>]*>", " ", page))
     return [" ".join(one.split()) for one in (shown(plan, 120, **run), text)]
 
 
-# What is said.
+# Content.
 
 
 @pytest.mark.parametrize("text", everywhere(plans.fitting()), ids=["terminal", "notebook"])
@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_says(text, fact):
     assert fact in text
 
 
-def test_a_run_is_priced_if_its_length_and_a_price_are_given():
+def test_the_cost_of_a_run_is_shown_if_its_length_and_a_price_are_given():
     (text, page) = everywhere(plans.fitting(), num_steps=10_000, price=1.2)
     for said in (text, page):
         assert "10,000 steps" in said
@@ -114,16 +114,16 @@ def test_a_run_is_priced_if_its_length_and_a_price_are_given():
     assert "chip-hours" not in shown(plans.refused(), num_steps=10, price=1.0)
 
 
-def test_where_a_chip_is_two_devices_memory_is_said_to_be_of_a_device():
+def test_memory_is_shown_per_device_if_a_chip_has_two_devices():
     text = shown(plans.fitting(chip="tpu7x", num_chips=128, topology="tpu7x-256"))
     assert "per device" in text
     assert "tpu7x-256: 128 chips, 256 devices" in text
     assert "per chip\n" not in text
-    # 2307 TFLOP/s are of both: one has half.
+    # 2307 TFLOP/s belong to both devices of the chip; each has half.
     assert f"{1.28e15 / CHIPS['tpu7x'].bf16_flops_per_s * 2:.2f} s for 1.28 PFLOP" in text
 
 
-def test_devices_without_a_price_have_memory_and_no_time():
+def test_devices_without_known_rates_show_memory_but_no_time():
     plan = plans.fitting(chip="", topology="cpu", time=None, collectives=(), tokens_per_step=None)
     plan = dataclasses.replace(
         plan, memory=dataclasses.replace(plan.memory, capacity_bytes=None), model_flops=None
@@ -135,14 +135,14 @@ def test_devices_without_a_price_have_memory_and_no_time():
     as_html(plan)
 
 
-def test_what_is_alike_is_one_row_and_what_is_waited_for_comes_first():
+def test_equal_collectives_are_merged_and_sorted_by_waiting_time():
     merged = speed_text.merge(plans.collectives())
     assert [use.kind for use in merged] == ["reduce-scatter", "all-gather", "all-reduce"]
     assert merged[1].count == 120
     assert merged[1].seconds == pytest.approx(0.36)
 
 
-def test_operations_of_one_line_are_one_row():
+def test_operations_of_one_source_line_are_one_row():
     time = plans.fitting().time
     twice = dataclasses.replace(time, top=(*time.top, time.top[1], time.top[1]))
     text = shown(plans.fitting(time=twice))
@@ -150,7 +150,7 @@ def test_operations_of_one_line_are_one_row():
     assert text.index("pallas_call") < text.index("dot_general, recomputed")
 
 
-def test_merging_loses_nothing():
+def test_merging_collectives_preserves_totals():
     uses = st.builds(
         CollectiveUse,
         kind=st.sampled_from(["all-gather", "all-reduce"]),
@@ -178,14 +178,14 @@ def test_merging_loses_nothing():
     holds()
 
 
-def test_what_is_left_out_of_a_table_is_summed_up():
+def test_rows_omitted_from_a_table_are_summed():
     one = plans.collectives()[2]
     many = tuple(dataclasses.replace(one, source=f"/a/b.py:{i}") for i in range(20))
     text = shown(plans.fitting(collectives=many))
     assert "And 12 more: 301.75 GiB sent, 4.32 s waited." in text
 
 
-def test_what_is_less_than_a_thousandth_of_the_memory_is_not_listed():
+def test_a_temporary_below_a_thousandth_of_the_memory_is_not_listed():
     memory = plans.fitting().memory
     small = dataclasses.replace(memory.largest[0], num_bytes=memory.peak_bytes // 1001)
     listed = dataclasses.replace(memory, largest=(small,))
@@ -194,12 +194,12 @@ def test_what_is_less_than_a_thousandth_of_the_memory_is_not_listed():
     assert "And 1 more: 32.0 KiB." in shown(plans.fitting())
 
 
-def test_the_parts_of_a_step_that_are_not_told_apart_wait_for_memory():
+def test_unattributed_parts_of_a_step_are_shown_as_waiting_for_memory():
     time = dataclasses.replace(plans.fitting().time, step_s=12.0)
     assert "waiting for HBM" in shown(plans.fitting(time=time))
 
 
-def test_what_is_tried_first_depends_on_what_is_large():
+def test_the_first_suggestion_depends_on_the_largest_category():
     refused = plans.refused()
     split, *_ = advice.suggest_changes(refused)
     assert "--replica-axes fsdp=16" in split
@@ -216,19 +216,19 @@ def test_what_is_tried_first_depends_on_what_is_large():
         ({"replica": 1, "fsdp": 16}, None),
     ],
 )
-def test_a_replica_on_all_devices_cannot_be_split_over_more(mesh, told):
+def test_a_replica_on_all_devices_has_no_suggestion_to_split_further(mesh, told):
     text = " ".join(advice.suggest_changes(dataclasses.replace(plans.refused(), mesh=mesh)))
     assert told in text if told else "--replica-axes" not in text
 
 
-def test_a_refusal_without_numbers_is_told_in_the_compilers_words():
+def test_a_refusal_without_numbers_shows_the_compilers_message():
     refusal = Refusal(0, 0, 0, (), "it is [too] large")
     for text in everywhere(dataclasses.replace(plans.refused(), refusal=refusal)):
         assert "it is [too] large" in text
         assert "0 B" not in text
 
 
-# How it is laid out.
+# Layout.
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
@@ -240,18 +240,18 @@ def test_no_line_is_longer_than_the_terminal(plan, width):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_numbers_and_kinds_are_not_broken_over_lines(width):
+def test_numbers_and_names_are_not_broken_over_lines(width):
     text = shown(plans.fitting(), width, num_steps=10)
     for word in ("reduce-scatter", "25.15 GiB", "transformer.py:142", "bf16[40,6,2048,6144]"):
         assert word in text
 
 
-def test_a_terminal_of_ascii_gets_ascii():
+def test_an_ascii_terminal_receives_ascii():
     shown(plans.fitting(), encoding="ascii").encode("ascii")
     assert "####" in shown(plans.fitting(), encoding="ascii")
 
 
-def test_the_parts_of_the_memory_and_what_is_free_are_all_of_it():
+def test_the_parts_of_the_memory_and_the_free_part_sum_to_the_capacity():
     (bars, *_) = memory_text.memory(plans.fitting())
     told = {part.name: part.amount for part in (*bars.parts, bars.free)}
     assert told["gaps between values"] == pytest.approx(0.2 * plans.GIB, rel=0.01)
@@ -260,7 +260,7 @@ def test_the_parts_of_the_memory_and_what_is_free_are_all_of_it():
     assert bars.whole == plans.fitting().memory.capacity_bytes
 
 
-def test_each_part_of_a_bar_begins_where_the_one_before_ends():
+def test_each_part_of_a_bar_starts_at_the_end_of_the_previous_part():
     rows = shown(plans.fitting(), 120, encoding="ascii").splitlines()
     compute, kernels = (
         next(row for row in rows if name in row) for name in ("compute  ", "custom")
@@ -285,7 +285,7 @@ class Balanced(HTMLParser):
 
 @pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
 @pytest.mark.parametrize("make", [as_html, lambda plan: html.format_page(as_html(plan))])
-def test_html_is_whole_and_needs_nothing_from_elsewhere(plan, make):
+def test_html_is_well_formed_and_self_contained(plan, make):
     text = make(plan)
     parser = Balanced()
     parser.feed(text)
@@ -295,13 +295,13 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(plan, make):
     assert "url(" not in text
 
 
-def test_the_bars_of_a_notebook_are_as_wide_as_what_they_show():
+def test_bars_in_a_notebook_are_proportional_to_their_values():
     text = as_html(plans.fitting())
     assert f"width:{100 * 8.9 / 10.42:.3f}%" in text
     assert f"width:{100 * 1.1 / 10.42:.3f}%" in text
 
 
-def test_text_of_the_user_is_no_html():
+def test_user_text_is_escaped_in_html():
     plan = plans.fitting(name=SCRIPT, notes=(SCRIPT,), mesh={SCRIPT: 1})
     use = dataclasses.replace(plans.collectives()[0], source=f'/a/"{SCRIPT}".py:1', kind=SCRIPT)
     text = html.format_page(as_html(dataclasses.replace(plan, collectives=(use,))))
@@ -309,7 +309,7 @@ def test_text_of_the_user_is_no_html():
     assert "&lt;script&gt;" in text
 
 
-def test_text_of_the_user_is_no_markup_of_the_terminal():
+def test_user_text_is_not_interpreted_as_terminal_markup():
     plan = plans.fitting(name="[bold]step[/]", notes=("[red]note[/red]",))
     assert "[bold]step[/] fits" in shown(plan)
     assert "[red]note[/red]" in shown(plan)
@@ -322,8 +322,8 @@ def test_a_picture_is_drawn(plan, ending, begins, tmp_path):
     assert (tmp_path / f"plan.{ending}").read_bytes().startswith(begins)
 
 
-def test_a_step_that_takes_no_time_is_shown_and_drawn(tmp_path):
-    """One without any work; matplotlib warns of an axis of length 0."""
+def test_a_step_without_any_time_is_shown_and_drawn(tmp_path):
+    """The step does no work; matplotlib would warn of an axis of length 0."""
     time = plans.fitting().time
     nothing = {field.name: 0.0 for field in dataclasses.fields(time) if field.name != "top"}
     for top in ((), (dataclasses.replace(time.top[0], seconds=0.0),)):
@@ -332,13 +332,13 @@ def test_a_step_that_takes_no_time_is_shown_and_drawn(tmp_path):
         chart.draw(plan, tmp_path / "plan.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
+def test_drawing_without_matplotlib_names_the_package_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         chart.draw(plans.fitting(), tmp_path / "plan.png")
 
 
-def test_a_plan_shows_itself():
+def test_a_plan_displays_itself_in_rich_and_in_notebooks():
     plan = plans.fitting()
     assert as_html(plan) == plan._repr_html_()
     console = Console(width=100, color_system=None)
@@ -349,8 +349,8 @@ def test_a_plan_shows_itself():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
-    """Below the cell, and no longer than it takes."""
+def test_a_notebook_shows_progress_while_planning_runs(tmp_path, monkeypatch):
+    """The output is below the cell and disappears at the end."""
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
@@ -376,17 +376,17 @@ def test_a_notebook_shows_what_is_done_while_it_is_done(tmp_path, monkeypatch):
     assert lines == ["planning", "planning: lowering", "planning: compiling, 12.3 s", ""]
 
 
-def test_where_nobody_watches_nothing_is_printed(capfd):
+def test_progress_without_a_terminal_prints_nothing(capfd):
     with progress.show_progress(None) as tell:
         tell("compiling", 1.0)
     assert capfd.readouterr() == ("", "")
 
 
-# As a value.
+# Value semantics.
 
 
 @pytest.mark.parametrize("plan", [plans.fitting(), plans.refused()], ids=["fits", "refused"])
-def test_a_plan_can_be_copied_sent_and_kept_in_sets(plan):
+def test_a_plan_can_be_copied_pickled_and_hashed(plan):
     for again in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         assert again == plan
         assert {again} == {plan}
@@ -413,19 +413,19 @@ def test_a_plan_can_be_copied_sent_and_kept_in_sets(plan):
     ],
     ids=str,
 )
-def test_json_that_is_no_plan_is_refused(change):
+def test_json_that_is_not_a_plan_is_rejected(change):
     fields = json.loads(plans.fitting().to_json()) | change
     with pytest.raises(ValueError, match="is not a (complete )?Plan"):
         Plan.from_json(json.dumps(fields))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_number_that_json_has_not_is_refused(number):
+def test_a_number_without_json_representation_is_rejected(number):
     with pytest.raises(ValueError, match="This Plan has a number that JSON cannot represent"):
         plans.fitting(model_flops=number).to_json()
 
 
-# Words.
+# Formats.
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_a_number_that_json_has_not_is_refused(number):
         (2048 * 1024**3, "2.00 TiB"),
     ],
 )
-def test_bytes_in_words(count, told):
+def test_format_bytes_chooses_a_unit(count, told):
     assert formats.format_bytes(count) == told
 
 
@@ -463,12 +463,12 @@ def test_bytes_in_words(count, told):
         (864_000, "10.0 days"),
     ],
 )
-def test_seconds_in_words(seconds, told):
+def test_format_seconds_chooses_a_unit(seconds, told):
     assert formats.format_seconds(seconds) == told
 
 
 @hypothesis.given(st.floats(1e-7, 1e7))
-def test_seconds_in_words_are_the_seconds(seconds):
+def test_format_seconds_preserves_the_value(seconds):
     number, unit = formats.format_seconds(seconds).replace(",", "").split()
     sizes = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}
     assert float(number) * sizes[unit] == pytest.approx(seconds, rel=0.006)
@@ -486,7 +486,7 @@ def test_seconds_in_words_are_the_seconds(seconds):
         (1, "100%"),
     ],
 )
-def test_shares_in_words(share, told):
+def test_format_share_rounds_to_percent(share, told):
     assert formats.format_share(share) == told
 
 
@@ -503,7 +503,7 @@ def test_shares_in_words(share, told):
         ("jit(step)/transpose(jvp())", "transpose(jvp()), backward"),
     ],
 )
-def test_operations_in_words(op_name, told):
+def test_format_op_shortens_operation_names(op_name, told):
     assert formats.format_op(op_name) == told
 
 
@@ -516,5 +516,5 @@ def test_operations_in_words(op_name, told):
         ("token", "token"),
     ],
 )
-def test_shapes_in_short(shape, told):
+def test_format_shape_shortens_shapes(shape, told):
     assert formats.format_shape(shape) == told

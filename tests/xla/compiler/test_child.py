@@ -30,7 +30,7 @@ def start(monkeypatch):
         one.close()
 
 
-def test_a_child_answers_again_and_again_whatever_libraries_print(start):
+def test_a_child_answers_repeatedly_although_libraries_print(start):
     one = start()
     for number in range(3):
         found, payload = one.ask({"do": "sum", "numbers": [1, number]}, b"abc" * number)
@@ -40,7 +40,7 @@ def test_a_child_answers_again_and_again_whatever_libraries_print(start):
     assert one.ask({"do": "sum", "numbers": []}, megabytes)[1] == megabytes[::-1]
 
 
-def test_the_last_words_of_a_child_that_dies_are_told(start):
+def test_the_error_of_a_dead_child_contains_its_last_output(start):
     one = start()
     with pytest.raises(child.Died, match="the last words") as raised:
         one.ask({"do": "abort"})
@@ -48,14 +48,14 @@ def test_the_last_words_of_a_child_that_dies_are_told(start):
     assert not one.is_alive
 
 
-def test_a_child_that_had_ended_was_not_asked(start):
+def test_asking_a_child_that_has_exited_raises_not_sent(start):
     one = start(idle_s=0.0)
     one._process.wait(timeout=60)
     with pytest.raises(child.NotSent):
         one.ask({"do": "sum", "numbers": [1]}, os.urandom(1 << 20))
 
 
-def test_waiting_ends_in_time_and_with_it_the_child(start):
+def test_a_timeout_ends_the_child(start):
     one = start()
     ticks = []
     began = time.monotonic()
@@ -68,7 +68,7 @@ def test_waiting_ends_in_time_and_with_it_the_child(start):
 
 
 def test_an_interrupted_wait_ends_the_child(start):
-    """Its next answer would be the one to the question that nobody waits for."""
+    """Otherwise the next question would receive the answer to this one."""
     one = start()
 
     def interrupt(_):
@@ -79,7 +79,7 @@ def test_an_interrupted_wait_ends_the_child(start):
     assert not one.is_alive
 
 
-def test_what_lies_in_the_current_folder_is_not_taken_for_a_library(start, tmp_path, monkeypatch):
+def test_files_in_the_current_folder_do_not_shadow_libraries(start, tmp_path, monkeypatch):
     for library in ("selectors", "struct", "jax", "answering_program"):
         (tmp_path / f"{library}.py").write_text("raise RuntimeError('the user has a file here')")
     monkeypatch.chdir(tmp_path)
@@ -87,7 +87,9 @@ def test_what_lies_in_the_current_folder_is_not_taken_for_a_library(start, tmp_p
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_package_is_found_last_and_never_before_the_standard_library(monkeypatch, installed):
+def test_the_package_is_last_on_the_path_and_never_before_the_standard_library(
+    monkeypatch, installed
+):
     root = str(Path(child.__file__).parents[3])
     if installed:
         monkeypatch.setattr(child.sysconfig, "get_path", lambda name: root)
@@ -115,8 +117,8 @@ def test_a_process_with_thousands_of_open_files_can_ask(start):
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, None])
-def test_no_child_outlives_the_process_that_started_it(ending):
-    """Killed, interrupted or ended while the child is at work, or idle (None)."""
+def test_a_child_ends_with_the_process_that_started_it(ending):
+    """The process is killed, interrupted or ends while the child is busy, or idle (None)."""
     program = textwrap.dedent(f"""
         import signal
         # Ignored in what a shell began with &.
@@ -150,4 +152,4 @@ def _runs(pid):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
-    return state != "Z"  # dead, and not yet fetched by whoever inherited it
+    return state != "Z"  # a zombie, not yet reaped by its parent

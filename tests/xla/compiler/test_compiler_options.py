@@ -17,9 +17,9 @@ from tpudist.xla.compiler import compiler_options, compiler_process
 from tpudist.xla.hardware.chips import CHIPS
 
 rare = pytest.mark.exhaustive
-# The smallest slices that have every collective; the last is of two slices.
+# The smallest slices with every collective; the test adds a program for two slices.
 SLICES = ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
-# In every run; the others are exhaustive.
+# These run every time; the others are exhaustive.
 IN_EVERY_RUN = ("v6e:2x2", "tpu7x:2x2x1", "2xv5e:2x1")
 
 
@@ -53,8 +53,8 @@ def _train(devices):
     "name",
     [pytest.param(x, marks=() if x in IN_EVERY_RUN else rare) for x in (*SLICES, "2xv5e:2x1")],
 )
-def test_the_compiler_takes_the_options_of_every_chip(name):
-    """What libtpu refuses on a chip must not be in the table."""
+def test_the_compiler_accepts_the_options_of_every_chip(name):
+    """The table must not contain an option that libtpu rejects for a chip."""
     devices = topology.devices(name)
     num_slices = 2 if name.startswith("2x") else 1
     options = compiler_options.options_for_chip(name.removeprefix("2x").split(":")[0], num_slices)
@@ -67,8 +67,8 @@ def test_the_compiler_takes_the_options_of_every_chip(name):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["v4-16", "v5e-8", "v5p-16", "v6e-8", "tpu7x-8"])
-def test_a_transformer_that_is_split_has_a_program_and_a_price_on_every_chip(name):
-    """Without its options, libtpu ends with a segmentation fault on TPU7x."""
+def test_a_split_transformer_compiles_and_has_a_cost_on_every_chip(name):
+    """Without its options, libtpu crashes with a segmentation fault on TPU7x."""
     strategy = tpudist.TPUStrategy(
         replica_axes={"fsdp": 4, "tensor": 2}, devices=tpudist.planner.devices(name)
     )
@@ -84,7 +84,7 @@ def test_a_transformer_that_is_split_has_a_program_and_a_price_on_every_chip(nam
     assert 1e-5 < plan.time.step_s < 1e-1
 
 
-def test_every_option_says_why_and_for_which_chips():
+def test_every_option_has_a_reason_and_its_chips():
     names = [option.name for option in compiler_options.OPTIONS]
     assert len(names) == len(set(names))
     for option in compiler_options.OPTIONS:
@@ -94,13 +94,13 @@ def test_every_option_says_why_and_for_which_chips():
 
 
 @pytest.mark.parametrize("generation", CHIPS)
-def test_programs_of_several_slices_have_more_options(generation):
+def test_programs_for_several_slices_have_additional_options(generation):
     one, two = (compiler_options.options_for_chip(generation, number) for number in (1, 2))
     assert one.items() < two.items()
     assert compiler_options.options_for_chip(CHIPS[generation]) == one
 
 
-def test_what_is_no_tpu_has_no_options():
+def test_devices_that_are_not_tpus_have_no_options():
     assert compiler_options.options_for_chip(None) == {}
     with pytest.raises(ValueError, match=r"'v8' is not a TPU generation. Use one of v2, v3"):
         compiler_options.options_for_chip("v8")
@@ -112,7 +112,7 @@ def test_what_is_no_tpu_has_no_options():
 )
 @pytest.mark.slow
 def test_v6e_gathers_weights_while_it_computes():
-    """As other chips do without being asked; the two options do nothing apart."""
+    """Other chips do this by default. The two options have no effect separately."""
     mesh = Mesh(np.array(topology.devices("v6e-8")), ("fsdp",), axis_types=(AxisType.Auto,))
 
     def shape(dtype, spec, *sizes):
@@ -154,7 +154,7 @@ def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
 
 
 @pytest.mark.parametrize(("libtpu", "has"), [((0, 0, 42), True), ((0, 0, 50), False)])
-def test_an_option_that_newer_libtpus_refuse_is_for_older_ones(libtpu, has, monkeypatch):
+def test_an_option_that_newer_libtpus_reject_is_used_only_with_older_ones(libtpu, has, monkeypatch):
     monkeypatch.setattr(compiler_options, "_libtpu", lambda: libtpu)
     gathers = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     sinks = "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction"

@@ -21,12 +21,12 @@ def _step(weights, x):
     hidden = x
     for _ in range(3):
         hidden = jax.nn.relu(hidden @ weights)
-    # Names say nothing of how a result is split.
+    # The names look like sharding attributes, but must not affect how a result is split.
     return (hidden**2).sum(), {"sdy.sharding?": hidden}, weights - 0.1
 
 
 def _lowered(devices, width=WIDTH, **how):
-    """A small program, its devices in another order than theirs, and the mesh."""
+    """Returns a small program and its mesh, whose devices are in an unusual order."""
     grid = np.array(devices[::-1]).reshape(-1, 2)
     mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -34,7 +34,7 @@ def _lowered(devices, width=WIDTH, **how):
         sharding = NamedSharding(mesh, P(*spec))
         return jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=sharding)
 
-    # The first two are split as the compiler likes.
+    # The compiler chooses the sharding of the first two.
     out_shardings = (None, None, NamedSharding(mesh, P("data", "model")))
     step = jax.jit(_step, donate_argnums=0, out_shardings=out_shardings, **how)
     return step.lower(shape("data", "model"), shape("data")), mesh
@@ -52,8 +52,8 @@ def _no_compiler_is_left():
 @pytest.mark.parametrize(
     ("name", "num_devices"), [("v5e:2x4", 8), ("v5e:2x4", 4), ("2xv5e:2x2", 8), ("tpu7x:2x2x1", 8)]
 )
-def test_another_process_makes_the_same_program(name, num_devices):
-    """With the order of the devices, free outputs, and the options of jit and of the call."""
+def test_another_process_compiles_the_same_program(name, num_devices):
+    """Covers the device order, free output shardings, and the options of jit and of the call."""
     lowered, mesh = _lowered(
         topology.devices(name)[:num_devices],
         compiler_options={"xla_tpu_scoped_vmem_limit_kib": 20000},
@@ -75,7 +75,7 @@ def test_another_process_makes_the_same_program(name, num_devices):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_figures_are_those_of_the_program():
+def test_the_memory_and_flops_describe_the_program():
     _, _, found = _usual()
     weights, x = 4 * WIDTH**2 // 8, 4 * WIDTH**2 // 4
     assert found.memory.argument_bytes == weights + x
@@ -89,8 +89,8 @@ def test_the_figures_are_those_of_the_program():
 
 
 @pytest.mark.libtpu
-def test_the_options_that_jit_was_given_reach_the_other_process():
-    """They are in no public attribute of what was lowered."""
+def test_the_options_of_jit_reach_the_other_process():
+    """They are not in any public attribute of the lowered program."""
     options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
     lowered, _ = _lowered(topology.devices("v5e:2x4"), compiler_options=options)
     assert internals.compiler_options_of(lowered) == options
@@ -98,7 +98,7 @@ def test_the_options_that_jit_was_given_reach_the_other_process():
 
 @functools.cache
 def _usual():
-    """A small program, its mesh, and what another process makes of it with the usual settings."""
+    """Returns a small program, its mesh, and its compilation with default settings elsewhere."""
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     return lowered, mesh, compiler_process.compile_elsewhere(lowered, mesh.devices)
 
@@ -112,13 +112,11 @@ def _usual():
         ("jax_exec_time_optimization_effort", -1.0, True),
         ("jax_memory_fitting_level", "O0", False),
         ("jax_compiler_enable_remat_pass", None, False),
-        ("jax_disable_most_optimizations", None, False),  # those of LLVM, for CPUs
+        ("jax_disable_most_optimizations", None, False),  # affects only LLVM, for CPUs
     ],
 )
-def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
-    setting, value, changes_it
-):
-    """A slice compiles with them too. None is for the other of two."""
+def test_jax_settings_for_the_compiler_reach_the_other_process(setting, value, changes_it):
+    """They also affect the compilation for a slice. A value of None inverts a boolean setting."""
     lowered, mesh, usual = _usual()
     options = flags.jit_options()
     if setting not in jax.config.values:
@@ -137,14 +135,14 @@ def test_the_settings_of_jax_that_compilers_are_told_reach_the_other_process(
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
+def test_a_program_that_does_not_fit_raises_the_compilers_message():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"), width=200_000)
     with pytest.raises(HbmExceeded, match=r"exceeds available HBM \(15.75G\)") as raised:
         compiler_process.compile_elsewhere(lowered, mesh.devices)
     with pytest.raises(HbmExceeded) as here:
         compiler_process.compile_here(lowered)
     assert str(here.value) == str(raised.value)
-    # And how far it had come: what was to lie where.
+    # The error also contains the allocations that the compiler had planned.
     assert here.value.text == raised.value.text
     assert raised.value.text.startswith(str(raised.value))
     assert "HloModule" in raised.value.text
@@ -152,7 +150,7 @@ def test_a_program_that_does_not_fit_is_refused_in_the_words_of_the_compiler():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
+def test_an_option_unknown_to_the_compiler_is_an_error_of_the_caller():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     for attempt in (
         lambda options: compiler_process.compile_elsewhere(lowered, mesh.devices, options),
@@ -164,9 +162,9 @@ def test_an_option_that_the_compiler_does_not_know_is_an_error_of_the_caller():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
+def test_an_abort_of_the_compiler_raises_an_error_and_the_next_program_compiles():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
-    # Too little for an all-reduce: libtpu checks, and aborts.
+    # Too little VMEM for an all-reduce: libtpu fails a check and aborts.
     with pytest.raises(CompilerDied, match=r"SIGABRT\) on a program for v5e:2x4.*\n.*Check failed"):
         compiler_process.compile_elsewhere(
             lowered, mesh.devices, {"xla_tpu_scoped_vmem_limit_kib": 1}
@@ -176,7 +174,7 @@ def test_an_abort_of_the_compiler_is_an_error_and_the_next_program_compiles():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted():
+def test_the_error_distinguishes_a_killed_compiler_from_an_aborted_one():
     lowered, mesh = _lowered(topology.devices("v5e:2x2"))
     compiler_process.compile_elsewhere(lowered, mesh.devices)
 
@@ -191,7 +189,7 @@ def test_a_compiler_that_the_system_killed_is_told_apart_from_one_that_aborted()
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_compiler_that_takes_too_long_is_ended():
+def test_a_compiler_that_exceeds_the_timeout_is_ended():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     with pytest.raises(TimeoutError, match=r"did not finish a program for v5e:2x4 within 0.01 s"):
         compiler_process.compile_elsewhere(lowered, mesh.devices, timeout_s=0.01)
@@ -199,7 +197,7 @@ def test_a_compiler_that_takes_too_long_is_ended():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_one_process_compiles_program_after_program(monkeypatch):
+def test_one_process_compiles_several_programs(monkeypatch):
     started = []
 
     class Counted(child.Child):
@@ -221,8 +219,8 @@ def test_one_process_compiles_program_after_program(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatch):
-    """XLA and libtpu read them once, when their process begins."""
+def test_a_compiler_with_different_settings_is_not_reused(monkeypatch):
+    """XLA and libtpu read their settings only once, when their process starts."""
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     lowered, mesh = _lowered(topology.devices("v5e:2x2"))
 
@@ -235,7 +233,7 @@ def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatc
     text, _, first = compiled()
     monkeypatch.setenv("UNRELATED", "1")
     assert compiled()[2] is first
-    # Too little for an all-reduce, as above: it is heard of only by a process that begins.
+    # Too little VMEM, as above; only a new process reads this setting.
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1")
     with pytest.raises(CompilerDied, match="SIGABRT"):
         compiled()
@@ -245,12 +243,12 @@ def test_a_compiler_that_was_started_with_other_settings_is_not_asked(monkeypatc
     assert (again, waiting) == (text, [])
 
 
-def test_programs_for_devices_that_are_here_are_compiled_here():
+def test_programs_for_local_devices_are_compiled_in_this_process():
     lowered, mesh = _lowered(jax.devices(), width=64)
     with pytest.raises(ValueError, match=r"compiles only for the devices of .*topology.devices"):
         compiler_process.compile_elsewhere(lowered, mesh.devices)
     found = compiler_process.compile_here(lowered)
-    # A program that JAX has kept has the source lines of the run that compiled it.
+    # A program from JAX's cache has the source lines of the run that compiled it.
     with jax_cache.bypass():
         text = lowered.compile().as_text()
     assert len(found.text) == len(text)  # XLA:CPU prints maps in any order
@@ -260,22 +258,22 @@ def test_programs_for_devices_that_are_here_are_compiled_here():
 
 
 @pytest.mark.slow
-def test_a_program_that_jax_keeps_is_compiled_to_be_described(tmp_path):
-    """What comes from JAX's cache says nothing of buffers."""
+def test_a_program_in_jaxs_cache_is_compiled_again_for_its_buffers(tmp_path):
+    """A program from JAX's cache has no description of its buffers."""
     with jax_keeps_programs(tmp_path):
-        lowered, _ = _lowered(jax.devices(), width=128)  # one that this process has not compiled
+        lowered, _ = _lowered(jax.devices(), width=128)  # not compiled before in this process
         lowered.compile()
         kept = sorted(tmp_path.iterdir())
         assert kept
         found = compiler_process.compile_here(lowered)
         assert "allocation 0: size" in found.buffers
         assert sorted(tmp_path.iterdir()) == kept
-        jax.jit(lambda x: x * 5 - 4).lower(np.ones(3)).compile()  # and goes on to keep
+        jax.jit(lambda x: x * 5 - 4).lower(np.ones(3)).compile()  # the cache works again
         assert len(list(tmp_path.iterdir())) > len(kept)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_cache_of_jax_is_as_it_was_when_the_last_compile_has_ended(enabled):
+def test_the_jax_cache_is_restored_after_the_last_compile(enabled):
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, enabled)
@@ -292,7 +290,7 @@ def test_the_cache_of_jax_is_as_it_was_when_the_last_compile_has_ended(enabled):
 
 
 @pytest.mark.slow
-def test_an_option_that_the_compiler_here_does_not_know_is_an_error_of_the_caller():
+def test_an_option_unknown_to_the_local_compiler_is_an_error_of_the_caller():
     lowered, _ = _lowered(jax.devices(), width=64)
     with pytest.raises(ValueError, match="xla_nonsense"):
         compiler_process.compile_here(lowered, {"xla_nonsense": True})

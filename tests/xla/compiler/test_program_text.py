@@ -1,4 +1,4 @@
-"""What identifies a program does not depend on where its source lies."""
+"""The identity of a program does not depend on the location of its source."""
 
 import base64
 import textwrap
@@ -20,7 +20,7 @@ _KERNEL = """
 
 
 def lowered(folder, factor=2.0, above="", name="kernel"):
-    """A program with a Pallas kernel whose source is in a folder, below other lines."""
+    """Returns a program with a Pallas kernel from a source in `folder`, below the lines `above`."""
     folder.mkdir(exist_ok=True)
     file = folder / "kernels.py"
     file.write_text(above + textwrap.dedent(_KERNEL.format(factor=factor, name=name)))
@@ -33,29 +33,29 @@ def lowered(folder, factor=2.0, above="", name="kernel"):
 
 
 @pytest.mark.libtpu
-def test_a_kernel_is_the_same_in_another_folder_and_on_other_lines(tmp_path):
+def test_a_kernel_in_a_different_folder_and_on_different_lines_is_the_same_program(tmp_path):
     here = lowered(tmp_path / "here")
     there = lowered(tmp_path / "there", above="# A comment.\n" * 3)
-    assert here.as_text() != there.as_text()  # or there would be nothing to do
+    assert here.as_text() != there.as_text()  # otherwise this test checks nothing
     assert program_text.strip_locations(here) == program_text.strip_locations(there)
     assert saved_plan.hash_of(here) == saved_plan.hash_of(there)
 
 
 @pytest.mark.libtpu
-def test_another_kernel_is_another_program(tmp_path):
+def test_a_different_kernel_is_a_different_program(tmp_path):
     text = program_text.strip_locations(lowered(tmp_path, factor=2.0))
     assert "stable_mosaic" in text
     assert program_text.strip_locations(lowered(tmp_path, factor=3.0)) != text
     assert program_text.strip_locations(lowered(tmp_path, name="other")) != text
 
 
-def test_a_program_without_kernels_is_as_jax_prints_it():
+def test_a_program_without_kernels_is_unchanged():
     program = jax.jit(lambda x: x + 1).lower(1.0)
     assert program_text.strip_locations(program) == program.as_text()
 
 
 @pytest.mark.libtpu
-def test_bytecode_that_nobody_can_read_is_left_as_it_is(tmp_path, monkeypatch):
+def test_unreadable_bytecode_is_unchanged(tmp_path, monkeypatch):
     program = lowered(tmp_path)
     body = base64.b64encode(b"no kernel").decode()
     text = program_text._LOCATIONS.sub("", program_text._BYTECODE.sub(body, program.as_text()))

@@ -14,7 +14,7 @@ from tpudist.xla.hlo import hlo_module
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device as libtpu describes it: where its chip stands in the slice."""
+    """A device as libtpu describes it, with the position of its chip in the slice."""
 
     coords: tuple[int, ...]
     core_on_chip: int = 0
@@ -23,7 +23,7 @@ class Device:
 
 
 def _grid(*shape, cores=1, num_slices=1):
-    """The devices of slices of a shape, the last coordinate fastest: [slice, ..., core]."""
+    """Returns the devices of slices of a shape, the last coordinate fastest: [slice, ..., core]."""
     return [
         Device((*place, *(0,) * (3 - len(shape))), core, number)
         for number in range(num_slices)
@@ -34,7 +34,7 @@ def _grid(*shape, cores=1, num_slices=1):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What is asked of a mesh: its devices and the names of its axes."""
+    """The parts of a mesh that are used: its devices and the names of its axes."""
 
     devices: np.ndarray
     axis_names: tuple[str, ...]
@@ -59,44 +59,44 @@ def _everybody(size):
     return (tuple(range(size)),)
 
 
-# Which links carry a collective.
+# Routes over links.
 
 
 @pytest.mark.parametrize(
     ("shape", "kind", "seconds"),
     [
-        # A line of 4: the chip at its end gets three quarters of it all over one link.
+        # A line of 4: the chip at its end receives three quarters of the result over one link.
         ((4, 1), "all-gather", 3 / 4 / 1),
         ((4, 1), "reduce-scatter", 3 / 4 / 1),
         ((4, 1), "all-reduce", 2 * 3 / 4 / links.ALL_REDUCE_SHARE),
-        # A ring of 16: over both links.
+        # A ring of 16 uses both links.
         ((16, 1), "all-gather", 15 / 16 / 2),
-        # A square of 4 x 4 lines: over one link of each axis.
+        # A square of 4 x 4 lines uses one link of each axis.
         ((4, 4), "all-gather", 15 / 16 / 2),
-        # A pod of v5e, 16 x 16 rings: over all four links.
+        # A pod of v5e, 16 x 16 rings, uses all four links.
         ((16, 16), "all-gather", 255 / 256 / 4),
         ((16, 16), "all-reduce", 2 * 255 / 256 / 4 / links.ALL_REDUCE_SHARE),
-        # Half of what half of a line holds crosses its middle.
+        # Half of the data in half of a line crosses its middle.
         ((4, 1), "all-to-all", 4 / 4 / 1),
         ((16, 1), "all-to-all", 16 / 4 / 2),
         ((16, 16), "all-to-all", 16 / 4 / 2),
     ],
 )
-def test_a_collective_of_all_chips_uses_all_axes(shape, kind, seconds):
+def test_a_collective_over_all_chips_uses_all_axes(shape, kind, seconds):
     torus = _torus(V5E, *shape)
     route = torus.route(kind, BYTES, _everybody(np.prod(shape)))
     assert route.seconds == pytest.approx(seconds * BYTES / LINK)
     assert set(route.busy_s.values()) == {route.seconds}
 
 
-def test_a_group_in_rows_uses_the_links_of_its_axis_only():
+def test_a_collective_over_rows_uses_only_the_links_of_its_axis():
     rows = tuple(tuple(range(4 * row, 4 * row + 4)) for row in range(4))
     route = _torus(V5E, 4, 4).route("all-gather", BYTES, rows)
     assert route.seconds == pytest.approx(3 / 4 * BYTES / LINK)
     assert set(route.busy_s) == {(1, 1), (1, -1)}
 
 
-def test_groups_that_lie_interleaved_share_their_links():
+def test_interleaved_groups_share_their_links():
     apart = ((0, 2), (1, 3))
     beside = ((0, 1), (2, 3))
     torus = _torus(V5E, 4, 1)
@@ -105,7 +105,7 @@ def test_groups_that_lie_interleaved_share_their_links():
     )
 
 
-def test_a_cube_is_a_torus_when_it_is_made_of_whole_cubes():
+def test_a_slice_is_a_torus_if_it_consists_of_whole_cubes():
     quarter = V5P.ici_bytes_per_s
     cube = _torus(V5P, 4, 4, 4).route("all-gather", BYTES, _everybody(64)).seconds
     smaller = _torus(V5P, 2, 2, 2).route("all-gather", BYTES, _everybody(8)).seconds
@@ -113,17 +113,17 @@ def test_a_cube_is_a_torus_when_it_is_made_of_whole_cubes():
     assert smaller == pytest.approx(7 / 8 * BYTES / (3 * quarter))
 
 
-def test_small_collectives_take_their_hops():
+def test_small_collectives_take_the_latency_of_their_hops():
     assert _torus(V5E, 16, 1).route("all-gather", 8, _everybody(16)).seconds == 8e-6
     assert _torus(V5E, 4, 1).route("all-gather", 8, _everybody(4)).seconds == 3e-6
     assert _torus(V5E, 4, 4).route("all-reduce", 8, _everybody(16)).seconds == 12e-6
 
 
-def test_a_permute_takes_the_shortest_way():
+def test_a_permute_takes_the_shortest_path():
     ring, line = _torus(V5E, 16, 1), _torus(V5E, 4, 1)
     around = tuple((i, (i + 1) % 16) for i in range(16))
     assert ring.route("collective-permute", BYTES, around).busy_s == {(0, 1): BYTES / LINK}
-    # On a line, the last one's way back leads over every link the other way.
+    # On a line, the way back from the last chip uses every link in the other direction.
     back = tuple((i, (i + 1) % 4) for i in range(4))
     route = line.route("collective-permute", BYTES, back)
     assert route.busy_s == {(0, 1): BYTES / LINK, (0, -1): BYTES / LINK}
@@ -133,7 +133,7 @@ def test_a_permute_takes_the_shortest_way():
     assert ring.route("collective-permute", BYTES, ((3, 3),)).seconds == 0
 
 
-def test_two_devices_of_a_chip_talk_inside_it_and_share_its_links():
+def test_two_devices_of_a_chip_communicate_inside_it_and_share_its_links():
     torus = _torus(V7, 2, 2, 1, cores=2)
     link = V7.ici_bytes_per_s
     within = torus.route("all-gather", BYTES, ((0, 1), (2, 3), (4, 5), (6, 7)))
@@ -146,7 +146,7 @@ def test_two_devices_of_a_chip_talk_inside_it_and_share_its_links():
     assert swap.seconds == pytest.approx(BYTES / (6 * link))
 
 
-def test_measured_permutes_and_all_reduces_are_priced_as_measured():
+def test_estimated_permutes_and_all_reduces_match_measurements():
     """Sources: marin-community/marin, issue 6736; tpu-recipes, microbenchmarks/trillium."""
     v6e = chips.CHIPS["v6e"]
     permute = _torus(v6e, 2, 4).route("collective-permute", 2**26, ((0, 1), (1, 0)))
@@ -155,8 +155,8 @@ def test_measured_permutes_and_all_reduces_are_priced_as_measured():
     assert summed.seconds == pytest.approx(2 * 0.606076928 * 255 / 256 / 235.76, rel=0.05)
 
 
-def test_a_measured_all_gather_is_priced_as_measured():
-    """On a tpu7x:2x2x1, f32[16384, 8, 128] of each of 4 chips: 178.77 GB/s for 402.7 MB a chip.
+def test_an_estimated_all_gather_matches_a_measurement():
+    """Measured on a tpu7x:2x2x1, f32[16384, 8, 128] per chip: 178.77 GB/s for 402.7 MB a chip.
 
     Source: AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md.
     """
@@ -170,7 +170,7 @@ def test_a_group_of_one_sends_nothing():
     assert links.bytes_received("all-reduce", BYTES, 1) == 0
 
 
-# What a program sends.
+# Transfers of a program.
 
 TEXT = """HloModule m, is_scheduled=true, num_partitions=8
 
@@ -254,7 +254,7 @@ def test_computation_between_start_and_done_hides_a_collective():
     assert shift.seconds > 0
 
 
-def test_what_sparse_cores_send_goes_on_beside_the_computation():
+def test_transfers_on_sparse_cores_overlap_with_computation():
     text = """HloModule m, num_partitions=8
 
 %called (q: f32[128]) -> f32[256] {
@@ -274,11 +274,11 @@ to_apply=%called
     (use,) = _uses(text, _grid(4, 2), replica=4, tensor=2)
     assert (use.kind, use.num_bytes, use.axes, use.is_async) == ("all-gather", 1024, ("tensor",), 1)
     assert use.exposed_s == 0
-    assert (use.op_name, use.source) == ("made", "train.py:4")  # the program says no more
+    assert (use.op_name, use.source) == ("made", "train.py:4")  # the program has no better source
 
 
-def test_what_is_put_into_the_hosts_memory_says_where_it_comes_from():
-    """Rather than the memory that it is put into, which nobody asked for."""
+def test_a_copy_to_host_memory_has_the_source_of_the_copied_value():
+    """The buffer in host memory has a source too, but it did not cause the copy."""
     host, part = "f32[4,128]{1,0:S(5)}", "f32[1,128]{1,0}"
     text = f"""HloModule m, num_partitions=8
 
@@ -296,7 +296,7 @@ ENTRY %main (h: f32[4,128], p: f32[1,128], i: s32[]) -> f32[4,128] {{
     assert (use.kind, use.num_bytes, use.source) == ("copy-to-host", 512, "train.py:4")
 
 
-def test_transfers_over_the_same_links_wait_for_each_other():
+def test_transfers_over_the_same_links_are_serialized():
     line = "f32[1048576]{0} all-gather-start(%p), replica_groups=[4,2]<=[8], dimensions={0}"
     text = f"""HloModule m, num_partitions=8
 
@@ -314,13 +314,13 @@ ENTRY %main (p: f32[524288]) -> f32[1048576] {{
     assert second.exposed_s == pytest.approx(second.seconds)
 
 
-def test_without_a_chip_nothing_takes_time():
+def test_transfers_take_no_time_without_a_known_chip():
     found = _uses(TEXT, _grid(4, 2), chip=None, replica=4, tensor=2)
     assert len(found) == 5
     assert {u.seconds for u in found} == {0}
 
 
-def test_groups_that_cross_slices_use_the_data_center_network():
+def test_groups_that_span_slices_use_the_data_center_network():
     found = _uses(TEXT, _grid(2, 2, num_slices=2), replica=4, tensor=2)
     scatter = next(u for u in found if u.kind == "reduce-scatter")
     assert (scatter.network, scatter.axes) == ("dcn", ("replica",))
@@ -328,7 +328,7 @@ def test_groups_that_cross_slices_use_the_data_center_network():
     assert {u.network for u in found if u.axes == ("tensor",)} == {"ici"}
 
 
-def test_what_slices_sum_is_sent_while_they_compute():
+def test_reductions_across_slices_overlap_with_computation():
     names = '_xla_host_transfer_rendezvous="all-reduce_0",_xla_megascale_transfer_type="ALL_REDUCE"'
     text = f"""HloModule m, num_partitions=8
 
@@ -348,13 +348,13 @@ frontend_attributes={{{names}}}
     (idle,) = _uses(text.replace("COMPUTE", "0"), devices, replica=2, fsdp=4)
     (hidden,) = _uses(text.replace("COMPUTE", "99000000"), devices, replica=2, fsdp=4)
     assert (idle.kind, idle.network, idle.axes) == ("all-reduce", "dcn", ("replica",))
-    assert idle.sent_bytes == 8192  # two slices: each sends half to be summed, and half of the sums
+    assert idle.sent_bytes == 8192  # each of two slices sends half of the data and half of the sums
     assert idle.seconds == pytest.approx(8192 / V5E.dcn_bytes_per_s)
     assert idle.exposed_s == pytest.approx(idle.seconds, rel=0.1)
     assert hidden.exposed_s == 0
 
 
-def test_the_counts_of_loops_multiply():
+def test_nested_loop_counts_multiply():
     replicas = mesh.make_mesh(jax.devices()[:8], {"fsdp": 2})
 
     def step(x):
@@ -375,8 +375,8 @@ def test_the_counts_of_loops_multiply():
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_a_tpu_program_sends_what_its_shardings_ask_for():
-    """Each device of four gathers the weights of every layer, and has its own rows of the batch."""
+def test_a_tpu_program_sends_the_bytes_that_its_shardings_imply():
+    """Each of four devices gathers the weights of every layer and has its own rows of the batch."""
     layers, width, rows = 3, 512, 256
     devices = topology.devices("v5e:2x2")
     axes = Mesh(

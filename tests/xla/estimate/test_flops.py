@@ -26,13 +26,13 @@ def _f32(*dims):
         ("mkl,kln->mn", (4, 5, 6), (5, 6, 7), 4 * 5 * 6 * 7),
     ],
 )
-def test_a_product_has_two_operations_per_pair(equation, left, right, count):
+def test_a_matrix_product_counts_two_operations_per_multiply_add(equation, left, right, count):
     module = _module(lambda a, b: jnp.einsum(equation, a, b), _f32(*left), _f32(*right))
     assert flops.step_flops(module) == 2 * count
 
 
 def test_a_training_step_of_a_perceptron_has_three_products_per_layer():
-    """One forward, and one for each gradient; but nobody asks for that of the first input."""
+    """One forward and one per gradient, except for the gradient of the first input."""
     rows, sizes = 32, (16, 64, 8)
     weights = [_f32(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
 
@@ -55,7 +55,7 @@ def test_a_scanned_and_rematerialized_stack_multiplies_by_its_layers():
         return jax.lax.scan(layer, x, weights)[0].sum()
 
     module = _module(jax.grad(loss), _f32(layers, width, width), _f32(rows, width))
-    # Forward, again before going back, and one for each gradient.
+    # Forward, recomputed forward, and one for each gradient.
     assert flops.step_flops(module) == layers * 4 * 2 * rows * width * width
 
 
@@ -65,28 +65,28 @@ def test_a_scanned_and_rematerialized_stack_multiplies_by_its_layers():
         # [m, k] @ [k, n].
         ("", "bf_io->bf", ("4,5", "5,6", "4,6"), 4 * 5 * 6),
         ("", "bf_oi->bf", ("4,5", "6,5", "4,6"), 4 * 5 * 6),
-        # 3 x 3 over 8 x 8, padded: of the border, less is inside.
+        # 3 x 3 over 8 x 8 with padding: border positions count fewer products.
         (
             "window={size=3x3 pad=1_1x1_1}, ",
             "b01f_01io->b01f",
             ("2,8,8,4", "3,3,4,5", "2,8,8,5"),
             2 * 4 * 5 * 22**2,
         ),
-        # A product of batches [3, m, k] @ [3, k, n], as a TPU runs it: one batch per position.
+        # A batched product [3, m, k] @ [3, k, n] as a TPU runs it: one batch per position.
         (
             "window={size=3 stride=2 pad=0_0 lhs_dilate=3}, ",
             "0bf_0io->0bf",
             ("3,4,5", "3,5,6", "3,4,6"),
             3 * 4 * 5 * 6,
         ),
-        # Two dims of the result that come from the kernel only.
+        # Two dims of the result come only from the kernel.
         (
             "window={size=3x2x2 pad=2_2x1_1x0_0 rhs_reversal=1x1x0}, ",
             "b2f01_2i01o->b01f2",
             ("4096,2,128,1,1", "2,128,3,2,128", "4096,3,2,128,1"),
             4096 * 2 * 128 * 3 * 2 * 128,
         ),
-        # Each of 4 channels by itself.
+        # Each of 4 channels separately.
         (
             "window={size=3}, feature_group_count=4, ",
             "b0f_0io->b0f",
@@ -95,7 +95,7 @@ def test_a_scanned_and_rematerialized_stack_multiplies_by_its_layers():
         ),
     ],
 )
-def test_a_convolution_counts_what_is_inside(window, labels, shapes, count):
+def test_a_convolution_counts_only_products_inside_the_array(window, labels, shapes, count):
     lhs, rhs, out = shapes
     module = hlo_programs.program(
         f"%a = bf16[{lhs}] parameter(0)",
@@ -106,7 +106,7 @@ def test_a_convolution_counts_what_is_inside(window, labels, shapes, count):
     assert not flops.is_8_bit(module, hlo_programs.last(module))
 
 
-def test_products_inside_fusions_count():
+def test_matrix_products_inside_fusions_count():
     module = hlo_programs.program(
         "%a = s8[4,5] parameter(0)",
         "%b = s8[5,6] parameter(1)",
@@ -146,7 +146,7 @@ GRADIENTS = f"({KV}, {KV})"
             ),
             5 * 10 / 16,
         ),
-        # A window of two blocks: one of the first row, two of each other one.
+        # A window of two blocks: one block for the first row, two for every other row.
         (
             hlo_programs.kernel("splash_mqa_fwd", "s8[1,4,2]", Q, Q, Q, config='"block_kv": 512'),
             2 * 7 / 16,
@@ -161,7 +161,7 @@ def test_attention_kernels_count_the_blocks_that_they_visit(kernel, products):
     assert kernels.narrowest_dim(*kernel) == 128
 
 
-def test_other_kernels_tell_their_cost_or_nobody_does():
+def test_other_kernels_report_their_cost_or_have_none():
     told = hlo_programs.kernel("mine", Q, config='{"cost_estimate":{"flops":"4096"}}')
     assert kernels.flops(*told) == 4096
     assert kernels.flops(*hlo_programs.kernel("mine", Q)) is None

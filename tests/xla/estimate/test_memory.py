@@ -1,4 +1,4 @@
-"""What a program holds at its peak, by category: it adds up to what the compiler counts."""
+"""The memory of a program at its peak, by category, adds up to the compiler's figure."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from tpudist.xla.hlo import hlo_module, liveness
 
 BATCH = 16
 SMALL = TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=128)
-# model, loss of each example, one example
+# model, loss per example, one example
 TASKS = {
     "mlp": (
         lambda: MLP((128, 512, 128), rngs=nnx.Rngs(0)),
@@ -72,14 +72,14 @@ def check_that_it_adds_up(task: str, geometry: str, slice_name: str | None) -> N
     assert sizes["parameters"] - padding.get("parameters", 0) == parameters
     assert sizes["optimizer state"] - padding.get("optimizer state", 0) in (state, state - 4)
     assert report.not_donated == ()
-    # All that a step replaces is overwritten in place.
+    # All state that a step replaces is overwritten in place.
     replaced = sizes["parameters"] + sizes["optimizer state"]
     assert report.donated_bytes == pytest.approx(replaced, rel=0.01)
     assert report.allocated_bytes >= report.peak_bytes
 
 
 def cases(task: str, geometry: str) -> pytest.MarkDecorator:
-    """Parametrizes a test by all tasks and geometries: the given one is in every run."""
+    """Parametrizes a test by all tasks and geometries; only the given pair runs every time."""
     return pytest.mark.parametrize(
         ("task", "geometry"),
         [
@@ -164,7 +164,7 @@ def a_large_step():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
+def test_the_peak_matches_the_compiler_and_the_arguments_match_their_sizes():
     _, step, report = a_large_step()
     found = step.compile().memory_analysis()
     assert report.peak_bytes == pytest.approx(found.peak_memory_in_bytes, rel=0.001)
@@ -173,7 +173,7 @@ def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
     assert sizes["parameters"] == sizes["optimizer state"] == 4 * 4 * 2048 * 4096
     assert (sizes["batch"], sizes["other arguments"]) == (4 * 2048 * 4096, 0)
     assert sum(sizes.values()) == report.peak_bytes
-    assert sizes["outputs"] < 1024  # both reuse an argument's memory
+    assert sizes["outputs"] < 1024  # both outputs reuse the memory of an argument
     assert report.capacity_bytes == round(15.75 * 2**30)
     assert report.peak_bytes <= report.allocated_bytes < 1.1 * report.peak_bytes
     used = report.allocated_bytes + report.program_bytes
@@ -182,7 +182,7 @@ def test_the_peak_is_the_compilers_and_the_arguments_are_what_was_given():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
+def test_temporaries_at_the_peak_match_the_compiler():
     program, _, report = a_large_step()
     peak, _ = liveness.peak(liveness.temporaries(program.buffers))
     assert peak == pytest.approx(report.categories["gradients and activations"], rel=0.001)
@@ -192,7 +192,7 @@ def test_the_temporaries_at_the_peak_are_those_that_the_compiler_counts():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
+def test_the_largest_temporaries_have_their_source_line():
     _, _, report = a_large_step()
     first = report.largest[0]
     assert first.unpadded_bytes == 4 * 4 * 2048 * 4096  # an activation of each of four layers
@@ -205,14 +205,14 @@ def test_the_largest_temporaries_come_with_the_line_that_asked_for_them():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_cast_of_an_argument_is_told_by_the_name_of_the_argument():
-    """The compiler added it, so it has neither an operation nor a line of its own."""
+def test_a_cast_of_an_argument_has_the_name_of_the_argument():
+    """The compiler added it, so it has no operation or line of its own."""
     _, _, report = a_large_step()
     assert "weights" in {x.op_name for x in report.largest if x.source is None}
 
 
 @pytest.mark.libtpu
-def test_what_tiling_adds_is_told():
+def test_padding_from_tiling_is_reported():
     mesh = mesh_of()
     inputs = [leaf(mesh, "x", "batch", (64, 8, 2)), leaf(mesh, "w", "parameters", (128, 128))]
     report = reported(lambda x, w: (x * 2, w * 2), mesh, inputs)
@@ -222,7 +222,7 @@ def test_what_tiling_adds_is_told():
 
 
 @pytest.mark.libtpu
-def test_a_donated_argument_that_no_output_fits_is_named():
+def test_a_donated_argument_that_fits_no_output_is_named():
     mesh = mesh_of()
     inputs = [
         leaf(mesh, "used", "parameters", (256, 256), donated=True),
@@ -233,7 +233,7 @@ def test_a_donated_argument_that_no_output_fits_is_named():
 
 
 @pytest.mark.libtpu
-def test_parameters_that_are_whole_on_every_device_of_a_replica_are_named():
+def test_parameters_replicated_on_every_device_of_a_replica_are_named():
     mesh = mesh_of()
     inputs = [
         leaf(mesh, "split", "parameters", (768, 128), P("fsdp")),
@@ -259,7 +259,7 @@ def test_one_device_per_replica_leaves_nothing_replicated():
 
 
 @pytest.mark.libtpu
-def test_what_is_in_the_hosts_memory_is_told_apart():
+def test_host_memory_is_reported_separately():
     mesh = mesh_of()
     inputs = [
         leaf(mesh, "moments", "optimizer state", (2048, 1024), P("fsdp"), kind="pinned_host"),
@@ -303,7 +303,7 @@ def a_step_with_state_on_the_host():
 
 
 @pytest.mark.libtpu
-def test_state_that_is_overwritten_in_the_hosts_memory_is_counted_once():
+def test_state_overwritten_in_host_memory_is_counted_once():
     program, inputs, mesh = a_step_with_state_on_the_host()
     report = memory.report(program, hlo_module.parse(program.text), inputs, CHIPS["v5e"], mesh)
     assert report.not_donated == ()
@@ -311,7 +311,7 @@ def test_state_that_is_overwritten_in_the_hosts_memory_is_counted_once():
 
 
 @pytest.mark.libtpu
-def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_little():
+def test_host_memory_is_not_counted_as_device_memory_without_buffers():
     program, inputs, mesh = a_step_with_state_on_the_host()
     little = dataclasses.replace(program, buffers="")
     module = hlo_module.parse(program.text)
@@ -325,7 +325,7 @@ def test_the_hosts_memory_is_not_taken_for_the_devices_where_the_compiler_says_l
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_chip_memory_of_a_small_program_is_not_taken_for_hbm():
+def test_vmem_of_a_small_program_is_not_counted_as_hbm():
     mesh = mesh_of()
     inputs = [
         leaf(mesh, "w", "parameters", (4, 512, 512)),
@@ -347,7 +347,7 @@ def test_two_devices_share_the_memory_of_a_chip():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_arguments_that_nobody_described_are_other_arguments():
+def test_arguments_without_a_description_are_other_arguments():
     program, _, report = a_large_step()
     mesh = mesh_of()
     unknown = memory.report(program, hlo_module.parse(program.text), [], CHIPS["v5e"], mesh)

@@ -1,4 +1,4 @@
-"""A program that does not fit is explained: how much it needs, of what, and which line asked."""
+"""Explains why a program does not fit: its size, its largest parts, and their source lines."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tpudist.xla.estimate import refusal
 from tpudist.xla.hlo.buffers import Buffer
 
 GIB = 2**30
-HUNDREDTH = 0.01 * GIB  # to which the compiler's messages round
+HUNDREDTH = 0.01 * GIB  # the rounding of the compiler's messages
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ HUNDREDTH = 0.01 * GIB  # to which the compiler's messages round
         ("RESOURCE_EXHAUSTED: Used 1.5T of 512.00M hbm. Exceeded", 1536, 0.5),
     ],
 )
-def test_the_figures_of_a_message_are_read(text, needed, available):
+def test_the_figures_in_a_message_are_parsed(text, needed, available):
     found = refusal.explain(text)
     assert found.needed_bytes == pytest.approx(needed * GIB)
     assert found.available_bytes == pytest.approx(available * GIB)
@@ -51,7 +51,7 @@ def test_the_figures_of_a_message_are_read(text, needed, available):
     assert f"({share:.1%}) too much" in str(found)
 
 
-def test_a_message_without_figures_is_given_as_it_is():
+def test_a_message_without_figures_is_returned_unchanged():
     found = refusal.explain("RESOURCE_EXHAUSTED: no")
     assert (found.needed_bytes, found.largest) == (0, ())
     assert str(found) == "The compiler rejected the program: RESOURCE_EXHAUSTED: no"
@@ -83,7 +83,7 @@ Program hbm requirement 97.92G:
 """
 
 
-def test_the_list_of_largest_allocations_is_read_where_the_message_has_one():
+def test_the_list_of_largest_allocations_in_a_message_is_parsed():
     assert refusal.explain(LISTED).largest == (
         Buffer(
             name="fusion.6",
@@ -104,7 +104,7 @@ def test_the_list_of_largest_allocations_is_read_where_the_message_has_one():
     )
 
 
-# What the pinned compiler writes.
+# Messages of the pinned compiler.
 
 
 def arguments_that_are_too_large(x, y):
@@ -151,27 +151,27 @@ TOO_LARGE = {
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("function", TOO_LARGE)
-def test_a_refusal_says_exactly_how_much_is_needed(function):
+def test_a_refusal_states_exactly_how_much_memory_is_needed(function):
     error = refused(function, *TOO_LARGE[function])
     message, found = refusal.explain(str(error)), refusal.explain(error.text)
     assert found.available_bytes == message.available_bytes == 15.75 * GIB
     assert found.needed_bytes == pytest.approx(message.needed_bytes, abs=HUNDREDTH)
     assert found.over_bytes == found.needed_bytes - found.available_bytes > 0
-    assert found.text == str(error)  # without all that the compiler wrote beside it
+    assert found.text == str(error)  # without the other output of the compiler
 
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("function", TOO_LARGE)
-def test_a_refusal_names_nearly_all_that_is_held(function):
+def test_a_refusal_names_nearly_all_allocations(function):
     found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
     sizes = [x.num_bytes for x in found.largest]
     assert sizes == sorted(sizes, reverse=True)
-    # Room that no value fits into is the rest.
+    # The rest is fragmentation: space that fits no value.
     assert 0.8 * found.needed_bytes < sum(sizes) <= found.needed_bytes
 
 
 @pytest.mark.libtpu
-def test_arguments_that_are_too_large_are_named_as_the_user_calls_them():
+def test_arguments_that_are_too_large_have_the_users_names():
     error = refused(arguments_that_are_too_large, *TOO_LARGE[arguments_that_are_too_large])
     found = refusal.explain(error.text, names=["batch.images", "table"])
     first, second = found.largest[:2]
@@ -182,7 +182,7 @@ def test_arguments_that_are_too_large_are_named_as_the_user_calls_them():
 
 
 @pytest.mark.libtpu
-def test_the_largest_temporary_is_named_with_its_line():
+def test_the_largest_temporary_has_its_source_line():
     function = a_loop_that_keeps_too_much
     found = refusal.explain(refused(function, *TOO_LARGE[function]).text)
     first = found.largest[0]
@@ -196,7 +196,7 @@ def test_the_largest_temporary_is_named_with_its_line():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_compiler_in_another_process_says_as_much():
+def test_a_compiler_in_another_process_raises_the_same_message():
     function = too_large_by_little
     here = refused(function, *TOO_LARGE[function])
     devices = topology.devices("v5e:2x2")

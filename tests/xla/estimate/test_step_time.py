@@ -15,7 +15,7 @@ Q = "bf16[2,8,2048,128]"
 PRODUCT = 2 * 2 * 8 * 2048 * 2048 * 128
 
 
-# Bytes to and from HBM.
+# Bytes read from and written to HBM.
 
 ROW, ALL = 8 * 128 * 4, 64 * 128 * 4
 BIG, SMALL = "f32[64,128]{1,0:T(8,128)}", "f32[8,128]{1,0:T(8,128)}"
@@ -79,7 +79,7 @@ VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
         ("nested", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
     ],
 )
-def test_only_what_is_moved_counts(inside, line, num_bytes):
+def test_only_the_bytes_that_move_count(inside, line, num_bytes):
     module = hlo_programs.program(
         f"%a = {BIG} parameter(0)",
         f"%b = {VMEM_BIG} parameter(1)",
@@ -91,7 +91,7 @@ def test_only_what_is_moved_counts(inside, line, num_bytes):
     assert hbm_traffic.num_bytes(module, hlo_programs.last(module)) == num_bytes
 
 
-# Prices.
+# Times of instructions.
 
 
 class _Device:
@@ -99,7 +99,7 @@ class _Device:
 
 
 class _OneDevice:
-    """What is asked of a mesh of one device."""
+    """The parts of a mesh that are used, for one device."""
 
     devices = np.array([_Device()], dtype=object)
     axis_names = ("replica",)
@@ -114,8 +114,8 @@ def _estimate(module, mesh, chip):
 
 
 @pytest.mark.parametrize("generation", sorted(chips.CHIPS))
-def test_the_published_microbenchmarks_come_out_as_published(generation):
-    """Not each of several, which differ by up to a quarter, but their mean."""
+def test_the_estimates_match_the_published_microbenchmarks_on_average(generation):
+    """Single measurements differ by up to a quarter, so the test compares the mean."""
     chip = chips.CHIPS[generation]
     rates = instruction_time.Rates.of(chip)
     copy_s = instruction_time.COPY_CYCLES[generation] / rates.other_cycles_per_s
@@ -136,7 +136,7 @@ def _matmul_line(cycles):
     )
 
 
-def test_nothing_is_faster_than_what_was_measured():
+def test_no_instruction_is_faster_than_the_measured_rates():
     operand = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter"
     rates = instruction_time.Rates.of(V5E)
     for cycles, seconds in (
@@ -174,7 +174,7 @@ def test_a_step_is_the_sum_of_its_parts():
     assert estimate.host_s == estimate.exposed_host_s == pytest.approx(host_s)
     assert estimate.step_s == pytest.approx(compute_s + host_s)
     assert estimate.flops == 2 * 1024**3
-    assert estimate.hbm_bytes == 2 * 1024**2  # one end of the copy to the host, all else is in VMEM
+    assert estimate.hbm_bytes == 2 * 1024**2  # one end of the host copy; the rest is in VMEM
     assert [(op.name, op.kind) for op in estimate.top] == [
         ("c", "matmul"),
         ("off", "host"),
@@ -184,7 +184,7 @@ def test_a_step_is_the_sum_of_its_parts():
     assert estimate.unknown_trip_counts == estimate.unknown_kernels == ()
 
 
-def test_the_dearest_branch_is_priced():
+def test_a_conditional_costs_its_most_expensive_branch():
     branch = """%BRANCH (x: f32[64,128]) -> f32[64,128] {
   %x.BRANCH = f32[64,128]{1,0:T(8,128)} parameter(0)
   ROOT %n.BRANCH = f32[64,128]{1,0:T(8,128)} negate(%x.BRANCH), \
@@ -213,8 +213,8 @@ def _compiled(name, function, *shapes):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_the_cycles_of_the_microbenchmarks_are_those_of_this_compiler():
-    """The rates would be wrong with a compiler that counts otherwise."""
+def test_the_microbenchmark_cycles_match_this_compiler():
+    """The rates would be wrong with a compiler that estimates cycles differently."""
     product = _compiled("v6e:1x1", jnp.matmul, (8192, 8192), (8192, 8192))
     copy = _compiled("v6e:1x1", lambda a: a * 2, (4096, 4096))
     assert {matmul.cycles for matmul in instruction_time.MATMULS["v6e"]} == {_cycles(product)}
@@ -231,7 +231,7 @@ def _cycles(module):
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_a_scanned_step_has_the_operations_of_all_its_layers_on_a_tpu():
+def test_a_scanned_step_counts_the_operations_of_all_layers_on_a_tpu():
     layers, rows, width = 3, 512, 256
 
     def step(weights, x):
@@ -248,7 +248,7 @@ def test_a_scanned_step_has_the_operations_of_all_its_layers_on_a_tpu():
     assert any(op.source and op.source.startswith(__file__) for op in estimate.top)
 
 
-def test_a_narrow_head_fills_half_of_a_wide_unit():
+def test_a_narrow_head_fills_half_of_a_wide_matrix_unit():
     kernel = hlo_programs.kernel("splash_mha_fwd_residuals", Q, Q, Q)
     for chip, filled in ((V5E, 1), (V6E, 0.5)):
         rates = instruction_time.Rates.of(chip)

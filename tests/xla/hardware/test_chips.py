@@ -11,7 +11,7 @@ RATES = ["bf16_flops_per_s", "cycles_per_s", "hbm_bytes", "hbm_bytes_per_s", "dc
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-def test_every_figure_says_where_it_comes_from(chip):
+def test_every_figure_has_a_source(chip):
     for figure in [*RATES, "host_bytes_per_s", "hbm_efficiency"]:
         assert chip.sources[figure]
     assert chip.sources["ici_link_bytes_per_s"]
@@ -19,18 +19,18 @@ def test_every_figure_says_where_it_comes_from(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-def test_the_figures_of_a_chip_go_together(chip):
+def test_the_figures_of_a_chip_are_consistent(chip):
     assert len(chip.largest) == chip.torus_dims
     assert chip.ici_links == 2 * chip.torus_dims
     assert 0.5 < chip.hbm_efficiency < 1
-    # The compiler keeps some of the memory for itself: never more than a fifteenth.
+    # The compiler reserves some of the memory, at most a fifteenth.
     assert 14 / 15 < chip.compiler_hbm_bytes / chip.hbm_bytes < 1.01
     # A cycle does a whole number of passes of 128 x 128 or 256 x 256 multiply-adds.
     passes = chip.bf16_flops_per_s / chip.cycles_per_s / (2 * 128 * 128)
     assert passes == pytest.approx(round(passes), rel=0.01)
 
 
-def test_the_bandwidths_are_those_of_the_documents():
+def test_the_bandwidths_match_the_documentation():
     """Bidirectional GB/s per chip, all links: docs.cloud.google.com/tpu/docs."""
     documented = {"v5e": 400, "v5p": 1200, "v6e": 800, "tpu7x": 1200}
     for generation, gigabytes in documented.items():
@@ -56,11 +56,11 @@ def test_a_host_of_v5e_has_two_network_cards_of_100_gbit_per_s():
         ("tpu7x", (2, 2, 1), (False, False, False)),
     ],
 )
-def test_whole_cubes_and_whole_rows_are_rings(generation, shape, wraps):
+def test_axes_of_whole_cubes_and_full_rows_are_rings(generation, shape, wraps):
     assert CHIPS[generation].ring_axes(shape) == wraps
 
 
-def test_a_device_knows_its_chip():
+def test_chip_of_device_finds_the_chip():
     class Device:
         device_kind = "TPU v5 lite"
 
@@ -68,7 +68,7 @@ def test_a_device_knows_its_chip():
     assert chips.chip_of_device(jax.devices()[0]) is None
 
 
-def test_the_largest_slices_have_the_published_numbers_of_chips():
+def test_the_largest_slices_have_the_published_number_of_chips():
     most = {name: math.prod(chip.largest) for name, chip in CHIPS.items()}
     assert most == {
         "v2": 256,
@@ -82,7 +82,7 @@ def test_the_largest_slices_have_the_published_numbers_of_chips():
 
 
 @pytest.mark.parametrize("chip", ANNOUNCED.values(), ids=ANNOUNCED)
-def test_an_announced_chip_says_where_each_figure_comes_from(chip):
+def test_every_figure_of_an_announced_chip_has_a_source(chip):
     assert chip.generation not in CHIPS
     given = {
         field.name

@@ -25,7 +25,7 @@ from tpudist.xla.hardware.chips import CHIPS
         ("V5E-8", "v5e:2x4", 1, 8, 8),
     ],
 )
-def test_a_name_says_the_shape_and_the_number_of_slices(
+def test_a_name_determines_the_shape_and_the_number_of_slices(
     name, raw, num_slices, num_chips, num_devices
 ):
     found = slices.parse(name)
@@ -37,7 +37,7 @@ def test_a_name_says_the_shape_and_the_number_of_slices(
 
 @pytest.mark.parametrize(
     ("number", "shape"),
-    # Of AI-Hypercomputer/maxtext, accelerator_to_spec_map.py ("v5p-<number>").
+    # From AI-Hypercomputer/maxtext, accelerator_to_spec_map.py ("v5p-<number>").
     [
         (8, "2x2x1"),
         (16, "2x2x2"),
@@ -62,12 +62,12 @@ def test_a_name_says_the_shape_and_the_number_of_slices(
         (17920, "16x20x28"),
     ],
 )
-def test_the_default_shape_of_whole_cubes_is_the_one_of_google_cloud(number, shape):
+def test_the_default_shape_of_whole_cubes_matches_google_cloud(number, shape):
     assert "x".join(map(str, slices.default_shape(number // 2, 3))) == shape
 
 
 @given(st.integers(1, 10_000), st.sampled_from([2, 3]))
-def test_a_default_shape_has_as_many_chips_as_asked(num_chips, dims):
+def test_a_default_shape_has_the_requested_number_of_chips(num_chips, dims):
     shape = slices.default_shape(num_chips, dims)
     if shape is not None:
         assert math.prod(shape) == num_chips
@@ -75,7 +75,7 @@ def test_a_default_shape_has_as_many_chips_as_asked(num_chips, dims):
 
 
 @given(st.sampled_from(sorted(CHIPS)), st.integers(1, 4), st.data())
-def test_the_raw_name_of_a_slice_is_a_name_of_it(generation, num_slices, data):
+def test_the_raw_name_of_a_slice_can_be_parsed(generation, num_slices, data):
     shape = tuple(data.draw(st.integers(1, most)) for most in CHIPS[generation].largest)
     name = f"{num_slices}x{generation}:{'x'.join(map(str, shape))}"
     found = slices.parse(name)
@@ -85,7 +85,7 @@ def test_the_raw_name_of_a_slice_is_a_name_of_it(generation, num_slices, data):
 
 
 @pytest.mark.parametrize("name", ["tpu8t-8", "TPU8i-16", "8t:4x4x4", "2xv8i:2x2"])
-def test_a_slice_of_an_announced_chip_is_refused_as_not_known_yet(name):
+def test_a_slice_of_an_announced_chip_is_rejected_as_not_yet_known(name):
     with pytest.raises(ValueError, match=r"slice of TPU8., .*this libtpu does not know it yet \("):
         slices.parse(name)
 
@@ -113,6 +113,6 @@ def test_a_slice_of_an_announced_chip_is_refused_as_not_known_yet(name):
         ("0xv5e-8", "contains no slice"),
     ],
 )
-def test_a_slice_that_does_not_exist_is_refused_and_near_ones_are_named(name, message):
+def test_an_invalid_slice_is_rejected_with_similar_names(name, message):
     with pytest.raises(ValueError, match=message):
         slices.parse(name)

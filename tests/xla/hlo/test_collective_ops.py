@@ -9,11 +9,11 @@ from tpudist.xla import mesh
 from tpudist.xla.hlo import collective_ops
 from tpudist.xla.hlo.collective_ops import Collective
 
-# Programs compiled here.
+# Programs compiled by this process.
 
 
 def _compile(body, argument, *, inner_axes=None, out_specs=None):
-    """`body`, run by each of 8 replicas (or fewer, of `inner_axes`) on its part of `argument`."""
+    """Compiles `body` for 8 replicas (fewer with `inner_axes`) and their parts of `argument`."""
     replicas = mesh.make_mesh(jax.devices()[:8], inner_axes)
     spec = P(replicas.replica_axis)
     mapped = jax.shard_map(
@@ -35,8 +35,8 @@ EVERYBODY = (tuple(range(8)),)
 ONE = jax.ShapeDtypeStruct((64, 5), jnp.float32)  # 8 rows, 160 bytes per replica
 
 
-def test_equality_is_that_of_kind_and_bytes():
-    """So that the communication of two programs can be compared as lists."""
+def test_collectives_are_equal_if_kind_and_bytes_are_equal():
+    """This allows tests to compare the communication of two programs as lists."""
     found = _collectives(lambda x: jax.lax.psum(x, "replica"), ONE)
     assert found == [Collective("all-reduce", 160)]
     assert found[0].groups == EVERYBODY
@@ -48,24 +48,24 @@ def test_equality_is_that_of_kind_and_bytes():
 @pytest.mark.parametrize(
     ("body", "collective"),
     [
-        # The whole of it on one device: the result of a gather, the operand of a scatter.
+        # Bytes of the full array on one device: the result of a gather, the operand of a scatter.
         (lambda x: jax.lax.all_gather(x, "replica", tiled=True), ("all-gather", 1280)),
         (lambda x: jax.lax.psum_scatter(x, "replica", tiled=True), ("reduce-scatter", 160)),
         (lambda x: jax.lax.all_to_all(x, "replica", 0, 0, tiled=True), ("all-to-all", 160)),
     ],
 )
-def test_the_bytes_are_those_of_the_whole_operand_or_result(body, collective):
+def test_the_bytes_count_the_full_operand_or_result(body, collective):
     assert _collectives(body, ONE) == [Collective(*collective)]
 
 
-def test_a_permutation_tells_who_sends_to_whom():
+def test_a_permutation_reports_its_pairs_of_sender_and_receiver():
     ring = [(i, (i + 1) % 8) for i in range(8)]
     (found,) = _collectives(lambda x: jax.lax.ppermute(x, "replica", ring), ONE)
     assert found == Collective("collective-permute", 160)
     assert found.groups == tuple(ring)
 
 
-def test_arrays_that_travel_together_are_one_collective():
+def test_arrays_reduced_together_are_one_collective():
     tree = {"w": ONE, "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
     found = _collectives(lambda x: jax.lax.psum(x, "replica"), tree)
     assert found == [Collective("all-reduce", 164)]
@@ -76,7 +76,7 @@ def test_groups_are_positions_in_the_mesh():
     assert [c.groups for c in found] == [((0, 2, 4, 6), (1, 3, 5, 7))]
 
 
-def test_what_a_loop_repeats_is_given_once():
+def test_a_collective_in_a_loop_is_listed_once():
     def body(x):
         step = lambda x, _: (jax.lax.psum(x, "replica"), None)  # noqa: E731
         return jax.lax.scan(step, x, None, length=7)[0]
@@ -86,12 +86,12 @@ def test_what_a_loop_repeats_is_given_once():
     assert "while/body" in found.op_name
 
 
-def test_a_program_of_one_device_has_none():
+def test_a_program_for_one_device_has_no_collectives():
     text = jax.jit(lambda x: x @ x.T).lower(ONE).compile().as_text()
     assert collective_ops.collectives(text) == []
 
 
-def test_the_source_line_is_that_of_the_user():
+def test_the_source_line_is_in_the_users_code():
     def body(x):
         return jax.lax.psum(x, "replica")
 
@@ -103,7 +103,7 @@ def test_the_source_line_is_that_of_the_user():
     assert callers.count(__file__) >= 2
 
 
-def test_the_source_line_is_not_one_of_the_library():
+def test_the_source_line_is_not_in_the_library():
     library = f"{inspect.getsourcefile(mesh)}:3"
     model = library.replace("xla/mesh.py", "models/transformer.py")
     assert Collective("all-reduce", 4, stack=(library, "train.py:7")).source == "train.py:7"
@@ -114,7 +114,7 @@ def test_the_source_line_is_not_one_of_the_library():
     assert Collective("all-reduce", 4).source is None
 
 
-def test_the_figures_of_a_program():
+def test_program_figures_match_a_matrix_product():
     n = 64
     array = jax.ShapeDtypeStruct((n, n), jnp.float32)
     program = jax.jit(lambda x, y: x @ y + x, donate_argnums=0).lower(array, array).compile()
@@ -131,7 +131,7 @@ def test_a_program_that_computes_nothing_has_no_flops():
     assert collective_ops.program_figures(jax.jit(lambda x: x).lower(ONE).compile()).flops == 0
 
 
-# Lines as other compilers write them.
+# Lines written by other compilers.
 
 
 def _read(line, header="HloModule m, num_partitions=8"):
@@ -164,7 +164,7 @@ def _read(line, header="HloModule m, num_partitions=8"):
         ("mesh['a'=2] {}", ((0,), (1,))),
     ],
 )
-def test_every_syntax_of_groups_is_decoded(written, groups):
+def test_every_syntax_of_groups_is_parsed(written, groups):
     (found,) = _read(
         f"%ar = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={written}, "
         f'use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(f)/psum"}}'
@@ -192,7 +192,7 @@ def test_every_syntax_of_groups_is_decoded(written, groups):
         ("(f32[4]{0}, /*index=1*/bf16[2,2]{1,0:T(8,128)})", 24),
     ],
 )
-def test_every_dtype_has_its_bytes(shape, num_bytes):
+def test_every_dtype_has_its_size(shape, num_bytes):
     assert _read(f"%ar = {shape} all-reduce(%p), to_apply=%add") == [
         Collective("all-reduce", num_bytes)
     ]
@@ -246,11 +246,11 @@ def test_a_start_and_its_done_are_one_collective(start, done, collective):
         ("(f32[4], u32[], token[]) send(%p, %after), channel_id=2", "send"),
     ],
 )
-def test_rarer_kinds_are_known(line, kind):
+def test_rarer_kinds_are_recognized(line, kind):
     assert _read(f"ROOT %x = {line}") == [Collective(kind, 16)]
 
 
-def test_transfers_between_slices_are_told_from_those_to_the_host():
+def test_transfers_between_slices_are_distinguished_from_transfers_to_the_host():
     attributes = '_xla_megascale_transfer_type="ALL_REDUCE"'
     found = _read(
         "%s = (f32[4], u32[], token[]) send(%p, %t), channel_id=4, is_host_transfer=true, "
@@ -273,7 +273,7 @@ def test_the_pieces_of_an_asynchronous_fusion_are_one_collective():
 
 
 def test_collectives_that_share_a_channel_are_each_counted():
-    """Those of one all-reduce across slices do."""
+    """The collectives of one all-reduce across slices share a channel."""
     line = "f32[4] all-gather(%p), channel_id=1, replica_groups={{0,1}}"
     assert _read(f"%a = {line}\n  %b = {line}") == [Collective("all-gather", 16)] * 2
 
@@ -298,7 +298,7 @@ ENTRY %main (p: f32[8]) -> f32[4] {
     ]
 
 
-def test_names_and_attributes_are_not_taken_for_collectives():
+def test_names_and_attributes_are_not_mistaken_for_collectives():
     assert (
         _read(
             "%all-reduce.5 = f32[4] fusion(%all-gather.1), calls=%all-reduce-scatter, "
@@ -309,7 +309,7 @@ def test_names_and_attributes_are_not_taken_for_collectives():
     )
 
 
-def test_source_lines_in_the_older_form_are_read():
+def test_source_lines_in_the_older_format_are_parsed():
     (found,) = _read(
         '%ar = f32[4] all-reduce(%p), metadata={op_name="psum" source_file="a/train.py" '
         "source_line=12}"

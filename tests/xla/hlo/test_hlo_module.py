@@ -12,7 +12,7 @@ def _module(function, *arguments):
 
 
 def _counts(module, opcode):
-    """How often the instructions of one opcode run, each."""
+    """Returns the execution count of each instruction with this opcode."""
     return [run.count for run in module.executions() if run.instruction.opcode == opcode]
 
 
@@ -20,7 +20,7 @@ def _matrix(*dims):
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
-# The text of a program, as another compiler would write it.
+# The text of a program as another compiler would write it.
 
 LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -87,7 +87,7 @@ def _loop(start=0, stop=6, step=1, direction="LT", *, mirrored=False, limit="%st
     return hlo_module.parse(text.replace("LIMIT", limit), **kwargs)
 
 
-def test_instructions_are_read_whole():
+def test_instructions_are_parsed_completely():
     module = _loop()
     assert (module.name, module.num_devices, module.entry.name) == ("jit_step", 4, "main")
     assert list(module.computations) == ["add_one", "is_less", "body", "condition", "main"]
@@ -107,8 +107,8 @@ def test_instructions_are_read_whole():
     assert sorted(module.entry.parameters) == [0, 1]
 
 
-def test_cycles_that_the_compiler_does_not_know_are_none():
-    """It writes the largest number there is, of what it leaves to SparseCores."""
+def test_instructions_without_a_cycle_estimate_have_no_cycles():
+    """The compiler writes the largest integer for work that runs on SparseCores."""
     text = LOOP.replace('"estimated_cycles":"90"', f'"estimated_cycles":"{2**63 - 1}"')
     module = hlo_module.parse(text)
     assert module.computations["body"].instructions["double"].cycles is None
@@ -142,30 +142,30 @@ def test_trip_counts_follow_from_start_step_and_limit(loop, trips):
     "loop",
     [
         dict(limit="%n"),  # known at run time only
-        dict(step=-1),  # for ever
+        dict(step=-1),  # infinite
         dict(direction="NE", step=5),
         dict(direction="EQ"),
     ],
 )
-def test_a_loop_that_nobody_can_count_counts_once_and_is_reported(loop):
+def test_a_loop_of_unknown_length_counts_once_and_is_reported(loop):
     module = _loop(**loop)
     assert module.unknown_trip_counts == ("jit(step)/while",)
     assert _counts(module, "add") == [1]
 
 
-def test_the_jaxpr_may_tell_what_the_text_does_not():
+def test_scan_lengths_from_the_jaxpr_fill_in_unknown_trip_counts():
     module = _loop(limit="%n", scan_lengths={"jit(step)/while": 12})
     assert module.unknown_trip_counts == ()
     assert _counts(module, "add") == [12]
 
 
-def test_a_text_that_is_no_program_is_refused():
+def test_text_without_a_program_is_rejected():
     with pytest.raises(ValueError, match="ENTRY computation.*compiled.as_text"):
         hlo_module.parse("stablehlo.add")
 
 
-def test_an_instruction_may_be_written_over_several_lines():
-    """The metadata of Pallas kernels holds line breaks."""
+def test_an_instruction_may_span_several_lines():
+    """The metadata of Pallas kernels contains line breaks."""
     module = hlo_module.parse(
         "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
         "  %k = f32[8]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"
@@ -176,10 +176,10 @@ def test_an_instruction_may_be_written_over_several_lines():
     assert module.entry.instructions["k"].op_name == "kernel"
 
 
-# Programs compiled here.
+# Programs compiled by this process.
 
 
-def test_nested_scans_multiply():
+def test_nested_scan_counts_multiply():
     def step(x):
         inner = lambda x, _: (jnp.sin(x @ x), None)  # noqa: E731
         outer = lambda x, _: jax.lax.scan(inner, x, None, length=5)  # noqa: E731
@@ -208,7 +208,7 @@ def test_a_conditional_runs_its_most_expensive_branch():
     assert any("sort" in name for name in names)
 
 
-def test_source_lines_are_those_of_the_user():
+def test_source_lines_are_in_the_users_code():
     def step(x):
         return x @ x
 
@@ -237,19 +237,19 @@ def test_source_lines_are_those_of_the_user():
         ("f32[6,128]{1,0:T(2,128)S(1)}", 3072, 3072),
     ],
 )
-def test_tiles_are_filled_up(shape, num_bytes, padded_bytes):
+def test_padded_bytes_include_full_tiles(shape, num_bytes, padded_bytes):
     (array,) = shapes.arrays(shape)
     assert (array.num_bytes, array.padded_bytes) == (num_bytes, padded_bytes)
 
 
-def test_memory_spaces_are_read():
+def test_memory_spaces_are_parsed():
     shape = "(f32[8]{0}, f32[8]{0:T(128)S(1)}, bf16[2,8]{1,0:T(8,128)(2,1)S(5)}, token[])"
     spaces = [array.memory_space for array in shapes.arrays(shape)]
     assert spaces == [shapes.HBM, shapes.VMEM, shapes.HOST, shapes.HBM]
 
 
-def test_what_a_loop_hands_on_comes_from_the_iteration_before():
-    """Not from whatever else the loop hands on."""
+def test_the_origin_of_a_loop_value_is_in_the_previous_iteration():
+    """Other values of the loop do not change the origin."""
     module = hlo_module.parse(
         "HloModule m\n\n%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
         "  %s = (s32[], f32[8]{0}) parameter(0)\n"
@@ -268,10 +268,10 @@ def test_what_a_loop_hands_on_comes_from_the_iteration_before():
     body = module.computations["body"]
     assert module.origin(module.entry.root).name == "n"
     assert module.origin(body.instructions["b"]).name == "n"
-    assert module.origin(body.instructions["i"]).name == "i"  # goes around for ever
+    assert module.origin(body.instructions["i"]).name == "i"  # an endless cycle
 
 
-def test_what_the_compiler_added_comes_from_what_it_works_on():
+def test_the_origin_of_an_added_instruction_is_its_operand():
     module = hlo_module.parse(
         "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
         "  %p = f32[8]{0} parameter(0)\n"
@@ -285,7 +285,7 @@ def test_what_the_compiler_added_comes_from_what_it_works_on():
     assert copy.source is None
 
 
-def test_the_gather_of_a_parameter_is_for_what_works_on_it():
+def test_the_origin_of_a_gathered_parameter_is_its_user():
     module = hlo_module.parse(
         "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[64] {\n"
         "  %p = f32[8]{0} parameter(0)\n"
@@ -297,7 +297,7 @@ def test_the_gather_of_a_parameter_is_for_what_works_on_it():
     assert module.origin(module.entry.instructions["g"]).name == "n"
 
 
-def test_a_frozen_module_of_python_is_nobodys_line():
+def test_a_frozen_module_of_python_is_not_a_source_line():
     """`python -m tpudist plan` runs below `<frozen runpy>`."""
     own = f"{source_lines.__file__}:3"
     assert source_lines.users_line((own, "<frozen runpy>:88")) == own

@@ -1,4 +1,4 @@
-"""XLA's own buffer assignment says what fills the memory when it is fullest."""
+"""XLA's buffer assignment lists the values that are in memory at its peak."""
 
 from tpudist.xla.hlo import hlo_module, liveness
 
@@ -45,23 +45,23 @@ HloLiveRange (max 20):
 """
 
 
-def test_an_instruction_holds_what_it_reads_and_what_it_writes():
-    """dot.1 ends with the instruction that makes add.2, and the table of addresses is held."""
+def test_an_instruction_needs_its_operands_and_its_result():
+    """dot.1 is freed after the instruction that makes add.2; the table of addresses stays."""
     assert liveness.peak(liveness.temporaries(BUFFERS)) == (1024 + 1024 + 512, 5)
 
 
-def test_values_that_share_their_memory_count_once():
+def test_values_that_share_memory_count_once():
     values = [x for x in liveness.temporaries(BUFFERS) if x.offset == 1024]
     assert [x.name for x in values] == ["add.2", "while.7"]
     assert liveness.peak(values) == (1024, 5)
 
 
-def test_memory_spaces_are_told_apart():
+def test_memory_spaces_are_separated():
     assert [x.name for x in liveness.temporaries(BUFFERS, color=1)] == ["fast"]
     assert liveness.total_bytes(BUFFERS) == 1024 + 512 + 512 + 3072
 
 
-def test_the_largest_are_described_by_what_computed_them():
+def test_the_largest_values_have_the_operation_that_computed_them():
     found = liveness.largest(BUFFERS, hlo_module.parse(MODULE))
     assert [(x.name, x.op_name, x.source) for x in found] == [
         ("dot.1", "jit(step)/dot", "/me/train.py:7"),
@@ -70,19 +70,19 @@ def test_the_largest_are_described_by_what_computed_them():
     assert [x.num_bytes for x in liveness.largest(BUFFERS)] == [1024, 1024]
 
 
-def test_what_the_compiler_added_stands_for_its_operand():
+def test_an_instruction_added_by_the_compiler_has_the_name_of_its_operand():
     early = BUFFERS.replace("cast{}:1-2", "cast{}:1-6")
     found = liveness.largest(early, hlo_module.parse(MODULE), names=["weights", "x"])
     assert (found[-1].name, found[-1].op_name, found[-1].source) == ("cast", "weights", None)
 
 
-def test_arguments_are_named_as_the_user_calls_them():
+def test_arguments_have_the_users_names():
     found = liveness.arguments(BUFFERS, hlo_module.parse(MODULE), ["weights", "x"])
     assert [(x.name, x.num_bytes) for x in found] == [("weights", 1024), ("x", 512)]
     assert liveness.arguments(BUFFERS)[0].name == "p"
 
 
-def test_without_buffers_nothing_is_said():
+def test_empty_buffers_have_no_values():
     assert liveness.peak(liveness.temporaries("")) == (0, 0)
     assert liveness.largest("") == []
     assert liveness.total_bytes("") == 0
