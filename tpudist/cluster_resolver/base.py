@@ -184,6 +184,8 @@ class ClusterResolver(abc.ABC):
             return None
         if task_id not in spec.task_indices(task_type):
             return None
+        # Must agree with the order of `processes()`, chief first: its first address is the
+        # coordinator's, which JAX starts in the process with index 0.
         chiefs = spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0
         return chiefs + task_id
 

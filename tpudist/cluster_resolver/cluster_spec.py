@@ -21,6 +21,9 @@ class ClusterSpec:
     """
 
     def __init__(self, cluster: "ClusterSpec | Mapping[str, Tasks]"):
+        # Job -> number -> address, the form that can express all others. TensorFlow accepts two:
+        # {"worker": ["h0:2222", "h1:2222"]}, and {"worker": {1: "h1:2222"}} if only some tasks are
+        # known.
         self._tasks = _parse_cluster(cluster)
 
     def __bool__(self) -> bool:
@@ -41,6 +44,7 @@ class ClusterSpec:
 
     def _list_or_dict(self, job_name: str) -> Tasks:
         tasks = self._tasks[job_name]
+        # As in TensorFlow: a list only if no number is missing, so that a task keeps its number.
         dense = tasks and sorted(tasks) == list(range(len(tasks)))
         return self.job_tasks(job_name) if dense else dict(sorted(tasks.items()))
 
@@ -88,6 +92,7 @@ class ClusterSpec:
             ValueError: If there is no such job.
         """
         tasks = self._job(job_name)
+        # `default=-1`: a job without tasks has an empty list.
         return [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
 
     def _job(self, job_name: str | None) -> dict[int, str]:
@@ -126,4 +131,5 @@ def _parse_tasks(job: str, tasks: object) -> dict[int, str]:
             raise TypeError(
                 f"Task address {address!r} of job {job!r} must be a string, such as 'host:port'."
             )
+    # JSON has only texts as keys, so TF_CONFIG writes the number 1 as "1".
     return {int(i): address for i, address in tasks.items()}

@@ -149,29 +149,18 @@ class DeviceAssignment:
         _check_topology(topology)
         shape = _check_sizes("computation_shape", computation_shape, topology.mesh_rank)
         stride = _check_sizes("computation_stride", computation_stride, topology.mesh_rank)
-        mesh_shape = topology.mesh_shape
-        # With a stride, a replica spans more cores than it has; the cores in the gaps belong to the
-        # replicas that are interleaved with it. So a footprint contains `prod(stride)` replicas.
-        footprint = shape * stride
-        if (footprint > mesh_shape).any():
-            raise ValueError(
-                f"computation footprint {footprint} does not fit in TPU topology shape "
-                f"{mesh_shape}. Its axes are x, y, z and the cores of a chip."
-            )
-        counts = mesh_shape // footprint * stride
-        most = math.prod(counts.tolist())
-        if num_replicas > most:
-            raise ValueError(
-                f"requested {num_replicas} replicas but only {most} replicas with shape {shape} "
-                f"and computation_stride {stride} fit in a TPU mesh of shape {mesh_shape}."
-            )
+        counts = _count_places(topology.mesh_shape, shape, stride, num_replicas)
+        # With holes in the mesh, neither a ring nor a grid has a device at every place.
         if len(topology.missing_devices):
             return cls(
                 topology,
                 replica_packing.assign_in_task_order(topology, shape, stride, num_replicas),
             )
-        packed = replica_packing.pack(counts.tolist(), num_replicas)
-        fills = shape[-1] == mesh_shape[-1] and (stride == 1).all() and num_replicas == most
+        packed = replica_packing.pack(counts, num_replicas)
+        # A ring passes through every chip once, so its replicas must tile the whole mesh without
+        # gaps.
+        tiles = (stride == 1).all() and num_replicas == math.prod(counts)
+        fills = tiles and shape[-1] == topology.mesh_shape[-1]
         if device_order_mode == DeviceOrderMode.RING and not fills:
             raise ValueError(
                 "device_order_mode=DeviceOrderMode.RING is not compatible with these replicas: a "
@@ -189,6 +178,28 @@ def _check_topology(topology: object) -> None:
             f"`topology` is not a Topology object; got {type(topology).__name__}. Create one with "
             f"tpudist.experimental.Topology.of(jax.devices())."
         )
+
+
+def _count_places(
+    mesh_shape: np.ndarray, shape: np.ndarray, stride: np.ndarray, num_replicas: int
+) -> list[int]:
+    """Returns the number of replicas that fit along each axis of the mesh."""
+    # With a stride, a replica spans more cores than it has; the cores in the gaps belong to the
+    # replicas that are interleaved with it. So a footprint contains `prod(stride)` replicas.
+    footprint = shape * stride
+    if (footprint > mesh_shape).any():
+        raise ValueError(
+            f"computation footprint {footprint} does not fit in TPU topology shape "
+            f"{mesh_shape}. Its axes are x, y, z and the cores of a chip."
+        )
+    counts = (mesh_shape // footprint * stride).tolist()
+    most = math.prod(counts)
+    if num_replicas > most:
+        raise ValueError(
+            f"requested {num_replicas} replicas but only {most} replicas with shape {shape} "
+            f"and computation_stride {stride} fit in a TPU mesh of shape {mesh_shape}."
+        )
+    return counts
 
 
 def _check_sizes(name: str, sizes: Sequence[int] | np.ndarray | None, rank: int) -> np.ndarray:

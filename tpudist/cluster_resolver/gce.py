@@ -30,6 +30,7 @@ class GCEClusterResolver(ClusterResolver):
         ImportError: If there is no `service` and the package is not installed.
     """
 
+    # As in TensorFlow: the default `master()` is this task, not the first process.
     _master_address = ClusterResolver._task_address
 
     def __init__(
@@ -60,6 +61,8 @@ class GCEClusterResolver(ClusterResolver):
         while request is not None:
             response = request.execute()
             for item in response.get("items", ()):
+                # An item names its instance by a URL that ends in the name:
+                #   {"instance": "https://www.googleapis.com/.../zones/z/instances/vm-0"}
                 addresses.append(f"{self._address(item['instance'].split('/')[-1])}:{self._port}")
             request = groups.listInstances_next(
                 previous_request=request, previous_response=response
@@ -68,6 +71,7 @@ class GCEClusterResolver(ClusterResolver):
         return ClusterSpec({self._job: sorted(addresses)})
 
     def _address(self, instance: str) -> str:
+        # The list has no addresses, so each instance costs one more request.
         project, zone = self._group["project"], self._group["zone"]
         request = self._service.instances().get(project=project, zone=zone, instance=instance)
         return request.execute()["networkInterfaces"][0]["networkIP"]

@@ -45,6 +45,7 @@ class KubernetesClusterResolver(ClusterResolver):
         ValueError: If `executable_location` is not a KubernetesExecutableLocation.
     """
 
+    # As in TensorFlow: the default `master()` is this task, not the first process.
     _master_address = ClusterResolver._task_address
 
     def __init__(
@@ -89,6 +90,8 @@ class KubernetesClusterResolver(ClusterResolver):
                     f'Pod "{pod.metadata.name}" is not running; phase: "{pod.status.phase}". '
                     f"Wait until all pods with label {label!r} run."
                 )
+        # The address of the host, as in TensorFlow, and not `pod_ip`. Two pods of a job on one host
+        # would get the same address.
         return [f"{pod.status.host_ip}:{self._port}" for pod in pods]
 
 
@@ -100,6 +103,8 @@ def _client(location: KubernetesExecutableLocation) -> Any:
             "The Kubernetes Python client must be installed before using the Kubernetes Cluster "
             "Resolver: pip install kubernetes. Or pass your own `override_client`."
         ) from None
+    # Off the cluster, `~/.kube/config` has address and credentials; in a pod, the mounted service
+    # account.
     if location is KubernetesExecutableLocation.OFF_CLUSTER:
         config.load_kube_config()
     else:

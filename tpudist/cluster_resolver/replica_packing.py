@@ -17,6 +17,7 @@ def assign_in_task_order(
 ) -> np.ndarray:
     """Gives each replica consecutive devices, for a mesh in which devices are missing."""
     per_replica = math.prod(shape.tolist())
+    # Consecutive devices of one task are on one host, so a replica spans as few hosts as possible.
     devices = topology.device_coordinates.reshape(-1, topology.mesh_rank)
     if (stride != 1).any() or num_replicas * per_replica > len(devices):
         raise ValueError(
@@ -37,6 +38,8 @@ def pack(counts: Sequence[int], num_replicas: int) -> list[int]:
         # The root is in floating point, as in TensorFlow, so that both round in the same way.
         packed[axis] = min(math.ceil(remaining ** (1.0 / dims)), counts[axis])
         remaining = -(-remaining // packed[axis])
+        # `remaining` is rounded up, so the product of `packed` is at least `num_replicas`; a grid
+        # leaves the last places empty. The last axis has dims == 1 and takes all that remain.
         dims -= 1
     return packed
 
@@ -63,6 +66,8 @@ def assign_grid(
 def assign_rings(shape: Sequence[int], packed: Sequence[int]) -> np.ndarray:
     """Places replicas along a ring over the torus, and the chips of each along a smaller ring."""
     within = np.asarray(_ring(*shape[:3]))
+    # Neighbors on the outer ring are adjacent blocks, and neighbors on the inner ring adjacent
+    # chips.
     rings = [np.asarray(chip) * shape[:3] + within for chip in _ring(*packed[:3])]
     cores = shape[3]
     chips = np.repeat(np.asarray(rings), cores, axis=1)  # [replica, core, 3]
@@ -76,6 +81,8 @@ def _ring(x: int, y: int, z: int) -> list[tuple[int, int, int]]:
     If a side is odd, or only one is longer than 1, returns the chips row by row.
     """
     sides = (x, y, z)
+    # A ring alternates between the two colors of a chessboard, so it needs an even number of chips.
+    # The construction below needs every side to be even.
     if sum(side > 1 for side in sides) < 2 or any(side > 1 and side % 2 for side in sides):
         return [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
     if z == 1:

@@ -90,10 +90,12 @@ def make_server_def(
 
 def find_other_host(spec: ClusterSpec, jobs: Iterable[str]) -> tuple[str, int, str] | None:
     """Returns job, number and address of the first task on another host, or None."""
+    # Only names that certainly are this host: an IP address of this host counts as another host.
     here = {"localhost", "127.0.0.1", "::1", "", socket.gethostname()}
     for job in jobs:
         for index in spec.task_indices(job):
             address = spec.task_address(job, index)
+            # IPv6 addresses have brackets and colons of their own: "[::1]:2222".
             if address.rsplit(":", 1)[0].strip("[]") not in here:
                 return job, index, address
     return None

@@ -73,6 +73,8 @@ def _check_this_process(resolver: ClusterResolver, spec: ClusterSpec, has_engine
             "call tpudist.Server(resolver.cluster_spec(), resolver.task_type, "
             "resolver.task_id).join()."
         )
+    # Without an engine, threads of this process would silently do the work of the other hosts. A
+    # chief waits for the `tpudist.Server`s on them instead.
     other = find_other_host(spec, ("worker", "ps"))
     if not has_engine and other is not None and not is_chief(resolver):
         job, index, address = other

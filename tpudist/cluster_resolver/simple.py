@@ -52,6 +52,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
+        # As in TensorFlow: the default is the argument, even if the cluster has a first process.
         if task_type is None or task_id is None:
             return self._master
         return super()._master_address(task_type, task_id)

@@ -37,6 +37,7 @@ class SlurmClusterResolver(ClusterResolver):
         ValueError: If a variable of Slurm has an unknown format.
     """
 
+    # As in TensorFlow: the default `master()` is this task, not the first process.
     _master_address = ClusterResolver._task_address
 
     def __init__(
@@ -105,6 +106,8 @@ class SlurmClusterResolver(ClusterResolver):
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yields each job with the range of its tasks among all tasks."""
         start = 0
+        # By name, as in TensorFlow: every task must number the jobs in the same order, whatever the
+        # order of the program's dict.
         for job, num_tasks in sorted(self._jobs.items()):
             yield job, start, start + num_tasks
             start += num_tasks
@@ -116,6 +119,8 @@ class SlurmClusterResolver(ClusterResolver):
         return None, None
 
     def _gpus_of_task(self) -> str:
+        # The number of each task on its node, in the order of ranks: 0, 1, 2, 0, 1 for nodes with 3
+        # and 2 tasks. CUDA numbers the devices of each node from 0.
         offsets = [i for num_tasks in self._nodes.values() for i in range(num_tasks)]
         first = offsets[self._rank] * self._gpus_per_task
         return ",".join(map(str, range(first, first + self._gpus_per_task)))
@@ -146,6 +151,7 @@ def _nodes() -> Iterator[tuple[str, int]]:
 
 def _num_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Slurm sets it if the job requested GPUs, and an empty value means none.
     if visible is not None:
         return len([gpu for gpu in visible.split(",") if gpu.strip()])
     if shutil.which("nvidia-smi") is None:
@@ -156,6 +162,8 @@ def _num_gpus() -> int:
             f"nvidia-smi did not report the number of GPUs, but: {listed.stdout}{listed.stderr}. "
             f"Pass gpus_per_node."
         )
+    # One line per GPU, with MIG instances indented below it:
+    #   GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-6a0e...)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
@@ -166,6 +174,8 @@ def expand_hostlist(hostlist: str) -> list[str]:
         ValueError: If the text has another form.
     """
     hosts: list[str] = []
+    # A part is a prefix with an optional list in brackets: `n[1-2,07]`. Commas inside brackets do
+    # not separate parts, so the text cannot simply be split.
     part = r"([^,\[\]]*)(?:\[([^\]]+)\])?"
     if not re.fullmatch(rf"{part}(?:,{part})*", hostlist):
         raise ValueError(f"Invalid hostlist format {hostlist!r}. It looks like 'n[1-2,07],m5'.")
@@ -185,6 +195,7 @@ def _numbers(hostlist: str, ranges: str) -> Iterator[str]:
             yield ""
             continue
         first, last = match[1], match[2] or match[1]
+        # Slurm keeps leading zeros: 07-10 is 07, 08, 09, 10, and those are the host names.
         yield from (str(i).zfill(len(first)) for i in range(int(first), int(last) + 1))
 
 

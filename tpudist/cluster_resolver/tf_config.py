@@ -8,6 +8,8 @@ from typing import Any
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
+# The format that TensorFlow documents for TF_CONFIG. Optional keys next to "cluster" and "task":
+# "rpc_layer", "environment" and "session_master".
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -58,6 +60,7 @@ class TFConfigClusterResolver(ClusterResolver):
         config, spec = self._config(), self.cluster_spec()
         if "session_master" in config:
             return config["session_master"]
+        # TensorFlow 2.x returns "" here, which means this process, for a cluster of one task.
         if not spec.jobs or [len(spec.job_tasks(job)) for job in spec.jobs] == [1]:
             return ""
         task_type = self.task_type if task_type is None else task_type
@@ -76,6 +79,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return self._environment or self._config().get("environment", "")
 
     def _config(self) -> dict[str, Any]:
+        # Not cached: programs change TF_CONFIG after the import, as TensorFlow's tutorials do.
         text = os.environ.get("TF_CONFIG", "")
         if not text:
             return {}
@@ -112,6 +116,8 @@ def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
     if job is not None and not isinstance(job, str):
         yield f"has {job!r} as the type of its task"
         return
+    # As in TensorFlow, the index may be a text, as launchers write it that fill TF_CONFIG from a
+    # shell: {"index": "1"}.
     is_int = isinstance(index, int) and not isinstance(index, bool)
     if index is not None and not is_int and not (isinstance(index, str) and index.isdecimal()):
         yield f"has {index!r} as the index of its task, which must be a whole number of at least 0"

@@ -85,6 +85,7 @@ class TPUClusterResolver(ClusterResolver):
                 f"cannot use another TPU. Start it there, on every host (gcloud compute tpus "
                 f"tpu-vm ssh NAME --worker=all --command=...), with TPUClusterResolver()."
             )
+        # The default "default" of TensorFlow means that the user chose no credentials.
         credentials = None if isinstance(credentials, str) else credentials
         for name, value in (
             ("zone", zone),

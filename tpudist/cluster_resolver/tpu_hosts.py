@@ -50,6 +50,8 @@ def find_slice_hosts(
         index = _parse_number(environ.get("TPU_WORKER_ID", ""), "TPU_WORKER_ID", len(names))
         return SliceHosts(names, index, "TPU_WORKER_HOSTNAMES")
     server = environ.get("GCE_METADATA_IP")
+    # One name in TPU_WORKER_HOSTNAMES is an answer too: a slice of one host. Without TPU chips
+    # there is no request, because a missing server would cost three timeouts at each start.
     if names or "TPU_SKIP_MDS_QUERY" in environ or not (server or device_files(dev)):
         return None
     hosts = _request_hosts(server or _SERVER)
@@ -66,6 +68,9 @@ def device_files(dev: Path = Path("/dev")) -> list[Path]:
 def _request_hosts(server: str) -> SliceHosts | None:
     source = f"the metadata server {server}"
     try:
+        # Attributes of a TPU VM, as text:
+        #   worker-network-endpoints: 10.164.0.2,10.164.0.3
+        #   agent-worker-number: 1
         endpoints = _read(server, "worker-network-endpoints")
         number = _read(server, "agent-worker-number")
     except OSError as error:
@@ -112,11 +117,13 @@ def _read(server: str, attribute: str) -> str:
                 return answer.read().decode().strip()
         except urllib.error.HTTPError as error:
             error.close()
+            # The server is there and has no such attribute: a final answer. Other errors may pass.
             if error.code == 404:
                 return ""
             last = error
         except OSError as error:
             last = error
+        # The last error is raised, so the statement after the loop is never reached.
         if i == _NUM_TRIES - 1:
             raise last
     raise AssertionError

@@ -89,6 +89,7 @@ class Topology:
             if hasattr(ordered[0], "coords")
             else _make_coordinates(len(ordered))
         )
+        # The devices may be a part of a slice, whose coordinates do not begin at zero.
         coordinates -= coordinates.min(axis=0)
         shape = coordinates.max(axis=0) + 1
         return cls(None, shape, coordinates.reshape(len(tasks), -1, _RANK))
@@ -163,6 +164,7 @@ class Topology:
         for task, devices in enumerate(self._device_coordinates.tolist()):
             for device, coordinates in enumerate(devices):
                 at = tuple(coordinates)
+                # Each place has at most one device: assignments name devices by coordinates alone.
                 inside = all(0 <= c < size for c, size in zip(at, self._mesh_shape, strict=True))
                 if not inside or at in places:
                     raise ValueError(
@@ -197,6 +199,7 @@ def _read_coordinates(devices: Sequence[jax.Device]) -> np.ndarray:
 def _make_coordinates(number: int) -> np.ndarray:
     cores = 2 if number % 2 == 0 else 1
     chips = number // cores
+    # The largest divisor up to the root, so the rectangle is as close to a square as possible.
     y = max(d for d in range(1, int(chips**0.5) + 1) if chips % d == 0)
     at = np.unravel_index(np.arange(number), (y, chips // y, cores))
     return np.stack([at[1], at[0], np.zeros(number, int), at[2]], axis=1).astype(np.int32)

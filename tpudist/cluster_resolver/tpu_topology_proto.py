@@ -43,6 +43,8 @@ class HardwareFeature:
 
 def serialize(mesh_shape: Sequence[int] | np.ndarray, device_coordinates: np.ndarray) -> bytes:
     """Returns the message for a mesh `[4]` and device coordinates `[tasks, devices, 4]`."""
+    # Field 4 has no shape of its own: all coordinates in a row, task by task and device by device,
+    # whose shape follows from fields 2 and 3.
     num_tasks, num_devices, _ = device_coordinates.shape
     return b"".join(
         [
@@ -76,10 +78,13 @@ _Field = tuple[int, int | memoryview]
 
 
 def _hardware_feature(fields: Sequence[_Field]) -> HardwareFeature | None:
+    # A message field that occurs twice is merged, as protocol buffers require.
     messages = [x for number, x in fields if number == 5 and isinstance(x, memoryview)]
     if not messages:
         return None
     message = [field for x in messages for field in _fields(x)]
+    # The numbers of the enum of the message, from 0, in the order of its definition. A number of a
+    # later version counts as UNSUPPORTED.
     kinds = dict(enumerate(HardwareFeature.EmbeddingFeature))
     kind = kinds.get(_last_number(message, 1), HardwareFeature.EmbeddingFeature.UNSUPPORTED)
     return HardwareFeature(kind, _last_number(message, 2))

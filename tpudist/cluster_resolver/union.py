@@ -49,8 +49,11 @@ class UnionResolver(ClusterResolver):
         """
         merged: dict[str, Tasks] = {}
         specs = [ClusterSpec(r.cluster_spec()).as_dict() for r in self._resolvers]
+        # Jobs in the order of their first appearance, without duplicates.
         for job in dict.fromkeys(job for spec in specs for job in spec):
             parts = [spec[job] for spec in specs if job in spec]
+            # Lists have no numbers that could collide, so they are joined in the order of the
+            # resolvers. A dict has numbers, and then the tasks of the other clusters keep theirs.
             lists = [part for part in parts if isinstance(part, list)]
             if len(lists) == len(parts):
                 merged[job] = [address for part in lists for address in part]

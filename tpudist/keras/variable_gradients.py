@@ -79,27 +79,41 @@ def value_and_grad(
                 "runs. Elsewhere, use jax.value_and_grad of model.stateless_call."
             )
         before = _list(variables)
-
-        def of_values(values, args, kwargs):
-            with _use_values(before, values):
-                return fn(*args, **kwargs)
-
-        of_values.__name__ = getattr(fn, "__name__", "loss")  # the user's callable may have none
-        values = [v.value for v in before]
-        result = jax.value_and_grad(of_values, has_aux=has_aux)(values, args, kwargs)
+        result = _differentiate(fn, before, has_aux, args, kwargs)
         if list(map(id, _list(variables))) != list(map(id, before)):
             # `fn` has built the model, so some gradients are missing. The next trace of the
             # function starts with the built model.
             raise frame.interruption()
-        if not before:
-            raise ValueError(
-                f"tpudist.keras.value_and_grad received no variables, at {line_of_call()}. A model "
-                "that is built by its first call has none before. Pass the model itself, "
-                "value_and_grad(fn, model), or begin the model with keras.Input(shape)."
-            )
+        _require_variables(before)
         return result
 
     return compute
+
+
+def _differentiate(
+    fn: Callable[..., Any],
+    variables: Sequence["keras.Variable"],
+    has_aux: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    def of_values(values, args, kwargs):
+        with _use_values(variables, values):
+            return fn(*args, **kwargs)
+
+    # JAX shows this name in its errors and in profiles. The user's callable may have none.
+    of_values.__name__ = getattr(fn, "__name__", "loss")
+    values = [v.value for v in variables]
+    return jax.value_and_grad(of_values, has_aux=has_aux)(values, args, kwargs)
+
+
+def _require_variables(variables: Sequence["keras.Variable"]) -> None:
+    if not variables:
+        raise ValueError(
+            f"tpudist.keras.value_and_grad received no variables, at {line_of_call()}. A model "
+            "that is built by its first call has none before. Pass the model itself, "
+            "value_and_grad(fn, model), or begin the model with keras.Input(shape)."
+        )
 
 
 @contextlib.contextmanager

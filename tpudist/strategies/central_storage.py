@@ -54,6 +54,8 @@ class CentralStorageStrategy(Strategy):
         devices = as_devices(compute_devices, local=True)
         mesh = make_mesh(devices, axis_name=axis_name)
         if parameter_device is None:
+            # As in TensorFlow: state of several devices is in host memory, unless the user names
+            # another memory, which then is a memory of the first device.
             first = len(devices) == 1 or memory_kind is not None
             parameter_device = devices[0] if first else "cpu:0"
         home = as_devices([parameter_device], local=True)[0]
@@ -94,12 +96,16 @@ class CentralStorage(Storage):
         # A CPU device reports several kinds of memory, but they are all the same memory.
         self.shares_memory = device in mesh.device_set and (is_default or device.platform == "cpu")
         shards = list(mesh.mesh.devices.flat)
+        # After a step every replica has the new value. The copy on the parameter device, if it has
+        # one, needs no transfer.
         self._shard = shards.index(device) if device in shards else 0
 
     def fetch(self, values: list[PyTree]) -> list[PyTree]:
         """Copies stored values, each a pytree of arrays, to every replica, in one transfer."""
         leaves, treedef = jax.tree.flatten(values)
         replicated = self._mesh.replicated
+        # A plan or `lower` has only shapes. They lose the sharding of the parameter device, which
+        # need not be in the mesh of the replicas.
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
         # A PerReplica that a function captures is not stored, and keeps its parts.
@@ -112,6 +118,7 @@ class CentralStorage(Storage):
 
     def store(self, values: list[jax.Array]) -> list[jax.Array]:
         """Moves arrays that every replica holds to the parameter device, in one transfer."""
+        # In a trace, the values stay where the program computes them.
         parts = [x if is_traced(x) else x.addressable_data(self._shard) for x in values]
         return parts if any(map(is_traced, parts)) else jax.device_put(parts, self.sharding)
 

@@ -55,6 +55,8 @@ class MirroredStrategy(Strategy):
                 f"not be of type {type(cross_device_ops).__name__}. Pass a tpudist.CrossDeviceOps, "
                 "such as tpudist.HierarchicalCopyAllReduce(), or None to let XLA choose."
             )
+        # `adapt_to_devices` is also called when the strategy moves to other devices
+        # (`Strategy.on`), so the check of the devices is there and not here.
         self.cross_device_ops = cross_device_ops
         self.adapt_to_devices()
 

@@ -69,8 +69,12 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"MultiWorkerMirroredStrategy(mutual_tls={mutual_tls!r}): mutual_tls must be a "
                 f"tpudist.MutualTLS or None, not {type(mutual_tls).__name__}."
             )
+        # A connection without TLS cannot be secured afterwards, so this comes before everything
+        # else.
         connection.check_not_connected(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+        # Order matters from here on: an evaluator is not one of `processes()`, and JAX accepts a
+        # connection only before it starts its devices, which `as_devices` below does.
         alone = self._cluster_resolver.is_evaluator
         workers = [] if alone else self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
@@ -80,6 +84,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             make_mesh(as_devices(None), axis_name=axis_name, deterministic=deterministic)
         )
+        # Kept as they were given: `adapt_to_devices` runs again when the strategy moves to other
+        # devices, where other options may have an effect.
         self.communication_options = communication_options
         self.adapt_to_devices()
 

@@ -24,5 +24,6 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str | None = None):
         warn_of_separate_models("OneDeviceStrategy")
+        # Without a name, `as_devices` returns all devices; the strategy uses only the first.
         devices = as_devices(None if device is None else [device])[:1]
         super().__init__(make_mesh(devices, axis_name=axis_name))

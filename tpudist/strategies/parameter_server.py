@@ -117,6 +117,9 @@ class ParameterServerStrategy(Strategy):
         self._cluster_resolver, self.variable_partitioner = cluster_resolver, variable_partitioner
         self.engine = _make_engine(engine, cluster_resolver)
         self.num_workers, self._worker_strategy = workers, worker_strategy
+        # The order matters: functions that an engine starts refer to this strategy by its key, and
+        # servers run on the engine. The finalizer must not refer to `self`, or the strategy would
+        # never be deleted.
         self._become_member(uuid.uuid4().hex)
         self.engine.start()
         self.servers = Servers(self.engine, servers, log, server_timeout_s)
@@ -125,6 +128,8 @@ class ParameterServerStrategy(Strategy):
     def _become_member(self, key: str) -> None:
         self._key = key
         self.variables_by_number: dict[int, ServerVariable] = {}
+        # The strategy itself computes nothing. A worker's strategy has the devices; this mesh only
+        # gives replicated arrays, such as optimizer state for a checkpoint, a place.
         super().__init__(make_mesh(as_devices(["cpu:0"], local=True)))
         _members[key] = self
 
@@ -243,6 +248,7 @@ class ParameterServerStrategy(Strategy):
             ValueError: If an argument contains an NNX object, whose state is on no server.
         """
         session = self._session("run")
+        # A `run` in a function that the worker's strategy traces becomes a part of that trace.
         if context.current().frame is not None:
             return session.strategy.run(fn, args, kwargs, options)
         _refuse_objects(args, kwargs)
@@ -295,6 +301,8 @@ class SessionFactory:
         if self.worker_strategy is not None:
             strategy = self.worker_strategy(index)
             return WorkerSession(self.engine, strategy, strategy.mesh.devices.flat[0])
+        # Threads of one process share its devices in turn. In a process of its own, a worker sees
+        # only the devices of that process.
         devices = jax.local_devices()
         device = devices[index % len(devices)]
         return WorkerSession(self.engine, WorkerStrategy(device), device)
@@ -356,6 +364,7 @@ def find_member(key: str) -> ParameterServerStrategy:
     """Returns the strategy of this process with the key; in a worker's process, creates it."""
     strategy = _members.get(key)
     if strategy is None:
+        # Without `__init__`, which would start an engine and servers of its own.
         strategy = object.__new__(ParameterServerStrategy)
         strategy._become_member(key)
         _stand_ins.append(strategy)

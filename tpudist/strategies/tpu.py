@@ -111,25 +111,13 @@ class TPUStrategy(Strategy):
         self._partitioner = _check_partitioner(variable_partitioner)
         if devices is None and not self._cluster_resolver.is_local:
             _connect_workers()  # before the mesh: afterwards, JAX has started its devices
-        assignment = experimental_device_assignment
-        if assignment is None:
-            mesh = make_mesh(
-                as_devices(devices), replica_axes, axis_name=axis_name, deterministic=deterministic
-            )
-        elif replica_axes is None:
-            mesh = _mesh_of_assignment(assignment, as_devices(devices), axis_name, deterministic)
-        else:
-            raise ValueError(
-                f"TPUStrategy(replica_axes={dict(replica_axes)}, "
-                "experimental_device_assignment=...): both determine the devices of a replica. "
-                "Pass only one of them."
-            )
-        if mesh.platform != "tpu":
-            _log.warning(
-                "TPUStrategy runs on %d %s devices, because no TPU was found.",
-                mesh.mesh.size,
-                mesh.platform,
-            )
+        mesh = _make_replica_mesh(
+            as_devices(devices),
+            replica_axes,
+            experimental_device_assignment,
+            axis_name,
+            deterministic,
+        )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
         if variable_partitioner is None:
             _warn_of_misspelled_axes(replica_axes or {}, logical_axis_rules or ())
@@ -162,11 +150,15 @@ class TPUStrategy(Strategy):
     def partition(self, shape: Shape, dtype: DTypeLike) -> PartitionSpec:
         """Splits the largest dim over `fsdp`, or as the `variable_partitioner` decides."""
         sizes = self.mesh.shape
+        # By default only `fsdp` splits variables without annotations: an axis such as `tensor` has
+        # a meaning for certain dims, which only the model knows. A partitioner is an explicit wish,
+        # so it may use all axes if there is no `fsdp`.
         axes = {axis: sizes[axis] for axis in ("fsdp",) if axis in sizes}
         if self._partitioner is None:
             return split_largest_dim(shape, axes, MIN_SPLIT_SIZE)
         axes = axes or {axis: sizes[axis] for axis in self.replica_mesh.inner_axes}
         spec, why_whole = split_by_partitioner(shape, dtype, self._partitioner, axes)
+        # Layers repeat shapes, and each variable is placed more than once: logged once per shape.
         if why_whole and (shape, dtype) not in self._logged:
             self._logged.add((shape, dtype))
             name = jax.numpy.dtype(dtype).name
@@ -233,6 +225,33 @@ class TPUStrategy(Strategy):
         return tensor
 
 
+def _make_replica_mesh(
+    devices: Sequence[jax.Device],
+    replica_axes: Mapping[str, int] | None,
+    assignment: DeviceAssignment | None,
+    axis_name: str | None,
+    deterministic: int | None,
+) -> ReplicaMesh:
+    """Returns the mesh of the replicas, and warns if its devices are not TPUs."""
+    if assignment is None:
+        mesh = make_mesh(devices, replica_axes, axis_name=axis_name, deterministic=deterministic)
+    elif replica_axes is None:
+        mesh = _mesh_of_assignment(assignment, devices, axis_name, deterministic)
+    else:
+        raise ValueError(
+            f"TPUStrategy(replica_axes={dict(replica_axes)}, "
+            "experimental_device_assignment=...): both determine the devices of a replica. "
+            "Pass only one of them."
+        )
+    if mesh.platform != "tpu":
+        _log.warning(
+            "TPUStrategy runs on %d %s devices, because no TPU was found.",
+            mesh.mesh.size,
+            mesh.platform,
+        )
+    return mesh
+
+
 def _mesh_of_assignment(
     assignment: DeviceAssignment,
     devices: Sequence[jax.Device],
@@ -262,6 +281,8 @@ def _mesh_of_assignment(
         for replica in assignment.core_assignment
         for core in replica
     ]
+    # Axes of prime sizes, so that `experimental_split_to_logical_devices` can split by any counts.
+    # `in_order` keeps the order of the assignment; `make_mesh` would arrange it along the torus.
     axes = logical_devices.prime_axes(assignment.num_cores_per_replica)
     return make_mesh(
         assigned, axes, in_order=True, axis_name=axis_name, deterministic=deterministic
@@ -272,6 +293,8 @@ def _connect_workers() -> None:
     """Connects the workers of TF_CONFIG; otherwise each would train a model of its own."""
     resolver = TFConfigClusterResolver()
     workers = resolver.processes()
+    # In a cluster with parameter servers, and in an evaluator, this process does not wait for the
+    # workers: they are separate runs of JAX, and would never arrive.
     if len(workers) < 2 or jax.distributed.is_initialized() or "ps" in resolver.cluster_spec().jobs:
         return
     if resolver.task_type in ("chief", "worker"):
@@ -292,7 +315,8 @@ def _warn_of_misspelled_axes(axes: Iterable[str], rules: Sequence[logical_axes.R
     """Warns of an axis that no rule uses and whose name is similar to a default axis."""
     for axis in axes:
         near = logical_axes.nearest_axis(axis)
-        if near and not any(axis == target or axis in (target or ()) for _, target in rules):
+        targets = [(target,) if isinstance(target, str) else target or () for _, target in rules]
+        if near and not any(axis in target for target in targets):
             _log.warning(
                 "TPUStrategy(replica_axes) has the axis '%s', but no rule splits anything over it. "
                 "Did you mean '%s'? Without a rule, only annotations that name '%s' itself split "

@@ -45,4 +45,6 @@ def make_default_mode() -> context.Mode:
     return context.Mode(ContextKind.DEFAULT, strategy, ReplicaContext(strategy, 0))
 
 
+# A generation ends when the processes of a run reconnect. JAX then has new device objects, and the
+# default mode would hold a mesh of the old ones.
 generations.at_end(context.forget_default_mode)

@@ -12,6 +12,8 @@ from tpudist.strategy import logical_devices
 from tpudist.strategy.variable_methods import VariableMethods
 
 
+# `strategies` is a higher layer, which this one cannot import. `isinstance` of such a protocol only
+# checks that the attributes exist; no other strategy has both.
 @runtime_checkable
 class _TPUStrategyLike(logical_devices.HasDeviceAssignment, Protocol):
     """The attributes by which this layer recognizes TPUStrategy."""

@@ -97,6 +97,8 @@ class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
                 f"broadcast_to received {tensor!r}, whose values already differ between replicas. "
                 "Reduce it: reduce_to(op, value, destinations)."
             )
+        # A Python number belongs to no device, and a traced value is on all devices of the mesh
+        # already.
         if isinstance(tensor, int | float) or traces.is_traced(tensor):
             return tensor
         integers.check_fit(tensor, "The value given to broadcast_to")

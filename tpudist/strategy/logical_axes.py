@@ -13,6 +13,7 @@ from tpudist.xla.mesh import BATCH_AXES, ReplicaMesh
 
 Target = str | tuple[str, ...] | None  # the mesh axes that split a dim
 Rule = tuple[str, Target]
+# A rule without axes, such as "kv", keeps a dim whole unless a rule of the user replaces it.
 _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("batch", BATCH_AXES),
     # The dim of tokens after they were sent to their experts: there, the axis "expert" splits the
@@ -60,6 +61,8 @@ def refuse_other_axes(axes: Iterable[str]) -> None:
 
 def nearest_axis(axis: str) -> str:
     """Returns the default axis with a similar name, for a misspelled axis; empty if none."""
+    # 0.7 finds a missing, doubled or swapped letter ("fsd" and "fdsp" for "fsdp", "tensors"), but
+    # no other word ("model" is at most 0.5).
     matches = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.7)
     return matches[0] if matches and axis not in MESH_AXES else ""
 
@@ -80,6 +83,8 @@ def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
                 f"{'the axes ' + str(sorted(axes)) if axes else 'one device, and no axes'}. Add it "
                 f"to replica_axes, or map {name!r} to None."
             )
+    # The own rules replace all default rules of the same name. An annotation may also name a mesh
+    # axis directly, so each axis that is not taken maps to itself.
     taken = {name for name, _ in own}
     default = [
         (name, _restrict_to_mesh(target, axes)) for name, target in _DEFAULT if name not in taken

@@ -39,6 +39,8 @@ def prime_axes(num_devices: int) -> dict[str, int]:
 
     With prime sizes, every choice of counts with that product is a split over whole axes.
     """
+    # Trial division. It ends, because each factor that divides makes `num_devices` smaller and each
+    # other factor makes `factor` larger, up to `num_devices` itself.
     sizes = []
     factor = 2
     while num_devices > 1:
@@ -84,6 +86,7 @@ def spec_of_split(
             f"devices of a replica (={num_devices}). Received partition_dimensions={list(counts)}, "
             f"and their product is {math.prod(counts)}."
         )
+    # Axes of size 1 split nothing, and would only add equal solutions to the search.
     found = next(_assignments({a: n for a, n in axes.items() if n > 1}, counts), None)
     if found is None:
         named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
@@ -162,6 +165,9 @@ def _as_array(value: ArrayLike | PerReplica) -> Any:
 
 def _constrain(mesh: ReplicaMesh, value: jax.Array | PerReplica, spec: PartitionSpec) -> Any:
     tracing = context.current().frame is not None
+    # In a trace, the axis of replicas is manual: only the axes inside a replica may be named, and
+    # the value is the replica's own part. Outside, the array is stacked, with the axis of replicas
+    # as its first dim.
     if isinstance(value, PerReplica) and tracing:
         return LocalPart(_constrain(mesh, local_part(value), spec))
     if isinstance(value, PerReplica):
@@ -175,6 +181,7 @@ def _constrain(mesh: ReplicaMesh, value: jax.Array | PerReplica, spec: Partition
 
 
 def _place(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    # Under `jax.jit` of the user, outside of any frame of tpudist, there is no array to move.
     if not is_eager():
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding)
@@ -206,6 +213,7 @@ def devices_at(mesh: ReplicaMesh, logical_device_id: int) -> tuple[jax.Device, .
     return tuple(mesh.replica_devices[:, logical_device_id])
 
 
+# A context variable, so that a block in one thread does not change the devices that another sees.
 # The strategy and the number of the innermost `choose` block.
 _chosen: contextvars.ContextVar[tuple[StrategyBase, int] | None] = contextvars.ContextVar(
     "tpudist.logical_device", default=None
@@ -244,6 +252,8 @@ def worker_devices(strategy: StrategyBase) -> tuple[jax.Device, ...]:
     mesh, choice = strategy.replica_mesh, _chosen.get()
     if choice is not None and choice[0] is strategy:
         return devices_at(mesh, choice[1])
+    # tf.distribute counts one worker device per replica, the first logical device. Without an
+    # assignment (`replica_axes`, which tf.distribute does not have), all devices count.
     if isinstance(strategy, HasDeviceAssignment) and strategy.device_assignment is not None:
         return devices_at(mesh, 0)
     return tuple(mesh.mesh.devices.flat)

@@ -26,6 +26,7 @@ def split_largest_dim(shape: Shape, axes: Mapping[str, int], min_size: int) -> P
     fitting = [dim for dim, size in enumerate(shape) if size % parts == 0]
     if not fitting:
         return PartitionSpec()
+    # Of equally large dims the first: all processes must decide alike.
     return _split(max(fitting, key=lambda d: shape[d]), axes)
 
 
@@ -54,6 +55,9 @@ def split_by_partitioner(
         ValueError: If the partitioner does not return one integer for each dim.
     """
     parts = math.prod(axes.values())
+    # A partitioner of tf.distribute is called with one `axis` and allows pieces only along it, so
+    # it is called for each dim. The order of this dict, the largest dim first, decides below which
+    # dim is split.
     num_pieces = {}
     for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
         counts = partitioner(shape, dtype, axis=dim)

@@ -145,9 +145,12 @@ class ReductionMethods(StrategyBase):
         tree_depth.check_depth(value, "A value whose local results are wanted", _is_value)
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
         has_parts = any(isinstance(x, PerReplica) for x in leaves)
+        # With one replica nothing was stacked, unless a PerReplica was created explicitly.
         if not leaves or (self.num_replicas_in_sync == 1 and not has_parts):
             return (value,)
         is_plain = not isinstance(leaves[0], PerReplica | Variable)
+        # A single plain value, not a tree. It has one part per replica only if replicas have
+        # computed it; a NumPy array of the user counts once, as in tf.distribute.
         if jax.tree.structure(0) == treedef and is_plain:
             return (value,) * (n if gather.is_on_every_replica(mesh, value) else 1)
 
@@ -157,6 +160,8 @@ class ReductionMethods(StrategyBase):
                     return x.values
                 x = x.local_part() if x.on_read else x.read_value()
             if not isinstance(x, PerReplica):
+                # In a tree with PerReplicas all parts must be on one device, so that they can be
+                # added.
                 return (replica_parts.copy_of_first_replica(mesh, x) if has_parts else x,) * n
             return [replica_parts.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
 

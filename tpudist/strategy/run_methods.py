@@ -114,17 +114,10 @@ class RunMethods(StrategyBase):
 
         Matches `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
         """
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(
-                f"run_steps(num_steps={shorten(num_steps)}): num_steps must be at least 1."
-            )
-        context.require_scope_or_default(self, "run_steps")
-        if context.current().frame is not None:
-            raise RuntimeError(
-                "run_steps was called in a tpudist.function or merge_call, which are programs of "
-                "their own. Call it outside, or call strategy.run several times."
-            )
+        self._check_run_steps(num_steps)
         with step_boundaries.one_step():
+            # Reading `num_steps` elements is one boundary: a run that is preempted in between would
+            # save a position that no step has reached.
             elements = list(itertools.islice(iterator, num_steps))
         if not elements:
             raise StopIteration
@@ -135,8 +128,22 @@ class RunMethods(StrategyBase):
                 # None if the elements do not fit one program, for example if their shapes differ.
                 results = self._replicator.run_steps(fn, args, elements, options)
         if results is None:
+            # All elements that were read are used, also if they are fewer than `num_steps`: they
+            # cannot be put back into the iterator.
             results = [self.run(fn, (*args, x), options=options) for x in elements]
         return results
+
+    def _check_run_steps(self, num_steps: object) -> None:
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(
+                f"run_steps(num_steps={shorten(num_steps)}): num_steps must be at least 1."
+            )
+        context.require_scope_or_default(self, "run_steps")
+        if context.current().frame is not None:
+            raise RuntimeError(
+                "run_steps was called in a tpudist.function or merge_call, which are programs of "
+                "their own. Call it outside, or call strategy.run several times."
+            )
 
     def _call_once(self, fn: Callable[..., PyTree], args: tuple, kwargs: dict[str, Any]) -> PyTree:
         """Calls `fn` once for all replicas, as one compiled program; see `tpudist.function`."""
@@ -162,11 +169,15 @@ class RunMethods(StrategyBase):
             # The common case first: a steady call in the strategy's own scope checks nothing else.
             if self.storage is None and context.is_in_scope_of(self):
                 return self._replicator.run(fn, args, kwargs, options, whole)
+            # A function that is planned or verified on other devices still names the strategy for
+            # which it was written, and that strategy's twin acts for it.
             acting: Any = context.resolve_twin(self)
             if acting is not self:
                 return acting._call(fn, args, kwargs, options, whole)
             context.require_scope_or_default(self, "run")
             frame = context.current().frame
+            # A `run` in a function that this strategy traces is no program of its own. Its
+            # operations become part of the outer trace.
             if frame is not None and frame.strategy is self:
                 return nested_run.run(frame, fn, args, kwargs, options)
         # The current mesh is part of JAX's cache key. So every call must run in the mesh, inside a

@@ -14,6 +14,7 @@ class Scope(contextlib.AbstractContextManager):
 
     def __init__(self, enter: Callable[[], contextlib.AbstractContextManager]):
         self._enter = enter
+        # A stack: entries of the same scope in itself end in reverse order.
         self._entered: list[contextlib.AbstractContextManager] = []
 
     def __enter__(self) -> Any:

@@ -135,6 +135,7 @@ class StateMethods(StrategyBase):
             )
             if annotated is not None:
                 return annotated
+        # A key has an extended dtype, which a user's placement rule need not know.
         if random_keys.is_key(value):
             return self.replica_mesh.replicated
         return NamedSharding(self.mesh, self.partition(tuple(value.shape), value.dtype))

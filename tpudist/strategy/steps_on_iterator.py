@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tpudist import context
 from tpudist.array_types import PyTree
+from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.state.variable import Variable
@@ -76,6 +77,7 @@ class MultiStepContext:
                 "replica has its own value. Pass a reduce_op, such as reduce_op='MEAN', or return "
                 "the value from the replica function and set it outside."
             )
+        # Both lines reduce to one value that is equal on every replica, as a Variable requires.
         if mode.replica_context is not None:
             output = mode.replica_context.all_reduce(op, output)
         else:
@@ -96,6 +98,8 @@ class MultiStepContext:
                 f"Non-tensor output {name!r} holds an array of a replica function, whose value is "
                 "not known while the function is traced. Use set_last_step_output."
             )
+        # A tuple, as in TensorFlow, whose replica functions return one object per replica. Here one
+        # trace serves all replicas.
         self._traced_objects[name] = (output,)
 
     def run(self, step: Callable[[], Any], times: int, initial: PyTree) -> "MultiStepContext":
@@ -121,6 +125,14 @@ class MultiStepContext:
 
 class StepsOnIterator(VariableMethods):
     """The loop that `StrategyExtended` has from TensorFlow 1.x."""
+
+    def __init__(self, strategy: StrategyBase):
+        super().__init__(strategy)
+        # The context of each `fn`. It is an argument of the replica functions that `fn` runs, and
+        # `run` caches programs by such arguments, so a new context would compile them again.
+        self._contexts: weakref.WeakKeyDictionary[Callable, MultiStepContext] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def experimental_run_steps_on_iterator(
         self,
@@ -161,12 +173,10 @@ class StepsOnIterator(VariableMethods):
             return steps.run(lambda: fn(steps, take()), iterations, initial_loop_values)
 
     def _steps_of(self, fn: Callable[..., Any]) -> MultiStepContext:
-        # The same context at each call with `fn`: it is an argument of the replica functions that
-        # `fn` runs, so a new one would compile them again.
-        contexts = vars(self).setdefault("_step_contexts", weakref.WeakKeyDictionary())
         try:
-            return contexts.setdefault(fn, MultiStepContext())
+            return self._contexts.setdefault(fn, MultiStepContext())
         except TypeError:  # `fn` cannot be hashed or weakly referenced
+            # The loop works, but compiles its replica functions again at each call.
             return MultiStepContext()
 
 

@@ -128,6 +128,9 @@ class Strategy(
         with contextlib.ExitStack() as stack:
             outer = context.current()
             stack.enter_context(context.enter(self._mode_of_scope(outer)))
+            # `depth` is read after `enter`, so it counts this entry too. In a nested entry the
+            # mesh, the rules and Keras' distribution are in force already: setting them again would
+            # only cost time.
             is_nested = outer.strategy is self and context.depth() > 1
             if traces.is_eager() and not is_nested:  # JAX sets no mesh while it traces
                 stack.enter_context(nnx.logical_axis_rules(self.logical_axis_rules))
@@ -139,6 +142,8 @@ class Strategy(
         """Returns the mode of `scope`; in a trace of this strategy, its cross-replica context."""
         if outer.frame is None or outer.strategy is not self:
             return context.Mode(ContextKind.SCOPE, self)
+        # The block stays a part of the function that is traced: in update context, in a
+        # `tpudist.function` or in a `merge_call`. In replica context, `scope` has raised an error.
         if outer.updating:
             return context.Mode(ContextKind.UPDATE, self, frame=outer.frame)
         kind = ContextKind.FUNCTION if outer.frame.whole else ContextKind.MERGE

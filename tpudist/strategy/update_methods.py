@@ -61,21 +61,14 @@ class UpdateMethods(VariableMethods):
 
         Matches `tf.distribute.StrategyExtended.update`.
         """
-        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
-            raise ValueError(
-                f"update({shorten(var)}): the argument must be a Variable of {self._strategy!r}. "
-                "Make it in the strategy's scope (and update the whole variable, not one "
-                "component)."
-            )
+        self._check_variable(var)
         mode = context.current()
         if mode.strategy is not self._strategy or mode.frame is None:
             context.require_scope_or_default(self._strategy, "update")
-        kwargs = dict(kwargs or {})
-        if mode.frame is None:
-            _refuse_per_replica(var, (tuple(args), kwargs))
-        else:
-            args = jax.tree.map(local_part, tuple(args), is_leaf=is_leaf)
-            kwargs = {k: jax.tree.map(local_part, x, is_leaf=is_leaf) for k, x in kwargs.items()}
+        args, kwargs = _prepare_arguments(var, (tuple(args), dict(kwargs or {})), mode.frame)
+        # The components of an ON_READ variable are the parts of one stacked array. Only a trace of
+        # a replica function shows `fn` a single component, so this case needs `run`. A mirrored
+        # variable is one array, on which `fn` can work eagerly.
         if var.on_read and mode.frame is None:
             result = self._strategy.run(self._wrap_update(fn), (var, *args), kwargs)
         else:
@@ -85,6 +78,14 @@ class UpdateMethods(VariableMethods):
             # In a merge_call, `fn` saw one component, so its results differ between replicas.
             result = jax.tree.map(_as_part, result)
         return result if group else self._ungroup(result)
+
+    def _check_variable(self, var: object) -> None:
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            raise ValueError(
+                f"update({shorten(var)}): the argument must be a Variable of {self._strategy!r}. "
+                "Make it in the strategy's scope (and update the whole variable, not one "
+                "component)."
+            )
 
     def _update_mode(self, frame: Frame | None) -> context.Mode:
         # Update context is cross-replica context. Only the default strategy keeps the replica
@@ -110,6 +111,7 @@ class UpdateMethods(VariableMethods):
             with context.enter(self._update_mode(frame)):
                 return function(*args, **kwargs)
 
+        # As above: a function that cannot be a weak key is wrapped, and compiled, at each call.
         with contextlib.suppress(TypeError):
             self._updates[fn] = update
         return update
@@ -164,6 +166,7 @@ class UpdateMethods(VariableMethods):
                 return (x,)
             if traces.is_traced(x):
                 return (x,) * len(mesh.local_replicas)
+            # `fn` may have created the array itself, on JAX's default device.
             if x.sharding.device_set != mesh.device_set:
                 x = self._strategy.replicate(x)
             return tuple(replica_parts.copy_of(mesh, x, i) for i in mesh.local_replicas)
@@ -172,6 +175,18 @@ class UpdateMethods(VariableMethods):
 
     def _local(self, x: PyTree) -> tuple[PyTree, ...]:
         return self._strategy.experimental_local_results(x)
+
+
+def _prepare_arguments(
+    var: Variable, arguments: tuple[tuple, dict[str, Any]], frame: Frame | None
+) -> tuple[tuple, dict[str, Any]]:
+    # Outside of a trace, a PerReplica would certainly make the copies differ. In a trace, it stands
+    # for the part of this replica. Whether the parts are equal is known only when the variable is
+    # assigned, and that check raises the error.
+    if frame is None:
+        _refuse_per_replica(var, arguments)
+        return arguments
+    return jax.tree.map(local_part, arguments, is_leaf=is_leaf)
 
 
 def _refuse_per_replica(var: Variable, arguments: PyTree) -> None:
