@@ -1,1 +1,1 @@
-"""Many values become one."""
+"""Reductions: reduce, gather and all-reduce over replicas, and the algorithms to choose from."""

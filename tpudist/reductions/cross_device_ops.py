@@ -5,7 +5,7 @@ Every reduction of a strategy goes through `all_reduce` or `reduce`. Without a c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 
@@ -25,6 +25,12 @@ from tpudist.xla import collectives, communication_options, traces
 from tpudist.xla.communication_options import CommunicationOptions
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.packing import Packing
+
+# One value with its destinations. In an implementation both are LocalParts.
+_Pairs: TypeAlias = Sequence[tuple[PerReplica, object]]
+_Implementation: TypeAlias = Callable[
+    [ReduceOp, _Pairs, CommunicationOptions | None], Sequence[jax.Array]
+]
 
 
 def all_reduce(op: ReduceOp, value: PyTree, options: CommunicationOptions | None = None) -> PyTree:
@@ -64,12 +70,12 @@ def all_gather(value: PyTree, axis: int, options: CommunicationOptions | None = 
 def note_compiler_options(packing: Packing | None) -> None:
     """Records the compiler options that the packing needs, for the program that is being traced."""
     frame = context.current().frame
-    found = None if frame is None else frame.root.compiler_options
-    if packing is not None and found is not None:
+    compiler_options = None if frame is None else frame.root.compiler_options
+    if packing is not None and compiler_options is not None:
         for name, value in packing.compiler_options(collectives.platform()).items():
             # A program has one threshold for combining collectives. The smallest of all requests
             # keeps all packs apart.
-            found[name] = min(value, found.get(name, value))
+            compiler_options[name] = min(value, compiler_options.get(name, value))
 
 
 class CrossDeviceOps:
@@ -86,10 +92,10 @@ class CrossDeviceOps:
     def reduce(
         self,
         reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any,
+        per_replica_value: object,
+        destinations: object,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> jax.Array:
         """Combines the values of all replicas.
 
         Args:
@@ -116,9 +122,9 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        value_destination_pairs: Sequence[tuple[object, object]],
         options: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Combines several values, together as far as possible; see `reduce`.
 
         Returns:
@@ -132,7 +138,7 @@ class CrossDeviceOps:
             self.batch_reduce_implementation,
         )
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: PyTree, destinations: object) -> PyTree:
         """Copies `tensor` to all devices of `destinations`; of a PerReplica, its first value."""
         _check_destinations(destinations, "broadcast")
         return self.broadcast_implementation(tensor, destinations)
@@ -141,24 +147,24 @@ class CrossDeviceOps:
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None,
-    ) -> Any:
+    ) -> jax.Array:
         """Implements `reduce`: returns one array that is equal on every replica."""
         raise NotImplementedError(_describe_missing(self, "reduce_implementation", "reduce"))
 
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions | None,
-    ) -> list[Any]:
+    ) -> Sequence[jax.Array]:
         """Implements `batch_reduce`: returns one array per pair, equal on every replica."""
         raise NotImplementedError(
             _describe_missing(self, "batch_reduce_implementation", "batch_reduce")
         )
 
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_implementation(self, tensor: PyTree, destinations: object) -> PyTree:
         """Implements `broadcast`."""
         if isinstance(tensor, PerReplica) and traces.is_traced(tensor.array):
             return collectives.broadcast(tensor.array)
@@ -184,97 +190,107 @@ class CrossDeviceOps:
 
     def _reduce_pairs(
         self,
-        what: str,
+        caller: str,
         reduce_op: ReduceOp | str,
-        pairs: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[object, object]],
         options: CommunicationOptions | None,
-        implementation: Callable[..., Any],
-    ) -> list[Any]:
+        implementation: _Implementation,
+    ) -> list[jax.Array]:
         op = ReduceOp.parse(reduce_op)
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(
-                    f"{what} takes pairs (value, destinations), but received {pair!r}."
+                    f"{caller} takes pairs (value, destinations), but received {pair!r}."
                 )
-        devices = [_check_destinations(where, what) for _, where in pairs]
-        values = [_as_part(value, what) for value, _ in pairs]
-        results: list[Any] = [
-            x if isinstance(x, PerReplica) else _reduce_equal(op, x) for x in values
+        devices = [_check_destinations(where, caller) for _, where in pairs]
+        values = [_as_part(value, caller) for value, _ in pairs]
+        # Equal values need no communication. The others are combined in one call, so that they can
+        # share collectives. In a trace all of them are LocalParts, elsewhere none is.
+        distributed = [
+            (x, where)
+            for x, (_, where) in zip(values, pairs, strict=True)
+            if isinstance(x, PerReplica)
         ]
-        several = [i for i, x in enumerate(values) if isinstance(x, PerReplica)]
-        some = [(values[i], pairs[i][1]) for i in several]
-        if some and isinstance(some[0][0], LocalPart):
+        if distributed and isinstance(distributed[0][0], LocalPart):
             options = communication_options.check_options(
-                options, f"{what}(options", collectives.platform()
+                options, f"{caller}(options", collectives.platform()
             )
-            done = _arrays(self, implementation(op, some, options), len(some))
-        elif some:
-            done = self._run(what, op, some, options, implementation)
+            combined = _check_results(self, implementation(op, distributed, options), distributed)
+        elif distributed:
+            combined = self._run(caller, op, distributed, options, implementation)
         else:
-            done = []
-        for i, x in zip(several, done, strict=True):
-            results[i] = x
+            combined = []
+        remaining = iter(combined)
+        results = [
+            next(remaining) if isinstance(x, PerReplica) else _reduce_equal(op, x) for x in values
+        ]
         return [destinations.move_to_device(x, d) for x, d in zip(results, devices, strict=True)]
 
-    def _run(self, what: str, op: ReduceOp, pairs, options, implementation) -> list[jax.Array]:
-        """Combines concrete values, by a small program on their mesh."""
-        mesh = _mesh_in_charge(placement.mesh_of(pairs[0][0].array))
-        options = communication_options.check_options(options, f"{what}(options", mesh.platform)
+    def _run(
+        self,
+        caller: str,
+        op: ReduceOp,
+        pairs: _Pairs,
+        options: CommunicationOptions | None,
+        implementation: _Implementation,
+    ) -> list[jax.Array]:
+        """Combines concrete values with a small program on the mesh of the first one."""
+        mesh = _refine_mesh(placement.mesh_of(pairs[0][0].array))
+        options = communication_options.check_options(options, f"{caller}(options", mesh.platform)
         if mesh.num_replicas == 1:
             return [replica_parts.component(mesh, x.array, 0) for x, _ in pairs]
         self.check_devices(list(mesh.mesh.devices.flat))
 
-        def function(*parts):
-            some = [(LocalPart(x), LocalPart(x)) for x in parts]
-            return _arrays(self, implementation(op, some, options), len(some))
+        def function(*parts: jax.Array) -> list[jax.Array]:
+            local = [(LocalPart(x), LocalPart(x)) for x in parts]
+            return _check_results(self, implementation(op, local, options), local)
 
         packing = options.packing if options is not None and options.packing else self.packing
-        key = what, op, options
+        # `caller` tells `reduce` from `batch_reduce`, which call different implementations.
+        key = caller, op, options
         return eager_programs.run(self, key, function, mesh, [x.array for x, _ in pairs], packing)
 
 
-def _as_part(value: Any, what: str) -> Any:
-    """The value as the program that is being traced sees it; a concrete one where nothing is."""
+def _as_part(value: object, caller: str) -> PerReplica | jax.Array:
+    """Returns a LocalPart in a trace, a PerReplica outside, or an array equal on all replicas."""
     if not isinstance(value, PerReplica):
-        if is_distributed(value) and hasattr(value, "read_value"):
-            value = value.read_value()  # type: ignore[attr-defined]
-        return jax.numpy.asarray(value)
+        # A Variable of `state`, a package above this one, which its class cannot name here.
+        read_value = getattr(value, "read_value", None) if is_distributed(value) else None
+        return jax.numpy.asarray(value if read_value is None else read_value())
     if isinstance(value, LocalPart) or traces.is_traced(value.array):
         return value if isinstance(value, LocalPart) else LocalPart(value.array)
     if value.is_padded:
         raise ValueError(
-            f"{what} received {value!r}, a partial batch, whose parts have no common shape. Reduce "
-            "over the examples: strategy.reduce(op, value, axis=0)."
+            f"{caller} received {value!r}, a partial batch, whose parts have no common shape. "
+            "Reduce over the examples: strategy.reduce(op, value, axis=0)."
         )
     frame = context.current().frame
     return value if frame is None else LocalPart(frame.capture(value))
 
 
 def _reduce_equal(op: ReduceOp, x: jax.Array) -> jax.Array:
-    """A value that is equal on n replicas counts n times; one on one device is that of one."""
+    """Reduces a value that is equal on n replicas, or on one device, where it counts once."""
     if traces.is_traced(x):
         n = context.current().strategy.num_replicas_in_sync
     else:
         mesh = mesh_of_mirrored(x, of_several=False)
-        n = 1 if mesh is None else _mesh_in_charge(ReplicaMesh(mesh)).num_replicas
+        n = 1 if mesh is None else _refine_mesh(ReplicaMesh(mesh)).num_replicas
     return x * jax.numpy.asarray(n, x.dtype) if op is ReduceOp.SUM and n > 1 else x
 
 
-def _mesh_in_charge(mesh: ReplicaMesh) -> ReplicaMesh:
-    """That of the strategy in charge, if it is on this mesh: it may have several replicas a device.
-
-    An array does not tell: it is on the same devices in the same way.
-    """
+def _refine_mesh(mesh: ReplicaMesh) -> ReplicaMesh:
+    # The strategy may have several replicas per device. The sharding of an array does not show it,
+    # so the current strategy's own description of the mesh goes first.
     own = context.current().strategy.replica_mesh
     return own if own.mesh == mesh.mesh else mesh
 
 
-def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:
-    """What an implementation returned, if it is an array for each value."""
-    if not isinstance(results, list | tuple) or len(results) != count:
+def _check_results(ops: CrossDeviceOps, results: object, pairs: _Pairs) -> list[jax.Array]:
+    """Returns the results of a user's implementation as arrays, one for each pair."""
+    if not isinstance(results, list | tuple) or len(results) != len(pairs):
         found = f"{len(results)}" if isinstance(results, list | tuple) else repr(results)
         raise ValueError(
-            f"{type(ops).__name__}.batch_reduce_implementation received {count} value(s), and "
+            f"{type(ops).__name__}.batch_reduce_implementation received {len(pairs)} value(s), and "
             f"returned {found}. It must return a list with one array for each value."
         )
     arrays = [x.array if isinstance(x, LocalPart) else x for x in results]
@@ -287,24 +303,26 @@ def _arrays(ops: Any, results: Any, count: int) -> list[jax.Array]:
     return [jax.numpy.asarray(x) for x in arrays]
 
 
-def _check_destinations(where: Any, what: str) -> jax.Device | None:
+def _check_destinations(where: object, caller: str) -> jax.Device | None:
     if isinstance(where, LocalPart) or traces.is_traced(where):
         return None
-    return destinations.device_of(where, what)
+    return destinations.device_of(where, caller)
 
 
-def _mesh_of(where: Any) -> ReplicaMesh | None:
-    if hasattr(where, "distribute_strategy"):
-        return where.distribute_strategy.replica_mesh
+def _mesh_of(where: object) -> ReplicaMesh | None:
+    # Variables and their components, of `state`, a package above this one.
+    strategy = getattr(where, "distribute_strategy", None)
+    if strategy is not None:
+        return strategy.replica_mesh
     array = where.array if isinstance(where, PerReplica) else where
     if isinstance(array, jax.Array) and isinstance(array.sharding, jax.sharding.NamedSharding):
         return placement.mesh_of(array)
     return None
 
 
-def _describe_missing(ops: CrossDeviceOps, method: str, what: str) -> str:
+def _describe_missing(ops: CrossDeviceOps, method: str, caller: str) -> str:
     return (
-        f"{type(ops).__name__} does not support {what}: {method} must be implemented in "
+        f"{type(ops).__name__} does not support {caller}: {method} must be implemented in "
         "descendants of tpudist.CrossDeviceOps. Override it, or use tpudist.ReductionToOneDevice() "
         "or tpudist.HierarchicalCopyAllReduce()."
     )

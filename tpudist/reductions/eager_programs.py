@@ -1,8 +1,11 @@
-"""Small programs of all replicas, outside of replica functions: compiled once, and kept."""
+"""Compiles and caches small programs that reduce concrete values outside of replica functions.
+
+`run` serves reductions by a `CrossDeviceOps` or in a fixed order. Reductions that leave the
+algorithm to XLA compile in `reduce.py` and `gather.py`, and only call `agree`.
+"""
 
 import contextvars
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 from jax.core import Tracer
@@ -14,40 +17,41 @@ from tpudist.xla import compile_log
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.packing import Packing
 
-_current: contextvars.ContextVar[ReplicaMesh | None] = contextvars.ContextVar("mesh", default=None)
+_mesh: contextvars.ContextVar[ReplicaMesh | None] = contextvars.ContextVar("mesh", default=None)
 
 
-def current() -> ReplicaMesh | None:
-    """The replicas for which a program is being traced here, if one is."""
-    return _current.get()
+def mesh_being_traced() -> ReplicaMesh | None:
+    """Returns the mesh of the program that `run` is tracing; None outside of its traces."""
+    return _mesh.get()
 
 
-def agree(mesh: ReplicaMesh, what: str, value: jax.Array, *how: Any) -> None:
+def agree(mesh: ReplicaMesh, caller: str, value: jax.Array, *settings: Hashable) -> None:
     """Waits until all processes are about to run the same reduction for the first time.
 
     Args:
         mesh: The replicas.
-        what: Name of the reduction, for messages: "Strategy.reduce".
+        caller: Name of the reduction, for messages: "Strategy.reduce".
         value: The value. In a trace nothing happens, because processes agree on the whole program.
-        how: Other values that the program depends on.
+        settings: Other values that the program depends on.
 
     Raises:
         ProcessesDifferError: If another process runs another reduction.
     """
     if mesh.num_processes == 1 or isinstance(value, Tracer):
         return
-    kind = compile_log.describe(value)
+    aval = compile_log.describe(value)
 
     def intend() -> process_agreement.Intention:
-        facts = {"the value": kind, "how": program_digest.write_value(how)}
-        return process_agreement.Intention(what, facts)
+        facts = {"the value": aval, "how": program_digest.write_value(settings)}
+        return process_agreement.Intention(caller, facts)
 
-    process_agreement.agree_once(mesh, (what, kind, how), intend)
+    # The key determines the program: later calls with it only count, without communication.
+    process_agreement.agree_once(mesh, (caller, aval, settings), intend)
 
 
 def run(
-    owner: Any,
-    key: Any,
+    owner: object,
+    key: Hashable,
     function: Callable[..., Sequence[jax.Array]],
     mesh: ReplicaMesh,
     arrays: Sequence[jax.Array],
@@ -66,39 +70,53 @@ def run(
     Raises:
         ValueError: If the results are not provably equal.
     """
+    # The owner keeps the cache, so that programs are freed with it. `key` must contain everything
+    # else that `function` reads: a stale program would silently reduce by other rules.
     programs = vars(owner).setdefault("_programs", {})
     key = key, mesh, tuple((x.shape, x.dtype) for x in arrays)
     if key not in programs:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        token = _current.set(mesh)
-        try:
-            traced = compile.trace(function, mesh, shapes, [True] * len(arrays))
-        finally:
-            _current.reset(token)
-        proof = replica_equality.prove(traced.closed, ["the value of each replica"] * len(arrays))
-        if any(proof.differs):
-            raise ValueError(
-                f"{type(owner).__name__} returned a result that may differ between replicas: it "
-                f"depends on {next(filter(None, proof.causes))}. Compute it from all of "
-                "`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
-            )
-        count_run = process_agreement.agree(
-            mesh,
-            process_agreement.Intention(
-                f"{getattr(function, '__name__', 'a reduction')} of {type(owner).__name__}",
-                {f"value {i}": compile_log.describe(x) for i, x in enumerate(shapes)},
-                program_digest.write_program(traced.closed),
-            ),
-        )
-        body = compile.spread(traced, mesh, [False] * len(traced.closed.out_avals))
-        compiler_options = packing.compiler_options(mesh.platform) if packing else None
-        programs[key] = jax.jit(body, compiler_options=compiler_options or None), count_run
+        programs[key] = _build(type(owner).__name__, function, mesh, shapes, packing)
     program, count_run = programs[key]
     results = program(*arrays)
     if count_run is not None:
         count_run()
     if mesh.platform == "cpu":
-        jax.block_until_ready(
-            results
-        )  # many in flight starve each other: see run/dispatch/throttle.py
+        # Many programs in flight starve each other on CPU: see run/dispatch/throttle.py.
+        jax.block_until_ready(results)
     return results
+
+
+def _build(
+    owner_name: str,
+    function: Callable[..., Sequence[jax.Array]],
+    mesh: ReplicaMesh,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    packing: Packing | None,
+) -> tuple[Callable[..., list[jax.Array]], Callable[[], None] | None]:
+    token = _mesh.set(mesh)
+    try:
+        traced = compile.trace(function, mesh, shapes, [True] * len(shapes))
+    finally:
+        _mesh.reset(token)
+    # The results become plain arrays, which the program declares equal on all replicas. Without the
+    # proof, replicas could continue with different values and no error.
+    proof = replica_equality.prove(traced.closed, ["the value of each replica"] * len(shapes))
+    if any(proof.differs):
+        raise ValueError(
+            f"{owner_name} returned a result that may differ between replicas: it depends on "
+            f"{next(filter(None, proof.causes))}. Compute it from all of "
+            "`per_replica_value.values`, or combine with a built-in CrossDeviceOps."
+        )
+    # Before the first run: processes with different programs would wait in different collectives.
+    count_run = process_agreement.agree(
+        mesh,
+        process_agreement.Intention(
+            f"{function.__name__} of {owner_name}",
+            {f"value {i}": compile_log.describe(x) for i, x in enumerate(shapes)},
+            program_digest.write_program(traced.closed),
+        ),
+    )
+    body = compile.spread(traced, mesh, [False] * len(traced.closed.out_avals))
+    compiler_options = packing.compiler_options(mesh.platform) if packing else None
+    return jax.jit(body, compiler_options=compiler_options or None), count_run

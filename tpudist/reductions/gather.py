@@ -1,8 +1,12 @@
-"""Joins what the replicas hold, and parts it again. Padding rows are left out."""
+"""Concatenates the parts of all replicas (`gather`), and returns them one by one (`local_parts`).
+
+Padding rows of partial batches are removed. The functions work on one leaf; `Strategy.gather` and
+`Strategy.experimental_local_results` apply them to pytrees.
+"""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +21,37 @@ from tpudist.values.per_replica import LocalPart, PerReplica
 from tpudist.xla.mesh import ReplicaMesh, mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
+_T = TypeVar("_T")
 
-def capture_in_trace(value: Any) -> Any:
-    """A PerReplica that a function in cross-replica context captures, as a part of its trace."""
+
+def capture_in_trace(value: _T) -> _T | LocalPart:
+    """Returns the LocalPart of a PerReplica that a traced function captures; else `value`."""
     frame = context.current().frame
     if frame is None or not isinstance(value, PerReplica) or isinstance(value, LocalPart):
         return value
     return LocalPart(frame.capture(value))
 
 
-def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
+def is_on_every_replica(mesh: ReplicaMesh, value: object) -> bool:
     """Whether `value` is an array that is equal on the replicas of `mesh`, and counts on each.
 
-    That is every array that the mesh holds whole; of those that a trace computes, what a replica
-    function, `reduce` or `gather` has returned, and what Variables hold. A plain value, such as an
-    array of NumPy or of one device, belongs to no replica.
+    Outside of traces, these are the arrays with a copy on every device of the mesh. In a trace,
+    they are the results of replica functions, `reduce` and `gather`, and values of
+    Variables. A plain value, such as an array of NumPy or of one device, belongs to no replica.
 
     Raises:
-        ValueError: A trace computes the value in another way. Outside of it, it would count on each
-            replica if the arrays that it is computed from do, and one program is for both.
+        ValueError: If a trace computes the value in another way.
     """
+    if not isinstance(value, jax.Array):
+        return False
     frame = context.current().frame
     if frame is None or not is_traced(value):
-        if not isinstance(value, jax.Array):
-            return False
         return mesh_of_mirrored(value, of_several=mesh.block is None) == mesh.mesh
+    # Outside of the trace, such a value counts on each replica if the arrays that it is computed
+    # from do. The trace cannot know that, because one program serves both cases.
     if mesh.num_replicas > 1 and not frame.is_equal_result(value):
         raise ValueError(
-            f"gather or experimental_local_results received {value.aval.str_short()} that a "
+            f"gather or experimental_local_results received {jax.typeof(value).str_short()} that a "
             "tpudist.function or merge_call computes, or takes as an argument. It may be one "
             f"value, or one for each of the {mesh.num_replicas} replicas. Pass a result of "
             "strategy.run, reduce or gather, a PerReplica or a Variable; if it is one value, use "
@@ -53,7 +60,7 @@ def is_on_every_replica(mesh: ReplicaMesh, value: Any) -> bool:
     return True
 
 
-def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
+def gather(mesh: ReplicaMesh, value: object, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
     indexed_slices.check_dense(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
@@ -62,6 +69,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
     if not isinstance(value, PerReplica):
         if not is_on_every_replica(mesh, value):
             return value if isinstance(value, jax.Array) else jnp.asarray(value)
+        assert isinstance(value, jax.Array)
         dim = _check_dim(value.shape, axis)
         eager_programs.agree(mesh, "Strategy.gather", value, dim)
         return _gather_equal(dim, mesh.num_replicas, mesh.replicated)(value)
@@ -80,7 +88,7 @@ def gather(mesh: ReplicaMesh, value: Any, axis: int) -> jax.Array:
 
 
 def _check_dim(shape: Sequence[int], axis: int) -> int:
-    """The dim that `axis` means."""
+    """Returns `axis` as a dim from 0."""
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"gather(axis={axis}): each replica holds {list(shape)}, which has {len(shape)} "
@@ -91,8 +99,8 @@ def _check_dim(shape: Sequence[int], axis: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_equal(dim: int, times: int, sharding: Any):
-    """A program that joins a value with itself, so that it is there once for each replica."""
+def _gather_equal(dim: int, times: int, sharding: jax.sharding.Sharding):
+    """Returns a program that repeats a value, once for each replica."""
 
     def program(value):
         return jnp.concatenate([value] * times, dim)
@@ -101,9 +109,12 @@ def _gather_equal(dim: int, times: int, sharding: Any):
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather(dim: int, extents: tuple[tuple[int, tuple[int, ...]], ...], sharding: Any):
+def _gather(
+    dim: int, extents: tuple[tuple[int, tuple[int, ...]], ...], sharding: jax.sharding.Sharding
+):
     def program(stacked):
         n, size = stacked.shape[0], stacked.shape[1 + dim]
+        # [replica, ..., size, ...] to [..., replica, size, ...]: joins parts in replica order.
         moved = jnp.moveaxis(stacked, 0, dim)
         joined = moved.reshape(*moved.shape[:dim], n * size, *moved.shape[dim + 2 :])
         for other, rows in extents:
@@ -117,15 +128,15 @@ def _gather(dim: int, extents: tuple[tuple[int, tuple[int, ...]], ...], sharding
 
 
 def _select_real(joined: jax.Array, rows: tuple[int, ...], size: int, dim: int) -> jax.Array:
-    """The first `rows` of each replica's `size` places along a dim."""
+    """Returns the first `rows[i]` of the `size` places of replica i along a dim."""
     real = np.concatenate([i * size + np.arange(r) for i, r in enumerate(rows)])
     return jnp.take(joined, jnp.asarray(real, jnp.int32), axis=dim)
 
 
 def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
-    """The parts of this process's replicas, in order, without padding rows."""
+    """Returns the parts of this process's replicas, in order, without padding rows."""
     if context.current().frame is not None:
-        return _parts_in_trace(mesh, capture_in_trace(value))
+        return _parts_in_trace(mesh, value)
     parts = []
     for i in mesh.local_replicas:
         part = replica_parts.component(mesh, value.array, i)
@@ -135,7 +146,8 @@ def local_parts(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
     return tuple(parts)
 
 
-def _parts_in_trace(mesh: ReplicaMesh, value: LocalPart) -> tuple[jax.Array, ...]:
+def _parts_in_trace(mesh: ReplicaMesh, value: PerReplica) -> tuple[jax.Array, ...]:
+    # Processes trace one common program, so a result that depends on the process is impossible.
     if mesh.num_processes > 1:
         raise RuntimeError(
             f"experimental_local_results of {value!r} was called in a function that is traced once "
