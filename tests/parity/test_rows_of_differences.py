@@ -253,10 +253,10 @@ def _(s):
 elsewhere(
     "`tf.Variable.assign`",
     "Works anywhere except in",
-    "run/test_assign_anywhere.py::test_nothing_is_assigned_in_vmap",
-    "run/test_assign_anywhere.py::test_a_rule_for_forward_gradients_assigns_nothing",
-    "run/test_assign_anywhere.py::test_what_is_computed_again_for_the_gradients_is_refused",
-    "run/test_assign_anywhere.py::test_the_condition_of_a_loop_does_not_read_what_its_body_assigns",
+    "run/test_assign_anywhere.py::test_assigning_in_vmap_raises",
+    "run/test_assign_anywhere.py::test_assigning_in_a_custom_jvp_function_raises",
+    "run/test_assign_anywhere.py::test_an_assigned_variable_in_a_recomputed_block_raises",
+    "run/test_assign_anywhere.py::test_a_loop_condition_cannot_read_a_variable_that_its_body_assigns",
 )
 
 
@@ -269,15 +269,15 @@ def _(s):
 elsewhere(
     "`tf.keras.optimizers.Optimizer.apply_gradients`",
     "`Optimizer` does the same",
-    "run/test_trace_warnings.py::test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found",
+    "run/test_trace_warnings.py::test_a_summed_mean_over_the_rows_of_a_replica_warns",
     "verification/test_verify.py::test_a_wrong_step_is_found_with_its_factor_and_its_line",
 )
 elsewhere(
     "`Strategy.run` and state in plain Python objects",
     "State in a pytree",
-    "run/test_drift.py::test_a_forgotten_reduction_is_an_error_at_the_second_call",
-    "run/test_drift.py::test_it_is_not_saved",
-    "run/test_drift.py::test_each_replica_keeps_its_own_if_that_is_said",
+    "run/test_drift.py::test_a_missing_reduction_raises_at_the_second_call",
+    "run/test_drift.py::test_saving_state_that_drifts_raises",
+    "run/test_drift.py::test_aggregation_none_lets_state_differ_between_replicas",
 )
 elsewhere(
     "`fit` of Keras in a scope: the loss of a partial batch",

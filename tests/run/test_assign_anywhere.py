@@ -1,4 +1,4 @@
-"""Variables assigned inside of nested transformations of JAX, against the same loops in Python.
+"""Variables assigned inside nested JAX transformations, against the same loops in Python.
 
 Each case runs with one replica and with several, as a replica function, in a `tpudist.function`
 (alone and around `strategy.run`) and in `merge_call`.
@@ -39,8 +39,8 @@ def make(strategy, value, **options):
         return tpudist.Variable(jnp.asarray(value, jnp.float32), **options)
 
 
-# What a call does to a counter, by the transformation in which it does; `step` is a function of one
-# number that assigns. The answers are those of `plainly`, with Python's own loops.
+# How one call changes a counter, by the transformation around it. `step` is a function of one
+# number that assigns. `plainly` computes the expected values with Python loops.
 
 X = 3.0
 
@@ -167,20 +167,20 @@ CASES = {
 
 
 class Calls:
-    """Notes with which numbers a transformed function is called, and answers from a state."""
+    """Records the numbers that a transformed function receives, and answers from a state."""
 
     def __init__(self, start: float):
         self.value = start
 
     def step(self, x: float) -> float:
-        """The model of `assigning`: adds, reads, assigns and reads."""
+        """Models `assigning`: adds, reads, assigns and reads again."""
         self.value += float(x)
         self.value = 0.5 * self.value + 1
         return self.value
 
 
 def assigning(variable):
-    """A function that changes a Variable and gives what it holds then, without a gradient."""
+    """Returns a function that changes a Variable and returns its new value, without a gradient."""
 
     def step(x):
         variable.assign_add(jnp.asarray(x))
@@ -190,7 +190,7 @@ def assigning(variable):
 
 
 def plainly(name: str, start: float):
-    """What each case gives, in Python: what the function returns, and what the state is."""
+    """Computes each case with Python loops: the result of the function, and the state."""
     calls = Calls(start)
     step = calls.step
     if name in ("grad", "vjp", "grad_of_cond", "grad_of_jit", "jvp"):
@@ -270,7 +270,7 @@ PAIRS += [(name, place) for name in ("grad", "scan", "cond", "jit") for place in
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "place"), PAIRS)
-def test_a_variable_is_assigned_as_in_a_loop_of_python(strategy, name, place):
+def test_a_variable_is_assigned_as_in_a_python_loop(strategy, name, place):
     variable = make(strategy, 10.0)
     step = assigning(variable)
 
@@ -288,11 +288,11 @@ def test_a_variable_is_assigned_as_in_a_loop_of_python(strategy, name, place):
     np.testing.assert_allclose(variable.numpy(), value + 1, rtol=1e-6)
 
 
-# What becomes of the replicas' values.
+# How the values of replicas are combined.
 
 
 def replica_numbers(strategy, start=1.0):
-    """`start + 0`, `start + 1`, ...: one number of each replica's own."""
+    """Returns `start + 0`, `start + 1`, ...: a different number on each replica."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: jnp.float32(start + context.replica_id_in_sync_group)
     )
@@ -303,7 +303,7 @@ def replica_numbers(strategy, start=1.0):
 @pytest.mark.parametrize(
     ("aggregation", "expected"), [(MEAN, 2.5), (SUM, 10.0), (FIRST, 1.0)], ids=lambda x: str(x)
 )
-def test_what_replicas_assign_is_aggregated(four, transform, aggregation, expected):
+def test_values_that_replicas_assign_are_aggregated(four, transform, aggregation, expected):
     variable = make(four, 0.0, aggregation=aggregation)
 
     def fn(x):
@@ -327,7 +327,7 @@ def test_what_replicas_assign_is_aggregated(four, transform, aggregation, expect
 
 @pytest.mark.slow
 def test_batch_normalization_updates_its_moments_in_the_loss_function(strategy):
-    """The first thing that a port meets."""
+    """Most ports run into this first."""
     n = strategy.num_replicas_in_sync
     rows = np.random.default_rng(0).normal(3, 2, (8 * n, 5)).astype(np.float32)
     weights = make(strategy, np.ones(5))
@@ -358,10 +358,10 @@ def test_batch_normalization_updates_its_moments_in_the_loss_function(strategy):
 
     expected, slope = jax.value_and_grad(plain)(jnp.ones(5))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient, slope, atol=1e-4)  # nearly nothing: the scale cancels out
+    np.testing.assert_allclose(gradient, slope, atol=1e-4)  # about 0: the scale cancels out
 
 
-def test_a_counter_of_each_replica_is_raised_under_a_condition_of_its_own(strategy):
+def test_a_local_counter_is_raised_under_a_condition_that_differs(strategy):
     n = strategy.num_replicas_in_sync
     counter = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
 
@@ -379,7 +379,7 @@ def test_a_counter_of_each_replica_is_raised_under_a_condition_of_its_own(strate
 
 
 @pytest.mark.parametrize("transform", ["cond", "while"])
-def test_a_mirrored_variable_is_not_assigned_under_a_condition_of_each_replica(four, transform):
+def test_a_mirrored_variable_cannot_be_assigned_under_a_condition_that_differs(four, transform):
     level = make(four, 0.0, name="level")
 
     def fn(x):
@@ -393,8 +393,8 @@ def test_a_mirrored_variable_is_not_assigned_under_a_condition_of_each_replica(f
     assert level.numpy() == 0
 
 
-def test_an_aggregation_in_a_branch_that_only_some_take_is_refused(four):
-    """Those would wait for the others for ever."""
+def test_an_aggregation_in_a_branch_that_only_some_replicas_take_raises(four):
+    """The replicas that take the branch would wait for the others forever."""
     level = make(four, 0.0, aggregation=MEAN)
 
     def fn(x):
@@ -404,7 +404,7 @@ def test_an_aggregation_in_a_branch_that_only_some_take_is_refused(four):
         four.run(fn, args=(replica_numbers(four),))
 
 
-def test_what_differs_is_refused_wherever_it_is_assigned(four):
+def test_assigning_a_value_that_differs_between_replicas_raises_everywhere(four):
     level, other = make(four, 0.0, name="level"), make(four, 0.0, name="other")
 
     def fn(x):
@@ -423,7 +423,7 @@ def test_what_differs_is_refused_wherever_it_is_assigned(four):
 
 
 @pytest.mark.parametrize("place", ["run", "run in function"])
-def test_what_is_assigned_has_no_gradient(strategy, place):
+def test_an_assigned_value_has_no_gradient(strategy, place):
     variable = make(strategy, 1.0)
 
     def fn():
@@ -437,12 +437,12 @@ def test_what_is_assigned_has_no_gradient(strategy, place):
     assert (float(value), float(slope)) == (21.0, 1.0)
 
 
-# What is refused.
+# Unsupported assignments.
 
 
 @pytest.mark.parametrize("what", ["assigned", "read", "assigned in a scan"])
-def test_what_is_computed_again_for_the_gradients_is_refused(strategy, what):
-    """It would be assigned twice, or read when it holds something else."""
+def test_an_assigned_variable_in_a_recomputed_block_raises(strategy, what):
+    """The variable would be assigned twice, or read after its value has changed."""
     level = make(strategy, 1.0, name="level")
 
     def assigns(w):
@@ -469,7 +469,7 @@ def test_what_is_computed_again_for_the_gradients_is_refused(strategy, what):
     assert level.numpy() == 1
 
 
-def test_what_is_checkpointed_and_not_differentiated_is_computed_once(strategy):
+def test_a_checkpointed_block_without_gradients_assigns_once(strategy):
     level = make(strategy, 1.0)
     strategy.run(lambda: jax.checkpoint(lambda x: level.assign_add(x))(2.0))
     assert level.numpy() == 3
@@ -489,7 +489,7 @@ def test_what_is_checkpointed_and_not_differentiated_is_computed_once(strategy):
     ],
     ids=["itself", "one value", "jit", "scan", "cond", "hessian"],
 )
-def test_nothing_is_assigned_in_vmap(strategy, mapped):
+def test_assigning_in_vmap_raises(strategy, mapped):
     """A variable has one value, and all examples are computed at once."""
     level = make(strategy, 1.0, name="level")
     with pytest.raises(RuntimeError, match=r"Variable 'level' was assigned inside jax\.vmap"):
@@ -497,7 +497,7 @@ def test_nothing_is_assigned_in_vmap(strategy, mapped):
     assert level.numpy() == 1
 
 
-def test_what_is_assigned_elsewhere_is_read_in_vmap(strategy):
+def test_vmap_reads_a_variable_that_is_assigned_elsewhere(strategy):
     level = make(strategy, 1.0)
 
     def fn():
@@ -507,8 +507,8 @@ def test_what_is_assigned_elsewhere_is_read_in_vmap(strategy):
     np.testing.assert_allclose(strategy.run(fn), [0, 2, 4])
 
 
-def test_the_condition_of_a_loop_does_not_read_what_its_body_assigns(strategy):
-    """JAX would show it the old value for ever."""
+def test_a_loop_condition_cannot_read_a_variable_that_its_body_assigns(strategy):
+    """JAX would always pass the old value to the condition."""
     level = make(strategy, 0.0, name="level")
 
     def fn(limit):
@@ -520,7 +520,7 @@ def test_the_condition_of_a_loop_does_not_read_what_its_body_assigns(strategy):
         strategy.run(fn, args=(jnp.float32(3),))
 
 
-def test_the_condition_of_a_loop_reads_what_another_one_assigns(strategy):
+def test_a_loop_condition_reads_a_variable_that_another_loop_assigns(strategy):
     level = make(strategy, 0.0)
 
     def fn():
@@ -530,7 +530,7 @@ def test_the_condition_of_a_loop_reads_what_another_one_assigns(strategy):
     assert float(strategy.run(fn)) == 4
 
 
-def test_a_rule_for_forward_gradients_assigns_nothing(strategy):
+def test_assigning_in_a_custom_jvp_function_raises(strategy):
     level = make(strategy, 0.0, name="level")
 
     @jax.custom_jvp
@@ -543,12 +543,12 @@ def test_a_rule_for_forward_gradients_assigns_nothing(strategy):
         strategy.run(lambda: double(1.0))
 
 
-# How it is found, and what it costs.
+# How assignments are found, and their cost.
 
 
 @pytest.fixture
 def programs(monkeypatch):
-    """All programs of replicas that are looked at, in order."""
+    """Returns all replica programs that are inspected, in order."""
     seen = []
     prove = replica_equality.prove
 
@@ -565,7 +565,7 @@ def references_in(program):
 
 
 @pytest.mark.parametrize("place", ["run", "function", "run in function", "merge_call"])
-def test_a_program_that_assigns_outside_only_has_no_references(strategy, programs, place):
+def test_a_program_without_nested_assignments_has_no_references(strategy, programs, place):
     level = make(strategy, 1.0)
 
     def fn():
@@ -578,7 +578,7 @@ def test_a_program_that_assigns_outside_only_has_no_references(strategy, program
     assert not any(map(references_in, programs))
 
 
-def test_only_what_is_assigned_inside_is_a_reference(strategy, programs):
+def test_only_a_variable_assigned_inside_becomes_a_reference(strategy, programs):
     inside, outside = make(strategy, 1.0), make(strategy, 1.0)
 
     def fn():
@@ -592,7 +592,7 @@ def test_only_what_is_assigned_inside_is_a_reference(strategy, programs):
 
 @pytest.mark.parametrize("place", ["run", "function"])
 def test_many_variables_are_found_in_two_traces(strategy, place):
-    """One trace for each would take long for a model of many layers."""
+    """One trace per variable would be slow for a model with many layers."""
     variables = [make(strategy, 0.0) for _ in range(6)]
     traces = []
 
@@ -617,7 +617,7 @@ LEVELS = []
 
 @jax.jit
 def raise_in_jit(x):
-    """Of a module: JAX traces it once for all that call it."""
+    """Function at the top of a module: JAX traces it once for all its callers."""
     return LEVELS[-1].assign_add(x)
 
 
@@ -686,8 +686,8 @@ def test_a_variable_of_any_dtype_is_assigned_inside(strategy, value):
 
 
 @pytest.mark.parametrize("place", ["run", *PLACES])
-def test_a_function_called_again_reads_what_was_assigned_between(strategy, place):
-    """JAX keeps its trace, which would have the old value."""
+def test_a_function_called_again_reads_the_new_value(strategy, place):
+    """JAX caches its trace, which would contain the old value."""
     level = make(strategy, 1.0)
     read = jax.jit(lambda x: x + level)
     turn = lambda c, _: (c + level, None)  # noqa: E731
@@ -722,7 +722,7 @@ def test_rows_are_changed_in_a_loop(strategy):
 
 
 def test_an_optimizer_steps_under_a_condition(strategy):
-    """Every second step, as where gradients are accumulated."""
+    """The optimizer steps every second time, as with accumulated gradients."""
     weights, count = make(strategy, 1.0), make(strategy, 0.0)
     with strategy.scope():
         optimizer = tpudist.Optimizer(optax.sgd(0.5, momentum=0.9), reduce_op="mean")
@@ -746,7 +746,7 @@ def test_several_steps_in_one_program_assign_inside(strategy):
     assert level.numpy() == 6
 
 
-def test_a_variable_that_a_function_makes_is_assigned_inside(strategy):
+def test_a_variable_that_a_function_creates_is_assigned_inside(strategy):
     made = []
 
     @tpudist.function

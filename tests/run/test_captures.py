@@ -1,4 +1,4 @@
-"""What a replica function takes from around it, and the Variables that it makes itself."""
+"""Objects that a replica function captures, and the Variables that it creates itself."""
 
 import gc
 import weakref
@@ -44,10 +44,10 @@ def local(strategy, value):
 module_value = None
 
 
-# PerReplica from around a function.
+# Captured PerReplica values.
 
 
-def test_a_captured_per_replica_is_this_replicas_part(mirrored):
+def test_a_captured_per_replica_is_the_part_of_this_replica(mirrored):
     captured = parts_of(mirrored)
     assert local(mirrored, mirrored.run(lambda: captured + 1)) == [[i + 1.0] * 2 for i in range(8)]
     assert local(mirrored, mirrored.run(lambda: 3 - captured)) == [[3.0 - i] * 2 for i in range(8)]
@@ -59,7 +59,7 @@ def test_a_captured_per_replica_is_this_replicas_part(mirrored):
     ]
 
 
-def test_a_captured_tree_is_one_of_parts(mirrored):
+def test_a_captured_tree_has_the_parts_of_this_replica(mirrored):
     captured = {"x": parts_of(mirrored), "y": 2.0}
 
     def step():
@@ -84,7 +84,7 @@ def test_a_captured_per_replica_is_reduced_and_returned_as_itself(mirrored):
     assert same is captured
 
 
-def test_a_captured_per_replica_is_followed_by_the_proof(mirrored):
+def test_assigning_a_captured_per_replica_raises_an_error_that_names_it(mirrored):
     captured = parts_of(mirrored, lambda i: float(i))
     with mirrored.scope():
         v = tpudist.Variable(0.0)
@@ -92,8 +92,8 @@ def test_a_captured_per_replica_is_followed_by_the_proof(mirrored):
         mirrored.run(lambda: v.assign(captured + 0.0))
 
 
-def test_what_a_name_holds_at_the_call_is_used(mirrored):
-    """Not what it held when the function was compiled."""
+def test_a_captured_name_is_read_at_each_call(mirrored):
+    """The value at the time of compilation is not used."""
     global module_value
     captured = parts_of(mirrored, lambda i: float(i))
     module_value = parts_of(mirrored, lambda i: 10.0 * i)
@@ -115,7 +115,7 @@ def test_what_a_name_holds_at_the_call_is_used(mirrored):
         mirrored.run(step)
 
 
-def test_a_captured_partial_batch_is_refused(mirrored):
+def test_a_captured_partial_batch_raises(mirrored):
     dataset = mirrored.experimental_make_numpy_dataset(np.arange(20.0)).batch(16)
     full, partial = mirrored.experimental_distribute_dataset(dataset)
     assert float(mirrored.run(lambda: tpudist.get_replica_context().all_reduce("sum", full))[0])
@@ -123,13 +123,13 @@ def test_a_captured_partial_batch_is_refused(mirrored):
         mirrored.run(lambda: partial + 1)
 
 
-def test_a_captured_per_replica_of_another_strategy_is_refused(mirrored):
+def test_a_captured_per_replica_of_another_strategy_raises(mirrored):
     captured = parts_of(tpudist.MirroredStrategy(["cpu:0", "cpu:1"]))
     with pytest.raises(ValueError, match=r"captures PerReplica.* of 2 .*runs on 8 replica\(s\)"):
         mirrored.run(lambda: captured + 1)
 
 
-def test_a_captured_per_replica_in_scan_and_grad(mirrored):
+def test_a_captured_per_replica_works_in_scan_and_grad(mirrored):
     captured = parts_of(mirrored, lambda i: float(i))
 
     def step():
@@ -151,7 +151,7 @@ def test_a_per_replica_has_values_and_no_other_attributes(mirrored):
 
 def test_a_function_with_captures_can_be_forgotten(mirrored):
     captured = parts_of(mirrored)
-    gc.freeze()  # what is there already need not be searched
+    gc.freeze()  # objects that exist already need not be searched
 
     def step():
         return captured + 1
@@ -164,8 +164,8 @@ def test_a_function_with_captures_can_be_forgotten(mirrored):
     assert gone() is None
 
 
-def test_a_variable_of_no_strategy_is_read_by_any(strategy):
-    """As in TensorFlow, where it is an ordinary variable."""
+def test_a_variable_without_a_strategy_is_read_by_every_strategy(strategy):
+    """TensorFlow does the same: there it is an ordinary variable."""
     v = tpudist.Variable(3.0, name="outside")
 
     def step(x):
@@ -185,10 +185,10 @@ def test_a_variable_of_no_strategy_is_read_by_any(strategy):
         strategy.run(lambda: v.assign(1.0))
 
 
-# Isinstance.
+# isinstance.
 
 
-def test_mirrored_values_are_told_apart(mirrored):
+def test_isinstance_distinguishes_mirrored_and_per_replica_values(mirrored):
     def step(x):
         replica = tpudist.get_replica_context()
         return replica.all_reduce("sum", x), x + replica.replica_id_in_sync_group
@@ -205,10 +205,10 @@ def test_mirrored_values_are_told_apart(mirrored):
     assert not isinstance(total, tpudist.PerReplica)
 
 
-# Variables made in a replica function.
+# Variables created in a replica function.
 
 
-def test_a_variable_is_made_once(strategy):
+def test_a_variable_is_created_once(strategy):
     calls = []
 
     def step(x):
@@ -223,7 +223,7 @@ def test_a_variable_is_made_once(strategy):
     assert strategy.run(step, (jnp.ones(()),)).tolist() == 6.0
 
 
-def test_guarded_variables_are_made_once(strategy):
+def test_guarded_variables_are_created_once(strategy):
     class Model:
         made = None
 
@@ -245,7 +245,7 @@ def test_guarded_variables_are_made_once(strategy):
     assert strategy.run(model, (jnp.ones(2),)).tolist() == [1.0, 2.0]
 
 
-def test_the_first_replica_gives_the_initial_value(strategy):
+def test_the_first_replica_determines_the_initial_value(strategy):
     def step(x):
         v = tpudist.Variable(
             x * 2,
@@ -268,7 +268,7 @@ def test_computed_initial_values_keep_their_dtype(mirrored, dtype):
     assert made.astype(int).tolist() == [1, 1, 1]
 
 
-def test_a_variable_is_made_in_merge_call_and_by_a_captured_one(mirrored):
+def test_a_variable_is_created_in_merge_call_and_from_a_captured_one(mirrored):
     with mirrored.scope():
         start = tpudist.Variable(2.0)
 
@@ -284,7 +284,7 @@ def test_a_variable_is_made_in_merge_call_and_by_a_captured_one(mirrored):
     assert float(mirrored.run(step)) == 5.0
 
 
-def test_a_variable_with_a_value_computed_in_a_nested_transformation_is_refused(mirrored):
+def test_an_initial_value_computed_in_a_nested_transformation_raises(mirrored):
     def bad():
         return jax.jit(lambda: tpudist.Variable(jnp.zeros(2)).read_value())()
 
@@ -296,7 +296,7 @@ def test_a_variable_with_a_value_computed_in_a_nested_transformation_is_refused(
     assert mirrored.run(good).tolist() == [0, 0]
 
 
-def test_a_variable_whose_maker_failed_is_made_anew(mirrored):
+def test_a_variable_is_created_again_after_its_function_failed(mirrored):
     fails = True
     made = []
 
@@ -314,7 +314,7 @@ def test_a_variable_whose_maker_failed_is_made_anew(mirrored):
     assert float(mirrored.run(step)) == 1.0
 
 
-def test_lowering_makes_variables_that_do_not_depend_on_abstract_arguments(mirrored):
+def test_lowering_creates_variables_that_do_not_depend_on_abstract_arguments(mirrored):
     abstract = jax.ShapeDtypeStruct((2,), jnp.float32)
 
     def good(x):
@@ -331,8 +331,8 @@ def test_lowering_makes_variables_that_do_not_depend_on_abstract_arguments(mirro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nnx.jit], ids=lambda f: f.__name__)
-def test_what_a_jit_inside_captures_is_a_constant_too(transform):
-    """It holds its own constants, which would never change either."""
+def test_an_object_captured_by_a_nested_jit_raises(transform):
+    """The nested function stores its own constants, which would never change either."""
     strategy = tpudist.MirroredStrategy()
     model = strategy.create(lambda: nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
     table = jnp.ones((1024, 512))
@@ -344,7 +344,7 @@ def test_what_a_jit_inside_captures_is_a_constant_too(transform):
         strategy.run(lambda x: of_table(x), args=(x,))
 
 
-# What JAX traces once for all the programs that call it.
+# Functions that JAX traces once for all the programs that call them.
 
 KEPT = {
     "jit": lambda read: jax.jit(lambda x: x + read()),
@@ -365,8 +365,8 @@ def _make_cond(branch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored, kind):
-    """It would read that of the first program that JAX has traced it for, or one replica's part."""
+def test_a_module_function_reads_its_captured_values_in_each_program(mirrored, kind):
+    """It would read the value of the first program that JAX traced, or the part of one replica."""
     parts = parts_of(mirrored)
     with mirrored.scope():
         held = tpudist.Variable(jnp.full(2, 10.0))
@@ -381,7 +381,7 @@ def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored,
     def values(result):
         return [y[0] for y in local(mirrored, result)]
 
-    # Once it is known already when the helper captures it.
+    # In the second turn, the value is known already when the helper captures it.
     for first in (lambda: 0.0, lambda: parts):
         assert values(mirrored.run(lambda x: first() * 0 + helper(x), (x,))) == expected  # noqa: B023
     assert values(mirrored.run(lambda x: 2 * helper(x), (x,))) == [2 * y for y in expected]
@@ -396,7 +396,7 @@ def test_a_function_of_a_module_reads_what_it_captures_in_each_program(mirrored,
 
 
 class Captured:
-    """Steps that reach for objects around them, as those of tf.distribute do."""
+    """Steps that use captured objects, as steps for tf.distribute do."""
 
     def __init__(self, strategy):
         self.model = strategy.create(lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
@@ -427,7 +427,7 @@ class Captured:
 
 
 @pytest.mark.parametrize("method", ["train", "update", "normalize", "draw", "note"])
-def test_a_captured_object_that_is_changed_or_differentiated_is_to_be_passed(mirrored, method):
+def test_changing_or_differentiating_a_captured_object_raises(mirrored, method):
     step = getattr(Captured(mirrored), method)
     message = (
         rf"'{method}' changes or differentiates an NNX object that it captures \(\w+\), at "
@@ -437,7 +437,7 @@ def test_a_captured_object_that_is_changed_or_differentiated_is_to_be_passed(mir
         mirrored.run(step, args=(jnp.ones((2, 4)),))
 
 
-def test_an_error_of_flax_about_another_object_is_its_own(mirrored):
+def test_an_error_of_flax_about_another_object_is_unchanged(mirrored):
     def step(x):
         counter = nnx.Variable(jnp.zeros(()))
 

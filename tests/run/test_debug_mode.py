@@ -1,4 +1,4 @@
-"""Replica functions that run eagerly compute what compiled ones do, and show their values."""
+"""Eager replica functions compute the same results as compiled ones, and show their values."""
 
 import signal
 import threading
@@ -29,27 +29,27 @@ def my_id():
 
 
 def ids(strategy):
-    """Each replica's number, an array of one row."""
+    """Returns the number of each replica, as an array of one row."""
     return strategy.experimental_distribute_values_from_function(
         lambda c: np.full(1, c.replica_id_in_sync_group, np.float32)
     )
 
 
 def batches(strategy, *arrays, batch=16):
-    """A distributed dataset of these arrays, whose last batch may be partial."""
+    """Returns a distributed dataset of these arrays, whose last batch may be partial."""
     rows = [tuple(x[i : i + batch] for x in arrays) for i in range(0, len(arrays[0]), batch)]
     return strategy.experimental_distribute_dataset(rows)
 
 
 def describe(tree):
-    """What a result is: its structure, and the kind, shape and dtype of each leaf."""
+    """Describes a result: its structure, and the kind, shape and dtype of each leaf."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, PerReplica))
     kinds = [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
     return treedef.num_leaves, kinds
 
 
 def numbers(strategy, tree):
-    """The values of a result: of a PerReplica those of each replica, without padding."""
+    """Returns the values of a result; for a PerReplica, of each replica without padding."""
     parts = jax.tree.leaves(strategy.experimental_local_results(tree))
     return [np.asarray(x) for x in parts if isinstance(x, jax.Array | float | int)]
 
@@ -61,7 +61,7 @@ def assert_same(strategy, eager, compiled):
 
 
 def run_both_ways(strategy, program):
-    """What `program()` gives compiled, and eagerly; it makes its own state."""
+    """Returns the results of `program()` compiled and eager; it creates its own state."""
     compiled = program()
     with strategy.debug():
         eager = program()
@@ -88,7 +88,7 @@ def examples(num_rows, seed=0):
 
 
 def train(strategy, num_rows, loop):
-    """Some steps of a model with all that is special: statistics, dropout, a metric."""
+    """Runs some steps of a model with every special case: statistics, dropout, a metric."""
     with strategy.scope():
         model = Model()
         optimizer = tpudist.Optimizer(optax.sgd(0.1, momentum=0.9), model)
@@ -136,7 +136,7 @@ def in_a_function(strategy, step, args, iterator):
 
 
 @pytest.mark.slow
-def test_a_model_of_one_layer_is_trained_alike(mirrored):
+def test_a_model_with_one_layer_trains_to_the_same_numbers(mirrored):
     x, _ = examples(16)
 
     def program():
@@ -166,12 +166,12 @@ def test_training_gives_the_same_numbers(loop):
 
 @pytest.mark.slow
 def test_training_with_a_partial_batch_gives_the_same_numbers():
-    """Of 13 rows the second batch has 5, so one replica has four rows, and one has one."""
+    """The second batch has 5 of 13 rows, so one replica has four rows, and one has one."""
     strategy = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
     run_both_ways(strategy, lambda: train(strategy, 13, one_by_one))
 
 
-def test_each_replica_sees_its_real_rows_and_no_others(mirrored):
+def test_each_replica_sees_only_its_real_rows(mirrored):
     seen = []
 
     def step(batch):
@@ -203,7 +203,9 @@ def test_each_replica_sees_its_real_rows_and_no_others(mirrored):
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", [x for x in VariableAggregation if x.name != "NONE"])
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-def test_variables_of_all_kinds_are_read_and_assigned_alike(mirrored, aggregation, synchronization):
+def test_variables_of_all_kinds_are_read_and_assigned_as_compiled(
+    mirrored, aggregation, synchronization
+):
     x = ids(mirrored)
 
     def program():
@@ -226,7 +228,7 @@ def test_variables_of_all_kinds_are_read_and_assigned_alike(mirrored, aggregatio
 
 
 @pytest.mark.slow
-def test_variables_in_branches_loops_and_gradients_are_alike(mirrored):
+def test_variables_in_branches_loops_and_gradients_match_compiled_code(mirrored):
     x = ids(mirrored)
 
     def program():
@@ -255,7 +257,7 @@ def test_variables_in_branches_loops_and_gradients_are_alike(mirrored):
 
 
 @pytest.mark.slow
-def test_collectives_and_their_gradients_are_alike(mirrored):
+def test_collectives_and_their_gradients_match_compiled_code(mirrored):
     x = ids(mirrored)
 
     def program():
@@ -287,8 +289,8 @@ def test_collectives_and_their_gradients_are_alike(mirrored):
 
 
 @pytest.mark.slow
-def test_what_jax_traces_for_itself_sees_each_replicas_variables_and_the_others(mirrored):
-    """JAX keeps the traces of such functions: one of another replica or step would be wrong."""
+def test_functions_that_jax_traces_see_the_variables_of_their_replica(mirrored):
+    """JAX caches these traces; the trace of another replica or step would be wrong."""
     with mirrored.scope():
         own = tpudist.Variable(jnp.zeros(1), synchronization=ON_READ)
 
@@ -316,7 +318,7 @@ def test_what_jax_traces_for_itself_sees_each_replicas_variables_and_the_others(
 @pytest.mark.parametrize(
     "ops", [tpudist.HierarchicalCopyAllReduce(), tpudist.ReductionToOneDevice()]
 )
-def test_reductions_that_were_chosen_are_alike(ops):
+def test_chosen_reductions_match_compiled_code(ops):
     strategy = tpudist.MirroredStrategy(cross_device_ops=ops)
     x = ids(strategy)
     run_both_ways(strategy, lambda: strategy.run(lambda x: context().all_reduce("mean", x), (x,)))
@@ -353,7 +355,7 @@ def test_merge_call_is_called_once_with_the_values_of_all(mirrored):
 
 
 @pytest.mark.slow
-def test_optimizers_of_variables_are_alike(mirrored):
+def test_optimizers_of_variables_match_compiled_code(mirrored):
     x = ids(mirrored)
 
     def program():
@@ -373,7 +375,7 @@ def test_optimizers_of_variables_are_alike(mirrored):
 
 
 @pytest.mark.slow
-def test_microbatches_are_alike(mirrored):
+def test_microbatches_match_compiled_code(mirrored):
     x, _ = examples(48)
 
     def program(rows):
@@ -390,7 +392,7 @@ def test_microbatches_are_alike(mirrored):
     run_both_ways(mirrored, lambda: program(43))
 
 
-def test_variables_that_a_function_makes_are_made_once(mirrored):
+def test_variables_that_a_function_creates_are_created_once(mirrored):
     x = ids(mirrored)
     made = []
 
@@ -408,8 +410,8 @@ def test_variables_that_a_function_makes_are_made_once(mirrored):
     assert float(mirrored.run(step, (x,))[0]) == 1 + 3 * sum(range(N))
 
 
-def test_what_is_returned_comes_back_as_it_would(mirrored):
-    """Equal values of replicas are still a PerReplica if they are each replica's own."""
+def test_results_have_the_same_structure_as_compiled_results(mirrored):
+    """Equal values that each replica computed itself are still returned as a PerReplica."""
     x, data = ids(mirrored), jnp.arange(3.0)
     with mirrored.scope():
         captured = jnp.arange(2.0)
@@ -446,7 +448,7 @@ def test_what_is_returned_comes_back_as_it_would(mirrored):
     ],
     ids=["one device", "two devices each", "central storage"],
 )
-def test_other_strategies_are_alike(make):
+def test_other_strategies_match_compiled_code(make):
     strategy = make() if make is not tpudist.OneDeviceStrategy else make("cpu:0")
 
     def program():
@@ -517,7 +519,7 @@ def test_replicas_take_turns_and_the_first_runs_in_the_callers_thread(mirrored):
     assert not any(thread.is_alive() for thread in threads[1:])
 
 
-def test_what_asks_for_it_is_asked(mirrored):
+def test_debug_disable_jit_and_run_functions_eagerly_run_eagerly(mirrored):
     kinds = []
 
     @tpudist.function
@@ -576,7 +578,7 @@ def state(mirrored):
 
 
 @pytest.mark.parametrize("failing", [0, 2, N - 1])
-def test_an_exception_says_whose_it_is_and_leaves_state_as_it_was(mirrored, state, failing):
+def test_an_exception_names_its_replica_and_keeps_the_state(mirrored, state, failing):
     v, model, is_as_before = state
     ended = []
 
@@ -598,7 +600,7 @@ def test_an_exception_says_whose_it_is_and_leaves_state_as_it_was(mirrored, stat
     assert is_as_before()
 
 
-def test_replicas_that_part_are_refused_with_both_lines(mirrored, state):
+def test_replicas_at_different_collectives_raise_with_both_lines(mirrored, state):
     v, _, is_as_before = state
 
     def step(x):
@@ -617,7 +619,7 @@ def test_replicas_that_part_are_refused_with_both_lines(mirrored, state):
     assert is_as_before()
 
 
-def test_a_handler_of_the_function_does_not_hide_that_replicas_have_parted(mirrored):
+def test_an_except_clause_does_not_hide_that_replicas_diverged(mirrored):
     def step(x):
         for _ in range(int(x[0]) % 2 + 1):
             try:
@@ -629,7 +631,7 @@ def test_a_handler_of_the_function_does_not_hide_that_replicas_have_parted(mirro
         mirrored.run(step, (ids(mirrored),))
 
 
-def test_replicas_with_values_of_other_shapes_are_refused(mirrored):
+def test_replicas_with_values_of_different_shapes_raise(mirrored):
     def step(x):
         return context().all_reduce("sum", jnp.zeros(int(x[0]) // 7 + 1))
 
@@ -637,7 +639,7 @@ def test_replicas_with_values_of_other_shapes_are_refused(mirrored):
         mirrored.run(step, (ids(mirrored),))
 
 
-def test_state_that_differs_is_refused_with_its_values(mirrored):
+def test_state_that_differs_raises_with_its_values(mirrored):
     with mirrored.scope():
         v = tpudist.Variable(jnp.zeros((2, 2)), name="table")
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -661,7 +663,7 @@ def test_state_that_differs_is_refused_with_its_values(mirrored):
     assert float(model.bias[0]) == 0
 
 
-def test_results_that_cannot_be_one_are_refused(mirrored):
+def test_results_that_cannot_be_merged_raise(mirrored):
     x = ids(mirrored)
     with mirrored.debug():
         with pytest.raises(ValueError, match="different structure on replica 1 than on replica 0"):
@@ -672,7 +674,7 @@ def test_results_that_cannot_be_one_are_refused(mirrored):
     assert [float(x) for x in numbers.values] == list(map(float, range(N)))
 
 
-def test_what_cannot_run_eagerly_is_refused_by_name(mirrored, state):
+def test_programs_that_cannot_run_eagerly_raise_with_their_name(mirrored, state):
     v, model, _ = state
     x = ids(mirrored)
 
@@ -695,7 +697,7 @@ def test_what_cannot_run_eagerly_is_refused_by_name(mirrored, state):
 
 @pytest.fixture
 def ctrl_c():
-    """Python's own handler, which a process in the background does not have."""
+    """Installs Python's own handler, which a process in the background does not have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
@@ -740,7 +742,7 @@ _UNARY = (jnp.sin, jnp.abs, lambda x: x * 2 - 1, lambda x: x**2)
         max_size=4,
     )
 )
-def test_any_sequence_of_collectives_and_assignments_is_alike(mirrored, steps):
+def test_any_sequence_of_collectives_and_assignments_matches_compiled_code(mirrored, steps):
     x = ids(mirrored)
 
     def program():

@@ -1,7 +1,7 @@
-"""The same bits on every mesh: `deterministic=8` on 8, 2 and 1 devices.
+"""Bitwise identical results on every mesh: `deterministic=8` on 8, 2 and 1 devices.
 
-Each program is run by an ordinary strategy of eight replicas as well, whose numbers must be the
-same but for rounding: what the replicas say to each other is computed in another way.
+An ordinary strategy with eight replicas runs each program as well. Its results must be equal
+except for rounding, because it computes the communication between replicas differently.
 """
 
 import re
@@ -65,7 +65,7 @@ def train_mlp(strategy):
 
 
 def train_on_partial_batches(strategy):
-    """Of 36 examples on eight replicas one has 1 and others 5: weights, not means of means."""
+    """One of eight replicas has 1 of 36 examples, the others 5: weights, not means of means."""
 
     def step(w, batch):
         x, y = batch
@@ -86,7 +86,7 @@ def train_on_partial_batches(strategy):
 
 
 class Net(nnx.Module):
-    """Convolution, normalised over all replicas, and dropout of each replica's own."""
+    """Convolution, normalization over all replicas, and dropout that differs on each replica."""
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
@@ -121,7 +121,7 @@ def train_net(strategy):
 
 
 def loop_over_collectives(strategy):
-    """Collectives in scans, loops and branches, with what is equal and what is not beside them."""
+    """Runs collectives in scans, loops and branches, next to equal and different values."""
     (batch,) = batches(strategy, 0.01 * X[:32], 32)
 
     def step(x):
@@ -155,7 +155,7 @@ def loop_over_collectives(strategy):
 
 
 def talk(strategy):
-    """Every collective, of what is equal and of what is not."""
+    """Calls every collective with values that are equal on all replicas and values that differ."""
     (batch,) = batches(strategy, X[:32], 32)
 
     def step(x):
@@ -225,7 +225,7 @@ def use_variables(strategy):
 
 
 def run_whole_functions(strategy):
-    """Many steps in one program, and cross-replica code that is compiled."""
+    """Runs many steps in one program, and compiled cross-replica code."""
     with strategy.scope():
         w = Variable(W)
 
@@ -259,7 +259,7 @@ PROGRAMS = [
 
 
 def numbers(strategy, results):
-    """What a program has given, with what each replica has."""
+    """Returns the results of a program, with the values of each replica."""
     flat = jax.tree.leaves(results, is_leaf=lambda x: isinstance(x, tpudist.DistributedValues))
     found = []
     for x in flat:
@@ -277,7 +277,7 @@ QUICK = (train_mlp, loop_over_collectives)
         for x in PROGRAMS
     ],
 )
-def test_a_program_gives_the_same_bits_on_every_mesh(program):
+def test_a_program_is_bitwise_identical_on_every_mesh(program):
     devices = jax.devices()
     ordinary = MirroredStrategy(devices[:8])
     expected = numbers(ordinary, program(ordinary))
@@ -310,12 +310,12 @@ def test_a_program_gives_the_same_bits_on_every_mesh(program):
         (3, 8, "on 3 device(s), which cannot all have the same number"),
     ],
 )
-def test_replicas_that_do_not_fit_are_refused(devices, deterministic, found):
+def test_a_number_of_replicas_that_does_not_fit_raises(devices, deterministic, found):
     with pytest.raises(ValueError, match=re.escape(found)):
         MirroredStrategy(jax.devices()[:devices], deterministic=deterministic)
 
 
-def test_replicas_that_span_devices_are_refused():
+def test_replicas_that_span_devices_raise():
     with pytest.raises(ValueError, match="with replicas that span devices"):
         TPUStrategy(replica_axes={"fsdp": 2}, deterministic=4)
 
@@ -329,8 +329,8 @@ def by_turns(x):
 
 
 @pytest.mark.parametrize("function", [by_branch, by_turns])
-def test_a_collective_that_some_replicas_do_not_reach_is_refused_with_its_line(function):
-    """On devices of their own they would wait for ever, or sum what does not belong together."""
+def test_a_collective_that_some_replicas_do_not_reach_raises_with_its_line(function):
+    """Replicas on separate devices would wait forever, or add unrelated values."""
     strategy = MirroredStrategy(jax.devices()[:2], deterministic=4)
     (batch,) = batches(strategy, X[:32], 32)
     with pytest.raises(ValueError, match="in a branch or loop") as caught:
@@ -339,7 +339,7 @@ def test_a_collective_that_some_replicas_do_not_reach_is_refused_with_its_line(f
 
 
 class BySum(tpudist.CrossDeviceOps):
-    """Adds as the compiler likes."""
+    """Adds in the order that the compiler chooses."""
 
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         return jax.lax.psum(per_replica_value.array, AXIS)
@@ -356,7 +356,7 @@ class BySum(tpudist.CrossDeviceOps):
         BySum,
     ],
 )
-def test_cross_device_ops_give_the_same_bits_on_every_mesh(make):
+def test_cross_device_ops_are_bitwise_identical_on_every_mesh(make):
     parts = RNG.normal(size=(8, 1000)).astype(np.float32)
     found = set()
     for count in MESHES:
@@ -367,7 +367,7 @@ def test_cross_device_ops_give_the_same_bits_on_every_mesh(make):
         )
         with strategy.scope():
             equal = ops.reduce(ReduceOp.SUM, strategy.replicate(np.ones(3, np.float32)), value)
-            assert np.asarray(equal).tolist() == [8.0] * 3  # of as many replicas, not devices
+            assert np.asarray(equal).tolist() == [8.0] * 3  # the number of replicas, not of devices
             results = [
                 strategy.reduce("sum", value, axis=None),
                 strategy.extended.reduce_to("sum", value, value),

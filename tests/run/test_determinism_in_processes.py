@@ -1,4 +1,4 @@
-"""The same bits however eight replicas are split over processes and their devices."""
+"""Bitwise identical results for every split of eight replicas over processes and devices."""
 
 import pytest
 
@@ -64,7 +64,7 @@ PROGRAM = """
 """
 
 
-def test_processes_and_devices_do_not_change_a_bit():
+def test_results_are_bitwise_identical_for_all_processes_and_devices():
     found = {}
     for processes, devices in ((1, 8), (2, 4), (2, 1)):
         results = run_processes(PROGRAM, num_processes=processes, devices_per_process=devices)

@@ -1,7 +1,7 @@
-"""State that replicas share cannot diverge: what would is refused by name, at trace time.
+"""State that replicas share cannot diverge: tracing raises an error that names the state.
 
-A replicated array whose copies differ is the worst kind of bug that data parallelism has: nothing
-fails, and the model that is saved is one of eight.
+A replicated array whose copies differ is the worst kind of bug in data parallelism: nothing
+fails, and the saved model is one of eight different models.
 """
 
 import jax
@@ -39,8 +39,8 @@ def local_gradients(model, batch):
     return nnx.grad(lambda m: jnp.square(m(batch["x"])).mean())(model)
 
 
-def test_a_forgotten_all_reduce_names_parameter_cause_and_remedy(strategy, batch):
-    """The error that a user of pmap or shard_map finds weeks later."""
+def test_the_error_for_a_missing_all_reduce_names_parameter_cause_and_remedy(strategy, batch):
+    """You find this error weeks later if you use pmap or shard_map."""
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     optimizer = strategy.create(lambda m: nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param), model)
     before = np.asarray(model.inner.kernel[...])
@@ -60,7 +60,7 @@ def test_a_forgotten_all_reduce_names_parameter_cause_and_remedy(strategy, batch
 
 
 @pytest.mark.slow
-def test_with_the_all_reduce_the_same_step_trains(strategy, batch):
+def test_the_same_step_trains_with_the_all_reduce(strategy, batch):
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     optimizer = strategy.create(lambda m: nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param), model)
     before = np.asarray(model.inner.kernel[...])
@@ -78,7 +78,7 @@ def test_with_the_all_reduce_the_same_step_trains(strategy, batch):
         np.testing.assert_array_equal(copy, copies[0])
 
 
-def test_a_gradient_that_is_reduced_in_parts_only_is_refused_by_the_part_left_out(strategy, batch):
+def test_a_partly_reduced_gradient_raises_and_names_the_missing_part(strategy, batch):
     """Reducing most of the tree is as wrong as reducing none of it."""
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
     optimizer = strategy.create(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param), model)
@@ -92,7 +92,7 @@ def test_a_gradient_that_is_reduced_in_parts_only_is_refused_by_the_part_left_ou
         strategy.run(train_step, args=(model, optimizer, batch))
 
 
-def test_adding_the_replica_id_to_a_parameter_is_refused(strategy):
+def test_adding_the_replica_id_to_a_parameter_raises(strategy):
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
 
     def drift(model):
@@ -111,7 +111,7 @@ class Counter(nnx.Module):
         self.seen[...] += batch["x"].sum()
 
 
-def test_a_statistic_without_a_rule_is_refused_and_told_which_rules_there_are(strategy, batch):
+def test_a_statistic_without_a_rule_raises_and_lists_the_rules(strategy, batch):
     def count(counter, batch):
         counter(batch)
 
@@ -131,8 +131,8 @@ def test_a_statistic_with_a_rule_follows_it(strategy, batch, rule):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_sum_counts_what_was_there_before_once(strategy, batch, times):
-    """Eight replicas that each begin with the old total would count it eight times."""
+def test_a_sum_counts_the_old_total_once(strategy, batch, times):
+    """If eight replicas each started from the old total, it would count eight times."""
     counter = Counter(aggregation="sum")
     for _ in range(times):
         strategy.run(lambda counter, batch: counter(batch), args=(counter, batch))
@@ -140,7 +140,7 @@ def test_a_sum_counts_what_was_there_before_once(strategy, batch, times):
     np.testing.assert_allclose(counter.seen[...], times * total, rtol=1e-5)
 
 
-def test_a_mirrored_variable_that_would_differ_is_refused(strategy):
+def test_a_mirrored_variable_that_would_differ_raises(strategy):
     with strategy.scope():
         level = tpudist.Variable(jnp.zeros(()), name="level")
 
@@ -188,8 +188,8 @@ def test_each_component_of_an_on_read_variable_may_differ(strategy):
     assert int(seen) == sum(range(8))
 
 
-def test_a_captured_model_is_refused_whatever_its_size(strategy, batch):
-    """As a constant of the program it would never train, and nothing would say so."""
+def test_a_captured_model_of_any_size_raises(strategy, batch):
+    """A model that is a constant of the program would never train, and no error would appear."""
     model = strategy.create(lambda: Model(nnx.Rngs(0)))
 
     def predict(batch):
@@ -204,7 +204,7 @@ def test_a_captured_model_is_refused_whatever_its_size(strategy, batch):
 
 
 @pytest.mark.parametrize("of", [np, jnp])
-def test_a_captured_large_array_is_refused(strategy, batch, of):
+def test_a_captured_large_array_raises(strategy, batch, of):
     table = of.ones((512, 513), of.float32)
     with pytest.raises(ValueError, match=r"float32\[512,513\] of 1\.0 MiB.*passed as arguments"):
         strategy.run(lambda batch: batch["x"].sum() + jnp.sum(table), args=(batch,))
@@ -216,8 +216,8 @@ def test_a_captured_small_array_is_a_constant(strategy, batch):
     assert result.shape == (2,)
 
 
-def test_replicas_that_could_disagree_whether_to_communicate_are_refused(strategy, batch):
-    """They would hang, on the day that they disagree."""
+def test_a_collective_under_a_condition_that_differs_raises(strategy, batch):
+    """The replicas would hang as soon as they disagree."""
 
     def maybe(batch):
         replica = tpudist.get_replica_context()
@@ -243,8 +243,8 @@ def test_replicas_that_agree_may_communicate_in_a_branch(strategy, batch):
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 8}])
-def test_a_collective_that_would_end_the_process_works(axes):
-    """XLA:CPU aborts on a 16-bit psum in a partly manual function, and takes the notebook along."""
+def test_a_collective_that_would_abort_the_process_works(axes):
+    """XLA:CPU aborts on a 16-bit psum in a partly manual function, which would kill a notebook."""
     strategy = tpudist.TPUStrategy(replica_axes=axes)
 
     def by_hand(x):
@@ -274,8 +274,8 @@ def plateau_step(reduced):
 
 
 @pytest.mark.slow
-def test_a_local_value_of_an_optimizer_is_named_and_its_remedy_works(strategy, batch):
-    """The gradients are reduced, so the advice to reduce them would lead nowhere."""
+def test_a_local_value_of_an_optimizer_raises_and_the_suggested_fix_works(strategy, batch):
+    """The gradients are reduced already, so the advice to reduce them would not help."""
     model = strategy.create(lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     optimizer = strategy.create(lambda: tpudist.Optimizer(tx, model))
@@ -285,7 +285,7 @@ def test_a_local_value_of_an_optimizer_is_named_and_its_remedy_works(strategy, b
     assert losses[1] < losses[0]
 
 
-def test_a_local_value_of_a_plain_optax_state_is_named(strategy, batch):
+def test_a_local_value_of_a_plain_optax_state_raises_with_its_name(strategy, batch):
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
 
     def step(params, state, batch):

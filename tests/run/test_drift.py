@@ -1,4 +1,4 @@
-"""State that begins to differ between replicas is an error at the next call."""
+"""State that starts to differ between replicas raises an error at the next call."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def adam_step(state, x):
     return (optax.apply_updates(w, updates), moments), loss(w["w"], x)
 
 
-def test_a_forgotten_reduction_is_an_error_at_the_second_call(strategy, batch):
+def test_a_missing_reduction_raises_at_the_second_call(strategy, batch):
     def step(w, x):
         return gradient_step(w, x), loss(w, x)
 
@@ -45,14 +45,14 @@ def test_a_forgotten_reduction_is_an_error_at_the_second_call(strategy, batch):
         strategy.run(step, (w, batch))
 
 
-def test_nested_state_and_other_functions_find_it_too(strategy, batch):
+def test_drift_in_nested_state_raises_in_another_function(strategy, batch):
     w = {"w": jnp.ones(3)}
     (w, _), _ = strategy.run(adam_step, ((w, optax.adam(0.1).init(w)), batch))
     with pytest.raises(ValueError, match="which differs between replicas"):
         strategy.run(lambda w, x: loss(w["w"], x), (w, batch))
 
 
-def test_it_is_not_saved(strategy, batch, tmp_path):
+def test_saving_state_that_drifts_raises(strategy, batch, tmp_path):
     def step(w, x):
         return gradient_step(w, x), loss(w, x)
 
@@ -62,7 +62,7 @@ def test_it_is_not_saved(strategy, batch, tmp_path):
         manager.save(1)
 
 
-def test_values_that_only_feed_themselves_may_differ(strategy, batch):
+def test_values_that_depend_only_on_themselves_may_differ(strategy, batch):
     weight = np.ones(1, np.float32)  # as Keras' metrics have
 
     def step(total, mean, w, x):
@@ -74,7 +74,7 @@ def test_values_that_only_feed_themselves_may_differ(strategy, batch):
     assert isinstance(total, tpudist.PerReplica)
 
 
-def test_gradients_of_one_call_may_be_given_to_another(strategy, batch):
+def test_gradients_of_one_call_may_be_passed_to_another(strategy, batch):
     def compute(w, x):
         return {"of_w": jax.grad(loss)(w, x)}
 
@@ -86,7 +86,7 @@ def test_gradients_of_one_call_may_be_given_to_another(strategy, batch):
     assert strategy.run(apply, (w, gradients)).shape == (3,)
 
 
-def test_an_average_of_own_parameters_drifts(strategy, batch):
+def test_an_average_with_local_gradients_raises_at_the_second_call(strategy, batch):
     def step(w, average, x):
         gradient = jax.grad(loss)(w, x)
         average = 0.9 * average + 0.1 * (w - gradient)
@@ -97,7 +97,7 @@ def test_an_average_of_own_parameters_drifts(strategy, batch):
         strategy.run(step, (w, average, batch))
 
 
-def test_each_replica_keeps_its_own_if_that_is_said(strategy, batch):
+def test_aggregation_none_lets_state_differ_between_replicas(strategy, batch):
     options = tpudist.RunOptions(aggregation="none")
 
     def step(w, x):

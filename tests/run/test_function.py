@@ -69,7 +69,7 @@ def test_run_and_reduce_become_one_program(strategy):
     assert len(strategy.experimental_local_results(mine)) == n
 
 
-def test_outside_of_a_scope_the_strategy_is_found(strategy):
+def test_the_strategy_is_found_outside_of_a_scope(strategy):
     @tpudist.function
     def step(x):
         return strategy.reduce("sum", strategy.run(lambda x: 2 * x, (x,)), axis=None)
@@ -91,7 +91,7 @@ def test_the_strategy_of_a_variable_is_found(mirrored):
     assert float(v) == 3.0
 
 
-def test_a_scope_may_be_entered_inside(strategy):
+def test_a_function_may_enter_a_scope(strategy):
     @tpudist.function
     def step(x):
         with strategy.scope():
@@ -123,7 +123,7 @@ def test_variables_are_arguments_and_results(strategy):
     assert (float(v), float(double)) == (3.0, 6.0)
 
 
-def test_local_results_inside_are_those_of_all_replicas(strategy):
+def test_local_results_in_a_function_cover_all_replicas(strategy):
     n = strategy.num_replicas_in_sync
     with strategy.scope():
         v = tpudist.Variable(2.0)
@@ -158,7 +158,7 @@ def test_functions_call_each_other(strategy):
     assert float(outer(jnp.float32(3))) == 4 * strategy.num_replicas_in_sync
 
 
-def test_without_a_strategy_it_is_plain_compiled_code():
+def test_a_function_without_a_strategy_is_compiled_like_jit():
     @tpudist.function
     def double(x, *, times=2):
         return {"x": x * times, "n": times}
@@ -192,7 +192,7 @@ def test_variables_are_read_and_assigned(strategy):
     assert float(total) == 6 * n
 
 
-def test_what_only_the_replica_function_reads_is_read(strategy):
+def test_a_function_reads_values_that_only_its_replica_function_uses(strategy):
     """Variables and captured parts are inputs of the program around it."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -211,8 +211,8 @@ def test_what_only_the_replica_function_reads_is_read(strategy):
 
 
 @pytest.mark.slow
-def test_a_loop_of_steps_equals_single_ones(strategy):
-    """An epoch in one function, as TensorFlow's guides have it, without the loop over its data."""
+def test_a_loop_of_steps_equals_single_steps(strategy):
+    """Runs an epoch in one function, as TensorFlow's guides do, without the loop over its data."""
 
     def train(fused):
         with strategy.scope():
@@ -311,11 +311,11 @@ def test_elements_are_taken_before_the_call(strategy):
         with pytest.raises(StopIteration):
             step(iterator)
         assert results == [(28.0, 8.0), (92.0, 8.0), (70.0, 4.0)]
-    assert len(traces) <= 16  # of the tail: for several numbers of rows, also one and none
+    assert len(traces) <= 16  # for several numbers of rows of the partial batch, also 1 and 0
 
 
 def test_any_iterator_may_be_an_argument(strategy):
-    """Of the default strategy, or of Python: what it gives is no constant of the program."""
+    """The elements of iterators of Python or the default strategy are not constants."""
 
     @tpudist.function
     def step(iterator):
@@ -328,12 +328,12 @@ def test_any_iterator_may_be_an_argument(strategy):
         step(iterator)
 
 
-def test_a_function_does_not_keep_the_models_that_it_was_given(mirrored):
+def test_a_function_does_not_keep_its_arguments_alive(mirrored):
     @tpudist.function
     def step(model, x):
         return mirrored.run(lambda model, x: model(x), (model, x))
 
-    gc.freeze()  # what is there already need not be searched
+    gc.freeze()  # objects that exist already need not be searched
     with mirrored.scope():
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         step(model, jnp.ones((1, 2)))
@@ -344,7 +344,7 @@ def test_a_function_does_not_keep_the_models_that_it_was_given(mirrored):
     assert gone() is None
 
 
-def test_a_captured_iterator_is_the_one_that_the_name_holds(mirrored):
+def test_a_captured_iterator_is_looked_up_at_each_call(mirrored):
     data = np.arange(16.0, dtype=np.float32)
     dataset = mirrored.experimental_distribute_dataset(
         mirrored.experimental_make_numpy_dataset(data).batch(8)
@@ -360,7 +360,7 @@ def test_a_captured_iterator_is_the_one_that_the_name_holds(mirrored):
     assert [float(step()), float(step())] == [28.0, 92.0]
 
 
-def test_elements_that_do_not_make_a_call_are_given_back(mirrored):
+def test_elements_of_an_incomplete_call_are_put_back(mirrored):
     data = np.arange(24.0, dtype=np.float32)
     dataset = mirrored.experimental_distribute_dataset(
         mirrored.experimental_make_numpy_dataset(data).batch(8)
@@ -378,7 +378,7 @@ def test_elements_that_do_not_make_a_call_are_given_back(mirrored):
 
 
 @pytest.mark.slow
-def test_two_elements_of_different_real_rows_are_counted_apart(mirrored):
+def test_two_elements_with_different_real_rows_are_counted_separately(mirrored):
     data = np.arange(20.0, dtype=np.float32)
     dataset = mirrored.experimental_distribute_dataset(
         mirrored.experimental_make_numpy_dataset(data).batch(16)
@@ -398,7 +398,7 @@ def test_two_elements_of_different_real_rows_are_counted_apart(mirrored):
     assert [float(x) for x in both(iter(dataset))] == pytest.approx(expected)
 
 
-def test_a_loop_over_a_dataset_inside_is_refused(mirrored):
+def test_a_loop_over_a_dataset_in_a_function_raises(mirrored):
     dataset = mirrored.experimental_distribute_dataset([np.ones(8), np.ones(8)])
 
     @tpudist.function
@@ -416,7 +416,7 @@ def test_a_loop_over_a_dataset_inside_is_refused(mirrored):
             over_iterator(iter(dataset))
 
 
-def test_in_a_replica_function_it_is_a_plain_function(mirrored):
+def test_a_function_called_in_a_replica_function_is_a_plain_function(mirrored):
     @tpudist.function
     def mine(x):
         return x + tpudist.get_replica_context().replica_id_in_sync_group
@@ -460,7 +460,7 @@ def test_a_method_of_an_nnx_object_gets_it_as_an_argument(mirrored):
     assert "step" not in vars(one)
 
 
-def test_variables_are_made_once_inside(mirrored):
+def test_variables_created_in_a_function_are_created_once(mirrored):
     class Model:
         v = None
 
@@ -480,8 +480,8 @@ def test_variables_are_made_once_inside(mirrored):
     assert float(model.v) == 16.0
 
 
-def test_variables_are_made_in_a_run_inside(strategy):
-    """The usual way of TensorFlow: the first step of a compiled loop makes what it needs."""
+def test_a_run_in_a_function_creates_variables(strategy):
+    """The usual pattern in TensorFlow: the first step of a compiled loop creates its variables."""
 
     class Model:
         def __init__(self):
@@ -557,7 +557,7 @@ def test_per_replica_values_differ_inside_as_outside(mirrored):
             step(parts)
 
 
-def test_captured_parts_inside_a_nested_run_are_told_apart(mirrored):
+def test_a_nested_run_captures_equal_and_different_parts(mirrored):
     parts = mirrored.experimental_distribute_values_from_function(
         lambda context: jnp.float32(context.replica_id_in_sync_group)
     )
@@ -565,7 +565,7 @@ def test_captured_parts_inside_a_nested_run_are_told_apart(mirrored):
     @tpudist.function
     def step(x):
         mine = mirrored.run(lambda x: x + parts, (x,))
-        doubled = mirrored.run(lambda: 2 * mine)  # captures what differs
+        doubled = mirrored.run(lambda: 2 * mine)  # captures values that differ
         return mirrored.reduce("sum", doubled, None), mirrored.reduce("sum", parts, None)
 
     assert [float(x) for x in step(jnp.float32(1))] == [72.0, 28.0]
@@ -614,7 +614,7 @@ def test_options_without_an_effect_warn(option, value):
     assert double(2) == 4
 
 
-def test_it_is_a_decorator_with_and_without_options():
+def test_function_is_a_decorator_with_and_without_options():
     @tpudist.function(autograph=False, jit_compile=True)
     def double(x):
         return 2 * x

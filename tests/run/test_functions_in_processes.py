@@ -1,4 +1,4 @@
-"""`tpudist.function`, `run_steps` and Variables made in functions, over two processes."""
+"""`tpudist.function`, `run_steps` and Variables created in functions, on two processes."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def reports():
     return [finished.result for finished in run_processes(PROGRAM, devices_per_process=4)]
 
 
-def test_two_processes_give_the_same_numbers_as_arithmetic(reports):
+def test_two_processes_match_hand_computed_numbers(reports):
     totals = [sum(range(32 * i, 32 * (i + 1))) * 1.0 for i in range(3)]
     # Each of 6 steps adds the mean over 8 replicas of their two rows' sums, and 5.
     mean = [2 * sum(range(column, 96, 2)) / 8 + 6 * 5 for column in (0, 1)]
@@ -78,6 +78,6 @@ def test_two_processes_give_the_same_numbers_as_arithmetic(reports):
     assert [x["numbers"] for x in reports] == [expected, expected]
 
 
-def test_a_model_is_not_moved_while_the_strategy_of_a_function_is_looked_for(reports):
-    """No process can reach all of it."""
+def test_finding_the_strategy_of_a_function_does_not_move_the_model(reports):
+    """No process can access the complete model."""
     assert [x["model"] for x in reports] == [[16.0, 16.0, 2.0]] * 2

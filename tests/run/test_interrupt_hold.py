@@ -14,7 +14,7 @@ from tpudist.run.dispatch.interrupt_hold import InterruptHold, interruptible
 
 @pytest.fixture
 def handled():
-    """The signals that a handler of the user's was given."""
+    """Signals that a handler of the user has received."""
     got: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
     yield got
@@ -31,7 +31,7 @@ def test_a_signal_waits_for_the_end_of_the_block(handled):
         with interruptible():
             signal.raise_signal(signal.SIGINT)
             assert handled == [signal.SIGINT]
-    assert handled == [signal.SIGINT] * 2  # the two that waited are one
+    assert handled == [signal.SIGINT] * 2  # two pending signals count as one
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -46,7 +46,7 @@ def raise_in_a_hold(numbers, handled):
         handled.append(0)
 
 
-def test_every_handler_that_may_raise_waits_and_is_called_although_another_raises(handled):
+def test_every_handler_that_may_raise_is_delayed_and_called_even_if_another_raises(handled):
     numbers = [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1]
 
     def ring(number, frame):
@@ -64,8 +64,8 @@ def test_every_handler_that_may_raise_waits_and_is_called_although_another_raise
             signal.signal(number, handler)
 
 
-def test_a_signal_is_not_lost_where_the_handler_of_another_raises_on_entry(handled, monkeypatch):
-    """One signal waits already, the other's handler has not been replaced yet."""
+def test_a_signal_is_kept_if_another_handler_raises_on_entry(handled, monkeypatch):
+    """One signal is pending already, and the handler of the other is not replaced yet."""
 
     def ring(number, frame):
         raise Alarm
@@ -106,7 +106,7 @@ def fail_when_interrupted():
         raise ValueError("meanwhile")
 
 
-def test_what_is_raised_in_the_block_is_the_cause_of_the_interrupt():
+def test_an_exception_in_the_block_is_the_cause_of_the_interrupt():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -117,7 +117,7 @@ def test_what_is_raised_in_the_block_is_the_cause_of_the_interrupt():
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_handler_that_is_none_of_pythons_stays(handler):
+def test_a_handler_that_is_not_a_python_function_stays(handler):
     before = signal.signal(signal.SIGINT, handler)
     try:
         with InterruptHold():
@@ -126,7 +126,7 @@ def test_a_handler_that_is_none_of_pythons_stays(handler):
         signal.signal(signal.SIGINT, before)
 
 
-def test_in_other_threads_there_is_nothing_to_hold(handled):
+def test_other_threads_do_not_delay_signals(handled):
     handler, seen = signal.getsignal(signal.SIGINT), []
 
     def hold():
@@ -139,7 +139,7 @@ def test_in_other_threads_there_is_nothing_to_hold(handled):
     assert seen == [handler]
 
 
-def test_a_function_that_is_traced_is_interrupted_at_once():
+def test_tracing_is_interrupted_at_once():
     """Tracing may take minutes, and nothing has been overwritten yet."""
     strategy = tpudist.OneDeviceStrategy("cpu:0")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,7 +172,7 @@ def check_interruptions(number, ways):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_interrupt_loses_no_state():
-    """Model, optimizer and Variables are there, all of the same step, whenever it comes."""
+    """Model, optimizer and Variables survive an interrupt at any time, all at the same step."""
     check_interruptions(50, WAYS)
 
 

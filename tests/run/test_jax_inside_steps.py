@@ -1,4 +1,4 @@
-"""A replica function may do what a function under plain `jit(shard_map)` may do."""
+"""A replica function may do everything that a function under plain `jit(shard_map)` may do."""
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ def compiled(x):
     return jnp.sin(x) * 2
 
 
-# What is computed while a function is traced from a captured array [0, 1, 2, 3], and the result.
+# Computations on a captured array [0, 1, 2, 3] while a function is traced, and their results.
 COMPUTATIONS = {
     "scalars": (lambda table: jnp.array(1.0) + jnp.array(2.0), 3),
     "a captured array": (lambda table: (table * 2 + 1).max(), 7),
@@ -42,8 +42,8 @@ COMPUTATIONS = {
     "computation",
     [pytest.param(x, marks=pytest.mark.slow if x == "scalars" else ()) for x in COMPUTATIONS],
 )
-def test_values_can_be_computed_at_compile_time(strategy, computation):
-    """Diffrax, Lineax and the enumerations of Equinox ask for such values when they are traced."""
+def test_values_are_computed_at_compile_time(strategy, computation):
+    """Diffrax, Lineax and the enumerations of Equinox need such values while they are traced."""
     compute, expected = COMPUTATIONS[computation]
     with strategy.scope():
         table = jnp.arange(4.0)
@@ -59,7 +59,7 @@ def test_values_can_be_computed_at_compile_time(strategy, computation):
     assert float(strategy.run(jax.grad(step), args=(jnp.ones(()),))) == expected
 
 
-def test_an_enumeration_of_equinox_can_be_chosen_in_a_step(strategy):
+def test_a_step_chooses_from_an_equinox_enumeration(strategy):
     class Outcome(eqx.Enumeration):
         good = "the value is positive"
         bad = "the value is not positive"
@@ -72,7 +72,7 @@ def test_an_enumeration_of_equinox_can_be_chosen_in_a_step(strategy):
 
 
 def test_shapes_of_results_equal_shapes_without_a_mesh(strategy):
-    """Lineax compares the two, and refuses its own arguments where they differ."""
+    """Lineax compares the two, and rejects its own arguments if they differ."""
     found = []
 
     def step(x):

@@ -1,4 +1,4 @@
-"""A step under JAX's settings for debugging: it works, or says what the setting reports."""
+"""A step under JAX's debugging settings: it works, or raises the error that the setting reports."""
 
 import contextlib
 import gc
@@ -53,7 +53,7 @@ def strategy(request):
 def setting(name, value):
     before = getattr(jax.config, name)
     gc.collect()
-    gc.freeze()  # cycles that other tests left are not judged by a guard of this one
+    gc.freeze()  # so that the guard of this test does not see reference cycles of other tests
     jax.config.update(name, value)
     try:
         yield
@@ -96,7 +96,7 @@ def test_a_training_step_with_data_works(name):
 
 
 @pytest.mark.parametrize("guarded", ["disallow", "log"])
-def test_guarded_transfers_allow_what_a_strategy_is_given(strategy, guarded):
+def test_transfer_guards_allow_values_passed_to_a_strategy(strategy, guarded):
     def step(rows, factor, *, offset):
         return rows["x"].sum() * factor + offset
 
@@ -114,7 +114,7 @@ def test_guarded_transfers_allow_what_a_strategy_is_given(strategy, guarded):
     assert [float(x) for x in values] == [8.5, 8, 8, 3]
 
 
-def test_explicit_transfers_are_guarded_too(strategy):
+def test_transfer_guards_cover_explicit_transfers(strategy):
     with (
         jax.transfer_guard_host_to_device("disallow_explicit"),
         pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"),
@@ -122,8 +122,8 @@ def test_explicit_transfers_are_guarded_too(strategy):
         strategy.run(lambda x: x + 1, args=(np.ones(3, np.float32),))
 
 
-def test_nan_is_reported_with_its_place_and_changes_nothing(strategy):
-    """JAX looks for the operation by a call without jit, which did not end for a step."""
+def test_nan_is_reported_with_its_operation_and_keeps_the_state(strategy):
+    """JAX searches for the operation with a call without jit, which never ended for a step."""
     with strategy.scope():
         variable = tpudist.Variable(1.0, name="scale")
 
@@ -145,7 +145,7 @@ def test_nan_is_reported_with_its_place_and_changes_nothing(strategy):
 
 
 def test_padding_is_not_reported(strategy):
-    """The rows that fill up a partial batch may be anything."""
+    """The padding rows of a partial batch may have any value."""
     rows = np.arange(3, dtype=np.float32)
     [batch] = strategy.experimental_distribute_dataset([rows])
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -155,8 +155,8 @@ def test_padding_is_not_reported(strategy):
     np.testing.assert_allclose(strategy.gather(logarithms, axis=0), np.log(rows + 1), rtol=1e-5)
 
 
-def test_a_setting_of_a_block_is_that_of_the_program_and_of_the_data(strategy):
-    """The second call used what the first had traced, and a thread made batches without it."""
+def test_a_setting_of_a_block_applies_to_the_program_and_the_data(strategy):
+    """Once, the second call reused the trace of the first, and a thread ignored the setting."""
 
     def step(factor, rows):
         return factor * rows.sum()
@@ -171,7 +171,7 @@ def test_a_setting_of_a_block_is_that_of_the_program_and_of_the_data(strategy):
     assert dtypes == [*["float32"] * 3, *["float64"] * 3, *["float32"] * 3]
 
 
-def test_strict_promotion_of_dtypes_allows_means_and_losses(strategy):
+def test_strict_dtype_promotion_allows_means_and_losses(strategy):
     def step(x):
         replica = tpudist.get_replica_context()
         loss = tpudist.compute_average_loss(jnp.full(2, 3, jnp.bfloat16))

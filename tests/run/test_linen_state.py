@@ -1,4 +1,4 @@
-"""State in plain pytrees, as Linen and Optax have it: taken as an argument and given back."""
+"""State in plain pytrees, as Linen and Optax use it: passed as an argument and returned."""
 
 import dataclasses
 from typing import Any
@@ -84,7 +84,7 @@ def test_a_train_state_compiles_once(is_created):
     assert int(state.step) == 8
 
 
-def test_a_number_that_a_function_needs_as_it_is_stays_one():
+def test_a_number_that_a_function_needs_as_a_python_number_stays_one():
     strategy = tpudist.MirroredStrategy()
 
     def step(state):
@@ -95,7 +95,7 @@ def test_a_number_that_a_function_needs_as_it_is_stays_one():
     assert out["n"] == 3
 
 
-def test_other_numbers_beside_arrays_are_the_same_program():
+def test_new_numbers_next_to_arrays_do_not_recompile():
     strategy = tpudist.MirroredStrategy()
 
     def scale_by(state):
@@ -105,13 +105,13 @@ def test_other_numbers_beside_arrays_are_the_same_program():
     for lr in (0.5, 0.25, jnp.float32(2.0)):
         state = {"x": jnp.ones(2), "lr": lr}
         np.testing.assert_array_equal(strategy.run(scale_by, args=(state,)), np.full(2, lr))
-    # One for the numbers, which are of a weak type; one for the float32.
+    # One for the numbers, which have a weak type, and one for the float32.
     assert len(compiles()) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("init", [LOGICAL, BY_AXIS], ids=["logical", "by_axis"])
-def test_boxes_of_linen_say_how_state_is_split(init):
+def test_linen_boxes_determine_how_state_is_split(init):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     state = strategy.create(lambda: make_state(Model(init)))
     expected = PartitionSpec("fsdp", "tensor")
@@ -138,7 +138,7 @@ def test_boxes_of_linen_say_how_state_is_split(init):
 
 
 @pytest.mark.slow
-def test_logical_names_that_no_axis_has_mirror_the_parameter():
+def test_logical_names_without_a_mesh_axis_mirror_the_parameter():
     strategy = tpudist.MirroredStrategy()
     state = strategy.create(lambda: make_state(Model(LOGICAL)))
     assert state.params["Dense_0"]["kernel"].value.sharding.is_fully_replicated
@@ -146,7 +146,7 @@ def test_logical_names_that_no_axis_has_mirror_the_parameter():
 
 
 @pytest.mark.slow
-def test_a_box_in_a_checkpoint_comes_back_as_it_was(tmp_path):
+def test_a_checkpoint_restores_a_linen_box(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     state = strategy.create(lambda: make_state(Model(LOGICAL)))
     with CheckpointManager(Checkpoint(params=state.params), tmp_path) as manager:
@@ -160,7 +160,7 @@ def test_a_box_in_a_checkpoint_comes_back_as_it_was(tmp_path):
     np.testing.assert_array_equal(box.value, state.params["Dense_0"]["kernel"].value)
 
 
-def test_state_given_back_lies_where_it_lay():
+def test_returned_state_keeps_its_sharding():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2})
     params = strategy.create(lambda: {"w": jnp.ones((8, 2048)), "b": jnp.zeros(2048)})
     places = jax.tree.map(lambda x: x.sharding, params)
@@ -183,8 +183,8 @@ def test_state_given_back_lies_where_it_lay():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.bool_])
-def test_numpy_state_is_one_program(axes, dtype):
-    """Given as NumPy's, and from the second step on as what the first one gave."""
+def test_numpy_state_compiles_one_program(axes, dtype):
+    """The first step receives NumPy arrays, later steps the results of the step before."""
     strategy = tpudist.TPUStrategy(replica_axes=axes)
 
     def step(state, x):
@@ -202,8 +202,8 @@ def test_numpy_state_is_one_program(axes, dtype):
     np.testing.assert_allclose(state["a"], wanted, rtol=1e-5)
 
 
-def test_numpy_state_stays_the_callers():
-    """The program may run on when the call has returned, and the caller change what it gave."""
+def test_the_caller_may_change_numpy_state_after_the_call():
+    """The program may still run after the call returns, while the caller changes its arrays."""
     strategy = tpudist.MirroredStrategy()
     state = np.zeros((256, 256), np.float32)
 
@@ -230,7 +230,7 @@ def test_batch_stats_are_averaged():
     np.testing.assert_allclose(strategy.reduce("mean", kept, axis=None), mean, atol=1e-6)
 
 
-def test_a_rule_of_the_users_is_taken():
+def test_a_custom_aggregation_rule_is_used():
     strategy = tpudist.MirroredStrategy()
     ids = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
@@ -247,7 +247,7 @@ def test_a_rule_of_the_users_is_taken():
 
 
 @pytest.mark.slow
-def test_updates_that_are_returned_by_themselves_are_averaged():
+def test_updates_that_are_returned_separately_are_averaged():
     strategy = tpudist.MirroredStrategy()
     model = Model(norm=True)
     variables = model.init(jax.random.key(0), X[:2])
@@ -268,7 +268,7 @@ def test_updates_that_are_returned_by_themselves_are_averaged():
     assert isinstance(parts["batch_stats"]["BatchNorm_0"]["mean"], tpudist.PerReplica)
 
 
-def test_parameters_that_would_differ_are_refused_by_name():
+def test_parameters_that_would_differ_raise_with_their_name():
     strategy = tpudist.MirroredStrategy()
     match = (
         r"'state.params\['Dense_0'\]\['bias'\]' would differ .*jax.lax.pmean\(grads, 'replica'\)"
@@ -280,7 +280,7 @@ def test_parameters_that_would_differ_are_refused_by_name():
     assert isinstance(state.params["Dense_0"]["bias"], tpudist.PerReplica)
 
 
-def test_gradients_are_no_parameters():
+def test_gradients_are_not_treated_as_parameters():
     strategy = tpudist.MirroredStrategy()
     data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
     [batch] = strategy.experimental_distribute_dataset(data)
@@ -300,7 +300,7 @@ def test_gradients_are_no_parameters():
 
 
 @pytest.mark.slow
-def test_the_debug_mode_combines_and_refuses_the_same():
+def test_debug_mode_combines_state_and_raises_like_compiled_code():
     strategy = tpudist.MirroredStrategy()
 
     def make(reduce):
@@ -329,7 +329,7 @@ def test_the_debug_mode_combines_and_refuses_the_same():
 
 
 @pytest.mark.slow
-def test_state_in_a_function_of_all_replicas_is_treated_alike():
+def test_state_in_a_cross_replica_function_follows_the_same_rules():
     strategy = tpudist.MirroredStrategy()
     data = strategy.experimental_make_numpy_dataset(X[:16]).batch(16)
     [batch] = strategy.experimental_distribute_dataset(data)
@@ -365,7 +365,7 @@ def test_integers_are_not_averaged():
         strategy.run(step, args=({"n": jnp.int32(0)},))
 
 
-def test_a_rule_that_there_is_not_is_refused():
+def test_an_unknown_aggregation_rule_raises():
     with pytest.raises(ValueError, match="none, sum, mean, max, min, only_first_replica"):
         tpudist.RunOptions(aggregation={"batch_stats": "median"})
 
@@ -391,13 +391,13 @@ class _Unregistered:
     w: Any
 
 
-def test_a_container_that_jax_does_not_know_is_refused_as_before():
+def test_a_container_unknown_to_jax_raises():
     strategy = tpudist.MirroredStrategy()
     with pytest.raises(TypeError, match="holds an array"):
         strategy.run(lambda s: s, args=(_Unregistered(jnp.ones(2)),))
 
 
-def test_a_rule_for_a_collection_that_is_nowhere_is_a_warning():
+def test_a_rule_for_a_missing_collection_warns():
     strategy = tpudist.MirroredStrategy()
     options = tpudist.RunOptions(aggregation={"batch_stat": "mean"})
 
@@ -409,13 +409,13 @@ def test_a_rule_for_a_collection_that_is_nowhere_is_a_warning():
         strategy.run(step, args=({"batch_stats": jnp.zeros(2)},), options=options)
 
 
-def test_state_of_numpys_that_jax_would_cut_is_refused_by_name():
+def test_numpy_state_that_jax_would_truncate_raises_with_its_name():
     strategy = tpudist.MirroredStrategy()
     with pytest.raises(ValueError, match=r"'state\['seen'\]' of '_add' holds the integer 1099"):
         strategy.run(_add, ({"seen": np.array([2**40])},))
 
 
-def test_an_argument_from_a_file_that_jax_would_cut_is_refused_by_name(tmp_path):
+def test_an_argument_from_a_file_that_jax_would_truncate_raises_with_its_name(tmp_path):
     np.save(tmp_path / "x.npy", np.array([2**40]))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     with pytest.raises(ValueError, match="'x' of '_total' holds the integer 1099"):

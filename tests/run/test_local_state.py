@@ -1,4 +1,4 @@
-"""NNX state that each replica has for itself, and rules by which replicas' values become one."""
+"""NNX state that is local to each replica, and rules that combine the values of replicas."""
 
 import contextlib
 
@@ -103,7 +103,7 @@ def test_a_local_average_counts_earlier_rows_once(strategy, batch):
 
 @pytest.mark.parametrize("mode", ["run", "debug", "function"])
 @pytest.mark.parametrize(("fn", "rule", "expected"), [(top, "max", 3), (bottom, "min", -3)])
-def test_an_accumulator_may_be_the_extreme_of_all_replicas(
+def test_an_accumulator_may_be_the_minimum_or_maximum_of_all_replicas(
     strategy, batch, mode, fn, rule, expected
 ):
     counter = strategy.create(lambda: Counter(aggregation=rule))
@@ -115,15 +115,15 @@ def test_an_accumulator_may_be_the_extreme_of_all_replicas(
     assert float(by_option.total[...]) == expected
 
 
-def test_the_extreme_of_a_collection_in_a_pytree(strategy, batch):
+def test_a_collection_in_a_pytree_may_be_a_minimum_or_maximum(strategy, batch):
     step = lambda state, batch: {"seen": jnp.maximum(state["seen"], batch.max())}  # noqa: E731
     options = tpudist.RunOptions(aggregation={"seen": "max"})
     state = strategy.run(step, args=({"seen": jnp.zeros(())}, batch), options=options)
     assert float(state["seen"]) == 3
 
 
-def test_a_local_parameter_is_split_as_it_was(strategy):
-    """Replicas of several devices hold their own copy in parts."""
+def test_a_local_parameter_keeps_its_sharding(strategy):
+    """A replica with several devices stores its copy in parts."""
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, devices=None)
     [batch] = strategy.experimental_distribute_dataset([np.arange(8, dtype=np.float32)])
     init = nnx.with_partitioning(nnx.initializers.zeros, (None, "fsdp"))

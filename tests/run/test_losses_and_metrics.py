@@ -1,4 +1,4 @@
-"""Losses, metrics and steps of public programs on partial batches: exact, or refused."""
+"""Losses, metrics and steps of public programs on partial batches: exact, or an error."""
 
 import jax
 import numpy as np
@@ -12,12 +12,12 @@ from tpudist.values.per_replica import PerReplica
 
 FULL = 6
 TOLERANCE = 2e-4
-# Each for a reason that the message says.
+# The error message gives the reason for each.
 REFUSED = {"negatives_without_the_diagonal"}
 
 
 def _place(strategy, case, counts):
-    """The arguments, and those of each replica's rows alone; each replica has rows of its own."""
+    """Returns the arguments, and the arguments for the rows of each replica only."""
     each = [case.make_args(FULL, seed) for seed in range(len(counts))]
     args, alone = list(each[0]), [list(each[0]) for _ in counts]
     for k in case.batched:
@@ -46,7 +46,7 @@ def _outcome(strategy, case, counts) -> str:
         try:
             expected = jax.tree.leaves(jax.jit(case.fn)(*own))
         except Exception:
-            continue  # without rows JAX refuses some of what they do
+            continue  # without rows, JAX rejects some of their operations
         for one, wanted in zip(local, expected, strict=True):
             actual, wanted = np.asarray(one[min(i, len(one) - 1)]), np.asarray(wanted)
             assert actual.shape == wanted.shape

@@ -1,4 +1,4 @@
-"""Arrays and models of a mesh of the user's own, with Auto or Explicit axes (JAX's default)."""
+"""Arrays and models on a mesh of the user, with Auto or Explicit axes (JAX's default)."""
 
 import itertools
 
@@ -23,7 +23,7 @@ STRATEGIES = {
     "four": lambda: tpudist.TPUStrategy(replica_axes={"fsdp": 2, "tensor": 2}),
 }
 
-# Each run has both kinds, with replicas of one device and of several, and a share of the others.
+# Each run tests both kinds, with replicas of one device and of several, and a share of the rest.
 CORE = [("four", "4x2", AxisType.Explicit), ("one device per replica", "8", AxisType.Auto)]
 
 
@@ -44,16 +44,16 @@ def mesh_of(shape, kind):
 
 
 def rows(shape, kind):
-    """An array that is split over the first axis of such a mesh."""
+    """Returns an array that is split over the first axis of such a mesh."""
     mesh = mesh_of(shape, kind)
     values = np.arange(32, dtype=np.float32).reshape(8, 4)
     return jax.device_put(values, NamedSharding(mesh, P(mesh.axis_names[0])))
 
 
-def test_an_argument_is_moved_and_is_what_it_was(name, shape, kind):
+def test_an_argument_is_moved_and_keeps_its_value(name, shape, kind):
     strategy = STRATEGIES[name]()
     x = rows(shape, kind)
-    for given in (x, x, np.asarray(x), x):  # with and without a program that is there already
+    for given in (x, x, np.asarray(x), x):  # with and without an existing program
         result = strategy.run(lambda x: ((x @ x.T).sum(), x), args=(given,))
         np.testing.assert_array_equal(result[0], (np.asarray(x) @ np.asarray(x).T).sum())
         np.testing.assert_array_equal(result[1], np.asarray(x))
@@ -68,7 +68,7 @@ def test_a_variable_takes_its_value(name, shape, kind):
     np.testing.assert_array_equal(variable.numpy(), np.asarray(x) + 1)
 
 
-def test_a_captured_array_is_refused_in_words_or_frozen_as_any_other(name, shape, kind):
+def test_a_captured_array_raises_on_explicit_axes_or_is_a_constant(name, shape, kind):
     strategy = STRATEGIES[name]()
     x = rows(shape, kind)
     if kind is AxisType.Explicit:
@@ -80,7 +80,7 @@ def test_a_captured_array_is_refused_in_words_or_frozen_as_any_other(name, shape
         assert strategy.run(lambda: x.sum()) == np.asarray(x).sum()
 
 
-def test_a_strategy_runs_on_its_own_mesh_whichever_is_in_force(name, shape, kind):
+def test_a_strategy_uses_its_own_mesh_under_any_current_mesh(name, shape, kind):
     strategy = STRATEGIES[name]()
     data = strategy.experimental_make_numpy_dataset(np.ones((16, 4), np.float32)).batch(8)
     with jax.set_mesh(mesh_of(shape, kind)):
@@ -100,9 +100,9 @@ def test_a_strategy_runs_on_its_own_mesh_whichever_is_in_force(name, shape, kind
     np.testing.assert_allclose(model.bias[...], -0.2, rtol=1e-6)
 
 
-# Every replica is given the same rows, of which a mean is right.
+# Every replica receives the same rows, so a mean is right.
 @pytest.mark.filterwarnings("ignore::tpudist.UndistributedBatchWarning")
-def test_a_model_that_was_made_on_it_trains_on_the_mesh_of_the_strategy(name, shape, kind):
+def test_a_model_from_a_user_mesh_trains_on_the_mesh_of_the_strategy(name, shape, kind):
     strategy = STRATEGIES[name]()
     mesh = mesh_of(shape, kind)
     init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, mesh.axis_names[-1]))

@@ -1,4 +1,4 @@
-"""Values of each replica in NNX containers that `run` gave back: each replica sees its own."""
+"""Per-replica values in NNX containers that `run` returned: each replica sees its own value."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def leaves_of(tree):
 @pytest.mark.parametrize(
     "way", ["run", pytest.param("debug", marks=pytest.mark.slow), pytest.param("function")]
 )
-def test_each_replica_adds_to_its_own(strategy, batches, kind, way):
+def test_each_replica_adds_to_its_own_value(strategy, batches, kind, way):
     container = CONTAINERS[kind]()
     for batch in batches:
         if way == "debug":
@@ -92,7 +92,7 @@ def test_each_replica_adds_to_its_own(strategy, batches, kind, way):
 
 
 @pytest.mark.parametrize("kind", ["State", "Dict of Variables"])
-def test_sums_of_a_partial_batch_are_of_each_replica(strategy, kind):
+def test_sums_of_a_partial_batch_stay_separate_for_each_replica(strategy, kind):
     container = CONTAINERS[kind]()
     for batch in strategy.experimental_distribute_dataset([ROWS[:4], ROWS[4:7], ROWS[7:8]]):
         container = strategy.run(add, args=(container, batch))
@@ -100,8 +100,8 @@ def test_sums_of_a_partial_batch_are_of_each_replica(strategy, kind):
         assert strategy.reduce("sum", x, axis=None).ravel()[0] == ROWS[:8].sum()
 
 
-def test_an_object_changed_in_place_stays_one_for_each_replica(strategy, batches):
-    """It is compiled once."""
+def test_an_object_changed_in_place_keeps_a_value_per_replica(strategy, batches):
+    """The step is compiled once."""
     layer = strategy.run(add, args=(Layer(), batches[0]))
 
     def grow(layer, batch):
@@ -118,7 +118,7 @@ def test_an_object_changed_in_place_stays_one_for_each_replica(strategy, batches
     assert len(compiles()) == 1
 
 
-def test_an_object_changed_in_debug_mode_and_in_a_function_is_the_same(strategy, batches):
+def test_debug_mode_and_a_function_change_an_object_in_the_same_way(strategy, batches):
     layer = strategy.run(add, args=(Layer(), batches[0]))
 
     def grow(layer, batch):
@@ -147,7 +147,7 @@ def test_several_steps_in_one_program_keep_local_values(strategy, batches):
 
 
 @pytest.mark.slow
-def test_replicas_of_several_devices_see_their_own(batches):
+def test_replicas_with_several_devices_see_their_own_value(batches):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
     [batch] = strategy.experimental_distribute_dataset([np.arange(8, dtype=np.float32)])
     layer = strategy.create(Layer)
@@ -166,8 +166,8 @@ def test_a_variable_goes_back_to_one_value_for_all(strategy, batches):
     assert isinstance(strategy.run(total, args=(layer,)), tpudist.PerReplica)
 
 
-def test_rows_of_a_partial_batch_in_a_container_are_refused(strategy):
-    """Nothing counts them there, so padding would be summed with the rows."""
+def test_rows_of_a_partial_batch_in_a_container_raise(strategy):
+    """A container does not count its rows, so padding would be summed with them."""
     [batch] = strategy.experimental_distribute_dataset([ROWS[:3]])
     state = strategy.run(lambda x: nnx.State({"rows": x * 2}), args=(batch,))
     for use in (nnx.State, nnx.Dict):
@@ -177,14 +177,14 @@ def test_rows_of_a_partial_batch_in_a_container_are_refused(strategy):
     assert float(strategy.reduce("sum", strategy.run(jnp.sum, (state["rows"],)), axis=None)) == 6
 
 
-def test_a_container_of_local_values_is_not_verified(strategy, batches):
+def test_verify_rejects_a_container_of_local_values(strategy, batches):
     layer = strategy.run(add, args=(Layer(), batches[0]))
     for held in (layer, nnx.state(layer)):
         with pytest.raises(ValueError, match="cannot exist on one device"):
             strategy.verify(add, args=(held, batches[0]))
 
 
-def test_a_container_of_another_strategy_is_refused(strategy, batches):
+def test_a_container_of_another_strategy_raises(strategy, batches):
     layer = strategy.run(add, args=(Layer(), batches[0]))
     other = tpudist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     with pytest.raises(ValueError, match="but runs on 3 replica.*under another strategy"):

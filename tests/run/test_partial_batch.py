@@ -1,4 +1,4 @@
-"""Unmodified replica functions on partial batches: padding is invisible, or they are refused."""
+"""Unmodified replica functions on partial batches: padding is invisible, or they raise an error."""
 
 import logging
 
@@ -17,7 +17,7 @@ DATA = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
 TAIL = DATA[BATCH:]
 
 
-# Of 4 replicas one has no rows of the tail, one has one, and two are full.
+# Of 4 replicas, one has no rows of the partial batch, one has one row, and two are full.
 @pytest.fixture(
     scope="module",
     params=[
@@ -35,13 +35,13 @@ def batches(strategy, data=DATA):
 
 
 def parts(strategy, tail=TAIL):
-    """The rows of the tail that each replica has."""
+    """Returns the rows of the partial batch on each replica."""
     each = -(-len(tail) // strategy.num_replicas_in_sync)
     return [tail[i * each : (i + 1) * each] for i in range(strategy.num_replicas_in_sync)]
 
 
 @pytest.mark.slow
-def test_sums_counts_and_moved_rows_are_those_of_the_real_rows(strategy):
+def test_sums_counts_and_moved_rows_use_only_the_real_rows(strategy):
     def step(x):
         return x.sum() / BATCH, x.shape[0], x[::-1] * 2, jnp.concatenate([x, x]), x.reshape(-1)
 
@@ -85,9 +85,9 @@ def test_a_function_of_all_replicas_reduces_and_gathers_real_rows(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")  # it sums means, rightly here
-def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
-    """The most common idiom of real losses, which is no polynomial of the number of rows."""
+@pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")  # summing means is right here
+def test_a_mean_over_max_of_rows_and_one_is_exact_without_rows(strategy):
+    """The most common idiom of real losses, which is not a polynomial in the number of rows."""
     w = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
     labels = np.arange(len(DATA)) % 4
 
@@ -112,8 +112,8 @@ def test_a_mean_over_rows_or_one_is_exact_where_replicas_have_none(strategy):
 
 
 @pytest.mark.slow
-def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
-    """Each row against those of all replicas, as in contrastive learning."""
+def test_a_loss_over_the_rows_of_all_replicas_has_the_right_gradient(strategy):
+    """Compares each row with the rows of all replicas, as in contrastive learning."""
     w = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
 
     def loss_of(w, own, everything):
@@ -139,7 +139,7 @@ def test_a_loss_over_the_rows_of_all_replicas_has_its_gradient(strategy):
         lambda strategy, own: strategy.reduce("mean", own, axis=1),
     ],
 )
-def test_what_has_no_common_shape_is_refused_in_words(combine):
+def test_combining_values_without_a_common_shape_raises(combine):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     @tpudist.function
@@ -159,8 +159,8 @@ def test_what_has_no_common_shape_is_refused_in_words(combine):
 
 
 @pytest.mark.slow
-def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(strategy):
-    """JAX writes it as a primitive of its own, whose program is expanded out of the trace."""
+def test_searchsorted_is_exact_on_the_mesh_of_the_replicas(strategy):
+    """JAX has its own primitive for it, whose program is expanded outside of the trace."""
     borders = jnp.asarray([-0.5, 0.0, 0.5])
     *_, tail = batches(strategy)
     found = strategy.run(
@@ -173,7 +173,7 @@ def test_a_search_in_sorted_numbers_is_followed_in_the_mesh_of_the_replicas(stra
 
 
 @pytest.mark.slow
-def test_batches_that_have_as_many_rows_by_chance_are_told_apart_in_the_next_call():
+def test_batches_with_equal_rows_by_chance_are_distinct_in_the_next_call():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def step(x, y, z):
@@ -190,7 +190,7 @@ def test_batches_that_have_as_many_rows_by_chance_are_told_apart_in_the_next_cal
             assert [float(x) for x in local] == [3.0 * n for n in rows]
 
 
-def test_a_batch_without_any_row_has_another_program_than_one_with_padding():
+def test_a_batch_without_rows_uses_another_program_than_a_padded_batch():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def step(x, y):
@@ -205,7 +205,7 @@ def test_a_batch_without_any_row_has_another_program_than_one_with_padding():
         assert [float(x) for x in found] == expected
 
 
-def test_a_result_that_has_rows_in_two_dims_is_an_argument_like_any_other(strategy):
+def test_a_result_with_rows_in_two_dims_may_be_an_argument(strategy):
     *_, tail = batches(strategy)
     pairs, turned = strategy.run(lambda x: (x @ x.T, x.T), (tail,))
     found = strategy.run(lambda g, t: (g.sum(), g.shape[1], g @ t.T), (pairs, turned))
@@ -216,7 +216,7 @@ def test_a_result_that_has_rows_in_two_dims_is_an_argument_like_any_other(strate
         np.testing.assert_allclose(product, own @ own.T @ own, rtol=1e-4, atol=1e-5)
 
 
-def test_full_batches_run_one_program_and_all_tails_one_more():
+def test_full_batches_share_one_program_and_partial_batches_another():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def a_step_of_this_test(x):
@@ -231,7 +231,7 @@ def test_full_batches_run_one_program_and_all_tails_one_more():
     assert len([r for r in new() if r.function == "a_step_of_this_test"]) == 2
 
 
-def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
+def test_several_steps_in_one_program_check_the_rows_of_each_step(strategy):
     def step(x):
         return tpudist.get_replica_context().all_reduce("sum", x.sum())
 
@@ -242,8 +242,8 @@ def test_several_steps_in_one_program_check_the_rows_of_each(strategy):
 
 
 @pytest.mark.slow
-def test_an_associative_scan_over_the_rows_of_a_tail_is_exact(strategy):
-    """Its operations are others for each number of rows."""
+def test_an_associative_scan_over_a_partial_batch_is_exact(strategy):
+    """The operations of such a scan depend on the number of rows."""
 
     def step(x):
         return jax.lax.associative_scan(jnp.add, x), jax.grad(
@@ -259,7 +259,7 @@ def test_an_associative_scan_over_the_rows_of_a_tail_is_exact(strategy):
     assert jax.lax.associative_scan.__module__.startswith("jax")
 
 
-def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_lost(strategy):
+def test_an_unsupported_operation_raises_with_its_line_and_keeps_the_state(strategy):
     with strategy.scope():
         steps = tpudist.Variable(0.0)
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_followed_is_refused_with_its_line_before_anything_is_los
     assert float(steps) == 1
 
 
-def test_a_refusal_within_a_function_of_jax_names_the_line_that_calls_it():
+def test_an_error_within_a_jax_function_names_the_line_that_calls_it():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def step(x):
@@ -291,7 +291,7 @@ def test_a_refusal_within_a_function_of_jax_names_the_line_that_calls_it():
         strategy.run(step, (tail,))
 
 
-def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
+def test_a_branch_on_the_number_of_rows_raises_when_it_would_be_taken():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
     def step(x):
@@ -308,7 +308,7 @@ def test_a_branch_on_the_number_of_rows_is_refused_when_it_would_be_taken():
         strategy.run(step, (tail,))
 
 
-def test_a_result_that_is_no_array_is_confirmed_for_the_rows_that_occur():
+def test_a_result_that_is_not_an_array_is_checked_for_the_actual_rows():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     data = np.ones((128, 2), np.float32)
 
@@ -364,7 +364,7 @@ def test_a_jitted_function_of_a_module_gathers_real_rows_in_every_program(strate
         assert float(found) == pytest.approx((rows @ rows.T).sum(), rel=1e-4)
 
 
-def test_replicas_without_rows_are_told_of_once(caplog):
+def test_replicas_without_rows_are_logged_once(caplog):
     strategy = tpudist.MirroredStrategy(jax.devices()[:4])
     (tail,) = batches(strategy, DATA[:3])
     with caplog.at_level(logging.WARNING, "tpudist"):
@@ -381,7 +381,7 @@ def test_replicas_without_rows_are_told_of_once(caplog):
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_a_replica_without_rows_keeps_the_statistics_of_batch_norm(library):
-    """Else NaN on one replica would be NaN on all, from the next mean over replicas on."""
+    """Otherwise the next mean over replicas would spread NaN from one replica to all."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:4])
     (tail,) = batches(strategy, DATA[:5])  # 2, 2, 1 and 0 rows
     rows = [DATA[:2], DATA[2:4], DATA[4:5]]
@@ -401,8 +401,8 @@ def test_a_replica_without_rows_keeps_the_statistics_of_batch_norm(library):
 
 
 @pytest.mark.slow
-def test_gradients_of_activations_are_those_of_the_real_rows(strategy):
-    """What JAX makes of a derivative differs from version to version, as of the exact GELU."""
+def test_gradients_of_activations_use_only_the_real_rows(strategy):
+    """JAX versions express some derivatives differently, for example of the exact GELU."""
     activations = (
         lambda x: jax.nn.gelu(x, approximate=False),
         jax.scipy.special.erfc,
@@ -425,13 +425,13 @@ def test_gradients_of_activations_are_those_of_the_real_rows(strategy):
 PLATES = """
 def plate(size):
     if size <= 0:
-        raise AssertionError("size of plate should be positive")  # as that of NumPyro
+        raise AssertionError("size of plate should be positive")  # as NumPyro does
     return size
 """
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=str)
-def test_a_library_that_rejects_no_rows_is_traced_with_those_of_other_replicas(tmp_path, axes):
+def test_a_library_that_rejects_zero_rows_is_traced_with_other_row_counts(tmp_path, axes):
     strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:4])
     library = {}
     (tail,) = batches(strategy, DATA[:1])  # 1 row, and 0 on the other replicas
@@ -449,7 +449,7 @@ def test_a_library_that_rejects_no_rows_is_traced_with_those_of_other_replicas(t
     assert np.isnan(products.array[1:]).all()
     exec(compile(PLATES, str(tmp_path / "mine.py"), "exec"), library)
     with pytest.raises(ValueError, match="with 0 rows the function cannot be traced: size of pl"):
-        strategy.run(lambda x: step(x), (tail,))  # what the program itself rejects
+        strategy.run(lambda x: step(x), (tail,))  # the program itself rejects it
     exec(compile(PLATES, str(tmp_path / "site-packages/chex/asserts.py"), "exec"), library)
     with pytest.raises(ValueError, match="with 0 rows the function cannot be traced: size of pl"):
         strategy.run(lambda x: step(x), (tail,))
@@ -470,13 +470,13 @@ class Counts(nnx.Module):
 
 
 @pytest.mark.parametrize("update", [Counts.add_at, Counts.add_to_value, Counts.take_maximum])
-def test_an_update_at_rows_leaves_a_replica_without_rows_as_it_is(update):
-    """JAX leaves an update at no indices out, and the Variable seems not to be assigned there."""
+def test_an_update_at_rows_does_not_change_a_replica_without_rows(update):
+    """JAX omits an update at zero indices, so the Variable seems unassigned on that replica."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:4])
     counts = strategy.create(Counts)
     for ids in batches(strategy, np.arange(9, dtype=np.int32) % 4):  # 8 rows, then 1
         strategy.run(lambda counts, ids: update(counts, ids), (counts, ids))
-    first = np.full(4, 0.5)  # the mean of 4 replicas, each of which has 2 of 4 ids
+    first = np.full(4, 0.5)  # the mean over 4 replicas; each has 2 of 4 ids
     last = first + [0.25 if update is not Counts.take_maximum else 0.125, 0, 0, 0]
     np.testing.assert_allclose(counts.of_ids[...], last)
 
@@ -511,7 +511,7 @@ _CONSTANTS_OF_ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", _CONSTANTS_OF_ROWS)
-def test_a_constant_that_depends_on_rows_is_refused_with_its_line_and_the_form_that_works(kind):
+def test_a_constant_that_depends_on_rows_raises_with_its_line_and_a_fix(kind):
     refused, remedy, works, expected = _CONSTANTS_OF_ROWS[kind]
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     rows = np.arange(1, 8, dtype=np.float32)
@@ -535,7 +535,7 @@ def test_a_constant_that_depends_on_rows_is_refused_with_its_line_and_the_form_t
         (lambda x: jax.grad(lambda w: (x * w).mean())(1.0), True),
     ],
 )
-def test_a_replica_without_rows_is_noted_only_where_a_mean_over_rows_is(step, is_noted, caplog):
+def test_a_replica_without_rows_is_logged_only_for_a_mean_over_rows(step, is_noted, caplog):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     dataset = strategy.experimental_make_numpy_dataset(np.ones((1, 3), np.float32)).batch(2)
     (batch,) = strategy.experimental_distribute_dataset(dataset)
@@ -554,9 +554,7 @@ def test_a_replica_without_rows_is_noted_only_where_a_mean_over_rows_is(step, is
         (lambda x: tpudist.get_replica_context().all_gather(x, axis=0).mean(), False),
     ],
 )
-def test_a_sum_of_python_numbers_of_rows_is_refused_where_replicas_have_unequal_rows(
-    step, is_refused
-):
+def test_a_sum_of_python_row_counts_raises_if_replicas_have_unequal_rows(step, is_refused):
     """JAX multiplies a Python number by the number of replicas, and sums nothing."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     rows = np.arange(13, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Processes of one run that are about to do different things: an error on each, and no number."""
+"""If the processes of one run are about to act differently, each raises an error."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from processes import run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]  # one pair of processes runs all cases
 
-# Each is tried in both processes, of which `me` is the number; what it says is the test's to judge.
+# Both processes run each case. `me` is the process number. The test checks the errors.
 PROGRAM = """
     import os
     import time
@@ -72,13 +72,13 @@ PROGRAM = """
                 told[name] = [f"no error: {case()}", 0]
         except Exception as error:
             told[name] = [f"{type(error).__name__}: {error}", time.monotonic() - start]
-    # Nothing is lost: both go on, and are right.
+    # Nothing is lost: both processes continue, with the right results.
     if me:
-        tpudist.Variable(1.0)  # this one's own, under the default strategy: it takes a number
+        tpudist.Variable(1.0)  # in one process, under the default strategy: it uses up a number
     with strategy.scope():
         unnamed = tpudist.Variable(jnp.ones(2) * (me + 1))
         large = tpudist.Variable(jnp.ones((2**22 + 1,)) * (me + 1))  # above 16 MiB
-        start = tpudist.Variable(jnp.arange(3.0) + 10 * me, name="start")  # the chief's counts
+        start = tpudist.Variable(jnp.arange(3.0) + 10 * me, name="start")  # as on the chief
     ones = parts((4,))
     lowered = strategy.lower(double, args=(ones,)) if me else None
     results = [strategy.run(double, (ones,)) for _ in range(3)]
@@ -92,7 +92,7 @@ PROGRAM = """
         seen = []
         for call in range(4):
             x = np.arange(4.0, dtype=np.float32) + (me if call == 2 else 0)
-            sharding = NamedSharding(strategy.mesh, PartitionSpec())  # so they say
+            sharding = NamedSharding(strategy.mesh, PartitionSpec())  # claims equal values
             x = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
             try:
                 seen.append(float(strategy.run(step, (x,)).addressable_data(0)[0]))
@@ -115,7 +115,7 @@ def told():
     ]
 
 
-# What the error names, beside both processes.
+# The value that the error names, in addition to both processes.
 NAMED = {
     "seed": "Strategy.create of '<lambda>', in its computation",
     "initial array": "Strategy.create of '<lambda>', in its computation",
@@ -145,7 +145,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_differs_is_an_error_of_all_processes_that_names_it(told, name):
+def test_a_difference_raises_on_all_processes_with_its_name(told, name):
     for index, found in enumerate(told):
         error, seconds = found[name]
         assert error.startswith("ProcessesDifferError"), error
@@ -159,17 +159,17 @@ def test_all_cases_are_named(told):
     assert {*told[0]} - {"after", "later"} == {*NAMED}
 
 
-def test_after_an_error_the_processes_go_on_together(told):
-    """And a program that one of them has lowered before is agreed on like others."""
+def test_the_processes_continue_together_after_an_error(told):
+    """They also agree on a program that one of them has lowered before."""
     assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0], [1.0, 1.0], 1.0]] * 2
 
 
 @pytest.mark.parametrize("checked", ["0", "1"])
-def test_values_of_later_calls_are_compared_where_it_is_asked_for(told, checked):
+def test_values_of_later_calls_are_compared_if_checks_are_on(told, checked):
     for me, seen in enumerate(x["later"][checked] for x in told):
         assert (seen[0], seen[1], seen[3]) == (0.0, 0.0, 0.0)
         if checked == "0":
-            assert seen[2] == 2.0 * me  # which is what the check is for
+            assert seen[2] == 2.0 * me  # the check exists for this case
         else:
             assert "a call of Strategy.run of 'step' (program.py" in seen[2]
             assert "in argument 'x'. Process 0" in seen[2]

@@ -1,4 +1,4 @@
-"""Python numbers among the arguments: fed as in `jax.jit`, and as they are where that is needed."""
+"""Python numbers as arguments: traced as in `jax.jit`, or static if the function needs them."""
 
 import dataclasses
 import logging
@@ -30,8 +30,8 @@ def told(caplog):
 
 
 @pytest.mark.slow
-def test_a_thousand_learning_rates_are_one_program(mirrored, compiles):
-    """Each took 1.6 MB for ever, and a compile."""
+def test_a_thousand_learning_rates_share_one_program(mirrored, compiles):
+    """Each number once cost one compilation, and 1.6 MB that were never freed."""
 
     def step(x, lr):
         return (x * lr).sum()
@@ -78,7 +78,7 @@ _NEEDS = {
 
 
 @pytest.mark.parametrize("use", _NEEDS)
-def test_a_function_that_needs_the_number_itself_gets_it(mirrored, use, told, compiles):
+def test_a_function_that_needs_a_python_number_gets_it(mirrored, use, told, compiles):
     function, number = _NEEDS[use]
     x = jnp.arange(4.0)
 
@@ -115,7 +115,7 @@ def test_a_number_may_be_needed_for_one_shape_only(mirrored):
         assert mirrored.run(step, (x, n)).tolist() == expected
 
 
-def test_what_fails_with_every_number_fails_with_its_own_error(mirrored, compiles):
+def test_a_function_that_always_fails_raises_its_own_error(mirrored, compiles):
     def step(x, n):
         raise KeyError(f"no {type(n).__name__}")
 
@@ -124,7 +124,7 @@ def test_what_fails_with_every_number_fails_with_its_own_error(mirrored, compile
             mirrored.run(step, (jnp.ones(2), 3))
 
 
-def test_static_argnums_leave_numbers_as_they_are(mirrored, compiles, told):
+def test_static_argnums_keep_python_numbers(mirrored, compiles, told):
     options = tpudist.RunOptions(static_argnums=1)
     assert options.static_argnums == (1,)
     seen = []
@@ -158,14 +158,14 @@ _PLACES_OF_A_BOOL = {
 @pytest.mark.parametrize("place", _PLACES_OF_A_BOOL)
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_boolean_is_static_as_in_tensorflow(mirrored, place, by_keyword, compiles):
-    """`training is True` was false in silence: the function got an array."""
+    """`training is True` was silently false, because the function received an array."""
     wrap, unwrap = _PLACES_OF_A_BOOL[place]
 
     def step(x, o):
         return x * 100 if unwrap(o) is True else x * 10 if unwrap(o) is False else x
 
     x = jnp.float32(3)
-    # The array comes between, as its place is not looked at closely afterwards.
+    # The array comes in between, because its position is not inspected closely afterwards.
     for flag, expected in [(True, 300), (jnp.asarray(True), 3), (True, 300), (False, 30)] * 2:
         o = wrap(flag)
         got = mirrored.run(step, (x,), {"o": o}) if by_keyword else mirrored.run(step, (x, o))
@@ -186,7 +186,7 @@ def test_a_boolean_is_static_in_a_partial_batch_and_in_a_function(mirrored):
 
 
 @pytest.mark.parametrize("field", ["static_argnums", "donate_argnums"])
-def test_positions_of_arguments_are_whole_numbers_that_there_are(mirrored, field):
+def test_positions_of_arguments_must_be_existing_integers(mirrored, field):
     for wrong in ("x", (0.5,), None, (True,)):
         with pytest.raises(TypeError, match=rf"RunOptions\({field}=.*must hold positions"):
             tpudist.RunOptions(**{field: wrong})
@@ -195,7 +195,7 @@ def test_positions_of_arguments_are_whole_numbers_that_there_are(mirrored, field
         mirrored.run(lambda x: x + 1, (jnp.ones(2),), options=options)
 
 
-def test_an_integer_that_does_not_fit_is_left_as_it_is(mirrored):
+def test_an_integer_that_does_not_fit_stays_a_python_number(mirrored):
     def step(key):
         return jax.random.key_data(jax.random.key(key))
 
@@ -206,7 +206,7 @@ def test_an_integer_that_does_not_fit_is_left_as_it_is(mirrored):
         mirrored.run(lambda x, n: x + n, (jnp.int32(1), 2**40))
 
 
-def test_numbers_are_fed_to_many_steps_in_one_program(mirrored, compiles):
+def test_several_steps_in_one_program_receive_numbers(mirrored, compiles):
     def step(n, lr, x):
         return jnp.zeros(n) + lr * x
 
@@ -216,7 +216,7 @@ def test_numbers_are_fed_to_many_steps_in_one_program(mirrored, compiles):
     assert len(compiles()) == 1
 
 
-def test_numbers_are_fed_to_a_function_around_run(mirrored, compiles):
+def test_a_function_around_run_receives_numbers(mirrored, compiles):
     @tpudist.function
     def outer(x, lr, num_steps):
         for _ in range(num_steps):
@@ -233,8 +233,8 @@ def test_a_program_with_numbers_is_lowered(mirrored):
     assert "0.5" not in lowered.as_text().replace("0.000000e+00", "")
 
 
-def test_steps_that_are_not_called_are_given_up(mirrored, caplog, monkeypatch, compiles):
-    """Strings that are others in each call made a program each, for ever."""
+def test_programs_that_are_no_longer_called_are_dropped(mirrored, caplog, monkeypatch, compiles):
+    """Each new string used to create a program that was never dropped."""
     monkeypatch.setattr(recent_steps, "MAX_STEPS", 3)
 
     def step(x, name):

@@ -1,4 +1,4 @@
-"""The replica context in nested transformations, and PerReplica through the rest of JAX."""
+"""The replica context in nested transformations, and PerReplica in other JAX functions."""
 
 import functools
 import threading
@@ -69,7 +69,7 @@ def test_merge_call_works_in_nested_transformations(strategy, nested):
     assert float(strategy.run(step)) == n * (n + 1) / 2
 
 
-def test_merge_call_in_a_branch_that_replicas_disagree_on_is_refused(mirrored):
+def test_merge_call_in_a_branch_that_replicas_disagree_on_raises(mirrored):
     def step():
         mine = tpudist.get_replica_context().replica_id_in_sync_group.astype(float)
         return jax.lax.cond(mine > 3, merge_sum, lambda x: x, mine)
@@ -80,8 +80,8 @@ def test_merge_call_in_a_branch_that_replicas_disagree_on_is_refused(mirrored):
         mirrored.run(step)
 
 
-def test_a_jitted_helper_is_right_in_every_context(mirrored):
-    """JAX caches its trace: that of one context must not be used in another."""
+def test_a_jitted_helper_works_in_every_context(mirrored):
+    """JAX caches its trace, and the trace of one context must not be used in another."""
     other = tpudist.MirroredStrategy(["cpu:0", "cpu:1"])
 
     @jax.jit
@@ -94,8 +94,8 @@ def test_a_jitted_helper_is_right_in_every_context(mirrored):
         assert float(total(1.0)) == 1
 
 
-def test_what_is_the_same_on_all_replicas_is_itself_in_merge_call(mirrored):
-    """As in TensorFlow: different objects become a PerReplica, one and the same stays."""
+def test_merge_call_passes_the_same_object_of_all_replicas_as_itself(mirrored):
+    """Different objects become a PerReplica, and the same object stays, as in TensorFlow."""
     seen = []
 
     def merge(strategy, same, mine, number, name, tree):
@@ -116,8 +116,8 @@ def test_what_is_the_same_on_all_replicas_is_itself_in_merge_call(mirrored):
     assert (number, name) == (3, "a")
 
 
-def test_with_one_replica_merge_call_is_given_plain_values():
-    """Nothing is a PerReplica where there is one replica: arithmetic works on all of it."""
+def test_merge_call_receives_plain_values_with_one_replica():
+    """Nothing is a PerReplica with one replica, so arithmetic works on every value."""
     strategy = tpudist.OneDeviceStrategy("cpu:0")
     dataset = strategy.experimental_distribute_dataset([np.ones((4, 2), np.float32)])
 
@@ -133,7 +133,7 @@ def test_with_one_replica_merge_call_is_given_plain_values():
         assert strategy.run(step, (x,)).tolist() == [[3.0, 3.0]] * 4
 
 
-def test_a_kept_context_is_refused_later(mirrored):
+def test_a_context_used_after_its_call_raises(mirrored):
     kept = []
 
     def step():
@@ -149,7 +149,7 @@ def test_a_kept_context_is_refused_later(mirrored):
         tpudist.get_strategy().run(lambda: kept[0].all_gather(jnp.ones(1), 0))
 
 
-def test_threads_have_contexts_of_their_own(mirrored):
+def test_each_thread_has_its_own_context(mirrored):
     seen = {}
 
     def look(name):
@@ -194,13 +194,13 @@ def test_the_gradient_of_all_reduce_is_all_reduce(op, weights):
 
 @functools.cache
 def made_once():
-    """For hypothesis, which has no fixtures of a module."""
+    """Strategy for hypothesis, which has no module fixtures."""
     return tpudist.MirroredStrategy()
 
 
 @settings(max_examples=10, deadline=None)
 @given(axis=st.sampled_from([0, 1, -1, -2]))
-def test_the_gradient_of_all_gather_is_the_own_slice_of_the_sum(axis):
+def test_the_gradient_of_all_gather_is_this_replicas_slice_of_the_sum(axis):
     mirrored = made_once()
     weight = np.arange(2 * 3 * 8, dtype=np.float32).reshape((16, 3) if axis in (0, -2) else (2, 24))
 
@@ -226,17 +226,17 @@ def test_ops_may_be_strings_in_any_case(mirrored, op):
     assert (float(total["a"][0]), float(total["a"][1])) == (2 * factor, 4 * factor)
 
 
-def test_what_is_no_op_is_refused(mirrored):
+def test_an_invalid_reduce_op_raises(mirrored):
     with pytest.raises(ValueError, match="'product' is not a valid ReduceOp"):
         mirrored.run(lambda: tpudist.get_replica_context().all_reduce("product", 1.0))
     with pytest.raises(TypeError, match="must be a tpudist.ReduceOp or its name"):
         mirrored.run(lambda: tpudist.get_replica_context().all_reduce(3, 1.0))
 
 
-# PerReplica through the rest of JAX.
+# PerReplica in other JAX functions.
 
 
-def test_a_per_replica_goes_through_jit_and_tree_functions(mirrored):
+def test_a_per_replica_works_in_jit_and_tree_functions(mirrored):
     parts = parts_of(mirrored, lambda i: np.full(2, float(i), np.float32))
     doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))({"x": parts})["x"]
     assert isinstance(doubled, tpudist.PerReplica)
@@ -247,7 +247,7 @@ def test_a_per_replica_goes_through_jit_and_tree_functions(mirrored):
     assert local(mirrored, mirrored.run(lambda x: x, (again,))) == local(mirrored, parts)
 
 
-def test_a_per_replica_goes_through_a_checkpoint(mirrored, tmp_path):
+def test_a_checkpoint_restores_a_per_replica(mirrored, tmp_path):
     dataset = mirrored.experimental_make_numpy_dataset(np.arange(11.0, dtype=np.float32)).batch(16)
     [batch] = mirrored.experimental_distribute_dataset(dataset)
     tree = {"parts": parts_of(mirrored, lambda i: np.float32(i)), "batch": batch}
@@ -260,7 +260,7 @@ def test_a_per_replica_goes_through_a_checkpoint(mirrored, tmp_path):
     assert float(mirrored.reduce("mean", restored["batch"], axis=0)) == 5.0
 
 
-def test_a_per_replica_is_no_array_outside_of_replica_functions(mirrored):
+def test_a_per_replica_is_not_an_array_outside_of_replica_functions(mirrored):
     parts = parts_of(mirrored, lambda i: np.float32(i))
     uses = [
         lambda: parts + 1,

@@ -1,7 +1,7 @@
-"""Random replica functions on partial batches: padding is invisible, or they are refused.
+"""Random replica functions on partial batches: padding is invisible, or they raise an error.
 
-Whatever a strategy runs must give what each replica's real rows give with plain JAX: functions
-called by `run`, in a `tpudist.function`, and with `merge_call`. See `row_examples` for how many.
+Every function must match plain JAX on the real rows of each replica: functions called by `run`,
+in a `tpudist.function`, and with `merge_call`. `row_examples` sets the number of examples.
 """
 
 import collections
@@ -22,27 +22,27 @@ from row_steps import ENDS
 from spoilt_rows import stack_spoilt
 from tpudist.values.per_replica import PerReplica
 
-# Random functions also sum means of each replica's rows, and the warning about it is right.
+# Random functions also sum means over the rows of each replica; the warning about it is right.
 pytestmark = pytest.mark.filterwarnings("ignore::tpudist.LocalMeanWarning")
-TOLERANCE = 2e-3  # of chains of steps in float32, each of which XLA may sum in another order
-# Of 192 examples, drawn with 4 seeds, 2 % were refused (8 % with one of the seeds), none was
-# ambiguous, and 74 % were exact (67 % with one). The others have no reference.
-MOST_REFUSED = 0.25  # of those that have a reference
+TOLERANCE = 2e-3  # for chains of steps in float32; XLA may sum each step in another order
+# Of 192 examples, drawn with 4 seeds, 2 % were refused (8 % with one seed), 0 were ambiguous,
+# and 74 % were exact (67 % with one seed). The others have no reference.
+MOST_REFUSED = 0.25  # of the examples that have a reference
 MOST_AMBIGUOUS = 0.02
-AT_ONCE = 8  # functions in one program: most of the time goes by compiling
+AT_ONCE = 8  # functions in one program, because most of the time is spent compiling
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """How rows lie on replicas.
+    """Distribution of the rows over replicas.
 
     Attributes:
-        full: Padded rows per replica of the first batch, and of the second one.
-        rows: Real rows on each replica of the first batch, and of the second one.
-        source: Whether a dataset or values of a function give them; or "spoilt": with padding
-            that shows where it is used.
+        full: Padded rows per replica of the first and of the second batch.
+        rows: Real rows on each replica of the first and of the second batch.
+        source: Source of the rows: a dataset, values of a function, or "spoilt" for padding that
+            changes every result that uses it.
         kind: "normal" numbers, "grid" for ties and zeros, or "special" for NaN and infinity too.
-        seed: Of the numbers.
+        seed: Seed of the random numbers.
     """
 
     full: tuple[int, int]
@@ -56,7 +56,7 @@ class Batches:
         return len(self.rows[0])
 
     def make_replicas(self) -> list[Inputs]:
-        """The real rows of each replica."""
+        """Returns the real rows of each replica."""
         rng = np.random.default_rng(self.seed)
         w = rng.normal(size=(3, 3)).astype(np.float32)
         return [
@@ -75,14 +75,14 @@ class Batches:
         return grid
 
     def place(self, strategy: tpudist.Strategy, replicas: list[Inputs]) -> tuple[Any, ...]:
-        """The arguments of a replica function: x, ids, y, w."""
+        """Returns the arguments of a replica function: x, ids, y, w."""
         w = replicas[0].w
         leaves = [[getattr(i, name) for i in replicas] for name in ("x", "ids", "y")]
         if self.num_replicas == 1:
             return *(each[0] for each in leaves), w
         if self.source == "dataset":
             return *self._distribute(strategy, leaves), w
-        if self.source == "values" and all(map(any, self.rows)):  # else they have no rows at all
+        if self.source == "values" and all(map(any, self.rows)):  # else they have no rows
             return *(
                 strategy.experimental_distribute_values_from_function(
                     lambda c, each=each: each[c.replica_id_in_sync_group]
@@ -110,14 +110,14 @@ MODES = ("run", "function", "merge_call")
 
 
 def _make_layouts(rng: random.Random) -> list[Batches]:
-    """Two ways in which rows lie on the same replicas, for one program."""
+    """Returns two distributions of rows over the same replicas, for one program."""
     replicas, first = rng.randint(1, 8), rng.randint(1, 7)
     how_many = rng.choice(["one", "same shape", "other shape"])
     second = rng.randint(1, 7) if how_many == "other shape" else first
     kind = rng.choice(["normal", "normal", "grid", "special"])
 
     def rows_of(full: int, source: str) -> tuple[int, ...]:
-        if source == "dataset" or rng.random() < 0.5:  # as a tail, which is split evenly
+        if source == "dataset" or rng.random() < 0.5:  # a partial batch is split evenly
             total = rng.randint(1, replicas * full)
             each = -(-total // replicas)
             return tuple(min(max(total - i * each, 0), each) for i in range(replicas))
@@ -140,7 +140,7 @@ def _make_recipe(rng: random.Random) -> Recipe:
 
 
 class Program:
-    """One replica function that runs several random ones, and gives the results of all."""
+    """One replica function that runs several random functions and returns all their results."""
 
     def __init__(self, functions: list[Recipe], num_replicas: int, mode: str):
         self.functions, self.mode, self._num_replicas = functions, mode, num_replicas
@@ -164,7 +164,7 @@ class Program:
         return results, list(zip(*together, strict=True))
 
     def call(self, batches: Batches, replicas: list[Inputs]) -> list[Any]:
-        """For each function, "refused", or its results on each replica and on all together."""
+        """Returns "refused" or the results on each replica and on all together, per function."""
         try:
             return self._call(batches.place(self._strategy, replicas))
         except ValueError as error:
@@ -207,7 +207,7 @@ def _leaves_to_combine(result) -> list[PerReplica]:
 
 
 def _expected(recipe: Recipe, replicas: list[Inputs], noise: float = 0.0) -> list[Any]:
-    """What each replica is to give; None where plain JAX raises."""
+    """Returns the expected result of each replica; None if plain JAX raises."""
     alone = recipe.finish in ("own", "gradient") and not recipe.asks
     if not alone:
         try:
@@ -235,7 +235,7 @@ def _difference(found, expected) -> str | None:
 
 
 def _compare(recipe: Recipe, outcome, expected: list[Any]) -> tuple[str, str | None]:
-    """What became of a function, and how its numbers differ from the expected ones if they do."""
+    """Returns the outcome of a function, and the difference to the expected numbers, if any."""
     if outcome == "refused":
         return ("no reference" if any(x is None for x in expected) else "refused"), None
     found, (gathered, mean, total) = outcome
@@ -260,9 +260,9 @@ def _compare(recipe: Recipe, outcome, expected: list[Any]) -> tuple[str, str | N
 
 
 def _is_ambiguous(recipe: Recipe, replicas: list[Inputs]) -> bool:
-    """Whether rounding decides the result of the plain function too, as where numbers nearly tie.
+    """Returns whether rounding decides the plain result too, for example at a near tie.
 
-    Then it differs as much where the numbers of each step are off by rounding.
+    In that case a rounding error in each step changes the plain result as much.
     """
     expected = _expected(recipe, replicas)
     return any(
@@ -274,14 +274,14 @@ def _is_ambiguous(recipe: Recipe, replicas: list[Inputs]) -> bool:
 
 
 def _check(functions: list[Recipe], layouts: list[Batches], mode: str) -> list[str]:
-    """What became of each function: "exact", "refused", "no reference" or "ambiguous"."""
+    """Returns the outcome of each function: "exact", "refused", "no reference" or "ambiguous"."""
     placed = [(batches, batches.make_replicas()) for batches in layouts]
     expected = {f: [_expected(f, replicas) for _, replicas in placed] for f in functions}
-    # What plain JAX refuses too is apart, so that the others are not refused together with it.
+    # Functions that plain JAX rejects run separately, so that they do not affect the others.
     whole = [f for f in expected if not any(x is None for each in expected[f] for x in each)]
     rest = [f for f in expected if f not in whole]
     outcomes = []
-    if layouts[0].num_replicas == 1:  # it has no padding, and what raises there is the function
+    if layouts[0].num_replicas == 1:  # there is no padding, so the function itself raises
         outcomes, rest = ["no reference"] * len(rest) * len(layouts), []
     for part in filter(None, (whole, rest)):
         program = Program(part, layouts[0].num_replicas, mode)
@@ -297,11 +297,11 @@ def _check(functions: list[Recipe], layouts: list[Batches], mode: str) -> list[s
 
 
 def _check_many(num_examples: int) -> collections.Counter:
-    """Checks so many random functions on random rows, and counts what became of them."""
+    """Checks `num_examples` random functions on random rows, and counts their outcomes."""
     counts: collections.Counter = collections.Counter()
 
-    # A failure names its function and rows, so nothing is to be shrunk. Drawn part by part they
-    # would be much alike: hypothesis likes to draw again what it has drawn.
+    # A failure names its function and rows, so shrinking is not needed. One seed draws all parts:
+    # hypothesis prefers to repeat earlier draws, so functions drawn in parts would be similar.
     @given(st.integers(0, 2**32 - 1))
     @settings(
         max_examples=-(-num_examples // (2 * AT_ONCE)),
@@ -328,5 +328,5 @@ def _assert_mostly_exact(counts: collections.Counter) -> None:
 
 
 @pytest.mark.slow
-def test_random_functions_give_what_the_real_rows_of_each_replica_give():
+def test_random_functions_match_plain_jax_on_the_real_rows_of_each_replica():
     _assert_mostly_exact(_check_many(row_examples.NUM_EXAMPLES))

@@ -33,7 +33,7 @@ def fsdp():
 
 @pytest.fixture
 def compiles():
-    """The causes of the compiles since the test began, or since it was last called."""
+    """Returns the causes of the compilations since the test began or since the last call."""
     new_compiles = NewCompiles()
     return lambda: [record.cause for record in new_compiles()]
 
@@ -62,17 +62,17 @@ class Metrics:
     name: str = dataclasses.field(metadata={"static": True})
 
 
-# What comes back.
+# Results.
 
 
-def test_a_result_that_is_equal_on_every_replica_is_a_plain_array(mirrored):
+def test_an_equal_result_of_all_replicas_is_a_plain_array(mirrored):
     result = mirrored.run(lambda x: x + 1, (jnp.ones(3),))
     assert isinstance(result, jax.Array)
     assert result.sharding.is_fully_replicated
     assert result.tolist() == [2, 2, 2]
 
 
-def test_a_result_that_differs_is_per_replica(mirrored):
+def test_a_result_that_differs_is_a_per_replica(mirrored):
     result = mirrored.run(lambda x: x * 2, (per_replica(mirrored),))
     assert isinstance(result, PerReplica)
     assert (result.shape, result.dtype) == ((), jnp.float32)
@@ -80,7 +80,7 @@ def test_a_result_that_differs_is_per_replica(mirrored):
     assert result.array.sharding.spec[0] == "replica"
 
 
-def test_what_was_reduced_is_equal_again(mirrored):
+def test_a_reduced_value_is_a_plain_array(mirrored):
     def step(x):
         return tpudist.get_replica_context().all_reduce("sum", x), x
 
@@ -88,7 +88,7 @@ def test_what_was_reduced_is_equal_again(mirrored):
     assert (float(total), isinstance(own, PerReplica)) == (28, True)
 
 
-def test_the_same_object_comes_back_as_itself(mirrored):
+def test_the_same_object_is_returned_as_itself(mirrored):
     """SURFACE section 3: merging is by object identity."""
     array, text, thing = jnp.ones(3), "text", object()
     parts_of_all = per_replica(mirrored)
@@ -101,7 +101,7 @@ def test_the_same_object_comes_back_as_itself(mirrored):
     assert [x is y for x, y in zip(result, expected, strict=True)] == [True] * 9
 
 
-def test_numpy_that_was_captured_comes_back_as_itself(mirrored):
+def test_a_captured_numpy_array_is_returned_as_itself(mirrored):
     table = np.arange(3)
     assert mirrored.run(lambda: table) is table
 
@@ -126,15 +126,15 @@ def test_the_structure_of_the_result_is_kept(mirrored):
     assert isinstance(result["ordered"], collections.OrderedDict)
 
 
-def test_a_result_made_of_python_values_alone_needs_no_devices(mirrored):
+def test_a_result_of_python_values_needs_no_devices(mirrored):
     assert mirrored.run(lambda a, b: {"sum": a + b, "none": None}, (1, 2)) == {
         "sum": 3,
         "none": None,
     }
 
 
-def test_one_replica_wraps_nothing():
-    """SURFACE section 3: with n = 1 everything is the same object."""
+def test_one_replica_returns_plain_values():
+    """Every result is the same object if n = 1 (SURFACE section 3)."""
     strategy = tpudist.OneDeviceStrategy()
     x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(2))
     result = strategy.run(lambda x: (my_id(), x * 2, [my_id() * x]), (x,))
@@ -143,12 +143,12 @@ def test_one_replica_wraps_nothing():
     assert (int(result[0]), result[1].tolist()) == (0, [2, 2])
 
 
-def test_a_replica_that_spans_devices_gets_and_gives_its_part(fsdp):
+def test_a_replica_that_spans_devices_receives_and_returns_its_part(fsdp):
     result = fsdp.run(lambda x: x + my_id(), (per_replica(fsdp, lambda i: np.full(4, i)),))
     assert parts(fsdp, result) == [[0] * 4, [2] * 4]
 
 
-def test_an_nnx_object_that_is_returned_is_the_callers_own(mirrored):
+def test_a_returned_nnx_object_is_the_object_of_the_caller(mirrored):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     def step(model):
@@ -162,7 +162,7 @@ def test_an_nnx_object_that_is_returned_is_the_callers_own(mirrored):
     assert model.bias[...].tolist() == [1, 1]
 
 
-def test_nnx_state_that_is_returned_stays_a_state(mirrored):
+def test_returned_nnx_state_stays_a_state(mirrored):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     def gradients(model, x):
@@ -178,17 +178,17 @@ def _is_per_replica(x):
     return isinstance(x, PerReplica)
 
 
-def test_a_variable_that_is_returned_comes_back_as_itself(mirrored):
+def test_a_returned_variable_is_the_same_object(mirrored):
     with mirrored.scope():
         variable = tpudist.Variable(1.0)
     assert mirrored.run(lambda: variable) is variable
     assert mirrored.run(lambda v: v, (variable,)) is variable
 
 
-# What goes in.
+# Arguments.
 
 
-def test_keyword_arguments_are_arguments(mirrored):
+def test_keyword_arguments_are_passed_to_the_function(mirrored):
     def step(x, *, scale, shift=0.0):
         return x * scale + shift
 
@@ -199,7 +199,7 @@ def test_keyword_arguments_are_arguments(mirrored):
 
 
 @pytest.mark.parametrize("args", [{"x": 1}, "ab", 3, jnp.ones(2)])
-def test_positional_arguments_that_are_no_tuple_are_refused(mirrored, args):
+def test_positional_arguments_that_are_not_a_tuple_raise(mirrored, args):
     with pytest.raises(ValueError, match="positional args must be a list or tuple, got"):
         mirrored.run(lambda *a: None, args)
 
@@ -209,7 +209,7 @@ def test_positional_arguments_may_be_a_list(mirrored):
 
 
 def test_python_values_are_part_of_the_program(mirrored, compiles):
-    """So that they can decide shapes and branches."""
+    """A function can use them for shapes and branches."""
 
     def step(x, num, mode):
         return jnp.zeros(num) + x if mode == "zeros" else jnp.ones(num)
@@ -227,7 +227,7 @@ def test_python_values_are_part_of_the_program(mirrored, compiles):
 
 
 @pytest.mark.parametrize("values", [(1, True, 1.0), (0.0, -0.0), (float("nan"), float("inf"))])
-def test_python_values_that_compare_equal_are_told_apart(mirrored, values):
+def test_python_values_that_compare_equal_are_distinguished(mirrored, values):
     """0.0 equals -0.0, and 1 equals True."""
     static = RunOptions(static_argnums=0)
     seen = [mirrored.run(lambda x: (x, repr(x)), (v,), options=static)[1] for v in values]
@@ -240,7 +240,7 @@ def test_python_values_that_compare_equal_are_told_apart(mirrored, values):
 
 
 def test_a_value_that_is_not_a_number_is_compiled_once(mirrored, compiles):
-    """NaN does not equal itself; each call would be another program."""
+    """NaN does not equal itself, so each call would compile another program."""
 
     def step(x):
         return jnp.zeros(2) + x
@@ -250,7 +250,7 @@ def test_a_value_that_is_not_a_number_is_compiled_once(mirrored, compiles):
     assert compiles() == ["first call"]
 
 
-def test_an_argument_that_cannot_be_hashed_counts_as_the_object_it_is(mirrored):
+def test_an_unhashable_argument_is_compared_by_identity(mirrored):
     first, second = {1, 2}, {3}
     step = lambda s: sum(s)  # noqa: E731
     assert [mirrored.run(step, (s,)) for s in (first, second, first)] == [3, 3, 3]
@@ -284,7 +284,7 @@ def test_a_random_key_is_an_argument_like_any_other(mirrored):
     assert float(mirrored.run(jax.random.uniform, (key,))) == float(jax.random.uniform(key))
 
 
-def test_parts_of_another_number_of_replicas_are_refused(mirrored, fsdp):
+def test_a_per_replica_with_another_number_of_parts_raises(mirrored, fsdp):
     x = per_replica(fsdp)
     with pytest.raises(
         ValueError, match=r"received PerReplica.* of 2 repl.*runs on 8 replica\(s\)"
@@ -292,22 +292,22 @@ def test_parts_of_another_number_of_replicas_are_refused(mirrored, fsdp):
         mirrored.run(lambda x: x, (x,))
 
 
-def test_a_large_captured_array_is_refused(mirrored):
+def test_a_large_captured_array_raises(mirrored):
     table = jnp.zeros((512, 1024))
     with pytest.raises(ValueError, match=r"captures an array float32\[512,1024\] of 2\.0 MiB"):
         mirrored.run(lambda: table.sum())
     assert float(mirrored.run(jnp.sum, (table,))) == 0
 
 
-def test_a_captured_nnx_object_is_refused(mirrored):
-    """Its arrays would be constants of the program, and never change again."""
+def test_a_captured_nnx_object_raises(mirrored):
+    """The arrays of the object would be constants of the program, and never change again."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="captures an NNX object: its Param"):
         mirrored.run(lambda x: model(x), (jnp.ones((1, 2)),))
 
 
-# Arguments that change from call to call. A position that held a plain pytree is fed to `jit`
-# without being looked at; what comes next must be noticed.
+# Arguments that change from call to call. `run` passes a position that had a plain pytree to
+# `jit` without inspecting it, and must notice if another kind of argument follows.
 
 KINDS = {
     "array": lambda s: jnp.float32(2),
@@ -338,14 +338,14 @@ class Box(nnx.Module):
 
 
 def total(x):
-    """The sum of all numbers in anything."""
+    """Returns the sum of all numbers in any value."""
     leaves = jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, tpudist.Variable))
     return sum((jnp.sum(jnp.asarray(leaf)) for leaf in leaves), jnp.float32(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["positional", "keyword", "second"])
-def test_an_argument_may_be_of_any_kind_in_any_call(mirrored, where):
+def test_an_argument_may_have_any_kind_in_any_call(mirrored, where):
     """The fast path learns which arguments are plain pytrees of arrays, and must unlearn it."""
 
     def step(x, y=None):
@@ -367,7 +367,7 @@ def test_an_argument_may_be_of_any_kind_in_any_call(mirrored, where):
 
 
 def test_an_argument_may_change_its_kind_between_calls_that_hit_the_cache(mirrored, compiles):
-    """Pytree, then PerReplica, then NNX object in one position, each seen before."""
+    """The position has a pytree, then a PerReplica, then an NNX object, each used before."""
 
     def step(x):
         return jax.tree.map(lambda y: y + 1, x)
@@ -379,7 +379,7 @@ def test_an_argument_may_change_its_kind_between_calls_that_hit_the_cache(mirror
     assert compiles() == ["first call", "x['x'] was float32[2], is float32[] per replica"]
 
 
-def test_an_nnx_object_where_an_array_was_is_changed_in_place(mirrored):
+def test_an_nnx_object_that_replaces_an_array_is_changed_in_place(mirrored):
     def step(x):
         if isinstance(x, Box):
             x.value[...] += 1
@@ -393,8 +393,8 @@ def test_an_nnx_object_where_an_array_was_is_changed_in_place(mirrored):
         assert float(box.value[...]) == expected
 
 
-def test_a_state_is_changed_once_by_a_call_that_compiles_anew(mirrored):
-    """A cache that misses is tried a second time; the step must not run twice."""
+def test_a_call_that_recompiles_changes_its_state_once(mirrored):
+    """After a cache miss the lookup runs a second time, but the step must not run twice."""
     box = Box(0.0)
     with mirrored.scope():
         variable = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.MEAN)
@@ -409,7 +409,7 @@ def test_a_state_is_changed_once_by_a_call_that_compiles_anew(mirrored):
         assert (float(box.value[...]), float(variable)) == (i, i)
 
 
-def test_a_number_of_positional_arguments_may_change(mirrored):
+def test_the_number_of_positional_arguments_may_change(mirrored):
     step = lambda *xs, **named: total((xs, named))  # noqa: E731
     one = jnp.float32(1)
     split = per_replica(mirrored, lambda i: np.float32(1))
@@ -431,7 +431,7 @@ def test_a_number_of_positional_arguments_may_change(mirrored):
         assert float(result) == expected
 
 
-def test_an_argument_that_is_no_array_says_so(mirrored):
+def test_an_argument_that_cannot_become_an_array_raises(mirrored):
     with pytest.raises(TypeError, match="ShapeDtypeStruct"):
         mirrored.run(lambda x: x + 1, (jax.ShapeDtypeStruct((2,), jnp.float32),))
     for array in (np.array(["a"]), np.array([None, 1]), np.array("2026-01-01", np.datetime64)):
@@ -441,7 +441,7 @@ def test_an_argument_that_is_no_array_says_so(mirrored):
             mirrored.run(lambda x: x, (array,))
 
 
-# Compiles are visible.
+# The compilation log.
 
 
 def test_a_compile_names_the_argument_that_changed(mirrored, compiles):
@@ -473,7 +473,7 @@ def test_a_compile_names_the_keyword_argument_that_changed(mirrored, compiles):
 
 
 def test_a_new_function_object_each_call_is_named_as_the_cause(mirrored, compiles):
-    """The commonest way to compile at every step: a function defined in the loop."""
+    """The most common way to compile at every step is a function defined in the loop."""
     for i in range(3):
 
         def step(x):
@@ -486,7 +486,7 @@ def test_a_new_function_object_each_call_is_named_as_the_cause(mirrored, compile
     assert third.startswith("a new function object of the same definition (the 3th)")
 
 
-def test_the_log_has_the_functions_name_and_the_time(mirrored):
+def test_the_log_has_the_name_of_the_function_and_the_time(mirrored):
     def the_name(x):
         return x * 3
 
@@ -496,7 +496,7 @@ def test_the_log_has_the_functions_name_and_the_time(mirrored):
     assert 0 < record.seconds < 60
 
 
-def test_results_and_shardings_do_not_make_it_compile_again(mirrored, compiles):
+def test_results_that_become_arguments_do_not_recompile(mirrored, compiles):
     """The output of one step is the input of the next."""
 
     def step(state, x):
@@ -511,7 +511,7 @@ def test_results_and_shardings_do_not_make_it_compile_again(mirrored, compiles):
     assert compiles() == []
 
 
-# Functions of all sorts.
+# Kinds of functions.
 
 
 class Doubler:
@@ -540,8 +540,8 @@ def test_any_callable_is_a_replica_function(mirrored, compiles, fn, expected):
     assert compiles() == ["first call"]
 
 
-def test_a_method_is_one_function_however_often_it_is_looked_up(mirrored, compiles):
-    """`trainer.step` is a new object each time."""
+def test_a_method_is_one_function_after_repeated_lookups(mirrored, compiles):
+    """Each lookup of `trainer.step` creates a new object."""
 
     class Trainer:
         scale = 3
@@ -557,7 +557,7 @@ def test_a_method_is_one_function_however_often_it_is_looked_up(mirrored, compil
     assert float(mirrored.run(second.step, (jnp.float32(1),))) == 4
 
 
-def test_a_callable_that_cannot_be_hashed_is_one_function(mirrored, compiles):
+def test_an_unhashable_callable_compiles_once(mirrored, compiles):
     @dataclasses.dataclass
     class Scale:
         by: float
@@ -571,8 +571,8 @@ def test_a_callable_that_cannot_be_hashed_is_one_function(mirrored, compiles):
     assert compiles() == ["first call"]
 
 
-def test_what_is_no_longer_used_is_freed(mirrored):
-    """A notebook makes the model and the step again and again; the devices must not fill up."""
+def test_models_and_steps_that_are_no_longer_used_are_freed(mirrored):
+    """A notebook creates the model and the step repeatedly, and must not fill the devices."""
 
     def use():
         with mirrored.scope():
@@ -588,14 +588,14 @@ def test_what_is_no_longer_used_is_freed(mirrored):
         mirrored.run(step, (model,))
         return [weakref.ref(x) for x in (variable, model, step)]
 
-    gc.freeze()  # what is there already need not be searched
+    gc.freeze()  # objects that exist already need not be searched
     used = use()
     gc.collect()
     gc.unfreeze()
     assert [ref() for ref in used] == [None, None, None]
 
 
-# When something goes wrong.
+# Failures.
 
 
 class Mine(Exception):
@@ -603,7 +603,7 @@ class Mine(Exception):
 
 
 @pytest.mark.parametrize("error", [Mine("x"), ValueError("x"), TypeError("x"), KeyboardInterrupt()])
-def test_an_exception_of_the_function_leaves_run_as_itself(mirrored, error):
+def test_run_raises_an_exception_of_the_function_unchanged(mirrored, error):
     default = tpudist.get_strategy()
     calls = []
 
@@ -653,7 +653,7 @@ def test_a_function_that_failed_may_succeed_later(mirrored):
     assert mirrored.run(step, (jnp.ones(1),)).tolist() == [2]
 
 
-def test_a_collective_that_some_replicas_may_not_reach_is_refused(mirrored):
+def test_a_collective_that_some_replicas_may_not_reach_raises(mirrored):
     def step():
         replica = tpudist.get_replica_context()
         return jax.lax.cond(
@@ -668,7 +668,7 @@ def test_a_collective_that_some_replicas_may_not_reach_is_refused(mirrored):
 # Options.
 
 
-def test_arguments_are_donated_when_asked(mirrored):
+def test_donate_argnums_donates_arguments(mirrored):
     state, other = mirrored.replicate({"w": jnp.ones(64)}), mirrored.replicate(jnp.ones(64))
     step = lambda state, other: {"w": state["w"] + other}  # noqa: E731
     options = RunOptions(donate_argnums=(0,))
@@ -682,7 +682,7 @@ def test_arguments_are_donated_when_asked(mirrored):
 
 
 def test_a_donated_argument_that_is_returned_is_a_new_array(mirrored):
-    """The old one is gone, and cannot come back as itself."""
+    """The old array is deleted, so `run` cannot return it."""
     x = mirrored.replicate(jnp.ones(4))
     step = lambda x, y: (x, y, x + y)  # noqa: E731
     options = RunOptions(donate_argnums=(0,))
@@ -696,7 +696,7 @@ def test_a_donated_argument_that_is_returned_is_a_new_array(mirrored):
 
 
 def test_donated_arguments_alias_the_results(mirrored):
-    """Read from the executable, as DESIGN D7 asks."""
+    """Reads the aliases from the executable, as DESIGN D7 requires."""
     step = lambda state, x: (state + x, x.sum())  # noqa: E731
     args = (mirrored.replicate(jnp.ones(64)), mirrored.replicate(jnp.ones(64)))
     sizes = [
@@ -709,7 +709,7 @@ def test_donated_arguments_alias_the_results(mirrored):
     assert sizes == [0, 64 * 4]
 
 
-def test_state_is_donated_unless_it_is_not(mirrored):
+def test_state_is_donated_unless_the_options_disable_it(mirrored):
     def step(box):
         box.value[...] += 1
 
@@ -724,14 +724,14 @@ def test_state_is_donated_unless_it_is_not(mirrored):
 
 
 @pytest.mark.parametrize("argnums", [(2,), (-1,), (0, 7)])
-def test_donating_an_argument_that_is_not_there_is_refused(mirrored, argnums):
+def test_donating_a_missing_argument_raises(mirrored, argnums):
     with pytest.raises(ValueError, match=r"donate_argnums=.*received 2 positional argument"):
         mirrored.run(
             lambda a, b: a, (jnp.ones(1), jnp.ones(1)), options=RunOptions(donate_argnums=argnums)
         )
 
 
-def test_an_array_given_twice_and_donated_once_is_not_lost(mirrored):
+def test_an_array_passed_twice_and_donated_once_is_kept(mirrored):
     x = mirrored.replicate(jnp.ones(4))
     step = lambda a, b: (a + 1, b + 2)  # noqa: E731
     for _ in range(2):
@@ -751,7 +751,7 @@ def test_compiler_options_reach_the_compiler(mirrored):
 
 
 @pytest.mark.parametrize("options", ["fast", {}, 0, tpudist.InputOptions()])
-def test_options_of_another_type_are_refused(mirrored, options):
+def test_options_of_another_type_raise(mirrored, options):
     def step(x):
         return x
 
@@ -763,8 +763,8 @@ def test_options_of_another_type_are_refused(mirrored, options):
 
 
 @pytest.mark.parametrize("nest", [lambda x: x, lambda x: {"x": x}, lambda x: [1, x]])
-def test_masked_arrays_are_refused(mirrored, nest):
-    """What is masked would count as if it were not."""
+def test_masked_arrays_raise(mirrored, nest):
+    """Masked elements would count like the others."""
     masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
 
     def step(x):
@@ -777,7 +777,7 @@ def test_masked_arrays_are_refused(mirrored, nest):
             mirrored.run(step, (nest(masked),))
 
 
-def test_dynamic_shapes_are_refused():
+def test_dynamic_shapes_raise():
     with pytest.raises(ValueError, match="compiled for static shapes"):
         RunOptions(experimental_bucketizing_dynamic_shape=True)
 
@@ -797,7 +797,7 @@ def test_a_program_can_be_lowered_without_being_run(mirrored):
 
 @pytest.fixture
 def impatient_threads():
-    """Threads that give way to each other thousands of times as often as usual."""
+    """Makes threads switch thousands of times as often as usual."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -805,7 +805,7 @@ def impatient_threads():
 
 
 def in_threads(work, num_threads=4):
-    """Calls `work(i)` in each thread, at once; gives the results in order."""
+    """Calls `work(i)` in all threads at the same time, and returns the results in order."""
     barrier = threading.Barrier(num_threads)
 
     def call(i):
@@ -817,8 +817,8 @@ def in_threads(work, num_threads=4):
 
 
 @pytest.mark.slow
-def test_threads_may_run_one_function_at_once(mirrored, impatient_threads):
-    """An evaluation thread beside the training loop: both start with the first call."""
+def test_threads_may_run_one_function_concurrently(mirrored, impatient_threads):
+    """An evaluation thread and the training loop both start with the first call."""
     for offset in range(10):
 
         def step(x, offset=offset):
@@ -830,8 +830,8 @@ def test_threads_may_run_one_function_at_once(mirrored, impatient_threads):
         assert results == [[8.0 * i + offset] * 3 for i in range(4)]
 
 
-def test_threads_that_change_one_state_lose_no_change(mirrored, impatient_threads):
-    """Each step takes the state away and gives it back; no two may have it at once."""
+def test_threads_that_change_the_same_state_lose_no_change(mirrored, impatient_threads):
+    """Each step removes the state and puts it back; two steps must not use it at the same time."""
     with mirrored.scope():
         variable = tpudist.Variable(0.0)
     box = Box(0.0)
@@ -860,7 +860,7 @@ def test_threads_may_run_functions_of_different_strategies(mirrored):
 
 @pytest.mark.slow
 def test_a_compile_names_what_changed_in_an_nnx_object(mirrored, compiles):
-    """`model.eval()` compiles the step anew, and the log says which switch did it."""
+    """`model.eval()` recompiles the step, and the log names the attribute that changed."""
 
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -879,7 +879,7 @@ def test_a_compile_names_what_changed_in_an_nnx_object(mirrored, compiles):
     assert cause == "model.dropout.deterministic was the value False, is the value True"
 
 
-def test_a_function_that_is_compiled_again_and_again_is_a_warning(mirrored, caplog):
+def test_a_function_that_is_compiled_repeatedly_warns(mirrored, caplog):
     def scaled(x, by):
         return x * by
 
@@ -909,7 +909,7 @@ def test_a_dataclass_of_arrays_must_be_registered(mirrored):
     assert mirrored.run(step, (batch,)).tolist() == [2, 2]
 
 
-def test_containers_that_jax_does_not_know_are_merged(mirrored):
+def test_containers_unknown_to_jax_are_merged(mirrored):
     class Metrics(dict):
         pass
 
@@ -931,7 +931,7 @@ def test_containers_that_jax_does_not_know_are_merged(mirrored):
 
 @pytest.mark.slow
 def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
-    """The program may not have begun: it computed with what was written afterwards."""
+    """A program that had not started yet once computed with values written after the call."""
 
     def work(x):
         for _ in range(8):
@@ -947,7 +947,7 @@ def test_a_small_numpy_array_may_be_changed_after_the_call(mirrored):
         assert float(total) == x.size
 
 
-def test_compiles_of_a_partial_are_called_by_its_function(mirrored):
+def test_the_log_names_the_function_of_a_partial(mirrored):
     def add(x, y):
         return x + y
 

@@ -1,7 +1,7 @@
-"""No number is n times too large in silence: two warnings, each only where it is certain.
+"""Two warnings about numbers that are n times too large, each only if it is certain.
 
-That a warning is not given is the larger half: all tests of this repository run with warnings as
-errors, and the tables here have the programs that look alike and are right.
+Most cases check that no warning appears: all tests of this repository turn warnings into errors,
+and the tables here contain correct programs that look similar.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import tpudist
 from tpudist import LocalMeanWarning, UndistributedBatchWarning
 
-ROWS = 16  # of each of 8 replicas
+ROWS = 16  # on each of 8 replicas
 GLOBAL = 8 * ROWS
 X = np.random.default_rng(0).normal(size=(GLOBAL, 3)).astype(np.float32)
 Y = np.arange(GLOBAL, dtype=np.int32) % 5
@@ -57,7 +57,7 @@ MEAN_LINE = inspect.getsourcelines(mean_loss)[1] + 1
 
 
 class Program:
-    """Trains two Variables with a loss, by the library's optimizer or by hand."""
+    """Trains two Variables with a loss, with the optimizer of tpudist or manual updates."""
 
     def __init__(self, strategy=None):
         self.strategy = strategy or tpudist.MirroredStrategy()
@@ -80,7 +80,7 @@ class Program:
         return step
 
     def warnings_of(self, loss, apply, batch=None):
-        """All warnings of two calls."""
+        """Returns all warnings of two calls."""
         step = self.step(loss, apply)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -89,7 +89,7 @@ class Program:
         return caught
 
     def warnings_of_trace(self, loss, apply):
-        """All warnings of a program that is neither compiled nor run."""
+        """Returns all warnings of a program that is neither compiled nor run."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.strategy.lower(self.step(loss, apply), args=(self.batch(),))
@@ -220,7 +220,7 @@ NOT_FOUND = {
         for x in FOUND
     ],
 )
-def test_a_mean_over_a_replicas_own_rows_that_is_summed_is_found(name):
+def test_a_summed_mean_over_the_rows_of_a_replica_warns(name):
     (warning,) = Program().warnings_of_trace(FOUND[name], by_optimizer())
     assert warning.category is LocalMeanWarning
     assert warning.filename == __file__
@@ -234,7 +234,7 @@ QUICK = ("weight and replicas", "masked rows / replicas")
     "name",
     [pytest.param(x, marks=() if x in QUICK else pytest.mark.exhaustive) for x in NOT_FOUND],
 )
-def test_a_loss_that_looks_like_it_is_not(name):
+def test_a_correct_loss_that_looks_similar_does_not_warn(name):
     assert not Program().warnings_of_trace(NOT_FOUND[name], by_optimizer())
     assert not Program().warnings_of_trace(NOT_FOUND[name], by_hand(all_reduce))
 
@@ -290,15 +290,15 @@ CORRECT_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_whatever_sums_is_found_once_with_the_line_of_the_mean(name):
-    """One warning in two calls of one function, at the line to change."""
+def test_every_kind_of_sum_warns_once_at_the_line_of_the_mean(name):
+    """Two calls of one function give one warning, at the line to change."""
     (warning,) = Program().warnings_of(mean_loss, OPTIMIZERS[name])
     assert (warning.category, warning.filename) == (LocalMeanWarning, __file__)
     assert warning.lineno == MEAN_LINE
 
 
 @pytest.mark.parametrize("name", CORRECT_OPTIMIZERS)
-def test_a_mean_that_is_not_summed_or_divided_is_no_reason(name):
+def test_a_mean_that_is_not_summed_or_is_divided_does_not_warn(name):
     assert not Program().warnings_of_trace(mean_loss, CORRECT_OPTIMIZERS[name])
 
 
@@ -306,12 +306,12 @@ def average_loss(p, x, y):
     return tpudist.compute_average_loss(losses(p, x, y))
 
 
-def test_an_average_of_sums_is_found():
+def test_an_average_of_sums_warns():
     (warning,) = Program().warnings_of_trace(average_loss, by_optimizer(reduce_op="mean"))
     assert "8 times smaller than on one device" in str(warning.message)
 
 
-def test_a_mean_of_means_is_found_when_replicas_have_other_numbers_of_rows():
+def test_a_mean_of_means_warns_if_replicas_have_different_numbers_of_rows():
     program = Program()
     rows = GLOBAL - ROWS // 2 - 1  # one replica has fewer
     for count, loss, number in (
@@ -328,15 +328,15 @@ def test_a_mean_of_means_is_found_when_replicas_have_other_numbers_of_rows():
 
 
 @pytest.mark.parametrize("loss", [mean_loss, average_loss])
-def test_replicas_of_several_devices_are_looked_at_too(loss):
+def test_replicas_with_several_devices_are_checked(loss):
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
     caught = Program(strategy).warnings_of_trace(loss, by_optimizer())
     assert [x.lineno for x in caught] == [MEAN_LINE] * (loss is mean_loss)
 
 
 @pytest.mark.slow
-def test_the_gradient_is_as_many_times_too_large_as_the_warning_says():
-    """What is warned of is so: measured beside the loss of the whole batch."""
+def test_the_warning_gives_the_right_factor_of_the_gradient():
+    """Compares the update with the gradient of the loss over the whole batch."""
     program = Program()
     found = []
 
@@ -357,7 +357,7 @@ def test_the_gradient_is_as_many_times_too_large_as_the_warning_says():
 
 
 @pytest.mark.slow
-def test_one_replica_has_all_rows():
+def test_one_replica_does_not_warn():
     program = Program(tpudist.OneDeviceStrategy("cpu:0"))
     assert not program.warnings_of(mean_loss, by_optimizer())
     assert not program.warnings_of(mean_loss, by_optimizer(), (X, Y))
@@ -380,7 +380,7 @@ NNX_LINE = inspect.getsourcelines(nnx_loss)[1] + 1
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("num_parts", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_it_is_found_in_microbatches(nnx_program, op, num_parts):
+def test_a_summed_mean_in_microbatches_warns(nnx_program, op, num_parts):
     strategy, model, optimizer = nnx_program
 
     def step(model, optimizer, batch):
@@ -395,7 +395,7 @@ def test_it_is_found_in_microbatches(nnx_program, op, num_parts):
     assert [(x.filename, x.lineno) for x in caught] == [(__file__, NNX_LINE)]
 
 
-def test_averages_in_microbatches_are_no_reason(nnx_program):
+def test_averages_in_microbatches_do_not_warn(nnx_program):
     strategy, model, optimizer = nnx_program
 
     def loss(model, batch):
@@ -417,7 +417,7 @@ def nnx_step(model, optimizer, batch):
 
 
 @pytest.mark.slow
-def test_it_is_found_in_a_function(nnx_program):
+def test_a_summed_mean_in_a_function_warns(nnx_program):
     strategy, model, optimizer = nnx_program
 
     @tpudist.function
@@ -431,7 +431,7 @@ def test_it_is_found_in_a_function(nnx_program):
     assert [(x.filename, x.lineno) for x in caught] == [(__file__, NNX_LINE)]
 
 
-def test_it_is_found_in_a_loop_over_layers():
+def test_a_summed_mean_in_a_loop_over_layers_warns():
     """A scan over layers: its backward pass is a scan whose results are the gradients."""
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
@@ -451,7 +451,7 @@ def test_it_is_found_in_a_loop_over_layers():
 
 
 @pytest.mark.slow
-def test_each_is_switched_off_by_its_name(nnx_program):
+def test_each_warning_is_disabled_by_its_name(nnx_program):
     strategy, model, optimizer = nnx_program
     (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
     with warnings.catch_warnings():
@@ -464,9 +464,7 @@ def test_each_is_switched_off_by_its_name(nnx_program):
 @pytest.mark.slow
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("in_function", [False, True])
-def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
-    nnx_program, convert, in_function
-):
+def test_an_undistributed_batch_warns_at_the_line_of_the_call(nnx_program, convert, in_function):
     strategy, model, optimizer = nnx_program
 
     def call(model, optimizer, batch):
@@ -483,15 +481,15 @@ def test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call(
     assert "Each of 8 replicas" in message
     assert caught[0].filename == __file__
     first, source = inspect.getsourcelines(
-        test_a_batch_that_every_replica_has_is_found_with_the_line_of_the_call
+        test_an_undistributed_batch_warns_at_the_line_of_the_call
     )[::-1]
     wanted = "call(model" if in_function else "strategy.run(nnx_step"
     assert source[caught[0].lineno - first].lstrip().startswith(wanted)
 
 
 @pytest.mark.parametrize("make", [tpudist.MirroredStrategy, tpudist.OneDeviceStrategy])
-def test_a_state_that_was_laid_out_for_pmap_is_refused(make):
-    """Else each replica trains all copies, and broadcasting may hide it."""
+def test_state_laid_out_for_pmap_raises(make):
+    """Otherwise each replica would train all copies, and broadcasting may hide it."""
     strategy = make(axis_name="batch")
     [x] = jax_utils.prefetch_to_device(iter([X.reshape(8, -1, *X.shape[1:])]), 1)
     state = {"w": jax_utils.replicate(jnp.ones(3))}
@@ -513,12 +511,12 @@ def test_a_state_that_was_laid_out_for_pmap_is_refused(make):
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
-@pytest.mark.parametrize("whose", ["the strategy's mesh", "a mesh of one's own"])
-def test_a_batch_that_a_sharding_splits_by_rows_is_found(axes, whose):
-    """Its author means each replica to have its rows, and each is given all of them."""
+@pytest.mark.parametrize("whose", ["the strategy's mesh", "a mesh of the user"])
+def test_a_batch_that_a_sharding_splits_by_rows_warns(axes, whose):
+    """The author expects each replica to receive its rows, but each receives all rows."""
     strategy = tpudist.TPUStrategy(replica_axes=axes)
     mesh, axis = strategy.mesh, "replica"
-    if whose == "a mesh of one's own":
+    if whose == "a mesh of the user":
         mesh, axis = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"
     batch = jax.device_put(X, NamedSharding(mesh, PartitionSpec(axis)))
 
@@ -533,16 +531,16 @@ def test_a_batch_that_a_sharding_splits_by_rows_is_found(axes, whose):
 
 
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp")])
-def test_an_array_that_is_the_same_on_each_replica_is_no_batch(spec):
-    """Parameters that are split inside of a replica, for one."""
+def test_an_array_that_is_equal_on_each_replica_is_not_a_batch(spec):
+    """One example is parameters that are split within a replica."""
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2})
     sharding = NamedSharding(strategy.mesh, PartitionSpec(*spec))
     array = jax.device_put(np.ones((4, 2), np.float32), sharding)
     strategy.run(lambda x: all_reduce(x.sum()), args=(array,))
 
 
-def test_plain_parameters_are_no_batch():
-    """Arrays of one device, as a model's before the first step: their shapes come back."""
+def test_plain_parameters_are_not_a_batch():
+    """Arrays on one device that the step returns with the same shapes count as state, not data."""
     strategy = tpudist.MirroredStrategy()
 
     def step(p, x):
@@ -574,12 +572,12 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_an_array_that_is_the_same_everywhere_is_no_reason_by_itself(name):
+def test_an_equal_array_on_all_replicas_does_not_warn(name):
     strategy = tpudist.MirroredStrategy()
     strategy.run(FINE[name], args=(X,))
 
 
-def test_a_table_beside_a_distributed_batch_is_no_reason():
+def test_a_table_next_to_a_distributed_batch_does_not_warn():
     strategy = tpudist.MirroredStrategy()
     (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
     table = np.ones((5, 3), np.float32)
@@ -592,14 +590,14 @@ def test_a_table_beside_a_distributed_batch_is_no_reason():
     strategy.run(lambda table: all_reduce((x * table[0]).sum()), args=(table,))
 
 
-def test_scalars_and_single_rows_are_no_batch():
+def test_scalars_and_single_rows_are_not_a_batch():
     strategy = tpudist.MirroredStrategy()
     strategy.run(lambda x, y: all_reduce((x + y).sum()), args=(np.float32(2), np.ones((1, 4))))
 
 
 @pytest.mark.slow
-def test_as_errors_they_leave_the_program_as_it_was(nnx_program):
-    """Who has warnings as errors sees the exception, and may run the function all the same."""
+def test_warnings_as_errors_leave_the_program_usable(nnx_program):
+    """If warnings are errors, `run` raises, and later calls of the function still work."""
     strategy, model, optimizer = nnx_program
     before = model.kernel[...]
     with pytest.raises(UndistributedBatchWarning):

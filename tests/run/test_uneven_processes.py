@@ -1,4 +1,4 @@
-"""Processes with different numbers of devices compute what one process with all of them does."""
+"""Processes with different numbers of devices match one process with all the devices."""
 
 import pytest
 
@@ -42,7 +42,7 @@ PROGRAM = """
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_uneven_processes_are_as_one():
+def test_uneven_processes_match_one_process():
     uneven = run_processes(PROGRAM.format(devices=(5, 2, 1)), num_processes=3)
     (one,) = run_processes(PROGRAM.format(devices=(8,)), num_processes=1)
     count, losses, total = one.result

@@ -1,4 +1,4 @@
-"""A loss that a step shows is that of one device, or a warning names its line."""
+"""A loss that a step reports matches the loss on one device, or a warning names its line."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def mean(losses):
 
 
 def train(loss_fn, show, gives="losses", batch_size=64):
-    """The number that one step shows, and the average, for batches of X."""
+    """Returns the number that one step reports, and the average, for batches of X."""
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
         model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
@@ -78,7 +78,7 @@ share = tpudist.compute_average_loss
         (share, "sum", "loss", "'total' one number for each of 8 replicas"),
     ],
 )
-def test_a_loss_that_a_step_shows_is_that_of_one_device_or_a_warning(loss_fn, show, gives, warning):
+def test_a_reported_loss_matches_one_device_or_warns(loss_fn, show, gives, warning):
     expect = pytest.warns(LocalMeanWarning, match=warning) if warning else contextlib.nullcontext()
     with expect:
         shown, average = train(loss_fn, show, gives)
