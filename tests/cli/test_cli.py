@@ -1,4 +1,4 @@
-"""The command `tpudist`: what it answers, and how it refuses."""
+"""The `tpudist` command: its output, its exit codes, and its errors."""
 
 import ast
 import dataclasses
@@ -36,13 +36,13 @@ STEPS = str(PROGRAMS / "steps_to_plan.py")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Where these tests keep what the compiler said."""
+    """Returns the plan cache of these tests."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path, kept):
-    """As for a user who has a folder of their own, a wide terminal and no TPU."""
+    """Simulates a user with an empty home directory, a wide terminal and no TPU."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
     monkeypatch.setenv("COLUMNS", "120")
@@ -54,7 +54,7 @@ def plan(*options, step=f"{STEPS}:make_step", topology="v5e-4"):
 
 
 def refusal(capsys, *options, **others):
-    """The one message of a command that was used wrongly."""
+    """Runs a command with a mistake; returns its one message."""
     assert plan(*options, **others) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -63,7 +63,7 @@ def refusal(capsys, *options, **others):
     return " ".join(err.split())
 
 
-# Wrong use.
+# Usage errors.
 
 
 def test_version_prints_the_versions_of_a_bug_report(capsys):
@@ -83,14 +83,14 @@ def test_version_prints_the_versions_of_a_bug_report(capsys):
         (["doctor", "nofolder"], "The folder nofolder does not exist in "),
     ],
 )
-def test_a_mistake_in_the_arguments_is_one_line(args, message, capsys):
+def test_a_usage_error_is_one_line(args, message, capsys):
     assert cli.main(args) == cli.WRONG_USE
     found = capsys.readouterr().err
     assert found.startswith(f"tpudist: {message}") or message in found
     assert len(found.splitlines()) == 1
 
 
-def test_help_is_a_command_too(capsys):
+def test_help_is_also_a_command(capsys):
     for word in ("help", "--help"):
         assert cli.main([word]) == 0
     first, second = capsys.readouterr().out.split("usage: tpudist COMMAND")[1:]
@@ -120,7 +120,7 @@ def test_doctor_report_is_markdown_without_the_home_directory(capsys, monkeypatc
         ("v5e:32x32", "For more chips, use several slices"),
     ],
 )
-def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
+def test_an_invalid_slice_is_a_usage_error(capsys, topology, message):
     assert message in refusal(capsys, topology=topology)
 
 
@@ -159,7 +159,7 @@ def test_a_slice_that_does_not_exist_is_wrong_use(capsys, topology, message):
         ),
     ],
 )
-def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
+def test_invalid_plan_options_are_usage_errors(capsys, options, message):
     assert message in refusal(capsys, *options)
 
 
@@ -176,7 +176,7 @@ def test_options_that_make_no_sense_are_wrong_use(capsys, options, message):
         (["--tokens-per-step", "1"], "--tokens-per-step is only for your own step"),
     ],
 )
-def test_sizes_that_make_no_transformer_are_wrong_use(capsys, options, message):
+def test_invalid_transformer_sizes_are_usage_errors(capsys, options, message):
     assert message in refusal(capsys, *options, step=None)
 
 
@@ -190,11 +190,11 @@ def test_sizes_that_make_no_transformer_are_wrong_use(capsys, options, message):
         (f"{STEPS}:NOT_CALLABLE", "has no function 'NOT_CALLABLE'"),
     ],
 )
-def test_a_step_that_is_not_there_is_wrong_use(capsys, step, message):
+def test_a_missing_step_is_a_usage_error(capsys, step, message):
     assert message in refusal(capsys, step=step)
 
 
-def test_a_module_that_cannot_be_imported_is_told_with_the_line(capsys, tmp_path):
+def test_an_import_error_is_reported_with_its_line(capsys, tmp_path):
     (tmp_path / "broken_steps.py").write_text("x = 1\nundefined\n")
     message = refusal(capsys, step="broken_steps:make_step")
     assert "broken_steps cannot be imported: NameError: name 'undefined' is not defined" in message
@@ -205,8 +205,8 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_line(capsys, tmp_path
     assert "needing_steps.py:1)" in message
 
 
-def test_a_file_that_ends_the_process_is_told_with_the_line(capsys, tmp_path):
-    """Without this, the exit code would say that the step fits."""
+def test_a_file_that_exits_on_import_is_reported_with_its_line(capsys, tmp_path):
+    """Otherwise the exit code would claim that the step fits."""
     (tmp_path / "ending.py").write_text("import sys\nsys.exit(0)\n")
     for step in ("ending:make_step", "ending.py:make_step"):
         message = refusal(capsys, step=step)
@@ -214,8 +214,8 @@ def test_a_file_that_ends_the_process_is_told_with_the_line(capsys, tmp_path):
         assert "ending.py:2)" in message
 
 
-def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # which the file's folder joins
+def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the file is added
     (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
     assert user_step.load("optax.py:make_step")(None) == (1, 2, 3)
     assert sys.modules["optax"] is optax
@@ -237,40 +237,40 @@ def test_an_own_file_may_have_the_name_of_a_module_that_is_needed(tmp_path, monk
         ("make_diverging_step", "make_diverging_step failed: ValueError"),
     ],
 )
-def test_a_mistake_in_a_step_is_told_with_its_line(capsys, function, message):
+def test_a_mistake_in_a_step_is_reported_with_its_line(capsys, function, message):
     lines = Path(STEPS).read_text().splitlines()
     line = lines.index('    raise KeyError("mistaken")') + 1
     assert message.format(STEPS, line) in refusal(capsys, step=f"{STEPS}:{function}")
 
 
 @pytest.mark.libtpu
-def test_axes_that_do_not_divide_the_slice_are_wrong_use(capsys):
+def test_axes_that_do_not_divide_the_slice_are_a_usage_error(capsys):
     message = refusal(capsys, "--replica-axes", "fsdp=3")
     assert "Replicas of fsdp=3 span 3 devices each, but there are 4 devices" in message
 
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("words", [["--replica-axes"], ["--search", "--geometries", "none"]])
-def test_axes_that_split_nothing_of_the_reference_transformer_are_wrong_use(words, capsys):
+def test_axes_without_a_rule_in_the_reference_transformer_are_a_usage_error(words, capsys):
     message = refusal(capsys, *words, "fdsp=2", step=None)
     assert "the axis 'fdsp', but no rule of this model splits anything" in message
     assert "Did you mean fsdp? The axes of the model's rules are data, expert, fsdp," in message
 
 
-def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch):
+def test_plan_without_libtpu_names_the_package_to_install(capsys, monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     assert "needs libtpu, the TPU compiler, which is not installed" in refusal(capsys)
 
 
 @pytest.mark.parametrize("args", [["plan"], ["launch"], ["plan", "--topology", "v5e-8", "-x"]])
-def test_what_cannot_be_read_is_wrong_use(args, capsys):
+def test_unparsable_arguments_are_a_usage_error(args, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 2
 
 
-# Answers.
+# Output.
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
     assert "step fits v5e-4" in out
     assert "replica 2 x fsdp 2" in out
     assert "at 1.5 per chip-hour" in out
-    assert "tokens/s" in out  # the step said how many there are
+    assert "tokens/s" in out  # the step returns its number of tokens
     assert "steps_to_plan.py:" in out
     assert "Wrote plan.json, plan.html, plan.png" in err
     found = Plan.from_json((tmp_path / "plan.json").read_text())
@@ -293,7 +293,7 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
     assert found.mesh == {"replica": 2, "fsdp": 2}
     assert "1,000 steps" in (tmp_path / "plan.html").read_text()
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    # What was said is kept, and told alike.
+    # The second plan comes from the cache and is the same.
     assert plan("--replica-axes", "fsdp=2", "--json", "-") == 0
     again = Plan.from_json(capsys.readouterr().out)
     assert again.program == found.program
@@ -301,7 +301,7 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
 
 
 @pytest.mark.libtpu
-def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
+def test_a_step_that_does_not_fit_reports_the_reason_with_exit_code_1(capsys):
     assert plan("--save", "program", step=f"{STEPS}:make_large_step") == 1
     out, _ = capsys.readouterr()
     assert "step does not fit v5e-4" in out
@@ -312,7 +312,7 @@ def test_a_step_that_does_not_fit_says_why_with_exit_code_1(capsys):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_program_is_kept_for_the_slice(capsys):
+def test_plan_saves_a_program_for_the_slice(capsys):
     assert plan("--save", "program") == 0
     assert "Wrote program" in capsys.readouterr().err
     assert Path("program").stat().st_mode & 0o777 == 0o700
@@ -320,7 +320,7 @@ def test_a_program_is_kept_for_the_slice(capsys):
 
 
 @pytest.mark.libtpu
-def test_a_search_ranks_what_fits(capsys):
+def test_a_search_ranks_the_candidates_that_fit(capsys):
     step = f"{STEPS}:make_large_step"
     options = ["--search", "--geometries", "none", "fsdp=4", "--time-budget", "300"]
     assert plan(*options, "--html", "search.html", "--json", "search.json", step=step) == 0
@@ -335,8 +335,8 @@ def test_a_search_ranks_what_fits(capsys):
 
 
 @pytest.mark.libtpu
-def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
-    """And no answer to whether anything fits."""
+def test_a_search_in_which_every_candidate_fails_is_a_usage_error(capsys):
+    """The exit code must not claim that no candidate fits."""
     options = ["--search", "--geometries", "none", "fsdp=2", "--json", "search.json"]
     assert plan(*options, step=f"{STEPS}:make_odd_step") == 2
     out, err = (" ".join(text.split()) for text in capsys.readouterr())
@@ -348,7 +348,7 @@ def test_a_search_in_which_everything_fails_is_wrong_use(capsys):
 
 
 @pytest.mark.libtpu
-def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
+def test_a_search_that_compiles_nothing_suggests_a_larger_time_budget(capsys):
     assert plan("--search", "--geometries", "none", "fsdp=2", "--time-budget", "1e-6") == 2
     out, err = (" ".join(text.split()) for text in capsys.readouterr())
     assert "nothing was compiled for v5e-4 within" in out
@@ -358,7 +358,7 @@ def test_a_search_that_reaches_nothing_says_to_give_it_more_time(capsys):
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("search", [[], ["--search", "--geometries", "none"]])
-def test_tokens_that_are_given_count_more_than_those_that_the_step_says(capsys, search):
+def test_tokens_per_step_overrides_the_number_from_the_step(capsys, search):
     assert plan("--tokens-per-step", "4096", "--json", "-", *search) == 0
     found = json.loads(capsys.readouterr().out)
     one = found["outcomes"][0]["plan"] if search else found
@@ -366,7 +366,7 @@ def test_tokens_that_are_given_count_more_than_those_that_the_step_says(capsys, 
 
 
 class ClosedPipe:
-    """Standard output that nobody reads any more, as after `| head`."""
+    """Standard output whose reader has gone, as after `| head`."""
 
     def __init__(self, monkeypatch):
         reads, writes = os.pipe()
@@ -390,17 +390,17 @@ class ClosedPipe:
         ),
     ],
 )
-def test_who_stops_reading_gets_the_files_and_the_verdict(
+def test_a_closed_pipe_does_not_prevent_the_files_and_the_exit_code(
     monkeypatch, capsys, options, step, code, written
 ):
     closed = ClosedPipe(monkeypatch)
     assert plan(*options, step=f"{STEPS}:{step}") == code
-    closed.file.close()  # as Python does in the end: nothing is left that could not be written
+    closed.file.close()  # as at Python's exit: no data remains to be flushed
     assert written <= set(os.listdir())
     assert "Wrote " in capsys.readouterr().err
 
 
-def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
+def test_a_list_piped_to_head_exits_without_an_error(monkeypatch):
     closed = ClosedPipe(monkeypatch)
     assert cli.main(["topologies", "--sources"]) == 0
     closed.file.close()
@@ -415,15 +415,15 @@ def test_a_list_of_which_only_the_head_is_read_is_no_error(monkeypatch):
         (["--chart", "plan.txt"], "Format 'txt' is not supported"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_wrong_use(capsys, option, message):
+def test_a_file_that_cannot_be_written_is_a_usage_error(capsys, option, message):
     assert plan(*option) == 2
     out, err = capsys.readouterr()
     assert message in " ".join(err.split())
-    assert "step fits v5e-4" in out  # what was found is not lost
+    assert "step fits v5e-4" in out  # the result is still printed
 
 
 @pytest.mark.libtpu
-def test_the_reference_transformer_is_planned_by_its_sizes(capsys):
+def test_the_reference_transformer_is_planned_from_its_sizes(capsys):
     options = ["--num-layers", "2", "--embed-dim", "64", "--mlp-dim", "128", "--num-heads", "2"]
     options += ["--sequence-length", "128", "--attention", "dot_product", "--json", "-"]
     options += ["--batch-per-chip", "4", "--microbatches", "2", "--replica-axes", "fsdp=2"]
@@ -457,17 +457,17 @@ def test_topologies_lists_all_chips_and_their_sources(capsys):
     assert "no such generation. Use one of v2" in capsys.readouterr().err
 
 
-# What is promised elsewhere.
+# Consistency with other files.
 
 
-def test_the_tiny_preset_is_what_the_training_script_trains():
+def test_the_tiny_preset_matches_the_training_script():
     tiny, script = PRESETS["tiny"], ModelOptions()
     for name in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "gated", "remat"):
         assert getattr(tiny.config, name) == getattr(script, name)
     assert tiny.length == script.sequence_length
 
 
-def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
+def test_the_loss_of_a_preset_is_chunked_if_chunks_divide_the_sequence():
     for given, chunk in (
         ({}, 1024),
         ({"sequence_length": 2048}, 1024),
@@ -479,7 +479,7 @@ def test_a_presets_loss_is_in_chunks_where_they_fill_the_sequence():
         assert reference.make_reference(options, 8).config.loss_chunk == chunk
 
 
-def test_the_model_of_a_folder_is_planned_from_its_configuration_alone(tmp_path):
+def test_a_model_folder_is_planned_from_only_its_configuration(tmp_path):
     shutil.copy(DATA / "pretrained" / "gemma2" / "config.json", tmp_path)
     options = reference.ReferenceOptions(hf=tmp_path, num_layers=3, sequence_length=2048)
     found = reference.make_reference(options, 4)
@@ -489,7 +489,7 @@ def test_the_model_of_a_folder_is_planned_from_its_configuration_alone(tmp_path)
     assert (shorter.length, shorter.config.loss_chunk) == (64, None)
 
 
-def test_a_folder_that_describes_no_model_is_wrong_use(capsys, tmp_path):
+def test_a_folder_without_a_supported_model_is_a_usage_error(capsys, tmp_path):
     said = refusal(capsys, "--hf", str(tmp_path), step=None)
     assert "config.json does not exist" in said
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -499,7 +499,7 @@ def test_a_folder_that_describes_no_model_is_wrong_use(capsys, tmp_path):
     assert "both choose a model" in said
 
 
-def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
+def test_every_preset_can_be_chosen_and_every_size_is_a_field_of_the_config():
     choices = reference.ReferenceOptions.__annotations__["preset"]
     assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
     own = {"preset", "hf", "batch_per_chip", "global_batch", "sequence_length"}
@@ -509,10 +509,10 @@ def test_every_preset_can_be_chosen_and_every_size_is_one_of_the_model():
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),  # as published beside the weights
+    ("name", "billions"),  # as published with the weights
     [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("mistral-7b", 7.24), ("mixtral-8x7b", 46.7)],
 )
-def test_presets_have_as_many_parameters_as_the_models_they_are_named_after(name, billions):
+def test_presets_have_the_number_of_parameters_of_their_models(name, billions):
     shapes = jax.eval_shape(lambda: jax.tree.leaves(make_transformer(PRESETS[name].config)))
     assert sum(x.size for x in shapes) / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -523,7 +523,7 @@ def test_the_command_is_installed():
 
 
 def commands(document):
-    """The commands in the code blocks of a document."""
+    """Yields the commands in the code blocks of a document."""
     for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S):
         for line in block.splitlines():
             name, *words = shlex.split(line)
@@ -543,7 +543,7 @@ def commands(document):
         "docs/tpu_vms.md",
     ],
 )
-def test_the_commands_of_the_documents_can_be_read(document):
+def test_the_commands_in_the_docs_can_be_parsed(document):
     found = list(commands(document))
     assert found
     for words in found:
@@ -555,8 +555,8 @@ def test_the_commands_of_the_documents_can_be_read(document):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.libtpu
-def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
-    """On a machine whose environment says nothing; a pipe that closes early is no error."""
+def test_the_module_is_runnable_and_leaves_jax_on_the_cpu(tmp_path):
+    """Runs without JAX_PLATFORMS in the environment. A pipe that closes early is not an error."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-m", "tpudist"]
@@ -586,8 +586,8 @@ def test_it_is_a_command_of_python_and_leaves_jax_on_the_cpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.libtpu
-def test_ctrl_c_ends_the_compiler_too(tmp_path):
-    # As `-m tpudist`, with the signal that a shell's & would have made it ignore.
+def test_ctrl_c_also_ends_the_compiler(tmp_path):
+    # Runs as `-m tpudist`, but restores SIGINT, which a shell ignores for background jobs.
     program = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('tpudist', run_name='__main__', alter_sys=True)"
@@ -614,7 +614,7 @@ def test_ctrl_c_ends_the_compiler_too(tmp_path):
 
 
 def _children(pid):
-    """Processes that a process has started and that compile by now."""
+    """Returns the child processes that compile now."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         found = [int(x) for task in tasks for x in (task / "children").read_text().split()]
@@ -624,7 +624,7 @@ def _children(pid):
 
 
 def _wait_for(condition, seconds=120):
-    """The first true answer."""
+    """Waits for the first true value; returns it."""
     end = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < end
@@ -632,8 +632,8 @@ def _wait_for(condition, seconds=120):
     return answer
 
 
-def test_subcommands_are_modules_with_options_and_run():
-    """So that a new one is one file, and one line of COMMANDS."""
+def test_each_subcommand_is_a_module_with_options_and_run():
+    """A new subcommand is therefore one file, and one line of COMMANDS."""
     for name in cli.COMMANDS:
         command = cli.find_command(name)
         tree = ast.parse(Path(command.__file__).read_text())
@@ -665,7 +665,7 @@ def test_help_describes_every_option_and_ends_with_examples_and_exit_codes(name,
             assert len(text) <= 100, text
 
 
-def test_the_command_alone_prints_the_commands(capsys):
+def test_the_command_without_arguments_prints_the_commands(capsys):
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in cli.COMMANDS)
@@ -677,14 +677,14 @@ def test_the_command_alone_prints_the_commands(capsys):
     ("name", "message"),
     [("plann", "There is no command plann. Did you mean plan?"), ("x", "The commands are plan, ")],
 )
-def test_an_unknown_command_gets_the_nearest_one(name, message, capsys):
+def test_an_unknown_command_suggests_the_nearest_one(name, message, capsys):
     assert cli.main([name]) == cli.WRONG_USE
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("words", ["--help", "--version", "port --help", "doctor --help", "plann"])
-def test_help_and_mistakes_do_not_load_jax(words):
+def test_help_and_usage_errors_do_not_import_jax(words):
     program = (
         "import sys; from tpudist import cli\n"
         f"try: cli.main({words.split()!r})\n"

@@ -1,4 +1,4 @@
-"""`tpudist port`: what it prints and writes, and how it refuses."""
+"""`tpudist port`: its output, the files it writes, and its errors."""
 
 import builtins
 import json
@@ -32,7 +32,7 @@ LEFT = (
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch, tmp_path):
-    """A program in the current folder."""
+    """Creates a program in the current folder."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "train.py"
@@ -40,7 +40,7 @@ def program(monkeypatch, tmp_path):
     return file
 
 
-def test_it_prints_a_diff_and_what_is_left_and_changes_nothing(capsys, program):
+def test_port_prints_a_diff_and_the_remaining_names_and_changes_nothing(capsys, program):
     assert cli.main(["port", "train.py"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("--- a/train.py\n+++ b/train.py\n")
@@ -50,7 +50,7 @@ def test_it_prints_a_diff_and_what_is_left_and_changes_nothing(capsys, program):
     assert program.read_text() == BEFORE
 
 
-def test_the_diff_is_a_patch(capsys, program):
+def test_the_diff_can_be_applied_by_patch(capsys, program):
     cli.main(["port", "train.py"])
     patch = capsys.readouterr().out
     subprocess.run(["patch", "-p1"], input=patch, text=True, check=True, capture_output=True)
@@ -58,7 +58,7 @@ def test_the_diff_is_a_patch(capsys, program):
 
 
 @pytest.mark.slow
-def test_the_guide_shows_a_port_as_it_is_printed(capsys, program):
+def test_the_guide_shows_the_actual_output(capsys, program):
     page = (ROOT / "docs" / "port_command.md").read_text()
     [diff] = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
     [listed] = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
@@ -68,7 +68,7 @@ def test_the_guide_shows_a_port_as_it_is_printed(capsys, program):
     assert capsys.readouterr() == (diff, listed)
 
 
-def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
+def test_port_writes_in_place_or_to_a_different_file(capsys, program, tmp_path):
     assert cli.main(["port", "train.py", "--output", "new.py"]) == 1
     assert capsys.readouterr().out == ""
     assert program.read_text() == BEFORE
@@ -78,7 +78,7 @@ def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
     assert out.startswith("--- a/train.py")
     assert err == LEFT
     assert program.read_text() == AFTER
-    assert cli.main(["port", "train.py"]) == 1  # again: the same is left, and nothing changes
+    assert cli.main(["port", "train.py"]) == 1  # again: same leftovers, no change
     assert capsys.readouterr() == ("\n", LEFT)
 
 
@@ -105,7 +105,7 @@ def test_it_writes_in_place_or_to_another_file(capsys, program, tmp_path):
         ),
     ],
 )
-def test_its_exit_code_says_whether_names_are_left(capsys, program, statements, line):
+def test_the_exit_code_is_0_if_no_names_remain(capsys, program, statements, line):
     program.write_text(BEFORE.replace("print(tf.signal.fft(x))\n", f"{statements}\n"))
     assert cli.main(["port", "train.py", "--write"]) == 0
     assert capsys.readouterr().err == (
@@ -122,7 +122,7 @@ def test_a_notebook_is_ported_cell_by_cell(capsys, tmp_path):
     assert "train.ipynb, cell 1:6: tf.signal.fft" in err
 
 
-def test_a_port_that_takes_long_says_how_far_it_is(capsys, monkeypatch):
+def test_a_slow_port_reports_its_progress(capsys, monkeypatch):
     monkeypatch.setattr("tpudist.cli.port_command.SECONDS_WITHOUT_PROGRESS", 0)
     cli.main(["port", "train.py"])
     assert "train.py: 1 of 9 passes done.\n" in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_a_port_that_takes_long_says_how_far_it_is(capsys, monkeypatch):
         (["train.py", "--write", "--output", "a.py"], "--write overwrites the file"),
     ],
 )
-def test_what_cannot_be_done_is_refused(capsys, tmp_path, arguments, message):
+def test_unusable_files_and_options_raise_an_error(capsys, tmp_path, arguments, message):
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe")
     (tmp_path / "text.py").write_text("This is a text.\n")
     (tmp_path / "plain.py").write_text("model = 1\n")
@@ -152,14 +152,14 @@ def test_what_cannot_be_done_is_refused(capsys, tmp_path, arguments, message):
     assert message in " ".join(err.split())
 
 
-def test_a_module_of_a_program_needs_no_strategy(tmp_path, capsys):
+def test_a_module_may_contain_no_strategy(tmp_path, capsys):
     (tmp_path / "model.py").write_text("import tensorflow as tf\nm = tf.keras.Sequential()\n")
     assert cli.main(["port", "model.py", "--module", "--write"]) == 0
     assert "m = keras.Sequential()\n" in (tmp_path / "model.py").read_text()
     capsys.readouterr()
 
 
-def test_without_libcst_it_says_what_to_install(monkeypatch, capsys):
+def test_port_without_libcst_names_the_package_to_install(monkeypatch, capsys):
     load = builtins.__import__
 
     def load_all_but_libcst(name, *arguments, **more):
@@ -177,13 +177,13 @@ def test_without_libcst_it_says_what_to_install(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_libcst_and_matplotlib_are_loaded_only_when_they_are_used():
+def test_libcst_and_matplotlib_are_imported_only_when_needed():
     modules = "tpudist, tpudist.cli, tpudist.planner.plan"
     code = f"import sys, {modules}; assert not {{'libcst', 'matplotlib'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_ends_of_lines_stay_as_they_are(program):
+def test_line_endings_are_preserved(program):
     program.write_bytes(BEFORE.replace("\n", "\r\n").encode())
     assert cli.main(["port", "train.py", "--write"]) == 1
     assert program.read_bytes() == AFTER.replace("\n", "\r\n").encode()

@@ -1,4 +1,4 @@
-"""`tpudist run`: the program has what it would have under `python`."""
+"""`tpudist run`: the program runs as under `python`."""
 
 import os
 import pty
@@ -32,7 +32,7 @@ def start(tmp_path, *options, program=PROGRAM, **streams):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_program_has_its_arguments_streams_and_exit_code(tmp_path):
+def test_the_program_receives_its_arguments_streams_and_exit_code(tmp_path):
     process = start(tmp_path, stdin=subprocess.PIPE)
     assert process.communicate("said", timeout=60) == ("['--n', '7'] None None\n", "False said\n")
     assert process.returncode == 7
@@ -40,7 +40,7 @@ def test_the_program_has_its_arguments_streams_and_exit_code(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_it_has_the_terminal_and_emulated_devices(tmp_path):
+def test_the_program_has_the_terminal_and_emulated_devices(tmp_path):
     """Devices are emulated for a program that does not request them."""
     ours, its = pty.openpty()
     program = f"import jax\nprint(len(jax.devices()))\n{PROGRAM}"
@@ -51,7 +51,7 @@ def test_it_has_the_terminal_and_emulated_devices(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_signals_are_its_own(tmp_path):
+def test_the_program_receives_signals(tmp_path):
     program = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
     process = start(tmp_path, program=program)
     assert int(process.stdout.readline()) == process.pid
@@ -67,6 +67,6 @@ def test_signals_are_its_own(tmp_path):
         (["--emulate", "0", sys.executable], "must be at least 1"),
     ],
 )
-def test_wrong_use(words, said, capsys):
+def test_wrong_options_are_reported(words, said, capsys):
     assert cli.main(["run", *words]) == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""`tpudist.compat.v1`: the names of `tf.compat.v1.distribute`, under both of its paths."""
+"""`tpudist.compat.v1`: the names of `tf.compat.v1.distribute`, under both paths."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import tpudist
 from tpudist.compat import v1
 
-# Of `dir(tf.compat.v1.distribute)` and its `experimental` in TensorFlow 2.21.
+# From `dir(tf.compat.v1.distribute)` and its `experimental` in TensorFlow 2.21.
 NAMES = """
     CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy
     NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server
@@ -25,7 +25,7 @@ EXPERIMENTAL_NAMES = """
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_there_under_both_paths(name):
+def test_a_name_exists_under_both_paths(name):
     distribute = importlib.import_module("tpudist.compat.v1.distribute")
     assert getattr(v1, name) is getattr(distribute, name)
     assert name in v1.__all__
@@ -33,20 +33,20 @@ def test_a_name_is_there_under_both_paths(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTAL_NAMES)
-def test_an_experimental_name_is_there(name):
+def test_an_experimental_name_exists(name):
     experimental = importlib.import_module("tpudist.compat.v1.distribute.experimental")
     assert v1.experimental is experimental
     assert name in experimental.__all__
     assert hasattr(experimental, name)
 
 
-def test_nothing_else_is_offered():
+def test_no_other_names_are_public():
     assert sorted(v1.__all__) == sorted([*NAMES, "distribute"])
     assert sorted(v1.distribute.__all__) == sorted(NAMES)
     assert sorted(v1.experimental.__all__) == sorted(EXPERIMENTAL_NAMES)
 
 
-def test_what_has_not_changed_is_the_same_object():
+def test_an_unchanged_name_is_the_same_object():
     changed = {"MirroredStrategy", "OneDeviceStrategy", "Strategy", "experimental"}
     for name in set(NAMES) - changed:
         assert getattr(v1, name) is getattr(tpudist, name), name
@@ -79,7 +79,7 @@ def strategy(request):
     return make()
 
 
-def test_a_strategy_is_one_of_the_new_name_and_of_the_old_base(strategy):
+def test_a_v1_strategy_is_an_instance_of_the_new_class_and_the_v1_base(strategy):
     _, new = STRATEGIES[type(strategy).__name__]
     assert isinstance(strategy, new)
     assert isinstance(strategy, v1.Strategy)
@@ -87,7 +87,7 @@ def test_a_strategy_is_one_of_the_new_name_and_of_the_old_base(strategy):
     assert not isinstance(tpudist.OneDeviceStrategy(), v1.Strategy)
 
 
-def test_a_reduction_needs_no_axis(strategy):
+def test_reduce_does_not_require_an_axis(strategy):
     n = strategy.num_replicas_in_sync
     ids = strategy.run(lambda: tpudist.get_replica_context().replica_id_in_sync_group)
     assert int(strategy.reduce("SUM", ids)) == n * (n - 1) // 2
@@ -99,8 +99,8 @@ def test_a_reduction_needs_no_axis(strategy):
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
-def test_an_old_loop_runs(strategy):
-    """As a program of TensorFlow 1.15 has it."""
+def test_a_training_loop_of_tensorflow_1_15_runs(strategy):
+    """The code is written as in a program for TensorFlow 1.15."""
     dataset = strategy.experimental_make_numpy_dataset(np.arange(16.0)).batch(8)
     iterator = strategy.make_dataset_iterator(dataset)
     with strategy.scope():
@@ -127,7 +127,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_parameters_are_those_of_tensorflow(name):
+def test_parameters_match_tensorflow(name):
     found = v1
     for part in name.split("."):
         found = getattr(found, part)
@@ -135,7 +135,7 @@ def test_parameters_are_those_of_tensorflow(name):
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == SIGNATURES[name]
 
 
-def test_steps_per_run_has_no_effect_and_says_so():
+def test_steps_per_run_has_no_effect_and_warns():
     with pytest.warns(
         UserWarning, match="steps_per_run=10. has no effect: pass the number of steps"
     ):
@@ -148,7 +148,7 @@ def test_steps_per_run_has_no_effect_and_says_so():
         tpudist.MirroredStrategy().extended.steps_per_run  # noqa: B018
 
 
-def test_parameter_servers_are_those_of_tf_config(monkeypatch):
+def test_parameter_servers_come_from_tf_config(monkeypatch):
     cluster = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
     strategy = v1.experimental.ParameterServerStrategy()
@@ -164,7 +164,7 @@ def test_parameter_servers_are_those_of_tf_config(monkeypatch):
         strategy.shutdown()
 
 
-def test_the_old_module_is_part_of_the_package():
+def test_compat_v1_is_an_attribute_of_the_package():
     assert tpudist.compat.v1 is v1
     with pytest.warns(DeprecationWarning, match="deprecated"):
         assert v1.distribute.get_loss_reduction() is tpudist.ReduceOp.SUM

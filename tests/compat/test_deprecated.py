@@ -1,4 +1,4 @@
-"""The old names: each warns at the line that uses it, names what to use, and does the same."""
+"""Each deprecated name warns at its call, names its replacement, and works the same."""
 
 import inspect
 
@@ -41,7 +41,7 @@ def _double(x=3):
 
 DATA = [np.arange(4), np.arange(4, 8)]
 
-# Old name, the call of it, what to use as the warning says, and the same call by the new name.
+# Deprecated name: its call, the replacement in the warning, and the same call with the new name.
 ALIASES = {
     "experimental_run_v2": (
         lambda s: s.experimental_run_v2(_double, (np.arange(4),), {}),
@@ -104,7 +104,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("name", ALIASES)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_an_old_name_warns_and_gives_what_the_new_one_does(name, num_replicas):
+def test_a_deprecated_name_warns_and_matches_its_replacement(name, num_replicas):
     strategy = tpudist.MirroredStrategy(jax.devices()[:num_replicas])
     call, instead, new = ALIASES[name]
     with pytest.warns(DeprecationWarning, match=f"{name.split()[0]} is deprecated.*{instead}") as w:
@@ -113,7 +113,7 @@ def test_an_old_name_warns_and_gives_what_the_new_one_does(name, num_replicas):
     assert _shown(strategy, found) == _shown(strategy, new(strategy))
 
 
-# As `inspect.signature` gives them in TensorFlow 2.21; the first is that of the r1.15 pages.
+# From `inspect.signature` in TensorFlow 2.21; the first is from the r1.15 documentation.
 SIGNATURES = {
     "experimental_run_v2": "self, fn, args=(), kwargs=None",
     "experimental_run": "self, fn, input_iterator=None",
@@ -135,7 +135,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_its_parameters_are_those_of_tensorflow(name):
+def test_parameters_match_tensorflow(name):
     *inside, method = name.split(".")
     owner = tpudist.StrategyExtended if inside else tpudist.Strategy
     parameters = inspect.signature(getattr(owner, method)).parameters.values()
@@ -153,7 +153,7 @@ def test_variables_are_colocated_by_the_extended_strategy(two, variable):
     assert other.read_value().sharding == variable.read_value().sharding
 
 
-def test_an_input_fn_is_called_per_worker_only(two):
+def test_an_input_fn_is_called_only_per_worker(two):
     with (
         pytest.warns(DeprecationWarning, match="deprecated"),
         pytest.raises(ValueError, match="mode not supported"),
@@ -161,7 +161,7 @@ def test_an_input_fn_is_called_per_worker_only(two):
         two.make_input_fn_iterator(lambda _: DATA, InputReplicationMode.PER_REPLICA)
 
 
-def test_the_devices_of_a_kept_context_are_not_told(two):
+def test_the_devices_of_an_outdated_context_raise_an_error(two):
     kept = []
     two.run(lambda: kept.append(tpudist.get_replica_context()))
     with (
@@ -171,7 +171,7 @@ def test_the_devices_of_a_kept_context_are_not_told(two):
         _ = kept[0].devices
 
 
-def test_old_names_in_a_replica_function_are_refused_by_their_own_names(two):
+def test_deprecated_names_in_a_replica_function_raise_an_error_with_their_name(two):
     for name in ("make_dataset_iterator", "make_input_fn_iterator"):
         with pytest.warns(DeprecationWarning, match="deprecated"):
             with pytest.raises(RuntimeError, match=f"{name} was called in a replica function"):
@@ -179,7 +179,7 @@ def test_old_names_in_a_replica_function_are_refused_by_their_own_names(two):
 
 
 @pytest.mark.parametrize("name", ["MultiWorkerMirroredStrategy", "TPUStrategy"])
-def test_an_experimental_strategy_is_one_of_the_new_name(name):
+def test_an_experimental_strategy_is_an_instance_of_its_replacement(name):
     cls = getattr(tpudist.experimental, name)
     with pytest.warns(DeprecationWarning, match=f"experimental.{name} is deprecated: use") as w:
         strategy = cls()
@@ -196,7 +196,7 @@ def test_an_experimental_strategy_is_one_of_the_new_name(name):
     )
 
 
-def test_how_experimental_workers_communicate_is_told_as_before():
+def test_the_communication_option_of_experimental_workers_still_warns():
     implementation = tpudist.experimental.CollectiveCommunication.NCCL
     with pytest.warns(UserWarning, match="MultiWorkerMirroredStrategy.*NCCL.* has no effect"):
         with pytest.warns(DeprecationWarning, match="deprecated"):
@@ -209,7 +209,7 @@ def test_how_experimental_workers_communicate_is_told_as_before():
         tpudist.experimental.MultiWorkerMirroredStrategy("TELEX")
 
 
-# Iterators that are begun anew.
+# Iterators that can be restarted.
 
 
 @pytest.fixture(params=["dataset", "input_fn"])
@@ -228,7 +228,7 @@ def _rest(two, iterator):
 
 
 FIRST = [[0, 1], [2, 3]]
-# Of the remainder, replicas have equal parts of the global batch, or batches of their own.
+# The remainder: replicas have equal parts of a global batch, or their own batches.
 SECONDS = {"dataset": [[4], [5]], "input_fn": [[4, 5], []]}
 
 
@@ -251,7 +251,7 @@ def test_an_iterator_restarts_at_each_initialization(two, iterator, second):
     assert _rest(two, iterator) == [FIRST, second]
 
 
-def test_an_iterator_need_not_be_initialized(two, iterator, second):
+def test_initializing_an_iterator_is_optional(two, iterator, second):
     assert isinstance(iterator, tpudist.DistributedIterator)
     assert iter(iterator) is iterator
     assert iterator.element_spec.shape == (2,)
@@ -259,8 +259,8 @@ def test_an_iterator_need_not_be_initialized(two, iterator, second):
     iterator.close()
 
 
-def test_initializing_takes_nothing_from_what_has_one_pass(two):
-    """Programs initialize before the first element."""
+def test_initializing_consumes_nothing_from_a_one_pass_dataset(two):
+    """Programs initialize before they read the first element."""
     with pytest.warns(DeprecationWarning, match="deprecated"):
         iterator = two.make_dataset_iterator(iter(DATA))
     assert iterator.initializer is None
@@ -270,7 +270,7 @@ def test_initializing_takes_nothing_from_what_has_one_pass(two):
         next(iterator)
 
 
-def test_an_input_fn_may_return_a_function_that_is_called_for_each_replica(two):
+def test_an_input_fn_may_return_a_function_that_is_called_per_replica(two):
     calls = []
 
     def element():
@@ -283,11 +283,11 @@ def test_an_input_fn_may_return_a_function_that_is_called_for_each_replica(two):
         iterator = two.make_input_fn_iterator(lambda _: element)
     assert calls == []
     assert _shown(two, iterator.get_next()) == [1, 2]
-    assert len(calls) == 2  # it may do more than give elements, so nothing is taken ahead
+    assert len(calls) == 2  # nothing is prefetched, because calls may have side effects
     assert _rest(two, iterator) == [[3, 4]]
 
 
-def test_an_input_fn_that_returns_neither_is_refused(two):
+def test_an_input_fn_that_returns_neither_is_rejected(two):
     with (
         pytest.warns(DeprecationWarning, match="deprecated"),
         pytest.raises(ValueError, match="input_fn returned a int"),
@@ -295,7 +295,7 @@ def test_an_input_fn_that_returns_neither_is_refused(two):
         two.make_input_fn_iterator(lambda _: 3)
 
 
-def test_the_default_strategy_has_such_iterators_too():
+def test_the_default_strategy_has_initializable_iterators():
     with pytest.warns(DeprecationWarning, match="deprecated"):
         iterator = tpudist.get_strategy().make_dataset_iterator(DATA)
     assert iterator.get_next().tolist() == [0, 1, 2, 3]
@@ -319,7 +319,7 @@ def _sum(x):
     return x.sum().astype(jnp.float32)
 
 
-def test_steps_hand_out_what_the_last_one_gave(two):
+def test_steps_return_the_outputs_of_the_last_step(two):
     def step(context, inputs):
         sums = two.run(_sum, (inputs,))
         context.set_last_step_output("sum", sums, tpudist.ReduceOp.SUM)
@@ -340,8 +340,8 @@ def _hand_out(context, x):
     context.set_non_tensor_output("text", "hello")
 
 
-def test_replica_functions_hand_out_reduced_values_at_each_step(two):
-    """They run as compiled programs: what their Python code did once must happen at each step."""
+def test_replica_functions_return_reduced_values_at_each_step(two):
+    """They are compiled, so the effect of their Python code must repeat at each step."""
     new_compiles = NewCompiles()
 
     def step(context, inputs):
@@ -356,7 +356,7 @@ def test_replica_functions_hand_out_reduced_values_at_each_step(two):
     assert len(ours) == 1
 
 
-def test_what_was_handed_out_in_an_earlier_loop_is_not_handed_out_again(two):
+def test_outputs_of_an_earlier_loop_are_not_returned_again(two):
     silent = []
 
     def step(context, inputs):
@@ -369,7 +369,7 @@ def test_what_was_handed_out_in_an_earlier_loop_is_not_handed_out_again(two):
     assert float(first.last_step_outputs["mean"]["sum"]) == 11
 
 
-def test_values_are_handed_out_in_a_merge_call_too(two):
+def test_outputs_can_be_set_in_a_merge_call(two):
     def replica_fn(context, x):
         def merge(strategy, value):
             context.set_last_step_output("sum", value, "SUM")
@@ -380,36 +380,36 @@ def test_values_are_handed_out_in_a_merge_call_too(two):
     assert float(result.last_step_outputs["sum"]) == 22
 
 
-def test_after_no_steps_the_initial_values_stand(two):
+def test_zero_steps_return_the_initial_values(two):
     result = _run_steps(two, _hand_out, 0, initial_loop_values={"sum": 7.0})
     assert result.last_step_outputs == {"sum": 7.0}
     assert result.non_tensor_outputs == {}
 
 
-def test_one_replica_hands_out_too():
+def test_one_replica_can_set_outputs():
     one = tpudist.OneDeviceStrategy()
     result = _run_steps(one, lambda context, inputs: one.run(_hand_out, (context, inputs)))
     assert float(result.last_step_outputs["mean"]["sum"]) == 22
 
 
-def test_steps_are_run_in_the_scope_of_the_strategy(two):
+def test_steps_run_in_the_scope_of_the_strategy(two):
     found = []
     _run_steps(two, lambda context, inputs: found.append(tpudist.get_strategy()))
     assert found == [two, two]
 
 
-def test_steps_beyond_the_end_are_an_error(two):
+def test_steps_beyond_the_end_raise_an_error(two):
     with pytest.raises(tpudist.errors.OutOfRangeError):
         _run_steps(two, lambda context, inputs: None, 3)
 
 
 @pytest.mark.parametrize("iterations", [-1, 1.0, True])
-def test_a_number_of_steps_that_is_none_is_refused(two, iterations):
+def test_run_steps_rejects_a_count_that_is_not_a_nonnegative_integer(two, iterations):
     with pytest.raises(ValueError, match="an integer of at least 0"):
         _run_steps(two, lambda context, inputs: None, iterations)
 
 
-def test_a_replica_must_say_how_outputs_combine(two):
+def test_an_output_of_a_replica_function_requires_a_reduce_op(two):
     def replica_fn(context, x):
         context.set_last_step_output("sum", _sum(x))
 
@@ -417,7 +417,7 @@ def test_a_replica_must_say_how_outputs_combine(two):
         _run_steps(two, lambda context, inputs: two.run(replica_fn, (context, inputs)))
 
 
-def test_an_array_is_no_other_object(two):
+def test_set_non_tensor_output_rejects_an_array(two):
     def replica_fn(context, x):
         context.set_non_tensor_output("x", {"x": x})
 
@@ -425,7 +425,7 @@ def test_an_array_is_no_other_object(two):
         _run_steps(two, lambda context, inputs: two.run(replica_fn, (context, inputs)))
 
 
-def test_steps_on_an_iterator_are_for_cross_replica_context(two):
+def test_run_steps_on_iterator_in_a_replica_function_raises_an_error(two):
     def replica_fn():
         two.extended.experimental_run_steps_on_iterator(lambda c, x: None, iter(()))
 

@@ -24,7 +24,7 @@ def default():
 
 
 def where():
-    """What the four functions of SURFACE section 2 say here."""
+    """Returns the results of the four functions in SURFACE section 2."""
     replica = tpudist.get_replica_context()
     return (
         tpudist.has_strategy(),
@@ -34,11 +34,11 @@ def where():
     )
 
 
-# Where am I: each row of the table.
+# The current context: each row of the table.
 
 
-def test_outside_of_all_scopes_one_is_in_the_default_strategys_replica_context(default):
-    """So that a library may ask the context for an all-reduce unconditionally."""
+def test_code_outside_all_scopes_is_in_the_default_replica_context(default):
+    """A library may therefore call an all-reduce on the context unconditionally."""
     assert where() == (False, False, default, default)
     replica = tpudist.get_replica_context()
     assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (0, 1)
@@ -80,7 +80,7 @@ def test_an_update_is_in_cross_replica_context(mirrored):
         )
 
 
-def test_the_default_strategys_scope_and_run_change_nothing(default):
+def test_scope_and_run_of_the_default_strategy_change_nothing(default):
     with default.scope():
         assert where() == (False, False, default, default)
     assert default.run(where) == (False, False, default, default)
@@ -91,7 +91,7 @@ def test_a_merge_call_of_the_default_context_is_cross_replica(default):
     assert seen == (default, (False, True, False, default))
 
 
-def test_another_thread_is_in_the_default_mode(mirrored, default):
+def test_another_thread_is_in_the_default_context(mirrored, default):
     """A scope belongs to the thread that entered it."""
     seen = []
     with mirrored.scope():
@@ -101,7 +101,7 @@ def test_another_thread_is_in_the_default_mode(mirrored, default):
     assert seen == [(False, False, default, default)]
 
 
-def test_the_default_strategy_is_one_object(default):
+def test_the_default_strategy_cannot_be_copied(default):
     assert tpudist.get_strategy() is default
     with pytest.raises(RuntimeError, match="cannot be copied"):
         copy.copy(default)
@@ -112,8 +112,8 @@ def test_the_default_strategy_is_one_object(default):
 # Scopes.
 
 
-def test_a_scope_may_be_entered_again_in_itself_and_after_it_was_left(mirrored, default):
-    """TensorFlow's scope objects fail the second time, and leave the stack dirty."""
+def test_a_scope_may_be_nested_in_itself_and_reentered(mirrored, default):
+    """TensorFlow's scope objects fail the second time, and corrupt the stack."""
     scope = mirrored.scope()
     for _ in range(2):
         with scope, scope, mirrored.scope():
@@ -121,14 +121,14 @@ def test_a_scope_may_be_entered_again_in_itself_and_after_it_was_left(mirrored, 
         assert tpudist.get_strategy() is default
 
 
-def test_a_scope_left_by_an_exception_is_left(mirrored, default):
+def test_a_scope_ends_at_an_exception(mirrored, default):
     with pytest.raises(KeyError), mirrored.scope():
         raise KeyError
     assert where() == (False, False, default, default)
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_the_scope_of_another_strategy_inside_a_scope_is_refused(mirrored, default):
+def test_a_scope_of_a_different_strategy_inside_a_scope_raises_an_error(mirrored, default):
     other = tpudist.OneDeviceStrategy()
     with mirrored.scope():
         with pytest.raises(RuntimeError, match="Mixing different tpudist.Strategy objects: scope"):
@@ -138,7 +138,7 @@ def test_the_scope_of_another_strategy_inside_a_scope_is_refused(mirrored, defau
         assert tpudist.get_strategy() is mirrored
 
 
-def test_a_scope_in_a_replica_function_is_refused_but_not_in_a_merge_call(mirrored):
+def test_a_scope_raises_an_error_in_a_replica_function_but_not_in_a_merge_call(mirrored):
     def step():
         with mirrored.scope():
             pass
@@ -154,7 +154,7 @@ def test_a_scope_in_a_replica_function_is_refused_but_not_in_a_merge_call(mirror
     assert merged == (True, True, False, mirrored)
 
 
-def test_arrays_made_in_a_scope_can_be_used_with_those_of_the_mesh(mirrored):
+def test_arrays_created_in_a_scope_work_with_arrays_on_the_mesh(mirrored):
     with mirrored.scope():
         variable = tpudist.Variable(jnp.arange(3.0))
         np.testing.assert_array_equal(jnp.ones(3) + variable.read_value(), [1, 2, 3])
@@ -163,8 +163,8 @@ def test_arrays_made_in_a_scope_can_be_used_with_those_of_the_mesh(mirrored):
 # experimental_set_strategy.
 
 
-def test_a_strategy_that_is_set_stays_until_the_next_one_is(mirrored, default):
-    """For notebooks, where a with block cannot span cells."""
+def test_experimental_set_strategy_lasts_until_the_next_call(mirrored, default):
+    """Notebooks need this, because a with block cannot span cells."""
     other = tpudist.OneDeviceStrategy()
     try:
         tpudist.experimental_set_strategy(mirrored)
@@ -182,8 +182,8 @@ def test_a_strategy_that_is_set_stays_until_the_next_one_is(mirrored, default):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["nothing set", "after a set strategy"])
-def test_setting_a_strategy_in_a_scope_is_refused_and_changes_nothing(mirrored, before):
-    """TensorFlow leaves the old scope before it notices."""
+def test_setting_a_strategy_in_a_scope_raises_an_error_and_changes_nothing(mirrored, before):
+    """TensorFlow leaves the old scope before it detects the error."""
     try:
         if before:
             tpudist.experimental_set_strategy(mirrored)
@@ -197,7 +197,7 @@ def test_setting_a_strategy_in_a_scope_is_refused_and_changes_nothing(mirrored, 
         tpudist.experimental_set_strategy(None)
 
 
-# Methods for cross-replica context.
+# Methods that require cross-replica context.
 
 CROSS_REPLICA_METHODS = {
     "run": lambda s: s.run(lambda: None),
@@ -218,21 +218,21 @@ CROSS_REPLICA_METHODS = {
 
 
 @pytest.mark.parametrize("name", CROSS_REPLICA_METHODS)
-def test_a_cross_replica_method_in_a_replica_function_is_refused(mirrored, name):
-    """Its result would be part of the trace of one replica."""
+def test_a_cross_replica_method_in_a_replica_function_raises_an_error(mirrored, name):
+    """The result would be part of the trace of one replica."""
     instead = "all_gather" if name == "gather" else "merge_call"
     with pytest.raises(RuntimeError, match=rf"^{name} was called in a replica fun[^$]*{instead}"):
         mirrored.run(lambda: CROSS_REPLICA_METHODS[name](mirrored))
 
 
 @pytest.mark.parametrize("name", CROSS_REPLICA_METHODS)
-def test_a_cross_replica_method_in_the_scope_of_another_strategy_is_refused(mirrored, name):
+def test_a_cross_replica_method_in_the_scope_of_another_strategy_raises_an_error(mirrored, name):
     with tpudist.OneDeviceStrategy().scope():
         with pytest.raises(RuntimeError, match=rf"Mixing different .*: {name} of Mirrored"):
             CROSS_REPLICA_METHODS[name](mirrored)
 
 
-def test_the_default_strategy_runs_in_the_scope_of_no_other(mirrored, default):
+def test_the_default_strategy_does_not_run_in_another_scope(mirrored, default):
     with mirrored.scope(), pytest.raises(RuntimeError, match="Mixing different"):
         default.run(lambda: None)
 
@@ -256,8 +256,8 @@ def test_replicas_are_numbered_in_the_order_of_the_mesh(mirrored):
         (ReduceOp.MAX, [7, 1]),
     ],
 )
-def test_an_all_reduce_gives_every_replica_the_same(mirrored, op, expected):
-    """A value that is equal on n replicas counts n times; TensorFlow forgets that in places."""
+def test_an_all_reduce_returns_the_same_value_on_every_replica(mirrored, op, expected):
+    """A value that is equal on n replicas counts n times; TensorFlow misses this in some places."""
 
     def step():
         replica = tpudist.get_replica_context()
@@ -269,7 +269,7 @@ def test_an_all_reduce_gives_every_replica_the_same(mirrored, op, expected):
     assert reduced["none"] is None
 
 
-def test_integers_stay_integers_in_a_sum_and_become_floats_in_a_mean(mirrored):
+def test_a_sum_keeps_integers_and_a_mean_converts_them_to_floats(mirrored):
     def step():
         replica = tpudist.get_replica_context()
         mine = replica.replica_id_in_sync_group
@@ -280,7 +280,7 @@ def test_integers_stay_integers_in_a_sum_and_become_floats_in_a_mean(mirrored):
     assert (mean.dtype, float(mean)) == (jnp.float32, 3.5)
 
 
-def test_booleans_are_counted_by_a_sum(mirrored):
+def test_a_sum_counts_booleans(mirrored):
     def step():
         replica = tpudist.get_replica_context()
         return replica.all_reduce("sum", replica.replica_id_in_sync_group > 2)
@@ -300,7 +300,7 @@ def test_the_gradient_of_an_all_reduce_is_the_same_all_reduce(mirrored, op, expe
     assert float(mirrored.run(step)) == expected
 
 
-def test_a_variable_counts_with_its_value(mirrored):
+def test_a_reduction_uses_the_value_of_a_variable(mirrored):
     with mirrored.scope():
         variable = tpudist.Variable(2.0)
 
@@ -336,13 +336,13 @@ def test_the_gradient_of_an_all_gather_is_each_replicas_part_of_the_sum(mirrored
 
 
 @pytest.mark.parametrize(("value", "axis"), [(1.0, 0), (np.ones(2), 1), (np.ones(2), -2)])
-def test_gathering_along_a_dim_that_is_not_there_is_refused(mirrored, value, axis):
+def test_all_gather_rejects_an_axis_out_of_range(mirrored, value, axis):
     with pytest.raises(ValueError, match=rf"all_gather\(axis={axis}\)"):
         mirrored.run(lambda: tpudist.get_replica_context().all_gather(value, axis))
 
 
 @pytest.mark.parametrize(("op", "error"), [("median", ValueError), (3, TypeError)])
-def test_a_reduction_that_is_none_is_refused(mirrored, op, error):
+def test_all_reduce_rejects_an_unknown_reduction(mirrored, op, error):
     with pytest.raises(error, match="ReduceOp"):
         mirrored.run(lambda: tpudist.get_replica_context().all_reduce(op, 1.0))
 
@@ -359,7 +359,7 @@ def test_reductions_of_the_default_context_are_identities():
 
 
 @pytest.mark.slow
-def test_each_replica_has_a_random_key_of_its_own(mirrored):
+def test_each_replica_has_its_own_random_key(mirrored):
     def step(key):
         return jax.random.bits(tpudist.get_replica_context().random_key(key))
 
@@ -370,8 +370,8 @@ def test_each_replica_has_a_random_key_of_its_own(mirrored):
     assert [int(b) for b in of_int] == bits
 
 
-def test_a_replica_context_that_was_kept_is_refused(mirrored, default):
-    """It would put a collective into a program that has no replicas."""
+def test_an_outdated_replica_context_raises_an_error(mirrored, default):
+    """It would add a collective to a program that has no replicas."""
     kept = []
     mirrored.run(lambda: kept.append(tpudist.get_replica_context()))
     replica = kept[0]
@@ -397,7 +397,7 @@ def test_a_replica_context_that_was_kept_is_refused(mirrored, default):
 # merge_call.
 
 
-def test_a_merge_call_reduces_and_gives_each_replica_its_part(mirrored):
+def test_a_merge_call_reduces_and_returns_to_each_replica_its_part(mirrored):
     def merge(strategy, x, *, shared):
         assert isinstance(x, tpudist.PerReplica)
         total = strategy.reduce("sum", x, axis=None)
@@ -422,7 +422,7 @@ def test_a_merge_call_reduces_and_gives_each_replica_its_part(mirrored):
     ("op", "axis", "expected"),
     [("sum", 0, 28 * 2 + 8), ("mean", 0, 4.0), ("max", 0, 8), ("min", 0, 0), ("sum", (0,), 64)],
 )
-def test_a_merge_call_reduces_over_dims_too(mirrored, op, axis, expected):
+def test_a_merge_call_can_reduce_over_dims(mirrored, op, axis, expected):
     def step():
         replica = tpudist.get_replica_context()
         mine = replica.replica_id_in_sync_group + jnp.arange(2)
@@ -452,7 +452,7 @@ def test_a_merge_call_reduces_a_batch_of_values(mirrored):
     assert [int(x) for x in mirrored.run(step)] == [28, N]
 
 
-def test_arithmetic_on_the_replicas_values_in_a_merge_call_is_refused(mirrored):
+def test_arithmetic_on_per_replica_values_in_a_merge_call_raises_an_error(mirrored):
     def step():
         replica = tpudist.get_replica_context()
         return replica.merge_call(lambda s, x: x + 1, (replica.replica_id_in_sync_group,))
@@ -461,7 +461,7 @@ def test_arithmetic_on_the_replicas_values_in_a_merge_call_is_refused(mirrored):
         mirrored.run(step)
 
 
-def test_local_results_in_a_merge_call_are_those_of_all_replicas(mirrored):
+def test_local_results_in_a_merge_call_include_all_replicas(mirrored):
     def step():
         replica = tpudist.get_replica_context()
 
@@ -475,8 +475,8 @@ def test_local_results_in_a_merge_call_are_those_of_all_replicas(mirrored):
     assert int(mirrored.run(step)) == sum(i * i for i in range(N))
 
 
-def test_local_results_of_unequal_rows_are_refused_in_a_merge_call(mirrored):
-    """In a program for all replicas the parts of the others have one shape."""
+def test_local_results_with_unequal_rows_raise_an_error_in_a_merge_call(mirrored):
+    """The program of all replicas requires parts of the same shape."""
     data = mirrored.experimental_make_numpy_dataset(np.arange(11.0)).batch(16)
     [batch] = mirrored.experimental_distribute_dataset(data)
 
@@ -488,7 +488,7 @@ def test_local_results_of_unequal_rows_are_refused_in_a_merge_call(mirrored):
         mirrored.run(step, (batch,))
 
 
-def test_an_exception_of_a_merge_call_leaves_run_as_itself(mirrored, default):
+def test_an_exception_in_a_merge_call_is_raised_unchanged_by_run(mirrored, default):
     def merge(strategy):
         raise LookupError("mine")
 
@@ -497,8 +497,8 @@ def test_an_exception_of_a_merge_call_leaves_run_as_itself(mirrored, default):
     assert where() == (False, False, default, default)
 
 
-def test_a_merge_call_may_stand_in_a_loop_of_the_program(mirrored):
-    """TensorFlow refuses it in control flow."""
+def test_a_merge_call_works_in_a_loop_of_the_program(mirrored):
+    """TensorFlow rejects it in control flow."""
 
     def step(x):
         replica = tpudist.get_replica_context()
@@ -513,19 +513,19 @@ def test_a_merge_call_may_stand_in_a_loop_of_the_program(mirrored):
     assert int(mirrored.run(step, (jnp.int32(0),))) == 3 * 28
 
 
-def test_iterating_a_distributed_dataset_in_a_replica_function_is_refused(mirrored):
+def test_iterating_a_distributed_dataset_in_a_replica_function_raises_an_error(mirrored):
     dataset = mirrored.experimental_distribute_dataset([np.ones(8)])
     with pytest.raises(ValueError, match="should be called from outside of the replica function"):
         mirrored.run(lambda: next(iter(dataset)))
 
 
-def test_the_stack_is_as_deep_as_the_scopes(mirrored):
+def test_the_depth_of_the_stack_equals_the_number_of_scopes(mirrored):
     assert context.depth() == 0
     with mirrored.scope(), mirrored.scope():
         assert context.depth() == 2
 
 
-def test_scopes_that_are_left_out_of_order_leave_nothing_behind(mirrored):
+def test_scopes_exited_out_of_order_restore_the_default(mirrored):
     outer, inner = mirrored.scope(), mirrored.scope()
     outer.__enter__()
     inner.__enter__()
@@ -536,10 +536,10 @@ def test_scopes_that_are_left_out_of_order_leave_nothing_behind(mirrored):
     assert jax.sharding.get_abstract_mesh().empty
 
 
-# What each context holds: no other combination can be made.
+# Fields of each context; other combinations cannot be created.
 
 
-def test_a_context_holds_what_its_kind_says(mirrored):
+def test_each_kind_of_context_has_its_fields(mirrored):
     Kind, Mode = context.ContextKind, context.Mode
     assert context.current().kind is Kind.DEFAULT
     seen = {}
@@ -597,7 +597,7 @@ def test_a_context_holds_what_its_kind_says(mirrored):
             Mode(kind, mirrored, **bad)
 
 
-def test_where_variables_live_follows_from_the_hooks(mirrored, default):
+def test_the_home_of_variables_follows_from_the_hooks(mirrored, default):
     Home = VariableHome
     assert mirrored.variable_home is Home.COMPONENTS
     assert default.variable_home is Home.ORDINARY

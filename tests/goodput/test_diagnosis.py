@@ -1,4 +1,4 @@
-"""Diagnoses of invented records have the right causes of lost time."""
+"""Diagnoses of synthetic records have the right causes of lost time."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_a_process_that_is_slow_in_each_step_is_reported_and_the_others_wait():
 
 
 def test_a_single_pause_is_reported_although_the_others_run_ahead():
-    """Process 1 pauses 10 s before call 20; process 0 has begun up to call 22 then, and waits."""
+    """Process 1 pauses for 10 s before call 20; process 0 starts calls up to 22, and waits."""
     late = begun([k + 0.0 if k < 20 else k + 10.0 for k in range(60)])
     first = begun([k + 0.0 if k <= 22 else k + 10.0 for k in range(60)])
     found = diagnose([{0: start(0, lines=first), 1: start(1, lines=late)}])
@@ -44,13 +44,13 @@ def test_a_single_pause_is_reported_although_the_others_run_ahead():
     assert found.lateness_s[0] < 1
 
 
-def test_random_differences_between_processes_are_no_cause():
+def test_random_differences_between_processes_are_not_a_cause():
     both = [begun([k + 0.001 * ((k * j) % 3) for k in range(60)]) for j in (1, 2)]
     found = diagnose([{i: start(i, lines=both[i]) for i in (0, 1)}])
     assert found.causes == []
 
 
-def test_a_restart_is_one_cause_with_all_time_that_it_took():
+def test_a_restart_is_one_cause_with_all_its_lost_time():
     verdict = {"kind": "verdict", "time": 63.0, "message": "Process 1 has ended.\nMore"}
     saves = [{"kind": "save", "time": 30.0, "path": "a", "calls": 400}]
     restore = [{"kind": "restore", "time": 72.0, "path": "a"}]
@@ -64,7 +64,7 @@ def test_a_restart_is_one_cause_with_all_time_that_it_took():
     ]
     found = diagnose(run)
     assert found.causes[0].text == "all processes were restarted: Process 1 has ended."
-    assert found.causes[0].seconds == pytest.approx(5 + 10 + 5)  # gone, done again, begun again
+    assert found.causes[0].seconds == pytest.approx(5 + 10 + 5)  # downtime, repeated work, startup
     for process in (0, 1):
         assert total(found, process) == pytest.approx(100)
         assert found.seconds[process][LOST] == pytest.approx(5)
@@ -83,7 +83,7 @@ def test_only_later_compiles_are_reported_with_their_cause():
 
 
 def test_a_process_without_records_does_not_shift_the_others(tmp_path):
-    """Only process 0 has a file for the first start; both have one for the second."""
+    """Only process 0 has a file for the first start; both have a file for the second."""
     folder = tmp_path / "goodput"
     folder.mkdir()
     for process, number, began in ((0, 0, 10.0), (0, 1, 50.0), (1, 0, 50.5)):

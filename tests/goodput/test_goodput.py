@@ -66,13 +66,13 @@ def run(folder, *args):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a run that ended well, its times and its notes."""
+    """Returns the folder of a run that ended normally, with its times and notes."""
     folder = tmp_path_factory.mktemp("run")
     return folder, *run(folder)
 
 
 def test_phases_add_up_to_the_time_of_the_process(finished):
-    """Except for the end of the interpreter, which cannot be recorded."""
+    """The end of the interpreter cannot be recorded."""
     _, (started, first_line, last_line, ended), runs = finished
     ((start,),) = (x.values() for x in runs)
     assert start.ended_well
@@ -80,7 +80,7 @@ def test_phases_add_up_to_the_time_of_the_process(finished):
     assert abs(noted_s - (start.ended - start.began)) < 0.01 * noted_s
     assert started - 0.1 < start.began < first_line  # a process's start has a resolution of 0.01 s
     assert last_line < start.ended < ended
-    assert start.seconds["input"] > 0.7  # of 2.0, some while the loop does other things
+    assert start.seconds["input"] > 0.7  # of 2.0; the rest overlaps with other work of the loop
     assert start.seconds["checkpoint"] > 0
     assert start.seconds["compile"] > 0
     assert start.seconds["step"] > 1.3
@@ -95,7 +95,7 @@ def test_phases_add_up_to_the_time_of_the_process(finished):
 
 @pytest.mark.slow
 def test_a_killed_process_loses_few_records(finished):
-    """A note is written each second, so some come after the last line, 3 s before the end."""
+    """A note is written each second, so some notes follow the last line, 3 s before the end."""
     folder = finished[0]
     (_, _, last_line, ended), runs = run(folder, "killed")
     assert [x[0].ended_well for x in runs] == [True, False]
@@ -131,7 +131,7 @@ def test_nothing_is_recorded_without_a_request():
     goodput.flush()
 
 
-def test_a_long_run_records_equally_many_calls_per_octave():
+def test_a_long_run_records_the_same_number_of_calls_per_octave():
     noted = [x for x in range(1 << 20) if x % goodput.stride_of(x) < 2]
     assert noted[:64] == list(range(64))
     assert len(noted) < 64 * 2 * 16

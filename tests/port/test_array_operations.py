@@ -1,6 +1,6 @@
-"""Operations compute the same: each is ported, run and compared with NumPy.
+"""Ported operations compute the same: each is ported, run and compared with NumPy.
 
-With `-m parity`, TensorFlow is compared with NumPy, too.
+With `-m parity`, TensorFlow is also compared with NumPy.
 """
 
 import functools
@@ -55,7 +55,7 @@ def mean_as_integer(x, axis=None):
     return np.trunc(x.sum(axis) / count).astype(x.dtype)
 
 
-# What a program for TensorFlow says, and what NumPy computes.
+# TensorFlow expressions, and the NumPy code that computes the same.
 CASES = [
     ("tf.reduce_mean(x)", lambda: X.mean()),
     ("tf.reduce_mean(x, axis=-1, keepdims=True)", lambda: X.mean(-1, keepdims=True)),
@@ -114,7 +114,7 @@ CASES = [
         "tf.math.unsorted_segment_sum(x, [1, 1], 3)",
         lambda: np.stack([0 * X[0], X.sum(0), 0 * X[0]]),
     ),
-    # Of one array.
+    # One array.
     *(
         (f"tf.{f}(x)", functools.partial(g, X))
         for f, g in {
@@ -208,7 +208,7 @@ CASES = [
     ("tf.cast(tf.shape(x), tf.float32)", lambda: np.array([2, 3], np.float32)),
     ("tf.size(x)", lambda: np.int32(6)),
     ("tf.rank(x)", lambda: np.int32(2)),
-    # Of two arrays.
+    # Two arrays.
     *(
         (f"tf.{f}(x, y)", functools.partial(g, X, Y))
         for f, g in {
@@ -434,7 +434,7 @@ CASES = [
     ),
     ("x.shape.rank * tf.ones([])", lambda: np.float32(2)),
 ]
-# Where the number of results depends on the values, which is known in Python only.
+# The number of results depends on the values, which only Python knows.
 HOST_CASES = [
     ("tf.boolean_mask(x, b)", lambda: X[B]),
     ("tf.boolean_mask(x, [True, False])", lambda: X[:1]),
@@ -445,7 +445,7 @@ HOST_CASES = [
 
 
 def port(cases: list, *, on_replicas: bool) -> list[str]:
-    """The expressions of some cases after the port, on replicas or in Python."""
+    """Returns the expressions of some cases after the port, on replicas or in Python."""
     indent = "    " if on_replicas else ""
     lines = [f"{indent}result_{i} = {case[0]}\n" for i, case in enumerate(cases)]
     step = f"def step({', '.join(ARRAYS)}, xs):\n{''.join(lines)}strategy.run(step, args=args)\n"
@@ -473,11 +473,11 @@ def compute(expression: str, arrays: dict, more: dict):
 
 
 def same(found, wanted) -> None:
-    """The same numbers, of the same kind: 64 bits may have become 32."""
+    """Checks for the same numbers of the same kind; 64 bits may have become 32."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     assert found.dtype.kind == wanted.dtype.kind
     assert found.shape == wanted.shape
-    # Operations of float32 by two libraries, which may add and approximate otherwise.
+    # Two libraries compute float32 with different orders of addition and approximations.
     np.testing.assert_allclose(found, wanted, rtol=5e-6, atol=2e-6)
 
 
@@ -502,7 +502,7 @@ def keras_on_jax(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
 
 
-def test_no_operation_of_a_step_is_left():
+def test_every_operation_in_a_step_is_ported():
     assert not [x for x in ported_on_replicas() if "tf." in x]
 
 
@@ -510,7 +510,7 @@ def test_no_operation_of_a_step_is_left():
     "number",
     [pytest.param(i, marks=pytest.mark.slow if i >= QUICK else ()) for i in range(len(CASES))],
 )
-def test_an_operation_on_replicas_gives_what_numpy_gives(number):
+def test_an_operation_on_replicas_matches_numpy(number):
     expression = ported_on_replicas()[number]
     if "keras." in expression:
         pytest.importorskip("keras")
@@ -523,7 +523,7 @@ def test_an_operation_on_replicas_gives_what_numpy_gives(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES) + len(HOST_CASES)))
-def test_an_operation_in_python_takes_lists_and_arrays_of_numpy(number):
+def test_an_operation_in_python_accepts_lists_and_numpy_arrays(number):
     expression = ported_in_python()[number]
     assert "tf." not in expression
     same(compute(expression, ARRAYS, modules(expression)), [*CASES, *HOST_CASES][number][1]())
@@ -531,7 +531,7 @@ def test_an_operation_in_python_takes_lists_and_arrays_of_numpy(number):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("number", range(len(CASES) + len(HOST_CASES)))
-def test_tensorflow_gives_what_numpy_gives(number):
+def test_tensorflow_matches_numpy(number):
     tf = pytest.importorskip("tensorflow")
     text, wanted = [*CASES, *HOST_CASES][number]
     if "keras.backend" in text:
@@ -544,7 +544,7 @@ def test_tensorflow_gives_what_numpy_gives(number):
 
 
 def port_line(line: str, before: str = "", *, on_replicas: bool = True) -> str:
-    """One statement after the port."""
+    """Returns one statement after the port."""
     body = f"def step(x, y, one):\n    result = {line}\nstrategy.run(step, args=args)\n"
     text = port_program(
         "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
@@ -557,19 +557,19 @@ def port_line(line: str, before: str = "", *, on_replicas: bool = True) -> str:
 @pytest.mark.parametrize(
     "before", ["values = 1\n", "from numbers import values\n", "def values(): pass\n"]
 )
-def test_names_of_the_program_are_not_bound_by_the_port(before):
+def test_the_port_does_not_rebind_names_of_the_program(before):
     found = port_line("tf.math.l2_normalize(x + y)", before)
     assert "(values_2 := x + y)" in found
     assert "(values := x + y)" in port_line("tf.math.l2_normalize(x + y)", "y.values(values=2)\n")
 
 
-def test_a_loop_of_the_port_does_not_hide_an_argument():
+def test_a_loop_added_by_the_port_does_not_hide_an_argument():
     found = port_line("tf.linalg.global_norm([y, x])")
     assert found == "jnp.sqrt(sum(jnp.sum(jnp.square(x_2)) for x_2 in [y, x]))"
     assert float(eval(found, {"x": jnp.ones(4), "y": jnp.ones(5), "jnp": jnp})) == 3
 
 
-def test_a_clip_by_the_global_norm_is_a_function_with_a_free_name():
+def test_clip_by_global_norm_becomes_a_function_with_an_unused_name():
     source = (
         "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
         "# Of the program.\ndef clip_by_global_norm(x): pass\n# The step.\ndef step(grads):\n"
@@ -591,7 +591,7 @@ def test_a_clip_by_the_global_norm_is_a_function_with_a_free_name():
     assert float(clipped[1][0]) == 0.5
 
 
-def test_a_clip_on_replicas_says_whose_norm_it_is_and_is_safe_at_zero():
+def test_clip_by_norm_on_replicas_has_a_comment_and_is_safe_at_zero():
     source = (
         "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
         "def step(grads):\n    grads = [tf.clip_by_norm(g, 5.0) for g in grads]\n    return grads\n"
@@ -609,8 +609,8 @@ def test_a_clip_on_replicas_says_whose_norm_it_is_and_is_safe_at_zero():
     assert jax.value_and_grad(lambda x: scope["f"]([x]))(0.0) == (0, 1)
 
 
-def test_the_mean_of_float16_is_not_added_up_in_float16():
-    """70,000 is greater than the greatest float16."""
+def test_the_mean_of_float16_is_not_accumulated_in_float16():
+    """70,000 exceeds the largest float16."""
     x = jnp.ones(70_000, jnp.float16)
     found = eval(port_line("tf.reduce_mean(x)"), {"x": x, "jnp": jnp})
     assert (found.dtype, float(found)) == (jnp.float16, 1)
@@ -627,12 +627,12 @@ def test_the_mean_of_float16_is_not_added_up_in_float16():
         ("[2], dtype=tf.int32", "tf.random.uniform([2], dtype=tf.int32)"),
     ],
 )
-def test_integers_are_drawn_by_randint(call, wanted):
+def test_integers_are_drawn_with_randint(call, wanted):
     assert port_line(f"tf.random.uniform({call})", on_replicas=False) == wanted
 
 
 @pytest.mark.slow
-def test_keras_has_each_name_that_is_written_in_its_objects():
+def test_keras_has_each_name_that_the_port_writes_in_keras_objects():
     keras = pytest.importorskip("keras")
     lines = [case[0] for case in CASES if "backend" not in case[0]]
     body = "".join(f"        result = {line}\n" for line in lines)
@@ -658,7 +658,7 @@ def test_every_operation_is_compared():
         "recompute_grad",
         "assert_same_structure",
         "name_scope",
-        # Of profilers and signatures.
+        # Profilers and signatures.
         "start",
         "stop",
         "Trace",

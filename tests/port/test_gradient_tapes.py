@@ -1,4 +1,4 @@
-"""Gradient tapes become functions where that is certain, and stay where it is not."""
+"""The port rewrites gradient tapes as functions if the result is certain to be the same."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def port(step, *, model=KERAS, optimizer="SGD", strategy="MirroredStrategy"):
 
 
 def body(ported):
-    """The function, without its first line."""
+    """Returns the function without its first line."""
     source = ported.source
     start = source.index("def step(x, y):\n") + len("def step(x, y):\n")
     lines = source[start : source.index("strategy.run(")].strip("\n").splitlines()
@@ -45,7 +45,7 @@ TAPE = """with tf.GradientTape() as tape:
 ASK = "gradients = tape.gradient(loss, model.trainable_variables)\n"
 
 
-def test_the_loss_alone():
+def test_a_tape_with_only_a_loss_becomes_a_function():
     ported = port(
         "# The loss.\n"
         "with tf.GradientTape() as tape:\n"
@@ -85,20 +85,20 @@ def test_the_loss_alone():
         ),
     ],
 )
-def test_what_is_read_after_it_is_given_too(after, result, target):
+def test_values_read_after_the_tape_are_returned(after, result, target):
     ported = port(TAPE + "    half = loss / 2\n\n" + ASK + after)
     assert f"    return {result}\n" in body(ported)
     assert f"{target} = tpudist.keras.value_and_grad(" in body(ported)
     assert "loss_of_batch, model, has_aux=True)()" in body(ported)
 
 
-def test_names_that_are_taken_are_left_alone():
+def test_names_in_use_are_not_changed():
     ported = port("loss_of_batch = 3\n" + TAPE + ASK + "return loss_of_batch")
     assert "def loss_of_batch_2():" in body(ported)
 
 
-def test_gradients_by_another_models_variables():
-    """They are Keras', as an optimizer of Keras takes them; the model may be anything."""
+def test_gradients_by_the_variables_of_another_model():
+    """They are Keras variables, as Keras optimizers need; the model may be of any kind."""
     step = TAPE + ASK + "optimizer.apply_gradients(zip(gradients, model.trainable_variables))"
     ported = port(step, model="build()")
     assert "value_and_grad(loss_of_batch, lambda: model.trainable_variables)()" in body(ported)
@@ -129,9 +129,9 @@ def test_gradients_by_another_models_variables():
     ],
     ids=[
         "persistent",
-        "asked twice",
-        "asked for more",
-        "asked later",
+        "requested twice",
+        "uses the tape again",
+        "requested later",
         "of an expression",
         "of something else",
         "by a list",
@@ -144,7 +144,7 @@ def test_gradients_by_another_models_variables():
         "in another tape",
     ],
 )
-def test_what_is_not_certain_stays_and_is_listed(step):
+def test_an_uncertain_tape_is_unchanged_and_listed(step):
     ported = port(step)
     assert "tf.GradientTape(" in body(ported)
     assert "tf.GradientTape" in [one.name for one in ported.leftovers]
@@ -158,12 +158,12 @@ def test_what_is_not_certain_stays_and_is_listed(step):
         {"strategy": "experimental.CentralStorageStrategy"},
     ],
 )
-def test_only_what_keras_trains_here_is_rewritten(options):
+def test_only_tapes_that_keras_trains_under_this_strategy_are_rewritten(options):
     ported = port(TAPE + ASK, **options)
     assert "tf.GradientTape(" in body(ported)
 
 
-def test_out_of_replica_functions_a_tape_stays():
+def test_a_tape_outside_replica_functions_is_unchanged():
     source = BEFORE.format(
         model=KERAS, optimizer="SGD", strategy="MirroredStrategy", step="    pass"
     )

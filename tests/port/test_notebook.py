@@ -1,4 +1,4 @@
-"""Notebooks: what is Python in them is ported, and nothing else is touched."""
+"""The port of a notebook changes only its Python code."""
 
 import json
 
@@ -8,7 +8,7 @@ from tpudist.port import CannotPort, port_notebook, show_code
 
 
 def notebook(*cells: str) -> str:
-    """A notebook of code cells, with a cell of text before them."""
+    """Returns a notebook of code cells, with a text cell before them."""
     code = [
         {"cell_type": "code", "source": cell.splitlines(keepends=True), "outputs": []}
         for cell in cells
@@ -33,7 +33,7 @@ CELLS = (
 )
 
 
-def test_cells_are_ported_as_one_program_and_those_that_write_files_as_others():
+def test_cells_are_ported_as_one_program_and_writefile_cells_as_separate_programs():
     ported = port_notebook(notebook(*CELLS))
     code = code_of(ported.source)
     assert code[0] == (
@@ -46,7 +46,7 @@ def test_cells_are_ported_as_one_program_and_those_that_write_files_as_others():
     assert code[5] == CELLS[5]
 
 
-def test_leftovers_say_their_cell_and_the_line_in_it():
+def test_leftovers_report_their_cell_and_line():
     ported = port_notebook(notebook(*CELLS))
     code = ["", *code_of(ported.source)]
     found = [(one.name, code[one.cell - 1].splitlines()[one.line - 1]) for one in ported.leftovers]
@@ -56,20 +56,20 @@ def test_leftovers_say_their_cell_and_the_line_in_it():
     ]
 
 
-def test_a_notebook_that_was_ported_is_not_changed():
+def test_a_ported_notebook_is_not_changed_again():
     ported = port_notebook(notebook(*CELLS))
     assert port_notebook(ported.source) == ported
     other = notebook("import tpudist\nstrategy = tpudist.get_strategy()")
     assert port_notebook(other).source == other
 
 
-def test_code_is_shown_by_cells():
+def test_show_code_separates_cells():
     assert show_code(notebook("a = 1\nb = 2", "c = 3")) == (
         "# In cell 2:\na = 1\nb = 2\n# In cell 3:\nc = 3\n"
     )
 
 
 @pytest.mark.parametrize("source", ["{", "[]", '{"cells": [{"cell_type": "code"}]}'])
-def test_what_is_no_notebook_is_refused(source):
+def test_an_invalid_notebook_is_rejected(source):
     with pytest.raises(CannotPort, match="It is not a valid notebook"):
         port_notebook(source)

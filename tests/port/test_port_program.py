@@ -1,4 +1,4 @@
-"""Whole programs: what comes out is what was recorded, ports to itself, and runs."""
+"""The port of whole programs: it matches the recorded output, is idempotent, and runs."""
 
 import functools
 import importlib.util
@@ -32,7 +32,7 @@ NAMES = sorted(path.name.removesuffix("_before.py") for path in PROGRAMS.glob("*
 LEFT = {"fit": 0, "loop": 0, "statistics": 0, "tape": 2, "tpu": 0}
 PRINTED = {
     "fit": ["Number of devices: 8", "Losses fall: True", "Same accuracy: True"],
-    # What TensorFlow 2.21 printed of the program before.
+    # The output of the original program under TensorFlow 2.21.
     "loop": [
         "Epoch 1: loss 94.194, error 7.343, test loss 52.529",
         "Epoch 2: loss 19.025, error 3.270, test loss 12.896",
@@ -55,8 +55,8 @@ def ported_before(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "statistics" else pytest.mark.slow) for x in NAMES]
 )
-def test_a_program_becomes_what_is_recorded(name):
-    """`tpudist port PROGRAM_before.py --output PROGRAM_after.py` records it again."""
+def test_the_port_of_a_program_matches_the_recorded_file(name):
+    """To record a file: `tpudist port PROGRAM_before.py --output PROGRAM_after.py`."""
     ported = ported_before(name)
     assert ported.source == program(name, "after")
     assert len(ported.leftovers) == LEFT[name]
@@ -64,13 +64,13 @@ def test_a_program_becomes_what_is_recorded(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_that_was_ported_is_not_changed(name):
+def test_a_ported_program_is_not_changed_again(name):
     ported = ported_before(name)
     assert port_program(ported.source) == ported
     compile(ported.source, name, "exec")
 
 
-# Runs the programs whose paths it is given, and goes on where one fails.
+# Runs the given programs, and continues after a failure.
 RUN_ALL = """
 import runpy, sys, traceback
 for path in sys.argv[1:]:
@@ -85,7 +85,7 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Returns the lines that each program has printed, and what all wrote to stderr.
+    """Returns the lines that each program has printed, and the stderr of all programs.
 
     All run in one process, which imports JAX and Keras once.
     """
@@ -114,7 +114,7 @@ def printed(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PRINTED))
-def test_a_program_with_nothing_left_runs_without_tensorflow(name, printed):
+def test_a_program_without_leftovers_runs_without_tensorflow(name, printed):
     if name in ("fit", "loop") and importlib.util.find_spec("keras") is None:
         pytest.skip("Keras is not installed")
     lines, errors = printed
@@ -123,7 +123,7 @@ def test_a_program_with_nothing_left_runs_without_tensorflow(name, printed):
 
 
 @pytest.mark.slow
-def test_leftovers_name_sections_that_are_there():
+def test_leftovers_name_existing_sections():
     ported = ported_before("tape")
     lines = ported.source.splitlines()
     assert all(one.name.rpartition(".")[2] in lines[one.line - 1] for one in ported.leftovers)
@@ -151,17 +151,17 @@ def test_leftovers_name_sections_that_are_there():
         ),
     ],
 )
-def test_what_cannot_be_ported_is_refused(source, message):
+def test_an_unsupported_program_is_rejected(source, message):
     with pytest.raises(CannotPort, match=message):
         port_program(source)
 
 
-def test_a_module_of_a_program_needs_no_strategy():
+def test_a_module_of_a_program_may_contain_no_strategy():
     source = "import tensorflow as tf\nmodel = tf.keras.Sequential()\n"
     assert "model = keras.Sequential()" in port_program(source, is_whole=False).source
 
 
-def test_what_stays_is_named():
+def test_tensorflow_modules_that_stay_are_named():
     source = (
         "import tensorflow as tf\n"
         "strategy = tf.distribute.get_strategy()\n"
@@ -183,7 +183,7 @@ def test_what_stays_is_named():
         ("make_model()", "docs/porting.md#models-and-optimizers-are-arguments"),
     ],
 )
-def test_a_tape_that_stays_is_sent_to_the_guide_of_its_model(model, section):
+def test_a_tape_that_stays_names_the_guide_for_its_model(model, section):
     source = (
         "import tensorflow as tf\n"
         + ("class Own(tf.keras.Model):\n    pass\n" if model == "Own()" else "")
@@ -203,14 +203,14 @@ def test_a_tape_that_stays_is_sent_to_the_guide_of_its_model(model, section):
     assert found["tf.GradientTape"].section == section
     is_of_keras = "keras_fit" in section
     assert ("tpudist.keras" in found["tf.GradientTape"].what) == is_of_keras
-    # What may be a model of another kind is an argument.
+    # A model that may not be a Keras model is an argument.
     assert ("model" in found) == (not is_of_keras)
     assert found["mean.result"].section == RESULT.section
     assert "optimizer.apply_gradients" not in found
 
 
-def test_what_a_module_of_tensorflow_becomes_fits_the_rest_of_the_port():
-    """Its variables are found by `trainable_variables`, which only a Keras model has here."""
+def test_the_advice_for_a_tf_module_agrees_with_the_rest_of_the_port():
+    """The port reads variables with `trainable_variables`, which only Keras models have here."""
     source = (
         "import tensorflow as tf\n"
         "strategy = tf.distribute.get_strategy()\n"
@@ -236,7 +236,7 @@ def test_what_a_module_of_tensorflow_becomes_fits_the_rest_of_the_port():
     ]
 
 
-def test_the_callback_that_writes_summaries_is_named_and_not_left():
+def test_the_tensorboard_callback_is_named_but_is_not_a_leftover():
     source = (
         "import tensorflow as tf\n"
         "from tensorflow.keras.callbacks import TensorBoard\n"
@@ -249,7 +249,7 @@ def test_the_callback_that_writes_summaries_is_named_and_not_left():
 
 
 @pytest.mark.slow
-def test_marks_of_an_earlier_port_go_when_their_names_are_gone():
+def test_marks_of_an_earlier_port_are_removed_with_their_names():
     source = program("tape", "after").replace("tf.debugging.assert_equal(1, 1)\n", "")
     ported = port_program(source)
     assert "tf.debugging" not in ported.source
@@ -277,8 +277,8 @@ def test_marks_of_an_earlier_port_go_when_their_names_are_gone():
         ),
     ],
 )
-def test_hints_for_parameter_servers_are_those_of_the_guide(statement, what, section):
-    """The guide computes gradients by the values of Variables, and captures the optimizer."""
+def test_hints_for_parameter_servers_match_the_guide(statement, what, section):
+    """The guide computes gradients of Variable values, and captures the optimizer."""
     source = (
         "import tensorflow as tf\nfrom tensorflow import keras\n"
         "strategy = tf.distribute.ParameterServerStrategy(resolver)\n"
@@ -296,7 +296,7 @@ def test_hints_for_parameter_servers_are_those_of_the_guide(statement, what, sec
         assert code in guide
 
 
-def test_the_hint_for_a_checkpoint_is_code_that_runs(tmp_path):
+def test_the_hint_for_a_checkpoint_is_runnable_code(tmp_path):
     strategy = "import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
     [left] = port_program(f"{strategy}c = tf.train.Checkpoint(m)\n").leftovers
     names = {"tpudist": tpudist, "model": {"w": np.ones(3)}, "optimizer": {"m": np.zeros(3)}}
@@ -309,7 +309,7 @@ def test_the_hint_for_a_checkpoint_is_code_that_runs(tmp_path):
     assert again.model["w"].tolist() == [1, 1, 1]
 
 
-def test_a_port_says_how_many_passes_are_done():
+def test_a_port_reports_its_passes():
     passes = []
     port_program(
         "import tensorflow as tf\ns = tf.distribute.get_strategy()\n",

@@ -28,7 +28,7 @@ WEIGHTS_ONLY = "save_weights_only=True)"
 
 
 def port(statements: str) -> tuple[str, list[tuple[str, str]]]:
-    """The statements after the port, and the name and the advice of each leftover."""
+    """Returns the statements after the port, and the name and advice of each leftover."""
     ported = port_program(HEAD + statements)
     assert port_program(ported.source) == ported
     _, _, after = ported.source.partition(BODY)
@@ -99,7 +99,7 @@ def test_a_path_is_corrected_in_each_call(before, after):
         'model.save_weights("m.weights.h5")\nkeras.models.load_model("m.h5")',
         'model.load_weights("old.h5")\nmodel.load_weights("old.keras")',
         'keras.callbacks.ModelCheckpoint("m.h5")',
-        # Unknown, or not of Keras.
+        # Unknown values, or objects that are not from Keras.
         "model.save(path)\nmodel.save_weights(args.path)\nmodel.save(f'out{suffix}')",
         "path = 'a' if x else 'b.keras'\nmodel.save(path)",
         'image.save("x")\nmodel_saver.save("x")',
@@ -127,7 +127,7 @@ def test_a_path_that_may_be_right_stays(statements):
             'model.save_weights("w.h5")\nmodel.load_weights("w.h5", by_name=True)',
             [("model.save_weights", WEIGHTS_PATH)],
         ),
-        # Two files would have one name.
+        # Two files would have the same name.
         (
             'model.save_weights("w")\nmodel.save_weights("w.h5")',
             [("model.save_weights", WEIGHTS_PATH), ("model.save_weights", WEIGHTS_PATH)],
@@ -138,7 +138,7 @@ def test_a_path_that_may_be_right_stays(statements):
             "model.load_weights(tf.train.latest_checkpoint('ck'))",
             [("model.load_weights", LOADED_PATH)],
         ),
-        # Objects and arguments that are not certain.
+        # Uncertain objects and arguments.
         ("new_model = make()\nnew_model.save('out')", [("new_model.save", MODEL_PATH)]),
         (
             "tf.keras.callbacks.ModelCheckpoint('out', save_weights_only=flag)",

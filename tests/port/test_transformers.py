@@ -1,4 +1,4 @@
-"""Single statements before and after the port, by the transformer that changes them."""
+"""The transformers of the port, tested on single statements."""
 
 import re
 
@@ -13,7 +13,7 @@ STRATEGY = "strategy = tf.distribute.get_strategy()\n"
 
 
 def port(statements: str, imports: str = "import tensorflow as tf\n") -> list[str]:
-    """The statements of a program after the port, but for imports, marks and the strategy."""
+    """Returns the statements of a ported program without imports, marks and the strategy."""
     source = port_program(imports + STRATEGY + statements).source
     lines = source.splitlines()
     place = lines.index("strategy = tpudist.get_strategy()")
@@ -21,7 +21,7 @@ def port(statements: str, imports: str = "import tensorflow as tf\n") -> list[st
 
 
 def in_replica(statement: str) -> str:
-    """The one statement of a replica function, after the port."""
+    """Returns the one statement of a replica function after the port."""
     source = f"def step(x, y):\n    return {statement}\nstrategy.run(step, args=(1, 2))\n"
     return port(source)[1].strip().removeprefix("return ")
 
@@ -32,11 +32,11 @@ def in_replica(statement: str) -> str:
         ("tf.reduce_sum(x, [0, 1], True)", "jnp.sum(x, (0, 1), keepdims=True)"),
         ("tf.reduce_max(input_tensor=x, axis=0, name='m')", "jnp.max(x, axis=0)"),
         (
-            "tf.reduce_mean(x)",  # an integer of integers
+            "tf.reduce_mean(x)",  # integers have an integer mean
             "jnp.mean(x, dtype=x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else None)",
         ),
         ("tf.reduce_mean(x // 2 > 0)", "jnp.mean(values := x // 2 > 0, dtype=values.dtype)"),
-        ("tf.reduce_mean(x / y, -1)", "jnp.mean(x / y, -1)"),  # which are floats
+        ("tf.reduce_mean(x / y, -1)", "jnp.mean(x / y, -1)"),  # the quotient is a float
         (
             "tf.reduce_mean(f(x))",
             "jnp.mean(values := f(x), dtype=values.dtype "
@@ -50,12 +50,12 @@ def in_replica(statement: str) -> str:
         ("tf.transpose(x, perm=[1, 0])", "jnp.transpose(x, axes=[1, 0])"),
         ("tf.cast(x, dtype=tf.dtypes.float32)", "jnp.astype(x, jnp.float32)"),
         ("tf.argmax(x, -1, output_type=tf.int32)", "jnp.argmax(x, -1)"),
-        ("tf.argmax(x)", "jnp.argmax(x, 0)"),  # where the default is all axes
+        ("tf.argmax(x)", "jnp.argmax(x, 0)"),  # the default is all axes
         ("tf.matmul(x, y, transpose_b=True)", "jnp.matmul(x, jnp.swapaxes(y, -1, -2))"),
         ("tf.matmul(x, y, adjoint_b=True)", "tf.matmul(x, y, adjoint_b=True)"),
         ("tf.matmul(x, y, transpose_b=flag)", "tf.matmul(x, y, transpose_b=flag)"),
         ("tf.where(x > 0, x, y)", "jnp.where(x > 0, x, y)"),
-        ("tf.where(x > 0)", "tf.where(x > 0)"),  # as many rows as there are
+        ("tf.where(x > 0)", "tf.where(x > 0)"),  # the number of rows depends on values
         ("tf.boolean_mask(x, y)", "tf.boolean_mask(x, y)"),
         ("tf.nn.softmax(x, axis=-1)", "jax.nn.softmax(x, axis=-1)"),
         ("tf.nn.gelu(x)", "jax.nn.gelu(x, approximate=False)"),
@@ -64,7 +64,7 @@ def in_replica(statement: str) -> str:
         ("tf.shape(x)", "jnp.array(x.shape)"),
         ("tf.split(x, y)", "jnp.split(x, np.cumsum(y)[:-1] if np.ndim(y) else y)"),
         ("x.get_shape().as_list()", "list(x.shape)"),
-        ("tf.random.normal([3])", "tf.random.normal([3])"),  # which needs a key
+        ("tf.random.normal([3])", "tf.random.normal([3])"),  # needs a key
         ("tf.add_n([x, y])", "sum([x, y])"),
         ("tf.constant('text')", "tf.constant('text')"),
         ("x[:, tf.newaxis]", "x[:, None]"),
@@ -74,7 +74,7 @@ def in_replica(statement: str) -> str:
         ("tf.reduce_sum(*x)", "tf.reduce_sum(*x)"),
     ],
 )
-def test_operations_on_replicas_are_those_of_jax(before, after):
+def test_operations_on_replicas_become_jax_operations(before, after):
     assert in_replica(before) == after
 
 
@@ -99,7 +99,7 @@ def test_operations_on_replicas_are_those_of_jax(before, after):
         ("with tf.device('/cpu:0'): pass", "with tf.device('/cpu:0'): pass"),
     ],
 )
-def test_operations_around_steps_take_whatever_can_come(before, after):
+def test_operations_around_steps_accept_any_input(before, after):
     assert port(before + "\n") == [after]
 
 
@@ -114,13 +114,13 @@ def test_operations_around_steps_take_whatever_can_come(before, after):
         (".batch(4).repeat(count=3)", ".batch(4).repeat(3)"),
         (".shuffle(9, reshuffle_each_iteration=False).batch(4)", None),
         (".repeat(3).batch(4)", None),  # batches of two epochs
-        (".shuffle(9).cache().batch(4)", None),  # one order for ever
+        (".shuffle(9).cache().batch(4)", None),  # the order never changes
         (".batch(4).map(f)", None),
         (".shuffle(9)", None),  # no batches
         (".cache('file').batch(4)", None),
     ],
 )
-def test_pipelines_over_arrays_change_where_they_mean_the_same(before, after):
+def test_pipelines_over_arrays_change_if_the_meaning_is_the_same(before, after):
     slices = "tf.data.Dataset.from_tensor_slices(data)"
     give = "strategy.experimental_distribute_dataset"
     changed = f"tpudist.NumpyDataset(data){after}" if after else f"{slices}{before}"
@@ -131,7 +131,7 @@ def test_pipelines_over_arrays_change_where_they_mean_the_same(before, after):
 @pytest.mark.parametrize(
     "reader", ["for x in ds: pass", "ds.element_spec", "train(ds)", "model.fit(ds)"]
 )
-def test_pipelines_that_others_read_stay(reader):
+def test_pipelines_with_other_readers_are_unchanged(reader):
     source = (
         "ds = tf.data.Dataset.from_tensor_slices(data).batch(4)\n"
         f"strategy.experimental_distribute_dataset(ds)\n{reader}\n"
@@ -139,7 +139,7 @@ def test_pipelines_that_others_read_stay(reader):
     assert port(source) == source.splitlines()
 
 
-def test_pipelines_go_on_over_statements_of_one_block():
+def test_a_pipeline_may_span_several_statements_of_a_block():
     source = (
         "ds = tf.data.Dataset.from_tensor_slices(data)\n"
         "ds = ds.batch(4)\n"
@@ -151,7 +151,7 @@ def test_pipelines_go_on_over_statements_of_one_block():
     assert port(branched) == branched.splitlines()
 
 
-def test_functions_of_pipelines_stay_those_of_tensorflow():
+def test_functions_used_in_pipelines_keep_tensorflow_operations():
     source = (
         "@tf.function\n"
         "def scale(x):\n"
@@ -163,7 +163,7 @@ def test_functions_of_pipelines_stay_those_of_tensorflow():
     assert port(source) == source.splitlines()
 
 
-def test_a_function_of_replicas_and_of_python_takes_tensors_too():
+def test_a_function_used_on_replicas_and_in_python_accepts_tensors():
     source = (
         "def double(x):\n    return tf.add(x, x)\nstrategy.run(double, args=(1,))\ndouble(tensor)\n"
     )
@@ -200,7 +200,7 @@ def test_a_function_of_replicas_and_of_python_takes_tensors_too():
         ),
     ],
 )
-def test_graphs_go_where_nobody_asks_for_them(before, after):
+def test_graphs_are_removed_if_nothing_uses_them(before, after):
     assert port("\n".join(before) + "\n") == after
 
 
@@ -216,7 +216,7 @@ _RUN = "    return strategy.reduce('SUM', strategy.run(step, args=(next(iterator
         ("def f(iterator):", _STEP + _RUN, True),
         ("def f(batch):", _STEP + "    strategy.run(step, args=(batch,))\n", True),
         ("def f(iterator):", '    "Steps."\n' + _STEP + _RUN, True),
-        # The number of rounds would be one that JAX traces.
+        # JAX would trace the number of rounds.
         (
             "def f(iterator, n):",
             _STEP + "    for _ in range(n):\n        strategy.run(step, args=(next(iterator),))\n",
@@ -234,8 +234,8 @@ _RUN = "    return strategy.reduce('SUM', strategy.run(step, args=(next(iterator
         ("def f(iterator):", _STEP + _RUN + "coordinator.schedule(f)\n", False),
     ],
 )
-def test_a_function_that_makes_its_step_is_one_program(head, rest, is_whole):
-    """In Python it would make another one at each call, which is compiled each time."""
+def test_a_function_that_creates_its_step_is_one_program(head, rest, is_whole):
+    """A Python function would create a new step at each call, and compile it again."""
     found = "\n".join(port(f"@tf.function\n{head}\n{rest}"))
     assert found.startswith("@tpudist.function\ndef f(" if is_whole else "def f("), found
 
@@ -256,7 +256,7 @@ def test_a_function_that_makes_its_step_is_one_program(head, rest, is_whole):
         ("print(tf.Variable(1.0))", "print(tpudist.Variable(1.0))"),
     ],
 )
-def test_variables_change_where_all_their_readers_are_known(before, after):
+def test_variables_change_if_all_their_readers_are_known(before, after):
     assert port(before + "\n")[0] == after
 
 
@@ -287,7 +287,7 @@ def test_variables_change_where_all_their_readers_are_known(before, after):
         ("tf.keras.Input((3,), dtype=tf.string)", 'keras.Input((3,), dtype="string")'),
     ],
 )
-def test_names_of_keras(before, after):
+def test_names_of_keras_are_ported(before, after):
     assert port(f"a = {before}\n") == [f"a = {after}"]
 
 
@@ -331,7 +331,7 @@ def test_names_of_keras(before, after):
         ),
     ],
 )
-def test_learning_rates_of_optimizers_of_keras_have_their_new_name(before, after):
+def test_learning_rates_of_keras_optimizers_have_their_new_name(before, after):
     assert port(f"{before}\n")[-1] == after
     assert port_program(f"import tensorflow as tf\n{STRATEGY}{before}\n").leftovers == ()
 
@@ -339,7 +339,7 @@ def test_learning_rates_of_optimizers_of_keras_have_their_new_name(before, after
 @pytest.mark.parametrize(
     ("statement", "is_left"),
     [
-        ("print(model.optimizer.lr)", True),  # whatever `model` is
+        ("print(model.optimizer.lr)", True),  # for any `model`
         ("print(my_optimizer.lr)", True),
         ("print(schedule.optimizer.lr(3))", True),
         ("m = tf.keras.Sequential()\nprint(m.optimizer.lr(3))", True),  # a number here
@@ -355,7 +355,7 @@ def test_learning_rates_of_optimizers_of_keras_have_their_new_name(before, after
         ("print(args.lr, self.lr, model.lr)", False),
     ],
 )
-def test_learning_rates_of_others_are_left_where_they_may_be_of_keras(statement, is_left):
+def test_learning_rates_of_unknown_objects_are_leftovers_if_they_may_be_keras(statement, is_left):
     source = f"import tensorflow as tf\nlayer = tf.keras.layers.Dense(1)\n{STRATEGY}{statement}\n"
     ported = port_program(source)
     assert "learning_rate" not in ported.source.replace("# tpudist port: ", "")
@@ -371,7 +371,7 @@ def test_learning_rates_of_others_are_left_where_they_may_be_of_keras(statement,
             "c = tf.train.Checkpoint(model=m, step=tf.Variable(0))",
             "c = tpudist.checkpoint.Checkpoint(model=m, step=tpudist.Variable(0))",
         ),
-        ("c = tf.train.Checkpoint(m)", "c = tf.train.Checkpoint(m)"),  # names are needed here
+        ("c = tf.train.Checkpoint(m)", "c = tf.train.Checkpoint(m)"),  # names are missing
         (
             "c.restore(tf.train.latest_checkpoint(d)).expect_partial()",
             "c.restore(tpudist.checkpoint.latest_checkpoint(d)).expect_partial()",
@@ -394,11 +394,11 @@ def test_learning_rates_of_others_are_left_where_they_may_be_of_keras(statement,
         ("n = tf.config.list_physical_devices()", "n = tf.config.list_physical_devices()"),
     ],
 )
-def test_checkpoints_and_settings(before, after):
+def test_checkpoints_and_settings_are_ported(before, after):
     assert port(f"{before}\n") == ([after] if after else [])
 
 
-def test_devices_are_not_listed_before_processes_meet():
+def test_devices_are_not_listed_before_processes_connect():
     """JAX would start without the other processes."""
     source = (
         "gpus = tf.config.list_physical_devices('GPU')\n"
@@ -407,7 +407,7 @@ def test_devices_are_not_listed_before_processes_meet():
     assert port(source)[0] == source.splitlines()[0]
 
 
-def test_metrics_are_reset_by_their_new_name():
+def test_metrics_are_reset_with_their_new_name():
     source = "m = tf.keras.metrics.Mean()\nm.reset_states()\nother.reset_states()\n"
     assert port(source)[1:] == ["m.reset_state()", "other.reset_states()"]
 
@@ -431,7 +431,7 @@ def test_metrics_are_reset_by_their_new_name():
         ("import tensorflow_datasets as tfds", "import tensorflow_datasets as tfds"),
     ],
 )
-def test_imports(before, after):
+def test_imports_are_ported(before, after):
     source = f"import tensorflow as tf\n{before}\n{STRATEGY}"
     ported = port_program(source).source
     assert "import tensorflow as" not in ported
@@ -440,7 +440,7 @@ def test_imports(before, after):
 
 
 @pytest.mark.parametrize("before", ["import os\n", "import numpy as np\n", '"""Text."""\n', ""])
-def test_the_backend_is_chosen_before_keras_is_imported(before):
+def test_the_backend_is_set_before_keras_is_imported(before):
     source = f"{before}import tensorflow as tf\n{STRATEGY}m = tf.keras.Sequential()\n"
     lines = port_program(source).source.splitlines()
     assert lines.count("import os") == 1
@@ -448,7 +448,7 @@ def test_the_backend_is_chosen_before_keras_is_imported(before):
     assert lines.index("import os") < backend < lines.index("import keras")
 
 
-def test_another_backend_is_replaced():
+def test_a_different_backend_is_replaced():
     source = (
         'import os\nos.environ["KERAS_BACKEND"] = "tensorflow"\nimport keras\n'
         "import tensorflow as tf\nstrategy = tf.distribute.MirroredStrategy()\n"
@@ -468,7 +468,7 @@ def test_another_backend_is_replaced():
         "tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration()]",
     ],
 )
-def test_cpus_that_are_split_are_emulated_devices(devices):
+def test_split_cpus_become_emulated_devices(devices):
     source = (
         "[cpu] = tf.config.list_physical_devices('CPU')\n"
         f"devices = {devices}\n"
@@ -479,17 +479,17 @@ def test_cpus_that_are_split_are_emulated_devices(devices):
     assert port(gpus) == gpus.splitlines()
 
 
-def test_servers_of_this_process_are_left_and_those_of_another_are_not():
+def test_an_unassigned_server_is_a_leftover_and_an_assigned_server_is_ported():
     assert port("tf.distribute.Server(spec)\n") == ["tf.distribute.Server(spec)"]
     assert port("s = tf.distribute.Server(spec)\n") == ["s = tpudist.Server(spec)"]
 
 
-def test_a_name_of_ones_own_is_no_tensorflow():
+def test_a_local_name_is_not_mistaken_for_tensorflow():
     source = "def f(tf):\n    return tf.distribute.ReduceOp.SUM\n"
     assert port(source) == source.splitlines()
 
 
-def test_every_name_is_offered():
+def test_every_tpudist_name_in_the_port_exists():
     for name in TPUDIST.values():
         owner = tpudist
         for part in name.split(".")[1:]:
@@ -497,7 +497,7 @@ def test_every_name_is_offered():
 
 
 @pytest.mark.slow
-def test_every_operation_of_keras_is_offered(monkeypatch):
+def test_every_keras_operation_in_the_port_exists(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     text = " ".join(x.keras for x in OPERATIONS.values())
@@ -523,16 +523,16 @@ def test_every_operation_of_keras_is_offered(monkeypatch):
             "a = strategy.run(f)\na = strategy.reduce('SUM', a, None)\na.numpy()",
             "np.asarray(a)[()]",
         ),
-        ("a = other.reduce(x)\na.numpy()", "np.asarray(a)[()]"),  # also of a tensor
+        ("a = other.reduce(x)\na.numpy()", "np.asarray(a)[()]"),  # also for a tensor
         ("a = tf.Variable(1)\na.numpy()", "a.numpy()"),
         ("model.optimizer.learning_rate.numpy()", "model.optimizer.learning_rate.numpy()"),
     ],
 )
-def test_what_strategies_and_metrics_give_is_an_array(before, after):
+def test_results_of_strategies_and_metrics_are_arrays(before, after):
     assert port(before + "\n")[-1] == after
 
 
-def test_methods_that_replicas_run_are_found_by_self():
+def test_methods_that_replicas_run_are_found_through_self():
     source = (
         "class Trainer:\n"
         "    def train(self, x):\n"
@@ -548,17 +548,17 @@ def test_methods_that_replicas_run_are_found_by_self():
 
 
 @pytest.mark.parametrize("use", ["call(step)", "callbacks = [step]", "other = step"])
-def test_a_function_that_is_given_to_others_too_takes_tensors(use):
+def test_a_function_passed_to_other_code_accepts_tensors(use):
     source = f"def step(x):\n    return tf.exp(x)\nstrategy.run(step, args=(1,))\n{use}\n"
     assert port(source)[1] == "    return jnp.exp(jnp.asarray(x))"
 
 
-def test_a_function_of_replicas_and_of_a_pipeline_is_left():
+def test_a_function_used_on_replicas_and_in_a_pipeline_is_unchanged():
     source = "def f(x):\n    return tf.exp(x)\nstrategy.run(f, args=(1,))\ndataset.map(f)\n"
     assert port(source) == source.splitlines()
 
 
-def test_keras_by_a_name_of_tensorflow_is_imported():
+def test_keras_assigned_from_tensorflow_becomes_an_import():
     source = "import tensorflow as tf\nkeras = tf.keras\nstrategy = tf.distribute.get_strategy()\n"
     ported = port_program(source + "model = keras.Sequential()\n").source
     assert "keras = " not in ported
@@ -568,7 +568,7 @@ def test_keras_by_a_name_of_tensorflow_is_imported():
     )
 
 
-def test_all_of_tensorflow_at_once_is_left():
+def test_a_star_import_of_tensorflow_is_a_leftover():
     [left] = port_program(
         f"import tensorflow as tf\nfrom tensorflow import *\n{STRATEGY}"
     ).leftovers
@@ -583,7 +583,7 @@ def test_all_of_tensorflow_at_once_is_left():
         ("MirroredStrategy()", []),
     ],
 )
-def test_keras_is_left_under_strategies_that_it_does_not_train_under(strategy, left):
+def test_keras_is_a_leftover_under_strategies_that_cannot_train_it(strategy, left):
     ported = port_program(
         f"import tensorflow as tf\nstrategy = tf.distribute.{strategy}\n"
         "model = tf.keras.Sequential()\nmodel.fit(x, y)\n"
@@ -627,13 +627,13 @@ def test_values_around_steps_are_followed_to_all_their_readers(reader, is_known)
         ("app.run(step)", False),
     ],
 )
-def test_what_runs_a_function_is_known_to_be_a_strategy(call, is_strategy):
+def test_an_object_that_runs_a_function_is_recognized_as_a_strategy(call, is_strategy):
     source = f"from absl import app\ndef step(x): return tf.exp(x)\n{call}\n"
     assert (port(source)[1] == "def step(x): return jnp.exp(x)") is is_strategy
 
 
-def test_functions_that_build_models_use_operations_of_keras():
-    """Their values may be symbolic tensors, which `jax.numpy` does not take."""
+def test_functions_that_build_models_use_keras_operations():
+    """Their values may be symbolic tensors, which `jax.numpy` does not accept."""
     source = (
         "def block(x):\n"
         "    y = tf.keras.layers.Dense(3)(x)\n"
@@ -646,7 +646,7 @@ def test_functions_that_build_models_use_operations_of_keras():
     assert lines[-1] == "    return jnp.abs(jnp.asarray(x))"
 
 
-def test_the_mean_in_a_keras_object_is_an_integer_of_integers():
+def test_the_mean_of_integers_in_a_keras_object_is_an_integer():
     source = (
         "class Metric(tf.keras.metrics.Metric):\n"
         "    def update_state(self, x):\n"
@@ -657,7 +657,7 @@ def test_the_mean_in_a_keras_object_is_an_integer_of_integers():
     )
 
 
-def test_functions_that_read_examples_stay_those_of_tensorflow():
+def test_functions_that_read_examples_keep_tensorflow_operations():
     source = (
         "def parse(record):\n"
         "    return scale(tf.io.decode_raw(record, tf.uint8))\n"
@@ -692,8 +692,8 @@ TAPE = """class Trainer:
     [
         ("", "", True),
         ("            else:\n                loss = 3 * y\n", "", False),  # `loss` may be unbound
-        ("training=True", "", True),  # the optimizer is one of Keras
-        ("tf.keras.optimizers.SGD()", "make_optimizer()", True),  # the model is called as one
+        ("training=True", "", True),  # the optimizer is a Keras optimizer
+        ("tf.keras.optimizers.SGD()", "make_optimizer()", True),  # the call identifies a model
         (
             "tf.keras.optimizers.SGD()",
             "f()\n        self.optimizer = tf.keras.optimizers.SGD()",
@@ -701,13 +701,13 @@ TAPE = """class Trainer:
         ),
     ],
 )
-def test_tapes_over_attributes_of_a_trainer(before, after, is_ported):
+def test_tapes_over_attributes_of_a_trainer_are_ported(before, after, is_ported):
     assert before in TAPE
     source = "\n".join(port(TAPE.replace(before, after) if before else TAPE))
     assert ("tpudist.keras.value_and_grad(loss_of_batch" in source) is is_ported
 
 
-def test_a_tape_by_variables_of_an_unknown_model_is_left():
+def test_a_tape_with_variables_of_an_unknown_model_is_a_leftover():
     source = TAPE.replace(", training=True", "").replace("tf.keras.optimizers.SGD()", "make()")
     assert "tf.GradientTape" in "\n".join(port(source))
 
@@ -750,7 +750,7 @@ def test_operations_around_a_model_keep_their_meaning(before, after):
     assert (after or before) in port(before + "\n")
 
 
-def test_a_signature_that_a_dataset_takes_may_stay():
+def test_a_signature_used_by_a_dataset_may_stay():
     ported = port_program(
         f"import tensorflow as tf\n{STRATEGY}s = tf.TensorSpec([None], tf.int32)\n"
         "data = tf.data.Dataset.from_generator(f, output_signature=s)\n"
@@ -759,12 +759,12 @@ def test_a_signature_that_a_dataset_takes_may_stay():
     assert "tf.TensorSpec" in ported.stays
 
 
-def test_methods_that_keras_3_has_under_another_name_are_left():
+def test_methods_without_a_keras_3_equivalent_are_leftovers():
     ported = port_program(f"import tensorflow as tf\n{STRATEGY}opt.get_scaled_loss(loss)\n")
     assert [one.name for one in ported.leftovers] == ["opt.get_scaled_loss"]
 
 
-def test_a_property_that_replicas_read_is_a_function_of_replicas():
+def test_a_property_read_by_replicas_is_a_replica_function():
     source = (
         "class Trainer:\n"
         "    @property\n"
@@ -778,7 +778,7 @@ def test_a_property_that_replicas_read_is_a_function_of_replicas():
     assert "        return jnp.sum(jnp.square(self.w)) / 2" in port(source)
 
 
-def test_tensorflow_may_come_with_all_names_of_another_module():
+def test_tensorflow_may_come_from_a_star_import_of_another_module():
     ported = port_program(
         "from layers import *\nstrategy = tf.distribute.get_strategy()\nx = tf.constant(1)\n"
     )
@@ -788,8 +788,8 @@ def test_tensorflow_may_come_with_all_names_of_another_module():
     ]
 
 
-def test_a_program_may_be_indented_by_tabs_and_by_spaces():
-    """Python takes it, where LibCST does not."""
+def test_a_program_may_be_indented_with_tabs_and_spaces():
+    """Python accepts this, but LibCST does not."""
     program = f"import tensorflow as tf\n{STRATEGY}def f(a):\n  if a:\n\t  a = 1\n  return a\n"
     compile(program, "", "exec")
     assert "          a = 1\n" in port_program(program).source

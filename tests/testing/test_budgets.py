@@ -1,4 +1,4 @@
-"""Communication is kept within its budget by a test, which needs no TPU and names the line."""
+"""`assert_collectives` limits communication in a test without TPUs and names the source line."""
 
 import importlib.util
 import inspect
@@ -35,7 +35,7 @@ def reduces_and_gathers(x):
 
 
 def line_of(function, text: str) -> str:
-    """The line of `function` that holds `text`, as errors give it."""
+    """Returns the line of `function` that contains `text`, in the format of error messages."""
     lines, first = inspect.getsourcelines(function)
     (at,) = (number for number, line in enumerate(lines, first) if text in line)
     return f"{os.path.relpath(inspect.getsourcefile(function))}:{at}"
@@ -43,7 +43,7 @@ def line_of(function, text: str) -> str:
 
 @pytest.fixture(autouse=True)
 def on_my_own_machine(monkeypatch):
-    monkeypatch.delenv("CI", raising=False)  # there, a ledger that is missing is an error
+    monkeypatch.delenv("CI", raising=False)  # in CI, a missing ledger is an error
     monkeypatch.delenv("TPUDIST_UPDATE_LEDGER", raising=False)
 
 
@@ -63,7 +63,7 @@ def failure(*args, **kwargs) -> str:
 # Budgets.
 
 
-def test_a_step_that_does_what_it_may_passes_and_gives_its_plan(strategy):
+def test_a_step_within_its_budget_passes_and_returns_its_plan(strategy):
     plan = budgets.assert_collectives(reduces, (ROWS,), allow={"all-reduce"})
     assert [use.kind for use in plan.collectives] == ["all-reduce"]
     assert plan.collectives[0].num_bytes == 4 * WIDTH
@@ -81,16 +81,16 @@ def test_an_added_all_gather_fails_with_its_source_line(strategy):
     assert "add it to allow" in message
 
 
-def test_nothing_is_allowed_by_an_empty_set(strategy):
+def test_an_empty_set_allows_nothing(strategy):
     assert "all-reduce must not occur" in failure(reduces, (ROWS,), allow=set())
 
 
-def test_one_kind_may_be_given_as_a_string(strategy):
+def test_a_single_kind_may_be_a_string(strategy):
     budgets.assert_collectives(reduces, (ROWS,), allow="all-reduce")
 
 
-def test_a_budget_of_bytes_is_that_of_one_device_and_step(strategy):
-    """A ring of 8 devices: each sends 2 * 7 / 8 of what is reduced."""
+def test_a_budget_in_bytes_applies_to_one_device_and_one_step(strategy):
+    """Each device in a ring of 8 sends 2 * 7 / 8 of the reduced bytes."""
     sent = 2 * 7 / 8 * 4 * WIDTH
     plan = budgets.assert_collectives(reduces, (ROWS,), max_ici_bytes=sent, max_dcn_bytes=0)
     assert plan.ici_bytes == sent
@@ -100,19 +100,19 @@ def test_a_budget_of_bytes_is_that_of_one_device_and_step(strategy):
     assert line_of(reduces, "all_reduce(") in message
 
 
-def test_all_that_is_wrong_is_told_at_once(strategy):
+def test_all_violations_are_reported_together(strategy):
     message = failure(reduces_and_gathers, (ROWS,), allow={"all-reduce"}, max_ici_bytes=10)
     assert "must not occur" in message
     assert "max_ici_bytes is 10" in message
 
 
-def test_the_strategy_can_be_named(monkeypatch):
+def test_the_strategy_can_be_an_argument(monkeypatch):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     plan = budgets.assert_collectives(reduces, (ROWS,), strategy=strategy, allow={"all-reduce"})
     assert plan.num_devices == 2
 
 
-def test_a_kind_that_is_none_is_refused(strategy):
+def test_an_unknown_kind_is_rejected(strategy):
     with pytest.raises(ValueError, match="'all_reduce', which is not a kind.*all-reduce"):
         budgets.assert_collectives(reduces, (ROWS,), allow={"all_reduce"})
 
@@ -120,7 +120,7 @@ def test_a_kind_that_is_none_is_refused(strategy):
 # Ledgers.
 
 
-def test_a_ledger_is_written_when_it_is_missing_and_is_the_same_the_next_time(strategy, tmp_path):
+def test_a_missing_ledger_is_written_and_reproduced(strategy, tmp_path):
     path = tmp_path / "collectives.json"
     budgets.assert_collectives(reduces, (ROWS,), ledger=path)
     written = path.read_text()
@@ -138,7 +138,7 @@ def test_a_ledger_is_written_when_it_is_missing_and_is_the_same_the_next_time(st
     assert path.read_text() == written
 
 
-def test_a_change_fails_with_what_was_added_and_what_was_removed(strategy, tmp_path):
+def test_a_change_fails_with_the_added_and_removed_collectives(strategy, tmp_path):
     path = tmp_path / "collectives.json"
     budgets.assert_collectives(reduces, (ROWS,), ledger=path, name="step")
     written = path.read_text()
@@ -149,7 +149,7 @@ def test_a_change_fails_with_what_was_added_and_what_was_removed(strategy, tmp_p
     )
     assert [row[1:6] for row in added] == [
         ["all-gather", "64.0", "KiB", "1", "replica"],
-        ["all-reduce", "1.00", "KiB", "1", "replica"],  # of another function
+        ["all-reduce", "1.00", "KiB", "1", "replica"],  # from a different function
     ]
     assert added[0][-1] == line_of(reduces_and_gathers, "all_gather(")
     assert [row[1] for row in removed] == ["all-reduce"]
@@ -158,7 +158,7 @@ def test_a_change_fails_with_what_was_added_and_what_was_removed(strategy, tmp_p
     assert path.read_text() == written
 
 
-def test_the_environment_says_when_to_write_a_ledger_anew(strategy, tmp_path, monkeypatch):
+def test_the_environment_variable_updates_a_ledger(strategy, tmp_path, monkeypatch):
     path = tmp_path / "collectives.json"
     budgets.assert_collectives(reduces, (ROWS,), ledger=path, name="step")
     budgets.assert_collectives(reduces, (ROWS,), ledger=path, name="other")
@@ -169,20 +169,20 @@ def test_the_environment_says_when_to_write_a_ledger_anew(strategy, tmp_path, mo
     budgets.assert_collectives(reduces, (ROWS,), ledger=path, name="other")
 
 
-def test_a_step_over_its_budget_is_not_written(strategy, tmp_path):
+def test_a_step_over_its_budget_is_not_recorded(strategy, tmp_path):
     path = tmp_path / "collectives.json"
     failure(reduces, (ROWS,), allow=(), ledger=path)
     assert not path.exists()
 
 
-def test_a_record_that_is_missing_in_ci_fails(strategy, tmp_path, monkeypatch):
+def test_a_missing_record_fails_in_ci(strategy, tmp_path, monkeypatch):
     monkeypatch.setenv("CI", "true")
     message = failure(reduces, (ROWS,), ledger=tmp_path / "collectives.json")
     assert 'has no "reduces on 8 x cpu"' in message
     assert "commit the file" in message
 
 
-def test_another_mesh_needs_another_name(tmp_path):
+def test_a_different_mesh_requires_a_different_name(tmp_path):
     path = tmp_path / "collectives.json"
     strategy = tpudist.MirroredStrategy()
 
@@ -200,7 +200,7 @@ def test_another_mesh_needs_another_name(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["no json", '{"format": 0, "steps": {}}', "[]", '{"format": 1}'])
-def test_a_file_that_is_no_ledger_is_refused(text, strategy, tmp_path):
+def test_a_file_that_is_not_a_ledger_is_rejected(text, strategy, tmp_path):
     path = tmp_path / "collectives.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="is not a ledger of this version.*Delete the file"):
@@ -229,23 +229,23 @@ def imported(path: Path, text: str):
     return module
 
 
-def test_an_edit_above_the_line_is_no_change(strategy, tmp_path):
+def test_an_edit_above_the_line_does_not_change_the_ledger(strategy, tmp_path):
     path = tmp_path / "tests" / "collectives.json"
     before = imported(tmp_path / "before.py", MODULE)
     budgets.assert_collectives(before.step, (ROWS,), ledger=path, name="step")
     written = path.read_text()
     assert '"../before.py::Step.__call__.inner"' in written
-    ledger._functions.cache_clear()  # a file changes between processes, not in one
+    ledger._functions.cache_clear()  # files change between processes, not within one
     ledger._function.cache_clear()
     after = imported(tmp_path / "before.py", "# A comment.\n" + MODULE)
     budgets.assert_collectives(after.step, (ROWS,), ledger=path, name="step")
     assert path.read_text() == written
 
 
-def test_files_of_installed_packages_are_named_alike_everywhere(tmp_path):
+def test_files_of_installed_packages_have_the_same_name_everywhere(tmp_path):
     source = "/home/me/venv/lib/python3.11/site-packages/optax/losses.py:12"
     assert ledger.function_of(source, tmp_path) == "optax/losses.py"
-    line = line_of(tpudist.Strategy.scope, "def scope")  # of a checkout, perhaps
+    line = line_of(tpudist.Strategy.scope, "def scope")  # possibly in a checkout
     assert ledger.function_of(os.path.abspath(line), tmp_path) == (
         "tpudist/strategy/strategy.py::Strategy.scope"
     )
@@ -253,7 +253,7 @@ def test_files_of_installed_packages_are_named_alike_everywhere(tmp_path):
     assert ledger.function_of("/elsewhere/on/this/machine.py:3", tmp_path) == "machine.py"
 
 
-def test_a_ledger_has_one_collective_on_a_line_and_is_sorted(tmp_path):
+def test_a_ledger_has_one_collective_per_line_and_is_sorted(tmp_path):
     path = tmp_path / "collectives.json"
     entries = [
         ledger.Entry("all-reduce", ("replica",), "dcn", 8, "a.py::f"),
@@ -272,8 +272,8 @@ def test_a_ledger_has_one_collective_on_a_line_and_is_sorted(tmp_path):
     assert path.read_text() == written
 
 
-def test_tests_that_run_at_the_same_time_keep_each_others_records(tmp_path):
-    """As those of pytest-xdist do."""
+def test_concurrent_tests_keep_each_others_records(tmp_path):
+    """pytest-xdist runs tests concurrently."""
     path = tmp_path / "new" / "collectives.json"
     names = [f"step {i}" for i in range(48)]
 
@@ -288,7 +288,7 @@ def test_tests_that_run_at_the_same_time_keep_each_others_records(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_option_of_pytest_writes_ledgers_anew(tmp_path):
+def test_the_pytest_option_updates_ledgers(tmp_path):
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent(
             """
@@ -311,7 +311,7 @@ def test_the_option_of_pytest_writes_ledgers_anew(tmp_path):
     assert done.returncode == 0, done.stdout.decode()
 
 
-# On a slice that is not there.
+# On a described slice.
 
 
 def matmul(w, x):
@@ -325,7 +325,7 @@ def matmul_of_a_whole_matrix(w, x):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
+def test_an_added_all_gather_on_a_slice_fails_with_its_source_line(tmp_path):
     strategy = tpudist.TPUStrategy(replica_axes={"tensor": 8})
     weights = jax.ShapeDtypeStruct(
         (1024, 1024), jnp.bfloat16, sharding=jax.NamedSharding(strategy.mesh, P(None, "tensor"))
@@ -338,7 +338,7 @@ def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
     )
     kinds = {use.kind for use in allowed.collectives} - {"all-gather"}
     message = failure(matmul_of_a_whole_matrix, args, allow=kinds, **how)
-    # The line that asks for it; that of the product which it is for, since libtpu 0.0.50.
+    # The line of the constraint; since libtpu 0.0.50, the line of the product that needs it.
     asks = line_of(matmul_of_a_whole_matrix, "with_sharding_constraint")
     uses = line_of(matmul_of_a_whole_matrix, "tanh")
     assert "matmul_of_a_whole_matrix on v5e:2x4 (mesh: replica 1 x tensor 8)" in message
@@ -350,7 +350,7 @@ def test_on_a_slice_an_added_all_gather_fails_with_its_source_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_between_slices_bytes_count_as_dcn():
+def test_bytes_between_slices_count_as_dcn():
     strategy = tpudist.MirroredStrategy()
     x = jax.ShapeDtypeStruct((16, 1 << 20), jnp.float32)
     how = {"strategy": strategy, "topology": "2xv5e:2x2"}

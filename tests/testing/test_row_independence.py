@@ -1,4 +1,4 @@
-"""What is said of a function by `tpudist.rowwise` is tried out, and mixing is seen."""
+"""`assert_rowwise` runs a function on rows and detects whether it mixes them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ WEIGHT = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32)
 
 
 @pytest.mark.slow
-def test_functions_of_each_row_pass():
+def test_functions_that_treat_rows_independently_pass():
     few = X[:3]
     assert_rowwise(jnp.dot, few, WEIGHT, in_dims=(0, None))
     assert_rowwise(lambda x: (x.sum(0), x.argmax(0)), few.T, in_dims=1, out_dims=(0, 0))
@@ -55,10 +55,10 @@ def test_functions_that_mix_rows_fail(function, args, in_dims, seen):
         assert_rowwise(function, *args, in_dims=in_dims)
 
 
-def test_a_gradient_is_not_tried_where_there_is_none():
+def test_gradient_false_skips_the_gradient():
     assert_rowwise(mixing_backward, X, gradient=False)
 
 
-def test_one_row_shows_nothing():
+def test_one_row_is_not_enough():
     with pytest.raises(ValueError, match="but received 1"):
         assert_rowwise(jnp.sin, X[:1])

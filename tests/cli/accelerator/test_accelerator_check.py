@@ -1,4 +1,4 @@
-"""`tpudist doctor --accelerator`: crashes cost one item, and the report has what was found."""
+"""`tpudist doctor --accelerator`: a crash fails only one item, and the report has the others."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from tpudist.cli.accelerator import (
 )
 from tpudist.planner import read_calibration
 
-# A child without JAX: what a section prints when its second item ends the process.
+# A child without JAX. It prints like a section whose second item ends the process.
 PROGRAM = """
 import json, os, sys, time
 def tell(**what): print({mark!r} + json.dumps(what), flush=True)
@@ -52,7 +52,7 @@ def run_with(monkeypatch, fault, budget_s=20.0, start=""):
         ("raise OSError('no chip')", "failed: its process ended with 1: OSError: no chip"),
     ],
 )
-def test_an_item_that_ends_its_process_costs_itself_only(monkeypatch, fault, status):
+def test_an_item_that_crashes_its_process_fails_only_itself(monkeypatch, fault, status):
     result, begun = run_with(monkeypatch, fault)
     found = {x["name"]: x["status"] for x in result.items}
     assert found == {"first": "ok", "second": status, "third": "ok"}
@@ -63,7 +63,7 @@ def test_an_item_that_ends_its_process_costs_itself_only(monkeypatch, fault, sta
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_hang_ends_with_the_time_of_the_section(monkeypatch):
+def test_a_hang_ends_when_the_time_of_the_section_is_over(monkeypatch):
     started = time.monotonic()
     result, _ = run_with(monkeypatch, "time.sleep(600)", budget_s=1.0)
     assert time.monotonic() - started < 60
@@ -76,21 +76,21 @@ def test_a_hang_ends_with_the_time_of_the_section(monkeypatch):
 @pytest.mark.parametrize(
     ("start", "fault", "budget_s"),
     [
-        # The second child has no time left, before it begins an item.
+        # The second child has no time left before it starts an item.
         ("if skipped: print('Timeout (', flush=True); os._exit(1)", "os.abort()", 20.0),
-        # The first child leaves the last items out.
+        # The first child omits the last items.
         ("names = ['first', 'second']", "tell(end='third', status='left out: no time left',"
          " seconds=0.0, figures={})", 200.0),
     ],
 )  # fmt: skip
-def test_a_section_without_time_says_how_many_items_ran(monkeypatch, start, fault, budget_s):
+def test_a_section_out_of_time_reports_how_many_items_ran(monkeypatch, start, fault, budget_s):
     result, _ = run_with(monkeypatch, fault, budget_s, start)
     assert result.problem == "stopped after 2 of 3 items: no time left; use --minutes 20"
     assert not result.is_ok
 
 
 @pytest.mark.multiprocess
-def test_devices_that_do_not_start_are_named(monkeypatch):
+def test_devices_that_do_not_start_are_reported(monkeypatch):
     monkeypatch.setattr(section_program, "START", "raise RuntimeError('Error: no device')")
     result = section_run.run_section("compute", 20.0, {}, lambda name: None)
     assert result.items == []
@@ -124,7 +124,7 @@ SECTIONS = [
 ]
 
 
-def test_the_report_compares_with_plans_and_calibrates_them():
+def test_the_report_compares_measurements_with_plans_and_contains_a_calibration():
     report = accelerator_report.build_report(SECTIONS, {"jax": "1"}, "now")
     assert report["ok"]
     assert [(x["name"], x["ratio"]) for x in report["planner"]] == [
@@ -133,7 +133,7 @@ def test_the_report_compares_with_plans_and_calibrates_them():
     calibration = read_calibration(report)
     assert calibration.generation == "v5e"
     assert calibration.matmul_flops_per_s == 150e12
-    assert calibration.hbm_bytes_per_s == 700e9  # the largest copy: no cache holds it
+    assert calibration.hbm_bytes_per_s == 700e9  # the largest copy, which fits no cache
     assert calibration.ici_ratio == 0.5
     assert calibration.host_bytes_per_s is None
     text = accelerator_report.format_report(report)
@@ -142,7 +142,7 @@ def test_the_report_compares_with_plans_and_calibrates_them():
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_failures_are_listed_and_paths_of_the_home_directory_are_not(monkeypatch):
+def test_failures_are_listed_without_paths_of_the_home_directory(monkeypatch):
     monkeypatch.setattr(accelerator_report, "_HOME", "/home/someone")
     bad = measured("sums", status="failed: ValueError: in /home/someone/x.py", seconds=1.0)
     report = accelerator_report.build_report(
@@ -157,11 +157,11 @@ def test_failures_are_listed_and_paths_of_the_home_directory_are_not(monkeypatch
 
 
 @pytest.mark.slow
-def test_wrong_numbers_are_failures(emulated_devices):
+def test_wrong_results_are_failures(emulated_devices):
     def make_wrong(strategy):
         def step(x):
             context = tpudist.get_replica_context()
-            return context.all_reduce("sum", x.mean())  # a sum of means
+            return context.all_reduce("sum", x.mean())  # wrong: a sum of means
 
         return step, (numeric_checks._rows(strategy)["x"],)
 
@@ -181,13 +181,13 @@ def test_wrong_numbers_are_failures(emulated_devices):
     }
 
 
-def test_seconds_per_call_are_an_average():
+def test_seconds_per_call_is_an_average():
     assert 0.001 < item.seconds_per_call(lambda: time.sleep(0.001), 0.01) < 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", ["compute", "collectives", "host"])
-def test_each_item_measures_something(section, emulated_devices, tmp_path, monkeypatch):
+def test_each_item_returns_a_measurement(section, emulated_devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     items = section_program.SECTIONS[section](emulated_devices[:2], True)
     assert items
@@ -223,7 +223,7 @@ def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
         (["--output", "/no/such/folder/a.json"], "The report cannot be written"),
     ],
 )
-def test_wrong_use_of_the_command_is_named(options, message, capsys):
+def test_wrong_options_are_reported(options, message, capsys):
     assert cli.main(["doctor", "--accelerator", *options]) == cli.WRONG_USE
     assert message in capsys.readouterr().err
 
@@ -249,6 +249,6 @@ def test_collectives_have_the_shape_of_their_argument_and_the_right_values(emula
         (["--report", "--json"], "--json has no effect on this check. Omit it, or omit --report."),
     ],
 )
-def test_options_without_an_effect_are_named(options, message, capsys):
+def test_options_without_an_effect_are_reported(options, message, capsys):
     assert cli.main(["doctor", *options]) == cli.WRONG_USE
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A custom loop with a checkpoint, which hands have to port."""
+"""A custom loop with a checkpoint, which must be ported manually."""
 
 import jax
 import jax.numpy as jnp
