@@ -58,6 +58,8 @@ def install(problem: str | None = None) -> None:
     global _is_installed
     if _is_installed:
         return
+    # `keras_scope` calls this for every scope; a second hook around the first would capture
+    # variables twice.
     _is_installed = True
     variable_class: Any = keras.Variable
     plain = variable_class.value
@@ -76,6 +78,8 @@ def _make_reader(plain: Callable[..., Any], problem: str | None) -> Callable[...
         creator = read_notes(self).frame
         if creator is not None and is_traced(keras_internals.array_of(self)):
             _require_frame(self, creator(), frame)
+        # The value by which JAX differentiates comes first: with the input of the frame instead,
+        # its gradient would be zero.
         traced = variable_gradients.find_value(self)
         if traced is None and (frame is None or not _is_from_outside(self, frame)):
             if frame is None:

@@ -46,6 +46,7 @@ class _AgreeOnStart(keras.callbacks.Callback):
         model: Any = self.model
         checksum = 0
         for value in [v.value for v in model.weights]:
+            # A process has only some parts of a split variable, so its checksum could not be equal.
             if value.is_fully_replicated:
                 checksum = zlib.crc32(np.ascontiguousarray(value).data, checksum)
         facts = {
@@ -65,6 +66,7 @@ def choose(strategy: StrategyBase, model: keras.Model, callbacks: _Callbacks) ->
     mesh = strategy.replica_mesh
     if callbacks is None or not process_agreement.is_needed(mesh):
         return callbacks
+    # Keras uses a CallbackList as it is, so the program has chosen its callbacks itself.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     requested = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]

@@ -80,6 +80,7 @@ def of_model(model: keras.Model) -> MeshDistribution | None:
     """
     of_scope, own = current(), _of_models.get(model)
     if own is None:
+        # A model that was created but not compiled in the scope: its variables remember the scope.
         variables = model.variables if model.built else ()
         own = owner_of(variables[0]) if variables else None
     if of_scope is not None and own is not None and of_scope.strategy is not own.strategy:

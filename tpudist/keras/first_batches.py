@@ -123,6 +123,8 @@ def restore_state(model: "keras.Model", x: object) -> Iterator[None]:
     parts = keras_internals.state_of(model)
     arrays = [(v, keras_internals.array_of(v)) for variables in parts for v in variables]
     attributes = {key: vars(model)[key] for key in _ATTRIBUTES if key in vars(model)}
+    # Keras 3.15 draws the order of arrays with NumPy's global generator, and that of a PyDataset
+    # with Python's.
     numpy_state, python_state = np.random.get_state(), random.getstate()
     positions = [(x, x.next_pass)] if isinstance(x, DistributedDataset) else []
     try:

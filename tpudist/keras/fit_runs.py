@@ -191,6 +191,8 @@ class FitRuns:
             [line.replace(mesh, "mesh") for line in text.lines]
             for text, mesh in zip(texts, meshes, strict=True)
         ]
+        # Line by line up to the end of the shorter program: after the first difference, the rest
+        # need not correspond.
         pairs = zip(*lines, texts[0].equations, strict=False)
         differ = (eqn for x, y, eqn in pairs if x != y and eqn is not None)
         return user_lines.first_line_of(differ)
@@ -232,6 +234,7 @@ def _show_one_device(device: jax.Device) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
+            # A function of the module jax.
             plain = getattr(jax, name)
             stack.callback(setattr, jax, name, plain)
             setattr(jax, name, replace(plain, answer))

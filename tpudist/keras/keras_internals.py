@@ -95,6 +95,7 @@ def base_trainer_class() -> Any:
 
 def wrap_placement(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces the function that places a batch on the devices, `place(batch, layouts=None)`."""
+    # Keras' loops call it by its name in this module, so replacing the attribute is enough.
     module: Any = importlib.import_module(_TRAINER)
     module._distribute_data = wrap(module._distribute_data)
 
@@ -145,6 +146,8 @@ def wrap_creation(enter: Callable[[keras.Variable], contextlib.AbstractContextMa
 
         return method
 
+    # Keras 3.15 runs the initializer in `__init__`. For a variable that is created in a stateless
+    # scope, it defers the initializer, and calls the second method later.
     for name in ("__init__", "_initialize_with_initializer"):
         replace_method(importlib.import_module(_CORE).JaxVariable, name, wrap)
 
@@ -189,6 +192,8 @@ def random_seed() -> int | None:
 
 def is_of_arrays(adapter: object) -> bool:
     """Returns whether a data adapter slices arrays, in an order that NumPy draws."""
+    # By name: the class has no public path, and an import of its private module would fail if Keras
+    # moves it. An unknown class only costs a comparison of every batch.
     return type(adapter).__name__ == "ArrayDataAdapter"
 
 

@@ -66,6 +66,8 @@ def _connect() -> bool:
     """Installs the hooks of Keras, or makes it reject training in scopes; returns which."""
     from tpudist.keras import keras_support
 
+    # Also for a Keras that is not supported: without the hooks, a compiled function would use the
+    # value from its trace forever. With the reason, a read raises an error instead.
     if keras_support.uses_jax():
         from tpudist.keras import captured_variables
 

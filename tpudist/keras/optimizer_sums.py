@@ -23,6 +23,7 @@ def are_applied() -> bool:
 def install() -> None:
     """Installs the hooks."""
     for optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        # The classes that define `apply`: in Keras 3.15, BaseOptimizer and LossScaleOptimizer.
         owner = next(x for x in optimizer_class.__mro__ if "apply" in vars(x))
         keras_internals.replace_method(owner, "apply", _sum_first)
 

@@ -34,6 +34,8 @@ def agree_on_seed(strategy: StrategyBase) -> None:
         return
     own = keras_internals.random_seed()
     intention = Intention(f"Keras in the scope of {strategy!r}")
+    # Format: the own seed or "None", and a proposal, as in "None 1804289383". The proposal of the
+    # first process counts. 31 bits fit all generators that Keras seeds.
     texts = process_agreement.exchange(mesh, intention, f"{own} {secrets.randbits(31)}")
     seeds = [text.split()[0] for text in texts]
     if len(set(seeds)) > 1:
@@ -87,6 +89,7 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Batch]:
     if len(set(texts)) > 1:
         # NumPy's generators differ, and they draw the order of arrays. If they do not differ, the
         # order is left as it is, so that it equals the order in a single process.
+        # 8 hexadecimal digits, because a seed of RandomState has 32 bits.
         batches = _draw_from(np.random.RandomState(int(texts[0][:8], 16)), iter(batches))
     # Slices of equal arrays in an agreed order are equal, so the first batch is enough to compare.
     is_array = keras_internals.is_of_arrays(adapter)
@@ -94,6 +97,8 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Batch]:
         if number == 0 or not is_array:
             agree_on_batch(strategy, batch, f"batch {number} of an epoch of Keras")
         yield batch
+    # A process whose data end earlier would otherwise leave the others waiting in a collective of
+    # the next step, with no error that names the cause.
     process_agreement.agree(mesh, Intention("the end of an epoch of Keras"))
 
 

@@ -114,6 +114,9 @@ def _hook_make_function(kind: str) -> None:
             if reader is not None:
                 setattr(self, attribute, reader.take)
                 return None
+            # An attribute of Keras' trainer, such as `train_function`. Keras keeps the function
+            # between calls of `fit`, but it may have been compiled outside of the scope or for
+            # another mesh.
             known = getattr(self, attribute)
             if known is not None and not force and _distributions.get(known) is distribution:
                 return None
@@ -155,6 +158,9 @@ def _compile_step(
                 stacklevel=4,
             )
         return step
+    # As in Keras 3.15, the state is donated: `fit` takes the arrays out of the variables, and puts
+    # new ones back later. These keep the shardings of the old ones, or the next step would be
+    # compiled again.
     shardings = keras_internals.state_shardings(model)
     returned = tuple(shardings[i] for i in _RETURNED[kind])
     # The outputs are whole on every device: rows that are split unevenly cannot leave a program.

@@ -78,6 +78,7 @@ def value_and_grad(
                 f"{line_of_call()}. Use it in a function that strategy.run or tpudist.function "
                 "runs. Elsewhere, use jax.value_and_grad of model.stateless_call."
             )
+        # Before `fn`: JAX needs the values by which it differentiates as arguments.
         before = _list(variables)
         result = _differentiate(fn, before, has_aux, args, kwargs)
         if list(map(id, _list(variables))) != list(map(id, before)):

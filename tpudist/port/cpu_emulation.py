@@ -42,6 +42,8 @@ class CpuEmulation(Transformer):
             return updated_node
         num_devices = keyword_arg("num_devices", self._nums[original_node])
         emulate = cst.Call(self.write("tpudist.emulate"), [num_devices])
+        # The comment above the first of the removed statements explains all of them, so it moves to
+        # the new statement.
         first = min([original_node, *self._leads], key=self.program.line)
         lines = [
             *first.leading_lines,
@@ -55,12 +57,15 @@ class CpuEmulation(Transformer):
         call = statement.body[0].value
         if self.program.callee(call) not in _SET or not isinstance(call, cst.Call):
             return
+        # The devices and their number, both by position: (cpu, [LogicalDeviceConfiguration()] * 8).
         if len(call.args) != 2 or any(arg.keyword or arg.star for arg in call.args):
             return
         num_devices = self._num_devices(call.args[1].value)
         if num_devices is None or not self._is_cpu(call.args[0].value):
             return
         self._nums[statement] = num_devices
+        # Statements such as `cpus = tf.config.list_physical_devices("CPU")` go as well, if only
+        # this call reads their name.
         for arg in call.args:
             value = arg.value.value if isinstance(arg.value, cst.Subscript) else arg.value
             if isinstance(value, cst.Name) and self._is_read_once(value):

@@ -42,6 +42,8 @@ class DatasetPipelines(Transformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """Rewrites one call of a pipeline."""
+        # Three kinds of calls in a chain: its first call, the `repeat` that makes rows of a single
+        # element (which is written together with the first call), and the steps.
         if original_node in self._bases:
             if self._bases[original_node] is None:
                 return updated_node.with_changes(func=self.write("tpudist.NumpyDataset"))
@@ -52,6 +54,7 @@ class DatasetPipelines(Transformer):
         if step is None:
             return updated_node
         assert isinstance(updated_node.func, cst.Attribute)
+        # An array in memory needs no cache, and a distributed dataset prefetches by itself.
         if step.method in ("cache", "prefetch"):
             return updated_node.func.value
         arguments = arguments_of(step)
@@ -83,6 +86,8 @@ class _ChainFinder:
     def chains(self) -> list[Chain]:
         """Returns the complete pipelines that only strategies read."""
         chains: list[Chain] = []
+        # A name with several chains is decided once, because either all of its chains change or
+        # none.
         seen: set[tuple[object, str]] = set()
         for node in self._program.nodes(cst.Call):
             if self._program.callee(node) not in (SLICES, ONE):
@@ -118,6 +123,8 @@ class _ChainFinder:
                 last = value
             else:
                 pieces.append(value)
+        # In `dataset = dataset.batch(8)` the read of `dataset` continues the chain, and is no
+        # reader. A read after the distribution sees the distributed dataset under the old name.
         within = {id(_root(piece)) for piece in pieces}
         end = program.line(last) if last else None
         reads = [
@@ -132,6 +139,8 @@ class _ChainFinder:
         ends = [x for x in tails if isinstance(x, cst.Call)]
         goes_on = ends or last or not all(isinstance(_root(x), cst.Call) for x in pieces)
         in_order = [*pieces, *ends, *([last] if last else [])]
+        # A statement in an `if` or a loop may run not at all or repeatedly. Only in one block is
+        # the order of the lines the order of the steps.
         if goes_on and len({id(_block(program, x)) for x in in_order}) != 1:
             return []
         if last is not None and any(program.line(x) > program.line(last) for x in in_order):
@@ -164,8 +173,10 @@ class _ChainFinder:
                 if after is None or step is None:
                     return []
                 chains[-1].steps.append(step)
+            # A strategy takes batches, so a chain that it reads must have come to `batch`.
             if piece in ends and (after is None or after < Stage.BATCHED):
                 return []
+            # A chain that ends where it is read does not change the dataset of the name.
             stage = stage if piece in ends else after
         is_whole = bool(ends) or (stage is not None and stage >= Stage.BATCHED)
         return chains if is_whole else []

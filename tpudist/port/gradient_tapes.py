@@ -28,6 +28,8 @@ _TAPE = "tensorflow.GradientTape"
 _TRAINED = {"trainable_variables", "trainable_weights"}
 _NAME = "loss_of_batch"
 # Statements that have another meaning in a function of their own.
+# `return` would leave the new function instead of the old one, `break` has no loop there, and
+# `global` would not name a local of the old function.
 _JUMPS = (cst.Return, cst.Yield, cst.Break, cst.Continue, cst.Await, cst.Del)
 _JUMPS += (cst.Global, cst.Nonlocal)
 
@@ -61,6 +63,9 @@ class GradientTapes(Transformer):
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         """Rewrites the tapes of a block."""
+        # Facts belong to the original nodes, and the code that is written to the updated ones, in
+        # which inner statements have changed. Both have the same statements unless another change
+        # removed one, and then the pairs would be wrong.
         before, after = list(original_node.body), list(updated_node.body)
         if self._is_without_keras or len(before) != len(after):
             return updated_node
@@ -69,6 +74,8 @@ class GradientTapes(Transformer):
             tape = self._read(statement, before[i + 1]) if i + 1 < len(before) else None
             if tape is not None:
                 body += self._write(tape, after[i], after[i + 1])
+            # The statement after a tape was written with it. `_read` is a function of two nodes
+            # only, so it gives the same answer again.
             elif i == 0 or self._read(before[i - 1], statement) is None:
                 body.append(after[i])
         return updated_node.with_changes(body=body)
@@ -91,6 +98,8 @@ class GradientTapes(Transformer):
             isinstance(call, cst.Call)
             and isinstance(call.func, cst.Attribute)
             and call.func.attr.value == "gradient"
+            # The tape has no other reader: `tape.watch`, a second `gradient` or a nested use would
+            # be lost.
             and self.program.references(name) == [call.func.value]
             and len(call.args) == 2
             and not any(arg.keyword or arg.star for arg in call.args)
@@ -110,6 +119,8 @@ class GradientTapes(Transformer):
         if not all(self._is_always_bound(statement, x) for x in (loss.value, *others)):
             return None
         source = variables.value
+        # `value_and_grad` accepts a model, or a function that returns variables. A lambda reads
+        # them after `fn` has run, when a model that is built by its first call has them.
         if not is_model(self.program, source):
             source = cst.Lambda(cst.Parameters(), variables)
         return _Tape(loss.value, assign.targets[0].target, source, others)
@@ -137,6 +148,8 @@ class GradientTapes(Transformer):
         for outer in self.program.around(statement):
             if isinstance(outer, cst.FunctionDef):
                 break
+            # A loop may carry names from one round to the next, which would be local to the new
+            # function. In a class, a function does not see the names of the body.
             if isinstance(outer, cst.For | cst.While | cst.ClassDef):
                 return False
         else:
@@ -146,6 +159,8 @@ class GradientTapes(Transformer):
         inside = _nodes_of(statement.body)
         if any(isinstance(x, _JUMPS) or self.program.callee(x) == _TAPE for x in inside):
             return False
+        # A name that was bound before the tape would become a local of the new function, and
+        # reading it before its assignment there an UnboundLocalError.
         line = self.program.line(statement)
         return not any(
             self.program.line(binding.node) < line
@@ -162,6 +177,8 @@ class GradientTapes(Transformer):
         for binding in scope.assignments if scope is not None else ():
             if not isinstance(binding, metadata.Assignment) or binding.node not in inside:
                 continue
+            # `:=` binds a name inside of an expression, which usually reads it in the same
+            # statement.
             if not isinstance(self.program.parent(binding.node), cst.NamedExpr):
                 is_read = any(access.node not in inside for access in binding.references)
                 found[binding.name] = found.get(binding.name, False) or is_read
@@ -182,6 +199,7 @@ class GradientTapes(Transformer):
             elif isinstance(statement, cst.With):
                 if self._binds(statement.body, nodes):
                     return True
+            # A loop may have no rounds, and a `try` may end early: what they bind is not certain.
             elif not isinstance(statement, cst.For | cst.While | cst.Try | cst.Match):
                 if not nodes.isdisjoint(_nodes_of(statement)):
                     return True

@@ -45,6 +45,9 @@ class GraphFunctions(Transformer):
         ]
         if len(decorators) == len(updated_node.decorators) or not self._is_free(original_node):
             return updated_node
+        # A step that is defined inside would be a new function at each call, and `run` caches
+        # programs by the identity of the function. `tpudist.function` traces the outer function
+        # once instead.
         if not decorators and self._makes_its_step(original_node):
             [decorator] = updated_node.decorators
             whole = decorator.with_changes(decorator=self.write("tpudist.function"))
@@ -99,6 +102,7 @@ class GraphFunctions(Transformer):
         }
         values.pop("name", None)
         dtype = values.pop("dtype", None)
+        # `range` has only integers; `tf.range(3, dtype=tf.float32)` counts in floats.
         if dtype is not None and self._kinds.of_dtype(dtype) is not Numbers.INTEGERS:
             return None
         if not values or not set(values) <= set(names):
@@ -130,6 +134,7 @@ class GraphFunctions(Transformer):
         if role is Role.HOST:
             return updated.with_changes(func=cst.Name("print"))
         if role is Role.REPLICA:
+            # `jax.debug.print` takes a format first, with one `{}` for each value.
             text = cst.Arg(cst.SimpleString(f'"{" ".join(["{}"] * len(updated.args))}"'))
             comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             args = [text.with_changes(comma=comma), *updated.args] if updated.args else [text]

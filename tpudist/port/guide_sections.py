@@ -197,6 +197,8 @@ STAR = Advice("import the names that you use, and port the program again", ORDER
 def advise(name: str) -> Advice:
     """Returns the advice for a name of TensorFlow."""
     parts = name.split(".")
+    # Ends at "tensorflow" at the latest, which has an entry; all names that come here begin with
+    # it.
     for i in range(len(parts), 0, -1):
         if advice := ADVICE.get(".".join(parts[:i])):
             return advice

@@ -21,6 +21,7 @@ STATEMENTS = {
     "os": "import os",
     "tpudist": "import tpudist",
 }
+# The modules of names in `STATEMENTS` that differ from the name.
 _MODULES = {"jnp": "jax.numpy", "np": "numpy"}
 _Import = cst.Import | cst.ImportFrom
 
@@ -56,6 +57,8 @@ class ImportStatements(cst.CSTTransformer):
             else:
                 statements.append(_code(part))
         is_at_top = isinstance(self._program.parent(original_node), cst.Module)
+        # New imports take the place of the first import of TensorFlow at the top of the module. In
+        # a function or an `if`, the names would not be bound for the rest of the program.
         if is_at_top and not self._is_placed:
             self._is_placed = True
             statements = sorted({*statements, *self.new_statements()}, key=_module_of)
@@ -65,6 +68,8 @@ class ImportStatements(cst.CSTTransformer):
         first = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         last = lines[-1] if len(lines) > 1 else first
         last = last.with_changes(trailing_whitespace=updated_node.trailing_whitespace)
+        # Comments above the old line stay above the first new line, and its trailing comment at the
+        # last one.
         lines = [last] if len(lines) == 1 else [first, *lines[1:-1], last]
         return cst.FlattenSentinel(lines)
 
@@ -85,6 +90,7 @@ class ImportStatements(cst.CSTTransformer):
         return [
             name
             for name in sorted(self._needs)
+            # `from tensorflow import keras` is no conflict, because it becomes `import keras`.
             if self._bound.get(name) not in (None, _MODULES.get(name, name), f"tensorflow.{name}")
         ]
 
@@ -96,6 +102,7 @@ class ImportStatements(cst.CSTTransformer):
             ):
                 other = alias.evaluated_alias
                 yield "import keras" if other in (None, "keras") else f"import keras as {other}"
+            # `tensorflow_datasets` and the like are packages of their own.
             elif not name.startswith("tensorflow") or name.startswith("tensorflow_"):
                 yield _code(cst.Import([alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)]))
             elif self._is_read(statement):
@@ -150,6 +157,8 @@ def _bound_at_top(program: Program) -> dict[str, str]:
                 bound = alias.evaluated_alias or alias.evaluated_name
                 found[bound] = f"{module}.{alias.evaluated_name}"
     for name in STATEMENTS:
+        # Bound by something other than an import, in any scope: an import of this name at the top
+        # would change or be hidden by it, so it counts as a conflict.
         if name not in found and program.is_bound(name):
             found[name] = ""
     return found
@@ -192,6 +201,7 @@ def _with_backend(body: Sequence) -> list:
 def _after_header(body: Sequence) -> int:
     """Returns the place of new imports: after the docstring and imports from `__future__`."""
     place = 0
+    # 20 is more than any header; the loop ends at the first statement that is not one line.
     for i, statement in enumerate(body[:20]):
         if not isinstance(statement, cst.SimpleStatementLine):
             break

@@ -28,6 +28,7 @@ class KerasNames(Transformer):
         name = self.program.name(original_node)
         if name == _KERAS and self._is_there(original_node, _KERAS):
             return self.write("keras", updated_node)
+        # A class has the same name in both; a function of `tf.losses` may have another one.
         if name in KERAS_ALIASES and self._is_class(original_node):
             return self.write(KERAS_ALIASES[name], updated_node)
         if updated_node.attr.value == "reset_states" and self._is_metric(original_node.value):
@@ -46,6 +47,7 @@ class KerasNames(Transformer):
             isinstance(name, cst.Name)
             and name.value == "keras"
             and self.program.name(first.value) == _KERAS
+            # With a second meaning, the import would not replace all of them.
             and len(self.program.assignments(name)) == 1
         ):
             self.imports.add("keras")
@@ -66,6 +68,8 @@ class KerasNames(Transformer):
             and isinstance(name.value, cst.Name)
             and self._is_variable(name.value)
         ):
+            # Keras 2 named a variable "bn/gamma:0"; in Keras 3, `name` is "gamma" and `path` is
+            # "bn/gamma".
             path = name.with_changes(attr=cst.Name("path"))
             comparison = updated_node.comparisons[0].with_changes(comparator=path)
             return updated_node.with_changes(comparisons=[comparison])

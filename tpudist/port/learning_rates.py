@@ -40,6 +40,7 @@ class LearningRates(Transformer):
     def _is_certain(self, node: cst.Attribute) -> bool:
         """Returns whether the object is a Keras optimizer, and the rate is not a schedule."""
         outer = self.program.parent(node)
+        # A rate that is called is a schedule, whose attributes Keras does not define.
         is_called = isinstance(outer, cst.Call) and outer.func is node
         return not is_called and is_optimizer(self.program, node.value)
 

@@ -38,6 +38,9 @@ from tpudist.port.operations.signatures import is_signature
 from tpudist.port.saved_files import find_wrong_accesses
 from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
+# A mark, as the port writes it above a statement:
+#   # tpudist port: tf.Module, tf.py_function (docs/porting.md#names)
+# A second port removes marks by this prefix, and writes those that are still true.
 MARK = "# tpudist port:"
 
 # Methods that change a Keras object.
@@ -134,6 +137,8 @@ class Leftovers:
 
     def lines(self) -> list[Leftover]:
         """Returns one leftover for each line and name, in order."""
+        # A name may be found twice in a line. The last advice counts, so that of
+        # `find_wrong_accesses` before all others.
         found = {(self._program.line(node), name): advice for node, name, advice in self.found}
         return [
             Leftover(line, name, advice.what, advice.section)
@@ -149,6 +154,7 @@ class Leftovers:
         if isinstance(node, cst.Attribute) and is_old_rate(self._program, node):
             self._add(node, OLD_LEARNING_RATE)
         outer = self._program.parent(node)
+        # Only the longest name counts: `tf.nn.relu` contains the names `tf` and `tf.nn`.
         if isinstance(outer, cst.Attribute) and self._is_of_library(self._program.name(outer)):
             return  # a part of a longer name
         name = self._program.name(node)
@@ -157,6 +163,8 @@ class Leftovers:
         if name.startswith("keras."):
             if name == _TENSORBOARD:
                 self.stays.add(name)
+            # The advice of `guide_sections` is listed by names of TensorFlow, in which Keras is
+            # `tf.keras`.
             name = f"tensorflow.{name}"
             if is_in_keras(name.removeprefix("tensorflow.keras.")):
                 return

@@ -10,6 +10,7 @@ import libcst as cst
 from tpudist.port.analysis.transformers import Transformer
 
 _LEGACY = "tensorflow.keras.optimizers.legacy.SGD"
+# Other keywords may have another meaning in Keras 3, and `decay` does not exist there.
 _SAME = {"learning_rate", "momentum", "nesterov", "name"}
 
 

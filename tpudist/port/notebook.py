@@ -47,6 +47,7 @@ def port_notebook(
         raise CannotPort(
             "It is not a valid notebook: its cells cannot be read. Save it as .ipynb again."
         ) from error
+    # A cell with a cell magic (`%%bash`, `%%writefile`) is not Python of the program.
     of_program = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
     new, leftovers, stays = _port_cells(of_program, is_whole, on_pass)
     for i, text in texts.items():
@@ -64,6 +65,8 @@ def port_notebook(
             cells[i]["source"] = text.splitlines(keepends=True)
     leftovers.sort(key=lambda leftover: (leftover.cell or 0, leftover.line, leftover.name))
     is_same = all(new.get(i, text) == text for i, text in texts.items())
+    # Notebook editors indent by 1 blank, some tools by 2 or 4. The old indentation keeps the diff
+    # small.
     indent = re.search(r'^\{\n( *)"', source)
     if not is_same:
         num_blanks = len(indent[1]) if indent else 1
@@ -94,6 +97,8 @@ def _port_cells(
         f"__tpudist_cell__({i})\n{text if _is_python(text) else _IPYTHON.sub(hide, text)}\n"
         for i, text in texts.items()
     )
+    # The cells are one program, because names of one cell are read in others. Calls with an unknown
+    # name mark the borders: no transformer changes them, and they survive as statements.
     ported = port_program(program, is_whole=is_whole, on_pass=on_pass)
     _, *parts = _CELL.split(ported.source)
     numbers = [int(number) for number in parts[::2]]
@@ -102,6 +107,7 @@ def _port_cells(
         i: _LINE.sub(lambda line: lines[int(line[1])], text.removesuffix("\n"))
         for i, text in zip(numbers, parts[1::2], strict=True)
     }
+    # Marks above statements move lines, so the borders are found again in the new source.
     begins = [
         (ported.source[: found.start()].count("\n") + 1, int(found[1]))
         for found in _CELL.finditer(ported.source)

@@ -57,6 +57,8 @@ def begin(program: Program, root: cst.Call, calls: list[cst.Call]) -> Chain | No
     if program.callee(root) == SLICES:
         return Chain(root, None, [])
     step = read_step(calls[0]) if calls else None
+    # `from_tensors` has one element. Only `from_tensors(x).repeat(n)`, with equal rows, is a
+    # dataset of arrays with n rows.
     if step is None or step.method != "repeat" or set(step.args) != {"count"}:
         return None
     if not _is_literal_element(root.args[0].value):
@@ -76,11 +78,16 @@ def advance(stage: Stage, step: Step) -> Stage | None:
             return stage
         case "shard" if stage in (Stage.EXAMPLES, Stage.BATCHED) and len(args) == 2:
             return stage
+        # After `batch`, TensorFlow would shuffle whole batches, and with
+        # reshuffle_each_iteration=False every epoch would have the same order. A NumpyDataset does
+        # neither.
         case "shuffle" if stage is Stage.EXAMPLES and "buffer_size" in args:
             again = args.get("reshuffle_each_iteration")
             return Stage.SHUFFLED if again is None or _is_name(again, "True", "None") else None
+        # A second `batch` would add a dim.
         case "batch" if stage < Stage.BATCHED and "batch_size" in args:
             return Stage.BATCHED
+        # Before `batch`, a repetition would put rows of two epochs into one batch.
         case "repeat" if stage is Stage.BATCHED:
             return Stage.REPEATED
     return None
@@ -91,12 +98,14 @@ def arguments_of(step: Step) -> list[tuple[str, cst.BaseExpression]]:
     args = step.args
     match step.method:
         case "shuffle":
+            # A NumpyDataset always shuffles all rows, by a seed, so `buffer_size` goes.
             seed = args.get("seed")
             return [("seed", cst.Integer("0") if seed is None or _is_name(seed, "None") else seed)]
         case "batch":
             rest = [("drop_remainder", args["drop_remainder"])] if "drop_remainder" in args else []
             return [("", args["batch_size"]), *rest]
         case "repeat":
+            # In TensorFlow, no count, None and -1 all mean: endlessly.
             count = args.get("count")
             endless = count is None or _is_name(count, "None") or _is_minus_one(count)
             return [] if endless or count is None else [("", count)]

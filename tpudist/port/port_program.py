@@ -76,14 +76,7 @@ def port_program(
         CannotPort: If the source is not Python, if `is_whole` and it uses neither tf.distribute
             nor tpudist, or if it defines `jax`, `jnp`, `keras`, `np` or `tpudist` itself.
     """
-    try:
-        module = _parse(source)
-    except cst.ParserSyntaxError as error:
-        raise CannotPort(
-            f"Line {error.raw_line} is not valid Python: {error.message}. Fix it first: the "
-            f"port needs a program that runs."
-        ) from error
-    program = Program(module.visit(Unmark()))
+    program = Program(_parse(source).visit(Unmark()))
     if is_whole and not _is_distributed(program):
         raise CannotPort(
             "It uses neither tf.distribute nor tpudist. Name the file that creates the strategy. "
@@ -98,9 +91,14 @@ def port_program(
         if any(change.changes for change in changes):  # names are resolved again
             program = Program(module)
         on_pass(number, num_passes)
+    # Imports last: only now is it known which modules the new code needs, and which old imports
+    # nothing reads any more.
     module = _with_imports(program, imports)
     program = Program(module)
     on_pass(num_passes - 1, num_passes)
+    # Found in the program with its new imports, but before the marks, which add lines.
+    # `_lines_after_marks` maps the lines, so that a leftover names the line in the file that is
+    # written.
     left = Leftovers(program)
     module = program.module.visit(Mark(left, program))
     lines = _lines_after_marks(module.code)
@@ -112,10 +110,22 @@ def port_program(
 
 
 def _parse(source: str) -> cst.Module:
+    try:
+        return _parse_indented(source)
+    except cst.ParserSyntaxError as error:
+        raise CannotPort(
+            f"Line {error.raw_line} is not valid Python: {error.message}. Fix it first: the "
+            f"port needs a program that runs."
+        ) from error
+
+
+def _parse_indented(source: str) -> cst.Module:
     """Parses a source, which may mix tabs and spaces."""
     try:
         return cst.parse_module(source)
     except cst.ParserSyntaxError:
+        # Python accepts some mixtures of tabs and spaces that libcst rejects. The comparison makes
+        # sure that the replacement changes no meaning, for example in a string of several lines.
         spaces = "\n".join(map(_with_spaces, source.split("\n")))
         try:
             is_same = ast.dump(ast.parse(spaces)) == ast.dump(ast.parse(source))
@@ -149,6 +159,8 @@ def _with_imports(program: Program, imports: set[str]) -> cst.Module:
 
 def _is_distributed(program: Program) -> bool:
     """Returns whether a program uses tf.distribute, or was ported already."""
+    # `tpudist`: a program that was ported already is accepted, so that a second port changes
+    # nothing instead of failing.
     libraries = ("tensorflow.distribute", "tensorflow.compat.v1.distribute", "tpudist")
     nodes = (*program.nodes(cst.Attribute), *program.nodes(cst.Name))
     return any(program.name(node).startswith(libraries) for node in nodes)

@@ -25,6 +25,7 @@ from tpudist.port.guide_sections import (
 )
 
 SUFFIXES = {MODEL: ".keras", WEIGHTS: ".weights.h5"}
+# Longer extensions first: ".weights.hdf5" also ends in ".hdf5".
 _REPLACES = {
     MODEL: (".hdf5", ".hdf", ".ckpt", ".tf", ".pb"),
     WEIGHTS: (".weights.hdf5", ".hdf5", ".hdf", ".h5", ".keras", ".ckpt", ".tf"),
@@ -128,6 +129,8 @@ def _corrections(
         done |= {member.call for member in group}
         if (ends := _correct_group(program, group, accesses)) is not None:
             groups.append((group, ends))
+    # Two files must not get the same name: a corrected name may be in use already, or two paths
+    # that differed in their extension become equal. Such groups stay.
     others = [
         member.end.name
         for member in accesses
@@ -158,6 +161,8 @@ def _correct_group(
             or not _may_rename(program, member, accesses)
         ):
             return None
+        # Loading a model from a file of weights is an error in either Keras. `by_name` works only
+        # for .h5 files.
         if member.is_load and ((kind == WEIGHTS and member.kind == MODEL) or member.has("by_name")):
             return None
         ends[member.call] = end
@@ -165,6 +170,8 @@ def _correct_group(
         if other in group:
             continue
         if other.end is None:
+            # A path that is not known may be this file. Then the program would look for the old
+            # name.
             is_reader = other.is_load and (kind == MODEL or other.kind == WEIGHTS)
             if is_reader:
                 return None

@@ -62,6 +62,7 @@ class StateVariables(Transformer):
             if is_in_module(self.program, call):  # `trainable_variables` lists it
                 return False
             return self._is_known_attribute(name.attr.value)
+        # A name that may also be bound to something else would get methods of two libraries.
         if not self.program.has_only(name, lambda x: self.program.callee(x) in _VARIABLE):
             return False
         assert isinstance(name, cst.Name)
@@ -70,6 +71,8 @@ class StateVariables(Transformer):
     def _is_known_attribute(self, name: str) -> bool:
         """Returns whether an attribute has only variables as values, and all its uses are known."""
         values = self.program.attribute_values(name)
+        # `tpudist.Variable` counts too: an earlier transformer, or an earlier port, may have
+        # written it.
         if not all(self.program.callee(value) in _VARIABLE for value in values):
             return False
         return all(
@@ -81,6 +84,8 @@ class StateVariables(Transformer):
 
     def _is_reader(self, read: cst.CSTNode) -> bool:
         role = self.roles.of(read)
+        # On replicas, operations become functions of JAX, which accept a Variable. In a pipeline or
+        # a Keras object, TensorFlow or Keras would read it.
         if role is not Role.HOST:
             return role is Role.REPLICA
         outer = self.program.parent(read)

@@ -69,6 +69,8 @@ class StrategyNames(Transformer):
         called = self.program.callee(first.value)
         if called in _INITIALIZES:
             return remove_statement(self.program.parent(original_node), updated_node)
+        # On a GPU, TensorFlow's option makes it allocate memory as needed. The variable of JAX has
+        # the same effect, but must be set before JAX starts.
         if called == _GROWS:
             self.imports.add("os")
             statement = cst.parse_statement(_NO_PREALLOCATION)
@@ -81,6 +83,8 @@ class StrategyNames(Transformer):
         name = self.program.callee(original_node)
         if name == "tensorflow.executing_eagerly" and not original_node.args:
             return cst.Name("True")
+        # Without a kind, TensorFlow also lists the CPU of a host with GPUs; `jax.devices()` does
+        # not.
         if name not in _LISTS or len(original_node.args) != 1 or self._waits:
             return updated_node
         kind = original_node.args[0].value

@@ -137,5 +137,7 @@ def is_in_keras(name: str) -> bool:
     """Returns whether `keras` has a name of `tf.keras`, such as `layers.Dense`."""
     if name in IN_KERAS_BACKEND:
         return True
+    # Entries are joined only to keep the table short. A name matches whole parts: `backend` does
+    # not exclude `backends`.
     missing = " ".join(NOT_IN_KERAS).split()
     return not any(name == prefix or name.startswith(f"{prefix}.") for prefix in missing)

@@ -144,12 +144,14 @@ class _AccessFinder:
         end = read_end(self._program, value)
         if end is not None and end.text.startswith("hf://"):
             return None
+        # `name + "5"` may end in ".h5": unknown rather than wrong.
         if end is not None and not end.is_name and _may_have(end.text, accepted):
             end = None
         keywords = {arg.keyword.value for arg in node.args if arg.keyword}
         if keywords & _OTHER_FORMS:
             return None
         removed = keywords & _REMOVED
+        # `save` of Keras 3 still accepts it, with a warning; `save_weights` does not.
         if kind == WEIGHTS and "save_format" in keywords:
             removed |= {"save_format"}
         is_wrong = end is not None and not end.text.endswith(accepted)

@@ -72,10 +72,13 @@ class PathEnd:
         if node is None or self.name in ("", ".", ".."):
             return None
         old = next((x for x in replaces if self.name.endswith(x)), "")
+        # "saved/" is the folder of a SavedModel: the slash goes with the old extension.
         slashes = self.text[len(self.text.rstrip("/")) :]
         dropped = old + slashes
         text = self.text.removesuffix(dropped) + suffix
         raw = node.raw_value if isinstance(node, cst.SimpleString) else node.value
+        # `raw` is the text in the source, with its escapes. If it ends differently from the value,
+        # an edit of the source is not certain to give the value.
         if not raw.endswith(dropped) or (self.is_name and self.name == old):
             return None
         value = raw.removesuffix(dropped) + suffix
@@ -98,6 +101,8 @@ def read_end(program: Program, value: cst.BaseExpression, depth: int = 0) -> Pat
             cst.ConcatenatedString(right=last) | cst.BinaryOperation(operator=cst.Add(), right=last)
         ):
             end = read_end(program, last, depth + 1)
+            # In `folder + "/model.h5"` the last part has the whole name; in `name + ".h5"` only its
+            # end.
             return end and dataclasses.replace(end, is_name="/" in end.text.rstrip("/"), start="")
         case cst.BinaryOperation(operator=cst.Divide(), right=last):
             return read_end(program, last, depth + 1)
@@ -117,6 +122,8 @@ def read_end(program: Program, value: cst.BaseExpression, depth: int = 0) -> Pat
 def _end_of_call(program: Program, call: cst.Call, depth: int) -> PathEnd | None:
     name, function = program.callee(call), call.func
     if name in _CHECKPOINTS:
+        # The checkpoints are named ckpt-1, ckpt-2, ...: an example is enough to see that Keras 3
+        # does not accept the extension.
         return PathEnd("ckpt-1", None, False)
     if not call.args or any(arg.star for arg in call.args):
         return None
@@ -136,6 +143,7 @@ def _end_of_format(value: cst.FormattedString) -> PathEnd | None:
     """Returns the end of an f-string."""
     if not value.parts:
         return None
+    # A list of one part has it as first and as last.
     first, *_, last = [*value.parts[:1], *value.parts]
     start = first.value.rpartition("/")[2] if isinstance(first, cst.FormattedStringText) else ""
     if isinstance(last, cst.FormattedStringText):

@@ -53,6 +53,8 @@ class Roles:
             for statement in node.body.body:
                 if isinstance(statement, cst.FunctionDef):
                     self._methods.setdefault(statement.name.value, []).append(statement)
+        # The order matters: direct roles first, then the uses that add the host to functions with a
+        # role, then functions that have no role yet, and at last the roles of callers.
         for call in program.nodes(cst.Call):
             self._note_call(call)
         self._note_properties()
@@ -91,6 +93,8 @@ class Roles:
         for arg in node.args:
             if arg.keyword is None or arg.keyword.value in _FUNCTIONS:
                 function = self._function(arg.value)
+                # The first function is the one that `run` calls; a further one is an argument of
+                # it.
                 if function is not None and not (is_run and passed):
                     passed.append(function)
                     self._passed.add(arg.value)

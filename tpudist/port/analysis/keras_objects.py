@@ -87,6 +87,8 @@ def is_class_of_models(program: Program, node: cst.ClassDef) -> bool:
     targets += [x.name for x in nodes_in(body, cst.FunctionDef)]
     names = [x.attr if isinstance(x, cst.Attribute) else x for x in targets]
     writes = any(isinstance(x, cst.Name) and x.value == "optimizer" for x in names)
+    # A class that assigns `optimizer`, or has a method of this name, may put any object there.
+    # `is_optimizer` relies on `model.optimizer`.
     return not writes and _has_base(program, node, _MODELS)
 
 

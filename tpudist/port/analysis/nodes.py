@@ -30,6 +30,7 @@ def children_of(node: cst.CSTNode) -> list[cst.CSTNode]:
     """Returns the children of a node, in the order of the text."""
     found: list[cst.CSTNode] = []
     for name in _fields(type(node)):
+        # A field of a node of libcst.
         value = getattr(node, name)
         if isinstance(value, cst.CSTNode):
             found.append(value)
@@ -48,6 +49,7 @@ def nodes_in(
         node_class: Class of the nodes.
         skip: Classes of inner nodes whose contents are left out.
     """
+    # Children are pushed in reverse, so that they are popped in the order of the text.
     left = [node]
     while left:
         inner = left.pop()

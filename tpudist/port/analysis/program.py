@@ -53,6 +53,8 @@ class Program:
 
     def once(self, make: Callable[[Program], _T]) -> _T:
         """Returns the result of a function of the program, which is called once."""
+        # The key is the function itself, so `make` must be a function of a module or a class. A
+        # lambda would be a new key at each call.
         if make not in self._memo:
             self._memo[make] = make(self)
         return self._memo[make]
@@ -91,6 +93,7 @@ class Program:
             return ""
         assert isinstance(node, cst.Name | cst.Attribute)
         scope = self.scope(first)
+        # A name has one meaning in a scope, so the cache needs neither the node nor its place.
         key = (scope, get_full_name_for_node_or_raise(node))
         if (name := self._names.get(key)) is None:
             name = self._names[key] = self._resolve(node, first.value, scope)
@@ -105,6 +108,8 @@ class Program:
             written, _, rest = get_full_name_for_node_or_raise(node).partition(".")
             return f"{_WRITTEN[written]}.{rest}".rstrip(".") if written in _WRITTEN else ""
         names = {binding.name for binding in found if binding.source is QualifiedNameSource.IMPORT}
+        # Two imports, as in `try: import tensorflow ... except: ...`, or an import and an
+        # assignment.
         if len(names) != 1 or len(names) != len(found):
             return ""
         [name] = names

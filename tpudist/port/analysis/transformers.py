@@ -35,6 +35,7 @@ class Transformer(cst.CSTTransformer):
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Records whether a node changed."""
+        # libcst returns the same object if no method of this class changed the node.
         result = super().on_leave(original_node, updated_node)
         self.changes = self.changes or result is not updated_node
         return result

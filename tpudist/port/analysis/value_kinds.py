@@ -195,6 +195,7 @@ class ValueKinds:
         for assignment in self._program.assignments(name):
             target = self._program.parent(assignment.node)
             if isinstance(target, cst.For | cst.CompFor) and target.target is assignment.node:
+                # The elements of an array, or of a list of arrays, have the kind of the whole.
                 values.append(target.iter)
                 continue
             value = self._bound_value(assignment.node)
@@ -209,6 +210,7 @@ class ValueKinds:
         kinds = {
             self.numbers(value, depth + 1)
             for value in values
+            # An empty list, to which the program appends, says nothing about its elements.
             if not (isinstance(value, cst.List) and not value.elements)
         }
         return _join(kinds)
@@ -285,5 +287,7 @@ class ValueKinds:
 
 def _join(kinds: set[Numbers]) -> Numbers:
     """Returns the kind of several values, if it is the same."""
+    # The neutral element: `total = total + loss` has the kind of `loss`. A name that is bound only
+    # to itself stays unknown.
     kinds.discard(Numbers.ANY)
     return kinds.pop() if len(kinds) == 1 else Numbers.UNKNOWN

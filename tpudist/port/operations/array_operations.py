@@ -107,6 +107,7 @@ class ArrayOperations(Transformer):
         keywords = {name for name, arg in args.items() if arg.keyword}
         filled = self._fill(target.template, values, keywords)
         places = cst.Arg | cst.Assign | cst.AugAssign | cst.Return | cst.Element | cst.Expr
+        # At these places an expression needs no parentheses, whatever it is.
         if not updated_node.lpar and not isinstance(self.program.parent(original_node), places):
             filled = in_parentheses(filled)
         if updated_node.lpar and not isinstance(filled, cst.Tuple):
@@ -221,6 +222,8 @@ class ArrayOperations(Transformer):
             return None
         if self._is_of_tensorflow(call) or not self._flow.ends_well(call):
             return None
+        # On replicas, random numbers need a key for each replica and step, which only the author
+        # can choose.
         if name in RANDOM and role is not Role.HOST:
             return None
         if role is Role.HOST and self.roles.builds_model(call):
@@ -347,6 +350,7 @@ class ArrayOperations(Transformer):
             for name, times in count_places(template).items()
             if times > 1 and name in values and not is_simple(values[name])
         }
+        # New names must not hide names that the arguments read.
         taken = {x for value in values.values() for x in names_in(value)}
         names: dict[str, str] = {}
         for name in sorted(twice):

@@ -34,6 +34,7 @@ def with_helpers(module: cst.Module, names: dict[str, str]) -> cst.Module:
         assert isinstance(function, cst.FunctionDef)
         function = function.with_changes(name=cst.Name(new))
         place = next(i for i, statement in enumerate(body) if _calls(statement, new))
+        # No blank lines at the beginning of a file or a notebook cell.
         is_first = place == 0 or _is_mark_of_cell(body[place - 1])
         lines = [] if is_first else _with_blanks([])
         after = body[place]

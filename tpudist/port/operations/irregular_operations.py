@@ -117,6 +117,7 @@ def _stack(call: Call) -> str:
 
 
 def _unstack(call: Call) -> str:
+    # `num` repeats the size of the dim, which JAX reads from the array.
     call.use("num")
     return "list(jnp.unstack(_value, axis=_axis))"
 
@@ -175,9 +176,11 @@ def _sequence_mask(call: Call) -> str:
 
 def _top_k(call: Call) -> str:
     outer = call.program.parent(call.node)
+    # JAX always sorts, which also satisfies sorted=False.
     call.use("sorted")
     if "k" not in call.args:
         return ""
+    # TensorFlow returns a named tuple, with `.values` and `.indices`; JAX returns a pair.
     is_unpacked = isinstance(outer, cst.Assign) and isinstance(
         outer.targets[0].target, cst.Tuple | cst.List
     )

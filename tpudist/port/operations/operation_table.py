@@ -54,6 +54,7 @@ def _add(names: str, parameters: str, jax: str, keras: str = "=") -> None:
         if name not in NOT_ARRAYS and parameter[0] != "-" and not has_default:
             arrays.add(name)
     for name in names.split():
+        # `+abs` is tf.abs and tf.math.abs.
         places = (name[1:], f"math.{name[1:]}") if name[0] == "+" else (name,)
         for place in places:
             of_jax = jax.replace("{}", place.rpartition(".")[2].removeprefix("reduce_"))

@@ -18,6 +18,8 @@ def is_signature(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
             return True
         if isinstance(outer, cst.Assign):
             name = outer.targets[0].target
+            # A specification that goes through more than three names is rare; the limit also ends
+            # recursion.
             if not isinstance(name, cst.Name) or depth > 3:
                 return False
             reads = program.references(name)

@@ -77,6 +77,7 @@ class _Filler(cst.CSTTransformer):
                 arg = keyword_arg(before.keyword.value, arg.value)
             args.append(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT))
         func = updated_node.func
+        # `tf.cond(pred, lambda: a, lambda: b)` in Python becomes `a if pred else b`, without calls.
         if isinstance(func, cst.Lambda) and not args and not func.params.params:
             return in_parentheses(func.body)
         return updated_node.with_changes(args=args)
