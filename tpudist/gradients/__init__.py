@@ -1,1 +1,1 @@
-"""From each replica's loss to one update."""
+"""Gradients: losses, optimizers and microbatches, from the loss of a replica to one update."""

@@ -1,17 +1,21 @@
-"""Hyperparameters of an optimizer that change between steps.
+"""Reads and assigns hyperparameters of an optimizer between steps.
 
-Optax bakes the numbers that a transformation is made with into its functions. Only
-`optax.inject_hyperparams` keeps them in the optimizer state, where they can be read and assigned.
+The functions of an Optax transformation contain its numbers as constants. Only
+`optax.inject_hyperparams` stores them in the optimizer state, where they can be assigned.
 """
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
+from tpudist.array_types import PyTree
 from tpudist.state.variable import Variable
 from tpudist.xla import traces
+
+_StateVariable: TypeAlias = nnx.Variable | Variable
 
 NAMES = frozenset(
     (
@@ -20,16 +24,17 @@ NAMES = frozenset(
         "global_clipnorm",
     )
 )
-"""Hyperparameters of the optimizers of Keras and Optax: an attribute of such a name is one."""
+"""Names of hyperparameters in the optimizers of Keras and Optax."""
+# Field of Optax's `InjectStatefulHyperparamsState` with the states of schedules.
 _SCHEDULES = "hyperparams_states"
 
 
-def find(state: Any, name: str) -> list[Any]:
+def find(state: PyTree, name: str) -> list[_StateVariable]:
     """Returns the Variables of an optimizer state that hold the injected hyperparameter `name`."""
     return [x for x, keys in _flatten(state) if keys[-2:] == ["hyperparams", name]]
 
 
-def read(state: Any, name: str) -> Any:
+def read(state: PyTree, name: str) -> jax.Array:
     """Returns the value of the injected hyperparameter `name`.
 
     Raises:
@@ -38,15 +43,15 @@ def read(state: Any, name: str) -> Any:
     return _value_of(_find_one(state, name))
 
 
-def write(state: Any, name: str, value: Any) -> None:
-    """Assigns the injected hyperparameter `name`, which keeps its dtype and its place.
+def write(state: PyTree, name: str, value: ArrayLike) -> None:
+    """Assigns the injected hyperparameter `name`, which keeps its dtype and its devices.
 
     Raises:
         AttributeError: If `state` does not have exactly one, or a schedule sets it at each step.
-        ValueError: If `value` is not of its shape, as a schedule is not.
+        ValueError: If `value` does not have its shape, or is a schedule.
     """
-    holder = _find_one(state, name)
-    old = _value_of(holder)
+    variable = _find_one(state, name)
+    old = _value_of(variable)
     if any(_SCHEDULES in keys and name in keys for _, keys in _flatten(state)):
         raise AttributeError(
             f"optimizer.{name} cannot be assigned: the optimizer was made with a schedule, which "
@@ -54,21 +59,22 @@ def write(state: Any, name: str, value: Any) -> None:
             f"optax.inject_hyperparams(optax.sgd)({name}=0.1)."
         )
     if callable(value) or jnp.shape(value) != jnp.shape(old):
-        given = "a function" if callable(value) else f"an array of shape {list(jnp.shape(value))}"
+        found = "a function" if callable(value) else f"an array of shape {list(jnp.shape(value))}"
         raise ValueError(
-            f"optimizer.{name} was assigned {given}, but it has shape {list(jnp.shape(old))}. For "
+            f"optimizer.{name} was assigned {found}, but it has shape {list(jnp.shape(old))}. For "
             "a schedule, pass it to Optax when you make the optimizer: optax.sgd(schedule)."
         )
     new = jnp.asarray(value, old.dtype)
-    if isinstance(holder, Variable):
-        holder.assign(new, read_value=False)
+    if isinstance(variable, Variable):
+        variable.assign(new, read_value=False)
         return
     if not traces.is_traced(new) and not traces.is_traced(old):
+        # A new sharding would compile the step again.
         new = jax.device_put(new, old.sharding)
-    holder.set_value(new)
+    variable.set_value(new)
 
 
-def _find_one(state: Any, name: str) -> Any:
+def _find_one(state: PyTree, name: str) -> _StateVariable:
     found = find(state, name)
     if len(found) == 1:
         return found[0]
@@ -87,14 +93,15 @@ def _find_one(state: Any, name: str) -> Any:
     )
 
 
-def _flatten(state: Any) -> list[tuple[Any, list[Any]]]:
+def _flatten(state: PyTree) -> list[tuple[_StateVariable, list[object]]]:
     found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)[0]
+    # JAX's path entries: DictKey has `key`, GetAttrKey has `name`, SequenceKey has neither.
     return [(x, [getattr(k, "key", getattr(k, "name", None)) for k in path]) for path, x in found]
 
 
-def _value_of(holder: Any) -> Any:
-    return holder.read_value() if isinstance(holder, Variable) else holder[...]
+def _value_of(variable: _StateVariable) -> jax.Array:
+    return variable.read_value() if isinstance(variable, Variable) else variable[...]
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable | Variable)

@@ -43,7 +43,7 @@ def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> C
     """
 
     @functools.wraps(loss_fn)
-    def of_all_rows(parameters: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def of_all_rows(parameters: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         replica = context.get_replica_context()
         if replica is None:
             raise RuntimeError(
@@ -52,11 +52,11 @@ def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> C
             )
         is_alone = replica.num_replicas_in_sync == 1  # also outside of all strategies
         if is_alone:
-            found = loss_fn(parameters, *args, **kwargs)
+            result = loss_fn(parameters, *args, **kwargs)
         else:
             with _share_tree(parameters) as shared:
-                found = loss_fn(shared, *args, **kwargs)
-        loss, *aux = found if has_aux else (found,)
+                result = loss_fn(shared, *args, **kwargs)
+        loss, *aux = result if has_aux else (result,)
         if jnp.ndim(loss):
             raise ValueError(
                 f"loss_of_all_rows: the loss has shape {list(jnp.shape(loss))}, and must be a "
@@ -68,14 +68,15 @@ def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> C
     return of_all_rows
 
 
-def _share(x: Any) -> Any:
+def _share(x: PyTree) -> PyTree:
+    # Only inexact arrays, of any library, have derivatives. Python numbers stay static.
     is_inexact = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
     return adjoint_call(_same, _sum, x) if is_inexact else x
 
 
 @contextlib.contextmanager
 def _share_tree(tree: PyTree) -> Iterator[PyTree]:
-    """The tree with shared arrays; in NNX objects, the Params are shared while the block runs."""
+    """Yields the tree with shared arrays; Params of NNX objects are shared while the block runs."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [x for x in leaves if _is_object(x)]
     parameters = [x for _, x in nnx.iter_graph(objects) if isinstance(x, nnx.Param)]
@@ -89,18 +90,20 @@ def _share_tree(tree: PyTree) -> Iterator[PyTree]:
             x.set_value(value)
 
 
-def _is_object(x: Any) -> bool:
+def _is_object(x: object) -> bool:
     return isinstance(x, nnx_contents.OBJECT_TYPES)
 
 
-# Each is the other's transpose, so derivatives of any order are equal on all replicas.
+# Parameters pass through `_same`, whose transpose `_sum` adds the gradients of all replicas. The
+# loss passes through `_sum`, whose transpose is `_same`, because its cotangent is equal on all
+# replicas already. So derivatives of any order are equal on all replicas.
 
 
 def _same(x: jax.Array) -> jax.Array:
-    """A value that is equal on all replicas, as each of them uses it."""
+    """Returns a value that is equal on all replicas."""
     return x
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """The sum over replicas of their own values."""
+    """Returns the sum of the values of all replicas."""
     return collectives.all_reduce(ReduceOp.SUM, x)

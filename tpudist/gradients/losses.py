@@ -1,11 +1,10 @@
-"""Losses with the right denominators: by the examples of all replicas, padding not counted.
+"""Losses that are divided by the number of examples on all replicas, without padding.
 
-Each replica computes the loss of its own examples, divided by the number of all of them; the sum of
-the replicas' losses, and of their gradients, is then that of one device with the whole batch.
+Each replica divides the loss of its own examples by the number of all examples. The sum of the
+losses, and of their gradients, over replicas then equals the result of one device for the batch.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +91,12 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     return jnp.sum(jnp.asarray(regularization_loss)) / shares
 
 
-def _is_positive_number(x: Any) -> bool:
+def _is_positive_number(x: object) -> bool:
     if isinstance(x, jax.Array):
         return x.ndim == 0 and (is_traced(x) or bool(x > 0))
-    is_number = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
-    return is_number and bool(0 < x < float("inf"))
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        return False
+    return bool(0 < x < float("inf"))
 
 
 def _append_dims(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -1,92 +1,81 @@
-"""An Optax transformation that reduces gradients over the replicas before it applies them."""
+"""`tpudist.Optimizer`: reduces gradients over the replicas, then applies them with Optax.
+
+It serves NNX models (`update`) and `tpudist.Variable`s (`apply_gradients`), also if parameter
+servers store the Variables. Clipping and schedules are up to the Optax transformation.
+"""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
 
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.gradients import hyperparameters
+from tpudist.gradients.gradient_checks import check_gradients
+from tpudist.gradients.slots import Slots, is_variable, unique_names
 from tpudist.options import shorten, warn_if_given
 from tpudist.reduce_op import ReduceOp
-from tpudist.run.frame.trace_requests import NewVariable
 from tpudist.state import nnx_contents, scatter_updates
 from tpudist.state.variable import Variable
-from tpudist.values.indexed_slices import is_slices
+from tpudist.values.indexed_slices import IndexedSlices, is_slices
+
+# An array, or IndexedSlices for parameter servers.
+_Gradient: TypeAlias = ArrayLike | IndexedSlices
 
 
 class Optimizer(nnx.Optimizer):
     """Reduces gradients over the replicas, then applies them with Optax.
 
     For NNX models, `Optimizer(tx, model)` is an NNX object: pass it to the replica function as an
-    argument, beside the model, and call `update(model, grads)`. For `tpudist.Variable`s,
-    `Optimizer(tx)` is captured by the function, which calls `apply_gradients(zip(grads,
-    variables))`; its slots are Variables too, made when it is first used.
+    argument, together with the model, and call `update(model, grads)`. For `tpudist.Variable`s, the
+    function captures `Optimizer(tx)` and calls `apply_gradients(zip(grads, variables))`. The slots
+    of the optimizer are Variables too; the first call creates them.
 
     Gradients are summed, as in `tf.keras.optimizers`: compute the loss with `compute_average_loss`,
     which divides by the examples of all replicas. With a loss that each replica averages by itself,
-    use `reduce_op="mean"`. They travel in their own dtype, float32 as a rule, unless
-    `reduce_dtype` says otherwise: bfloat16 is half the bytes, of sums that are rounded to 8 bits.
+    use `reduce_op="mean"`. Gradients are sent in their own dtype, usually float32. With
+    `reduce_dtype="bfloat16"` replicas send half the bytes, and sums are rounded to 8 bits.
 
     Clipping, schedules and accumulation are Optax's. A learning rate that you assign between steps
     must be in the optimizer state: `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`. Then
     `optimizer.learning_rate = 0.01` takes effect, as does any other hyperparameter by its name.
+
+    Args:
+        tx: The Optax transformation.
+        model: NNX model whose optimizer state is kept; None for Variables. The order of
+            `nnx.Optimizer`, `Optimizer(model, tx)`, is also accepted.
+        wrt: Filter or type of the model's Variables that are trained.
+        reduce_op: Operation that combines gradients over replicas; None if they are already
+            reduced.
+        reduce_dtype: Floating dtype in which gradients are sent between replicas and added up;
+            afterwards they have the parameter's dtype again. Default: the gradient's own dtype.
+            Communication within a replica of several devices does not change. On CPU, 16-bit
+            floats are sent as float32.
+
+    Raises:
+        TypeError: If `tx` is not an Optax transformation, or `model` is not an NNX object.
+        ValueError: If `reduce_dtype` is not a floating dtype, or is given and `reduce_op` is None.
     """
 
     def __init__(
         self,
         tx: optax.GradientTransformation,
-        model: Any = None,
+        model: PyTree = None,
         *,
-        wrt: Any = nnx.Param,
+        wrt: nnx.filterlib.Filter = nnx.Param,
         reduce_op: ReduceOp | str | None = ReduceOp.SUM,
-        reduce_dtype: Any = None,
+        reduce_dtype: DTypeLike | None = None,
     ):
-        """Creates an optimizer of `model`, or of the Variables passed to `apply_gradients`.
-
-        Args:
-            tx: The Optax transformation.
-            model: NNX model whose optimizer state is kept; None for Variables. The order of
-                `nnx.Optimizer`, `Optimizer(model, tx)`, is also accepted.
-            wrt: Filter or type of the model's Variables that are trained.
-            reduce_op: Operation that combines gradients over replicas; None if they are already
-                reduced.
-            reduce_dtype: Floating dtype in which gradients are sent between replicas and added up;
-                afterwards they have the parameter's dtype again. Default: the gradient's own dtype.
-                Communication within a replica of several devices does not change. On CPU, 16-bit
-                floats are sent as float32.
-
-        Raises:
-            TypeError: If `tx` is not an Optax transformation, or `model` is not an NNX object.
-            ValueError: If `reduce_dtype` is not a floating dtype, or is given and `reduce_op` is
-                None.
-        """
         if isinstance(tx, nnx_contents.OBJECT_TYPES) and _is_transformation(model):
-            tx, model = model, tx  # in the order of nnx.Optimizer
-        if isinstance(tx, nnx_contents.OBJECT_TYPES) or not _is_transformation(tx):
-            raise TypeError(
-                f"Optimizer(tx, model): tx is of type {type(tx).__name__}. It must be an "
-                "optax.GradientTransformation, such as optax.adam(1e-3)."
-            )
-        try:
-            hash(tx)
-        except TypeError as error:
-            raise TypeError(
-                f"Optimizer(tx): this {type(tx).__name__} cannot be hashed ({error}), but it is "
-                "part of compiled programs. Pass an optax.GradientTransformation, which holds only "
-                "functions."
-            ) from None
-        try:
-            nnx.filterlib.to_predicate(wrt)
-        except Exception:
-            raise TypeError(
-                f"Optimizer(wrt={shorten(wrt)}): it selects no Variables of a model. Pass a type "
-                "such as nnx.Param, or an NNX filter."
-            ) from None
+            tx, model = model, tx  # the order of nnx.Optimizer
+        _check_transformation(tx)
+        _check_filter(wrt)
         try:
             super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
         except Exception as error:
@@ -108,48 +97,53 @@ class Optimizer(nnx.Optimizer):
         self.has_model = model is not None
         strategy = context.get_strategy()
         self.number_on_servers = None if self.has_model else strategy._number_optimizer(tx)
-        self.slots = _Slots(None if self.number_on_servers is None else strategy)
+        self.slots = Slots(None if self.number_on_servers is None else strategy)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; the name of a hyperparameter sets that, or raises AttributeError."""
         if name not in vars(self) and self._is_hyperparameter(name):
-            hyperparameters.write(self._state_here(), name, value)
+            hyperparameters.write(self._local_state(), name, value)
         else:
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a hyperparameter of `optax.inject_hyperparams`, such as `learning_rate`."""
         if self._is_hyperparameter(name):
-            return hyperparameters.read(self._state_here(), name)
+            return hyperparameters.read(self._local_state(), name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def _is_hyperparameter(self, name: str) -> bool:
         own = vars(self)
-        # Graphs of NNX make objects without `__init__`, and ask them for what they may not have.
+        # NNX creates copies without `__init__` and then looks up attributes, so `slots` may be
+        # missing. Without this check, `_local_state` would call `__getattr__` again, without end.
         if name.startswith("_") or "slots" not in own or hasattr(type(self), name):
             return False
-        # A subclass may have attributes of its own; nothing else would read those of this class.
+        # Known names never become plain attributes of this class, which nothing would read. A
+        # subclass may use them for its own attributes, except `learning_rate`.
         names = hyperparameters.NAMES if type(self) is Optimizer else ("learning_rate",)
-        return name in names or bool(hyperparameters.find(self._state_here(), name))
+        return name in names or bool(hyperparameters.find(self._local_state(), name))
 
-    def _state_here(self) -> PyTree:
-        """The optimizer state, in NNX Variables or `tpudist.Variable`s; None if it is elsewhere."""
+    def _local_state(self) -> PyTree:
+        """Returns the state in NNX or `tpudist` Variables; None before it exists, or on servers."""
         return self.opt_state if self.has_model else self.slots.state()
 
     @property
-    def handle_parts(self) -> tuple | None:
-        """What workers make of one on servers depends on; see `coordinator.function_snapshot`."""
+    def handle_parts(self) -> tuple[object, ...] | None:
+        """Values that identify an optimizer on servers for workers; None for other optimizers.
+
+        See `coordinator.function_snapshot`.
+        """
         if self.number_on_servers is None:
             return None
         return self, self.tx, self.wrt, self.reduce_op, self.reduce_dtype
 
-    def update(self, model: Any, grads: PyTree, /, **kwargs: Any) -> PyTree:
+    def update(self, model: nnx_contents.Object, grads: PyTree, /, **kwargs: PyTree) -> PyTree:
         """Reduces `grads` over the replicas and applies them to `model`.
 
         Args:
-            model: The model that the optimizer was made for.
-            grads: Gradients of its trained Variables: what `nnx.grad` gives.
-            kwargs: More arguments for the transformation.
+            model: Model that was passed to the constructor.
+            grads: Gradients of its trained Variables, as `nnx.grad` returns them.
+            kwargs: More arguments of the transformation.
 
         Returns:
             The updates that were applied.
@@ -164,7 +158,7 @@ class Optimizer(nnx.Optimizer):
             )
         parameters = nnx.as_pure(nnx.state(model, self.wrt))
         gradients = nnx.as_pure(nnx.state(grads, self.wrt) if _is_nnx(grads) else grads)
-        gradients = self._reduce(_check_gradients(gradients, parameters))
+        gradients = self._reduce(check_gradients(gradients, parameters))
         state = nnx.as_pure(self.opt_state)
         updates, state = self.tx.update(gradients, state, parameters, **nnx.as_pure(kwargs))
         nnx.update(model, optax.apply_updates(parameters, updates))
@@ -173,44 +167,44 @@ class Optimizer(nnx.Optimizer):
         return updates
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Makes the optimizer's slots for `variables`, if `apply_gradients` has not done so.
+        """Creates the slots for `variables`, if `apply_gradients` has not done so.
 
-        So that they can be restored from a checkpoint before the first step. As
+        Call it to restore the slots from a checkpoint before the first step. Matches
         `tf.keras.optimizers.Optimizer.build`.
 
         Args:
-            variables: The Variables that `apply_gradients` will be given, in that order.
+            variables: Variables in the order in which `apply_gradients` will receive them.
         """
         variables = list(variables)
         if any(v.is_on_servers for v in variables):
-            self.slots.on_servers = variables  # which make them
+            self.slots.on_servers = variables  # the servers create their slots
             return
-        self.slots.get_or_make(self.tx, _unique_names(variables), variables)
+        self.slots.get_or_create(self.tx, unique_names(variables), variables)
 
-    def checkpoint_objects(self) -> dict[str, Any]:
-        """What a checkpoint saves besides the NNX state: the slots for Variables.
+    def checkpoint_objects(self) -> dict[str, PyTree]:
+        """Returns the slots for Variables, which a checkpoint saves in addition to the NNX state.
 
         Raises:
-            RuntimeError: Parameter servers keep them, and functions are under way; or for which
-                Variables is not known here (`build`).
+            RuntimeError: If parameter servers store the slots, and functions are unfinished or the
+                Variables are not known here (call `build`).
         """
         if self.number_on_servers is None:
             return {} if self.has_model else {"slots": self.slots.state()}
         variables = self.slots.on_servers
-        named = dict(zip(_unique_names(variables), variables, strict=True))
+        named = dict(zip(unique_names(variables), variables, strict=True))
         slots = self.slots.strategy.slots_on_servers(self.number_on_servers, self.tx, named)
         return {"slots": slots}
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Variable]], name: str | None = None
+        self, grads_and_vars: Iterable[tuple[_Gradient, Variable]], name: str | None = None
     ) -> None:
         """Reduces gradients over the replicas and applies them to Variables.
 
-        All trained Variables must be given at each call, in the same order.
+        Pass all trained Variables in each call, in the same order.
 
         Args:
             grads_and_vars: Pairs of a gradient and its Variable.
-            name: For `tf.keras.optimizers`; given, it is ignored with a warning.
+            name: Argument of `tf.keras.optimizers`; ignored with a warning.
 
         Raises:
             ValueError: If a gradient is None, or does not have its Variable's shape and dtype; if
@@ -239,28 +233,29 @@ class Optimizer(nnx.Optimizer):
         if any(v.is_on_servers for v in variables):
             self._send_to_servers(pairs)
             return
-        names = _unique_names(variables)
+        names = unique_names(variables)
         parameters = {n: v.read_value() for n, v in zip(names, variables, strict=True)}
         gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True)}
-        gradients = self._reduce(_check_gradients(gradients, parameters))
-        slots = self.slots.get_or_make(self.tx, names, variables)
-        state = jax.tree.map(lambda s: s.read_value(), slots, is_leaf=_is_variable)
+        gradients = self._reduce(check_gradients(gradients, parameters))
+        slots = self.slots.get_or_create(self.tx, names, variables)
+        state = jax.tree.map(lambda s: s.read_value(), slots, is_leaf=is_variable)
         updates, state = self.tx.update(gradients, state, parameters)
         new: Any = optax.apply_updates(parameters, updates)
         for n, v in zip(names, variables, strict=True):
             _set(v, new[n] if v.constraint is None else v.constraint(new[n]))
         for slot, value in zip(
-            jax.tree.leaves(slots, is_leaf=_is_variable), jax.tree.leaves(state), strict=True
+            jax.tree.leaves(slots, is_leaf=is_variable), jax.tree.leaves(state), strict=True
         ):
             _set(slot, value)
 
     @property
     def variables(self) -> list[Variable]:
-        """The slots of `apply_gradients`; empty before its first use."""
+        """Slots of `apply_gradients`; empty before its first call."""
         return self.slots.variables()
 
-    def _send_to_servers(self, pairs: list[tuple[Any, Any]]) -> None:
-        """Has the servers that hold the Variables apply the gradients, reduced over replicas."""
+    def _send_to_servers(self, pairs: list[tuple[_Gradient, Any]]) -> None:
+        """Reduces gradients over replicas, and lets the servers of the Variables apply them."""
+        # `ServerVariable`s of `ps`, a package in the same layer.
         variables = [v for _, v in pairs]
         others = [v for v in variables if not v.is_on_servers]
         if others:
@@ -274,12 +269,12 @@ class Optimizer(nnx.Optimizer):
                 "but the optimizer was made outside of the strategy's scope, so servers do not "
                 "know it. Make it there: with strategy.scope(): optimizer = Optimizer(tx)."
             )
-        names = _unique_names(variables)
+        names = unique_names(variables)
         dense = {n: pair for n, pair in zip(names, pairs, strict=True) if not is_slices(pair[0])}
         shapes = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, (_, v) in dense.items()}
-        _check_gradients({n: gradient for n, (gradient, _) in dense.items()}, shapes)
+        check_gradients({n: gradient for n, (gradient, _) in dense.items()}, shapes)
         for gradient, variable in pairs:
-            if is_slices(gradient):
+            if isinstance(gradient, IndexedSlices):
                 indices, values = gradient.indices, gradient.values
                 scatter_updates.check_slices(
                     variable.name, variable.shape, variable.dtype, values, indices
@@ -299,78 +294,51 @@ class Optimizer(nnx.Optimizer):
         mean = op is ReduceOp.MEAN
         reduced = replica.all_reduce(ReduceOp.SUM if mean else op, narrow)
         reduced = jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, gradients)
-        # Divided in the parameter's dtype: one rounding less.
+        # Dividing in the parameter's dtype, after the sum, saves one rounding in the narrow dtype.
         number = replica.num_replicas_in_sync
         return jax.tree.map(lambda r: r / number, reduced) if mean else reduced
 
 
-class _Slots:
-    """The optimizer state for Variables, as Variables of the same strategy.
-
-    Attributes:
-        strategy: The one whose servers have the state; None if they are Variables here.
-        on_servers: For which Variables that is; none as long as it is not known.
-    """
-
-    def __init__(self, strategy: Any):
-        self.strategy = strategy
-        self.on_servers: list[Any] = []
-        self._made_for: list[str] | None = None  # which Variables, by name
-        self._tree: PyTree = None
-
-    def variables(self) -> list[Variable]:
-        return jax.tree.leaves(self._tree, is_leaf=_is_variable)
-
-    def state(self) -> PyTree:
-        """The optimizer state, with Variables for arrays; None before they are made."""
-        return self._tree
-
-    def get_or_make(self, tx: Any, names: list[str], variables: list[Variable]) -> PyTree:
-        """The slots for `variables`, made at the first call."""
-        now_given = [v.name for v in variables]
-        if self._made_for is None:
-            # Nothing that is made in a trace outlives it: it is left, the slots are made, and the
-            # function is traced again.
-            frame = context.current().frame
-            if frame is None:
-                self._make(tx, names, variables)
-            elif frame.is_eager:
-                frame.run_outside(lambda: self._make(tx, names, variables))
-            else:
-                raise NewVariable(lambda _: self._make(tx, names, variables))
-        if self._made_for != now_given:
-            raise ValueError(
-                f"apply_gradients was first called for the Variables {self._made_for}, and now for "
-                f"{now_given}. Pass all trained Variables in each call, in the same order."
-            )
-        return self._tree
-
-    def _make(self, tx: Any, names: list[str], variables: list[Variable]) -> None:
-        strategy = variables[0].strategy
-        current = {n: v._value for n, v in zip(names, variables, strict=True)}
-        with strategy.scope():
-            flat, treedef = jax.tree_util.tree_flatten_with_path(tx.init(current))
-            slots = [
-                Variable(value, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False)
-                for path, value in flat
-            ]
-        self._tree = jax.tree.unflatten(treedef, slots)
-        self._made_for = [v.name for v in variables]
+def _check_transformation(tx: object) -> None:
+    if isinstance(tx, nnx_contents.OBJECT_TYPES) or not _is_transformation(tx):
+        raise TypeError(
+            f"Optimizer(tx, model): tx is of type {type(tx).__name__}. It must be an "
+            "optax.GradientTransformation, such as optax.adam(1e-3)."
+        )
+    try:
+        hash(tx)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer(tx): this {type(tx).__name__} cannot be hashed ({error}), but it is "
+            "part of compiled programs. Pass an optax.GradientTransformation, which holds only "
+            "functions."
+        ) from None
 
 
-def _is_transformation(x: Any) -> bool:
+def _check_filter(wrt: nnx.filterlib.Filter) -> None:
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except Exception:
+        raise TypeError(
+            f"Optimizer(wrt={shorten(wrt)}): it selects no Variables of a model. Pass a type "
+            "such as nnx.Param, or an NNX filter."
+        ) from None
+
+
+def _is_transformation(x: object) -> bool:
+    # By its two functions, as Optax does: users pass their own classes too.
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
-def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
-    """A dtype by its name or itself, for gradients to travel in; None if none was asked for."""
+def _parse_dtype(dtype: DTypeLike | None, reduce_op: ReduceOp | None) -> np.dtype | None:
+    """Returns the dtype in which gradients are sent; None for their own."""
     if dtype is None:
         return None
     try:
-        found = jnp.dtype(dtype)
+        parsed = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise ValueError(
             f"Optimizer(reduce_dtype={shorten(dtype)}): reduce_dtype must be a floating dtype, "
             "such as 'bfloat16' or 'float32'."
@@ -380,11 +348,11 @@ def _parse_dtype(dtype: Any, reduce_op: ReduceOp | None) -> Any:
             f"Optimizer(reduce_dtype={shorten(dtype)}, reduce_op=None): without reduce_op, the "
             "optimizer reduces nothing. Omit one of them."
         )
-    return found
+    return parsed
 
 
 def _set(variable: Variable, value: jax.Array) -> None:
-    """Assigns a value that is reduced already, whatever the Variable's own aggregation."""
+    """Assigns a value that is already reduced, without the Variable's own aggregation."""
     mode = context.current()
     if mode.frame is not None:
         mode.frame.set(variable, variable.conform(value))
@@ -392,49 +360,5 @@ def _set(variable: Variable, value: jax.Array) -> None:
         variable.assign(value, read_value=False)
 
 
-def _check_gradients(gradients: PyTree, parameters: PyTree) -> PyTree:
-    """The gradients, if there is one of the right shape and dtype for each parameter."""
-    wanted = dict(_flatten(parameters))
-    given = dict(_flatten(gradients))
-    missing = [path for path in wanted if given.get(path) is None]
-    extra = [path for path in given if path not in wanted]
-    if missing or extra:
-        problems = [f"no gradient for {path}" for path in missing[:3]]
-        problems += [f"a gradient for {path}, which is not trained" for path in extra[:3]]
-        raise ValueError(
-            f"The optimizer received {'; '.join(problems)}. It needs exactly one gradient for each "
-            f"of its {len(wanted)} parameter(s). (A parameter that the loss does not use has a "
-            "gradient of zeros, not None.)"
-        )
-    for path, parameter in wanted.items():
-        gradient = jnp.asarray(given[path])
-        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
-            raise ValueError(
-                f"The gradient for {path} is {gradient.dtype}{list(gradient.shape)}, but the "
-                f"parameter is {parameter.dtype}{list(parameter.shape)}. They must be equal: Optax "
-                "would broadcast silently. Check for a sum over the wrong dim, or a cast."
-            )
-    return gradients
-
-
-def _flatten(tree: PyTree) -> list[tuple[str, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
-    return [(f"'{jax.tree_util.keystr(p, simple=True, separator='.')}'", x) for p, x in flat]
-
-
-def _unique_names(variables: list[Variable]) -> list[str]:
-    """Names that sort as the Variables are given, since Optax sees a dict.
-
-    They are keys of checkpoints, so those without a name have their place for one: the number that
-    they have is of this process, and another one counts otherwise.
-    """
-    names = [v.name if v.is_named else f"Variable_{i}" for i, v in enumerate(variables)]
-    return [f"{i:04d} {name}" for i, name in enumerate(names)]
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, Variable)
-
-
-def _is_nnx(x: Any) -> bool:
+def _is_nnx(x: object) -> bool:
     return isinstance(x, nnx.Pytree | nnx.State)
