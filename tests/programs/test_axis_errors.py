@@ -1,4 +1,4 @@
-"""What is asked of mesh axes that cannot be asked for is refused, with the line and the remedy."""
+"""Unsupported uses of mesh axes raise an error with the line and the fix."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def split():
 X = jnp.ones((4, 8))
 
 
-def test_out_sharding_that_is_not_honoured_is_refused_with_its_line(split):
+def test_an_unsupported_out_sharding_raises_with_its_line(split):
     def step(x):
         return jnp.array(x, out_sharding=PartitionSpec("fsdp"))
 
@@ -34,7 +34,7 @@ def test_a_constraint_on_an_inner_axis_works(split):
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
-def test_a_constraint_on_the_replica_axis_is_refused(axes):
+def test_a_constraint_on_the_replica_axis_raises(axes):
     strategy = tpudist.TPUStrategy(replica_axes=axes)
     with pytest.raises(ValueError, match="not split over 'replica'. Remove that axis"):
         strategy.run(
@@ -43,8 +43,8 @@ def test_a_constraint_on_the_replica_axis_is_refused(axes):
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
-def test_a_named_sharding_on_the_replica_axis_is_refused_with_its_line(axes):
-    """JAX does so no earlier than when it lowers the program, and in words of its own."""
+def test_a_named_sharding_on_the_replica_axis_raises_with_its_line(axes):
+    """JAX only raises when it lowers the program, with its own message."""
     strategy = tpudist.TPUStrategy(replica_axes=axes)
     sharding = NamedSharding(strategy.mesh, PartitionSpec(None, ("replica", *axes)))
 
@@ -66,7 +66,7 @@ def test_a_named_sharding_on_an_inner_axis_works(split):
     assert (out == 2).all()
 
 
-def test_a_constraint_on_an_axis_that_is_not_there_is_refused():
+def test_a_constraint_on_a_missing_axis_raises():
     strategy = tpudist.MirroredStrategy()
     with pytest.raises(ValueError, match=r"axes 'replica', and no 'model'. .*replica_axes="):
         strategy.run(
@@ -74,7 +74,7 @@ def test_a_constraint_on_an_axis_that_is_not_there_is_refused():
         )
 
 
-def test_a_model_whose_annotation_names_no_axis_is_refused_in_create():
+def test_create_rejects_a_model_whose_annotation_names_a_missing_axis():
     init = nn.with_partitioning(nn.initializers.ones, ("model", None))
     model = nn.Dense(4, kernel_init=init)
     with pytest.raises(ValueError, match=r"asks for P\('model', None\), but .*and no 'model'"):
@@ -82,8 +82,8 @@ def test_a_model_whose_annotation_names_no_axis_is_refused_in_create():
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {}])
-def test_a_logical_name_that_no_rule_has_is_refused_in_linen_as_in_nnx(axes):
-    """The one was mirrored in silence, whatever its author had meant to split."""
+def test_a_logical_name_without_a_rule_raises_in_linen_and_nnx(axes):
+    """Once, Linen parameters with such a name were silently mirrored instead of split."""
     names, ones = ("nobody", "mlp"), nn.initializers.ones
     dense = nn.Dense(4, kernel_init=nn.with_logical_partitioning(ones, names))
 
@@ -101,7 +101,7 @@ def test_a_logical_name_that_no_rule_has_is_refused_in_linen_as_in_nnx(axes):
     assert kernel.value.sharding.is_fully_replicated
 
 
-def test_a_box_may_bring_a_rule_for_its_name():
+def test_a_linen_box_may_contain_a_rule_for_its_name():
     init = nn.with_logical_partitioning(
         nn.initializers.ones, ("nobody", "mlp"), rules=(("nobody", "fsdp"),)
     )
@@ -110,7 +110,7 @@ def test_a_box_may_bring_a_rule_for_its_name():
     assert kernel.value.sharding.spec == PartitionSpec("fsdp", None)
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_unchanged():
     def step(x):
         raise ValueError("mine")
 
@@ -126,20 +126,20 @@ def test_other_errors_stay_as_they_are():
         lambda x, axis: x + jax.lax.axis_index(axis),
     ],
 )
-def test_an_unknown_axis_of_a_collective_is_named_with_those_that_exist(collective, split):
+def test_the_error_for_an_unknown_axis_names_the_existing_axes(collective, split):
     mirrored = tpudist.MirroredStrategy()
     names = r"names the axis 'batch'.*is called 'replica'\..*MirroredStrategy\(axis_name='batch'\)"
     with pytest.raises(NameError, match=r"test_axis_errors.py:\d+\) " + names):
         mirrored.run(lambda x: collective(x, "batch"), args=(X,))
     named = tpudist.MirroredStrategy(axis_name="batch")
-    named.run(lambda x: jax.lax.psum(x, "batch"), args=(X,))  # the remedy
+    named.run(lambda x: jax.lax.psum(x, "batch"), args=(X,))  # the suggested fix
     with pytest.raises(NameError, match="is called 'replica' or 'batch'"):
         named.run(lambda x: collective(x, "data"), args=(X,))
     with pytest.raises(NameError, match="That axis is inside a replica.*Remove the collective"):
         split.run(lambda x: collective(x, "fsdp"), args=(X,))
 
 
-def test_axes_of_a_replica_that_are_text_are_refused_with_the_dict():
+def test_replica_axes_that_are_not_a_dict_raise_with_the_right_dict():
     for given, meant in [
         ("fsdp=2", '{"fsdp": 2}'),
         ("fsdp:2, tensor = 4", '{"fsdp": 2, "tensor": 4}'),

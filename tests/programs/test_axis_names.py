@@ -1,4 +1,4 @@
-"""`axis_name=`: another name of the replica axis, as programs for `jax.pmap` call it."""
+"""`axis_name=`: a second name of the replica axis, as in programs for `jax.pmap`."""
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ def by_both_names(x, axis):
     return total, ids, gathered.sum(), looked_up, gradient, mapped, jax.lax.axis_size(axis)
 
 
-def test_collectives_over_both_names_are_the_same(strategy):
+def test_collectives_over_both_names_are_equal(strategy):
     x = numbers(strategy)
     named = strategy.run(lambda x: by_both_names(x, "batch"), args=(x,))
     plain = strategy.run(lambda x: by_both_names(x, "replica"), args=(x,))
     jax.tree.map(np.testing.assert_array_equal, named, plain)
 
 
-def test_what_is_reduced_by_the_other_name_is_proven_equal(strategy):
+def test_a_value_reduced_over_the_second_name_is_proven_equal(strategy):
     mean = strategy.run(lambda x: jax.lax.pmean(x, "batch"), args=(numbers(strategy),))
     assert isinstance(mean, jax.Array)
     n = strategy.num_replicas_in_sync
@@ -67,7 +67,7 @@ def test_the_compiled_program_is_the_same(strategy):
     assert lowered("batch") == lowered("replica")
 
 
-def test_partial_batches_and_nested_runs_know_the_name():
+def test_partial_batches_and_nested_runs_accept_the_name():
     strategy = STRATEGIES["mirrored"]()
     x = np.arange(10, dtype=np.float32)
     data = strategy.experimental_make_numpy_dataset(x).batch(16)
@@ -81,14 +81,14 @@ def test_partial_batches_and_nested_runs_know_the_name():
     assert whole(numbers(strategy)) == 36
 
 
-def test_a_twin_on_other_devices_has_the_name():
+def test_a_strategy_on_other_devices_keeps_the_name():
     strategy = STRATEGIES["mirrored"]()
     twin = strategy.on(jax.devices()[:4])
     assert twin.run(lambda: jax.lax.axis_size("batch")) == 4
 
 
 @pytest.mark.slow
-def test_batch_norm_over_replicas_is_that_of_the_whole_batch():
+def test_batch_norm_over_replicas_matches_the_whole_batch():
     class Model(nn.Module):
         axis: str | None = None
 
@@ -109,7 +109,7 @@ def test_batch_norm_over_replicas_is_that_of_the_whole_batch():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), updated, statistics)
 
 
-def test_initialisers_that_communicate_work_in_create(strategy):
+def test_initializers_that_communicate_work_in_create(strategy):
     n = strategy.num_replicas_in_sync
 
     def init():
@@ -128,17 +128,17 @@ def test_state_that_differs_cannot_be_created():
 
 
 @pytest.mark.parametrize("name", ["", 3, "fsdp"])
-def test_a_name_that_cannot_be_one_is_refused(name):
+def test_an_invalid_axis_name_raises(name):
     with pytest.raises(ValueError, match="a second name of the axis of replicas"):
         tpudist.TPUStrategy(replica_axes={"fsdp": 2}, axis_name=name)
 
 
-def test_the_axis_itself_may_be_named():
+def test_axis_name_may_be_the_name_of_the_axis_itself():
     strategy = tpudist.MirroredStrategy(axis_name="replica")
     assert strategy.replica_mesh.axis_name is None
     assert strategy.run(lambda: jax.lax.axis_size("replica")) == 8
 
 
-def test_an_axis_that_nobody_named_is_jax_s_error():
+def test_an_unknown_axis_name_raises_the_error_of_jax():
     with pytest.raises(NameError, match="batch"):
         tpudist.MirroredStrategy().run(lambda x: jax.lax.psum(x, "batch"), args=(jnp.ones(2),))

@@ -1,4 +1,4 @@
-"""Other equations in a jaxpr, at all depths."""
+"""Replacement of equations in a jaxpr, at all depths."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def half(eqn, x):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_equation_is_replaced_where_it_is(name, monkeypatch):
+def test_equations_are_replaced_at_all_depths(name, monkeypatch):
     closed = jax.make_jaxpr(PROGRAMS[name])(X)
     new = jaxpr_rewrite.rewrite(closed, is_sine, half)
     assert " sin " in str(closed)
@@ -55,26 +55,26 @@ def test_an_equation_is_replaced_where_it_is(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_computes_the_same_gives_the_same(name):
+def test_an_equivalent_replacement_gives_the_same_result(name):
     closed = jax.make_jaxpr(PROGRAMS[name])(X)
     new = jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: jnp.cos(np.float32(np.pi / 2) - x))
     (found,) = jax.jit(core.jaxpr_as_fun(new))(X)
     np.testing.assert_allclose(found, PROGRAMS[name](X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_jaxpr_without_such_equations_is_itself():
+def test_a_jaxpr_without_matching_equations_is_returned_as_itself():
     closed = jax.make_jaxpr(PROGRAMS["scan"])(X)
     assert jaxpr_rewrite.rewrite(closed, lambda eqn: False, half) is closed
 
 
-def test_a_program_that_is_called_twice_stays_one():
+def test_a_program_that_is_called_twice_stays_shared():
     called = jax.jit(jnp.sin)
     closed = jax.make_jaxpr(lambda x: called(called(x)))(X)
     first, second = jaxpr_rewrite.rewrite(closed, is_sine, half).eqns
     assert first.params["jaxpr"] is second.params["jaxpr"]
 
 
-def test_new_operations_are_of_the_line_that_they_stand_for():
+def test_new_operations_keep_the_line_of_the_operation_that_they_replace():
     def function(x):
         return jnp.sin(x)  # this line
 
@@ -84,7 +84,7 @@ def test_new_operations_are_of_the_line_that_they_stand_for():
     assert f'test_jaxpr_rewrite.py":{line}' in text
 
 
-def test_an_operand_may_be_the_result_and_a_result_may_come_twice():
+def test_a_replacement_may_return_its_operand_for_several_results():
     def function(x):
         return jax.lax.top_k(x, 4)
 
@@ -97,7 +97,7 @@ def test_an_operand_may_be_the_result_and_a_result_may_come_twice():
     np.testing.assert_array_equal(places, np.int32(X))
 
 
-def test_an_equation_without_operands_is_given_the_inputs_of_its_program():
+def test_an_equation_without_operands_receives_the_inputs_of_its_program():
     closed = jax.make_jaxpr(lambda x: x + jax.lax.iota(jnp.float32, 4))(X)
     new = jaxpr_rewrite.rewrite(
         closed, lambda eqn: eqn.primitive.name == "iota", lambda eqn, x: [x * 2]
@@ -106,7 +106,7 @@ def test_an_equation_without_operands_is_given_the_inputs_of_its_program():
     np.testing.assert_array_equal(found, X * 3)
 
 
-def test_small_constants_are_built_and_large_ones_are_refused():
+def test_small_constants_are_inlined_and_large_constants_raise():
     closed = jax.make_jaxpr(jnp.sin)(X)
     small, large = (np.arange(n, dtype=np.float32).reshape(-1, 4) for n in (8, 20))
     new = jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: x + small.sum() + small[1])

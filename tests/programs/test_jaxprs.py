@@ -1,4 +1,4 @@
-"""The structure of jaxprs is read, never trusted: what does not fit is unknown, and may differ."""
+"""The structure of jaxprs is checked: an unexpected equation is unknown, and may differ."""
 
 import functools
 import logging
@@ -23,19 +23,19 @@ def traced(function, *arguments):
 
 
 def equation(name, function, *arguments):
-    """The only equation of a primitive in the program of a function."""
+    """Returns the only equation of a primitive in the program of a function."""
     (found,) = (e for e in jaxprs.walk(traced(function, *arguments)) if e.primitive.name == name)
     return found
 
 
 def doctored(eqn, **changes):
-    """An equation whose parameters are others; None takes one away."""
+    """Returns an equation with changed parameters; None removes a parameter."""
     params = {k: v for k, v in {**eqn.params, **changes}.items() if v is not None}
     return eqn.replace(params=params)
 
 
 def program_of(eqn):
-    """The program of one equation."""
+    """Returns the program of one equation."""
     operands = [x for x in eqn.invars if not isinstance(x, core.Literal)]
     like = traced(lambda *xs: [xs[0]] * len(eqn.outvars), *(x.aval for x in operands)).jaxpr
     return core.ClosedJaxpr(
@@ -44,7 +44,7 @@ def program_of(eqn):
 
 
 def causes_of(eqn, different=False):
-    """What the proof says of the results of one equation, whose operands are equal or not."""
+    """Returns the proven causes for the results of one equation, with operands equal or not."""
     program = program_of(eqn)
     cause = "argument" if different else None
     return replica_equality.prove(program, [cause] * len(program.jaxpr.invars)).causes
@@ -55,7 +55,7 @@ def nothing_said_yet(monkeypatch):
     monkeypatch.setattr(jaxprs, "_logged", set())
 
 
-# What this JAX makes is understood.
+# Equations of the installed JAX.
 
 
 @jax.custom_jvp
@@ -136,8 +136,8 @@ UNDERSTOOD = {
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
-def test_what_this_jax_makes_is_understood(name, caplog):
-    """A new JAX that lays one of them out anew fails here first: see CONTRIBUTING.md."""
+def test_equations_of_the_installed_jax_are_understood(name, caplog):
+    """A new JAX with another layout of an equation fails here first: see CONTRIBUTING.md."""
     function, kind = UNDERSTOOD[name]
     structure = jaxprs.structure_of(equation(name, function))
     assert isinstance(structure, kind), structure
@@ -169,7 +169,7 @@ def test_the_parts_of_loops_are_counted():
     assert jaxprs.structure_of(equation("pallas_call", kernel)).grid == (3,)
 
 
-# What it does not make, but another may.
+# Equations of other versions of JAX.
 
 
 def a_scan():
@@ -177,7 +177,7 @@ def a_scan():
 
 
 def counted_otherwise(eqn, by):
-    """A scan that says that `by` more of its operands are constants, in the layout of this JAX."""
+    """Returns a scan that counts `by` more operands as constants, in the layout of this JAX."""
     structure = jaxprs.structure_of(eqn)
     if "num_consts" in eqn.params:
         return doctored(eqn, num_consts=structure.num_consts + by)
@@ -186,7 +186,7 @@ def counted_otherwise(eqn, by):
 
 
 class Groups:
-    """What JAX groups operands by since 0.11."""
+    """Groups of operands, as JAX has them since 0.11."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -196,12 +196,12 @@ class Groups:
 
 
 OTHER_BODY = traced(lambda x: x[:2] * 2)
-# The equation, and what the reason must say.
+# The equation, and the text that the reason must contain.
 DOCTORED = {
     "a scan with one parameter more": lambda: (doctored(a_scan(), shape="new"), "shape"),
     "a scan with one parameter less": lambda: (doctored(a_scan(), unroll=None), "parameters"),
     "a scan whose operands are counted otherwise": lambda: (counted_otherwise(a_scan(), 1), "scan"),
-    "a scan whose length is no number": lambda: (doctored(a_scan(), length="n"), "length='n'"),
+    "a scan whose length is not a number": lambda: (doctored(a_scan(), length="n"), "length='n'"),
     "a scan of another length": lambda: (doctored(a_scan(), length=9), "9 turns"),
     "a scan whose body is a function": lambda: (
         doctored(a_scan(), jaxpr=lambda x: x, note=OTHER_BODY),
@@ -255,8 +255,8 @@ DOCTORED = {
 
 
 @pytest.mark.parametrize("case", DOCTORED)
-def test_what_is_laid_out_otherwise_is_unknown_and_may_differ(case, caplog):
-    """Never a KeyError, never equal; said once, however often it is met."""
+def test_an_equation_with_another_layout_is_unknown_and_may_differ(case, caplog):
+    """The equation raises no KeyError, is never equal, and is logged only once."""
     eqn, told = DOCTORED[case]()
     with caplog.at_level(logging.WARNING, "tpudist.compile"):
         structure = jaxprs.structure_of(eqn)
@@ -271,7 +271,7 @@ def test_what_is_laid_out_otherwise_is_unknown_and_may_differ(case, caplog):
 
 
 def in_replicas(function):
-    """The program of a function inside a `shard_map` over replicas."""
+    """Returns the program of a function inside a `shard_map` over replicas."""
     mesh = jax.make_mesh((8,), ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
     whole = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -279,7 +279,7 @@ def in_replicas(function):
 
 
 @pytest.mark.parametrize("name", ["psum", "pmax", "pmin", "all_gather"])
-def test_a_reduction_with_a_new_parameter_makes_nothing_equal(name):
+def test_the_result_of_a_reduction_with_a_new_parameter_may_differ(name):
     program = in_replicas(lambda x: getattr(jax.lax, name)(x, "replica"))
     (eqn,) = (e for e in jaxprs.walk(program) if e.primitive.name == name)
     assert causes_of(eqn, different=True) == (None,)
@@ -288,14 +288,14 @@ def test_a_reduction_with_a_new_parameter_makes_nothing_equal(name):
     assert "over_some_only" in cause
 
 
-def test_a_new_collective_is_known_by_the_axis_that_it_names():
+def test_a_new_collective_is_recognized_by_its_axis_name():
     eqn = equation("sin", jnp.sin).replace(
         primitive=core.Primitive("swap_of_tomorrow"), params={"along_axes": ("a", ("replica",))}
     )
     assert causes_of(eqn) == ("a swap_of_tomorrow between replicas",)
 
 
-def test_a_collective_in_what_is_not_understood_is_a_hazard_if_replicas_may_disagree():
+def test_a_collective_in_an_unknown_equation_is_a_hazard_if_replicas_may_disagree():
     program = in_replicas(lambda x: jax.jit(lambda y: jax.lax.psum(y, "replica"))(x))
     (eqn,) = (e for e in jaxprs.walk(program) if e.primitive.name == "jit")
     eqn = eqn.replace(primitive=core.Primitive("branch_of_tomorrow"))
@@ -303,8 +303,8 @@ def test_a_collective_in_what_is_not_understood_is_a_hazard_if_replicas_may_disa
     assert hazard.collective == "psum"
 
 
-def test_a_program_that_is_hidden_may_wait_for_others():
-    """Under a condition on which replicas disagree, nobody can say that it does not."""
+def test_a_hidden_program_is_a_hazard_if_replicas_may_disagree():
+    """A hidden program may contain a collective, on which replicas could wait."""
     hidden = equation("sin", jnp.sin).replace(primitive=core.Primitive("call_exported"))
     plain = equation("cos", jnp.cos)
     eqn = equation("cond", UNDERSTOOD["cond"][0])
@@ -314,9 +314,9 @@ def test_a_program_that_is_hidden_may_wait_for_others():
     assert replica_equality.prove(program_of(eqn), [None, None]).hazards == ()
 
 
-def test_constants_that_are_computed_outside_of_a_program_are_not_taken_for_equal():
+def test_constants_that_are_computed_outside_of_a_program_make_it_unknown():
     def function(x):
-        inner = jax.make_jaxpr(lambda y: y + x)(x)  # which holds a value of the outer trace
+        inner = jax.make_jaxpr(lambda y: y + x)(x)  # contains a value of the outer trace
         found.append(doctored(equation("jit", jax.jit(jnp.sin)), jaxpr=inner))
         return x
 
@@ -327,7 +327,7 @@ def test_constants_that_are_computed_outside_of_a_program_are_not_taken_for_equa
     assert "whose constants are computed outside of it" in structure.reason
 
 
-def test_flops_of_a_solver_are_those_of_the_program_that_solves():
+def test_flops_of_a_solver_match_the_program_that_solves():
     matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     vector = jax.ShapeDtypeStruct((8,), jnp.float32)
 
@@ -339,7 +339,7 @@ def test_flops_of_a_solver_are_those_of_the_program_that_solves():
     assert model_flops.model_flops(traced(function, matrix, vector), 1) == (2 * 8 * 8, ())
 
 
-def test_flops_of_what_is_not_understood_are_a_note():
+def test_flops_of_an_unknown_equation_add_a_note():
     matrix = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     eqn = equation("jit", jax.jit(lambda x: x @ x), matrix)
     eqn = eqn.replace(primitive=core.Primitive("loop_of_tomorrow"))
@@ -348,14 +348,14 @@ def test_flops_of_what_is_not_understood_are_a_note():
     assert "count the contents of the primitive 'loop_of_tomorrow'" in note
 
 
-# A user's own primitive, in a program that runs.
+# A primitive of the user, in a program that runs.
 
 
 @functools.cache
 def twice():
-    """A primitive that holds a program and runs it, outside of traces on NumPy's arrays only.
+    """Returns a primitive that contains a program; outside of traces it only runs on NumPy arrays.
 
-    One whose evaluation can be traced is followed: see `test_library_operations`.
+    A primitive whose evaluation can be traced is followed: see `test_library_operations`.
     """
     primitive = core.Primitive("twice")
     primitive.def_impl(lambda x, program: core.jaxpr_as_fun(program)(np.asarray(x))[0])
@@ -371,7 +371,7 @@ def doubled(x):
     return twice().bind(x, program=jax.make_jaxpr(lambda x: x * 2)(x))
 
 
-def test_a_primitive_of_a_users_own_runs_and_its_results_may_differ():
+def test_a_user_primitive_runs_and_its_results_may_differ():
     strategy = tpudist.MirroredStrategy()
     result = strategy.run(lambda x: (doubled(x), x * 2), args=(jnp.arange(3.0),))
     assert isinstance(result[0], tpudist.PerReplica)
@@ -380,7 +380,7 @@ def test_a_primitive_of_a_users_own_runs_and_its_results_may_differ():
         np.testing.assert_array_equal(part, [0, 2, 4])
 
 
-def test_state_that_such_a_primitive_would_change_is_refused_by_its_name():
+def test_state_assigned_from_a_user_primitive_raises_with_its_name():
     strategy = tpudist.MirroredStrategy()
     with strategy.scope():
         variable = tpudist.Variable(np.ones(3, np.float32), name="weights")

@@ -13,7 +13,7 @@ from tpudist.programs import library_operations
 
 
 def make_operation(name, compute, result):
-    """A primitive as Lineax has them: computed and lowered by a function of JAX."""
+    """Returns a primitive as in Lineax: a JAX function computes and lowers it."""
     operation = core.Primitive(name)
     operation.def_impl(compute)
     operation.def_abstract_eval(result)
@@ -44,7 +44,7 @@ refused = make_operation("refused", lambda x: x * float(x[0]), lambda x: x)
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=str)
-def test_an_operation_of_a_library_has_exact_partial_batches(axes):
+def test_an_operation_of_a_library_is_exact_on_partial_batches(axes):
     strategy = tpudist.TPUStrategy(
         replica_axes=axes, devices=jax.devices()[: 2 * (2 if axes else 1)]
     )
@@ -61,8 +61,8 @@ def test_an_operation_of_a_library_has_exact_partial_batches(axes):
 
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize("loops", [False, True])
-def test_an_operation_may_draw_with_keys_that_it_captures(loops, rows):
-    """Keys of the new kind were an error on full batches, and those of the old on partial ones."""
+def test_an_operation_may_draw_random_numbers_with_captured_keys(loops, rows):
+    """Once, new-style keys raised on full batches, and old-style keys on partial batches."""
 
     def step(x):
         if loops:
@@ -81,12 +81,12 @@ def test_an_operation_that_calls_back_runs_in_a_replica_of_two_devices():
     assert [float(x) for x in strategy.experimental_local_results(found)] == [2, 2]
 
 
-def test_what_an_operation_computes_is_proved_equal():
+def test_results_of_an_operation_are_proven_equal():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     assert isinstance(strategy.run(spread.bind, args=(jnp.ones((2, 2)),)), jax.Array)
 
 
-def test_an_operation_whose_function_cannot_be_traced_stays():
+def test_an_operation_whose_function_cannot_be_traced_is_kept():
     closed = jax.make_jaxpr(lambda x: refused.bind(centred.bind(x)))(jnp.ones(3))
     names = [eqn.primitive.name for eqn in library_operations.expand(closed).eqns]
     assert "refused" in names

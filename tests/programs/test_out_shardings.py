@@ -1,4 +1,4 @@
-"""A value is split over axes inside a replica as `out_sharding=` says, or it is refused."""
+"""`out_sharding=` splits a value over axes inside a replica, or raises an error."""
 
 import inspect
 import re
@@ -29,13 +29,13 @@ RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 
 def auto_axes(**to):
-    """As a model has it at the top of a module, or makes it in each call."""
+    """Returns a wrapped function, as a model creates at the top of a module or in each call."""
     return jax.sharding.auto_axes(jnp.sin, **to)
 
 
 SINE = auto_axes()
 
-# Of a spec of the result, which splits its last dim.
+# Functions of the spec of the result, which splits its last dim.
 CASES = {
     "einsum": lambda s: jnp.einsum("bd,de->be", X, W, out_sharding=s),
     "einsum that transposes": lambda s: jnp.einsum("ij->ji", X, out_sharding=s),
@@ -133,7 +133,7 @@ def split_last(rank):
 
 
 def compiled(function, mesh, *args):
-    """A function of which each replica has the same arguments, each keeps what it gives."""
+    """Compiles a function: each replica receives the same arguments and keeps its result."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     program = compile.trace(lambda *x: [function(*x)], mesh, shapes, [False] * len(args))
     return jax.jit(compile.spread(program, mesh, [True])).lower(*args).compile()
@@ -141,7 +141,7 @@ def compiled(function, mesh, *args):
 
 @pytest.fixture(scope="module")
 def results(mesh):
-    """The values of all cases, of one program, and what JAX gives without a spec."""
+    """Returns the values of all cases from one program, and JAX's values without a spec."""
     names = [n for n in CASES if n not in NEW or jax.__version_info__ >= (0, 12)]
     expected = dict(zip(names, jax.jit(lambda: [CASES[n](None) for n in names])(), strict=True))
     errors = {}
@@ -163,7 +163,7 @@ def results(mesh):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
-def test_a_value_is_split_as_it_is_asked_for(name, results):
+def test_a_value_is_split_as_out_sharding_requests(name, results):
     if name not in results:
         pytest.skip(f"jax {jax.__version__} has no out_sharding there")
     error, found, expected = results[name]
@@ -176,18 +176,18 @@ def test_a_value_is_split_as_it_is_asked_for(name, results):
 @pytest.mark.parametrize(
     "spec", [P("fsdp", "tensor"), P(("fsdp", "tensor")), P("tensor"), P(None, ("tensor", "fsdp"))]
 )
-def test_a_spec_names_any_axes_inside_a_replica(mesh, spec):
+def test_a_spec_may_name_any_axes_inside_a_replica(mesh, spec):
     found = compiled(lambda: jnp.einsum("bd,de->be", X, W, out_sharding=spec), mesh)
     assert found.output_shardings[0].spec == P("replica", *spec)
 
 
-def test_a_sharding_of_the_mesh_of_the_strategy_is_taken_by_its_axes(mesh):
+def test_a_sharding_on_the_mesh_of_the_strategy_is_accepted(mesh):
     sharding = NamedSharding(mesh.mesh, P(None, "fsdp"))
     found = compiled(lambda: jnp.dot(X, W, out_sharding=sharding), mesh)
     assert found.output_shardings[0].spec == P("replica", None, "fsdp")
 
 
-def test_the_work_is_split_and_not_only_what_comes_of_it(mesh):
+def test_the_computation_is_split_and_not_only_its_result(mesh):
     def step(spec):
         return lambda x, w: jnp.tanh(jnp.dot(x, w, out_sharding=spec)).sum()
 
@@ -198,8 +198,8 @@ def test_the_work_is_split_and_not_only_what_comes_of_it(mesh):
     assert products(P(None, ("fsdp", "tensor"))) == ["f32[4,2]"]
 
 
-def test_a_spec_without_axes_asks_for_nothing(mesh):
-    """As JAX has it where no axis is Explicit."""
+def test_a_spec_without_axes_adds_no_constraint(mesh):
+    """JAX does the same if no axis is Explicit."""
     program = compile.trace(lambda: [jnp.dot(X, W, out_sharding=P())], mesh, [], [])
     assert "sharding_constraint" not in str(program.closed)
 
@@ -218,14 +218,14 @@ def test_gradients_go_through_a_constraint(mesh):
     closed = compile.trace(
         lambda: [jax.grad(lambda w: loss(X, w, P(None, "fsdp")))(W)], mesh, [], []
     ).closed
-    # Of the value and of its cotangent, twice, as of jax.lax.with_sharding_constraint.
+    # One for the value and one for its cotangent, twice, as jax.lax.with_sharding_constraint has.
     assert str(closed).count("= sharding_constraint[") == 4
 
 
 @pytest.mark.parametrize(
     "transform", ["jit", "jit that is traced already", "vmap", "scan", "checkpoint", "cond"]
 )
-def test_it_is_honoured_in_transformations(mesh, transform):
+def test_out_sharding_works_in_transformations(mesh, transform):
     def product(x):
         return jnp.dot(x, W, out_sharding=P(None, "fsdp"))
 
@@ -273,7 +273,7 @@ def test_the_layers_of_nnx_are_split(name, strategy):
 
 
 class Model(nnx.Module):
-    """Says of each activation where it lies, as public models for Explicit axes do."""
+    """Annotates the sharding of each activation, as public models for Explicit axes do."""
 
     def __init__(self, rngs, *, split):
         self.embed = nnx.Embed(10, 8, rngs=rngs)
@@ -311,13 +311,13 @@ def train(strategy, rows, *, split):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 5])
-def test_a_model_that_says_where_activations_lie_trains_as_on_one_device(strategy, rows):
+def test_a_model_with_annotated_activations_trains_as_on_one_device(strategy, rows):
     alone = train(tpudist.OneDeviceStrategy(), rows, split=False)
     assert len(alone) == 2
     np.testing.assert_allclose(train(strategy, rows, split=True), alone, rtol=1e-4)
 
 
-def test_it_is_honoured_in_replica_functions_that_run_eagerly(strategy):
+def test_out_sharding_works_in_eager_replica_functions(strategy):
     def step(x):
         return jnp.dot(x, W, out_sharding=P(None, "fsdp")).at[0].get(out_sharding=P("tensor"))
 
@@ -335,7 +335,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_where_it_is_not_known_to_be_honoured_it_is_refused(strategy, name):
+def test_an_operation_without_out_sharding_support_raises(strategy, name):
     function = REFUSED[name]
     with pytest.raises(ValueError, match=rf"test_out_shardings.py:\d+\) asks {name}.*Remove it"):
         strategy.run(lambda: function(P(None, "fsdp")))
@@ -343,7 +343,7 @@ def test_where_it_is_not_known_to_be_honoured_it_is_refused(strategy, name):
 
 @pytest.mark.parametrize("name", ["einsum", "reshard", "auto_axes", "get", "zeros"])
 @pytest.mark.parametrize("spec", [P("replica"), P("fsdp", "replica"), P(("fsdp", "replica"))])
-def test_the_replica_axis_is_refused(strategy, name, spec):
+def test_the_replica_axis_in_out_sharding_raises(strategy, name, spec):
     with pytest.raises(ValueError, match="not split over 'replica'. Remove that axis"):
         strategy.run(lambda: CASES[name](spec))
 
@@ -354,7 +354,7 @@ def test_a_missing_axis_is_rejected(name):
         tpudist.MirroredStrategy().run(lambda: CASES[name](P("model")))
 
 
-def test_an_axis_that_a_shard_map_inside_makes_manual_is_refused(strategy):
+def test_an_axis_that_a_nested_shard_map_makes_manual_raises(strategy):
     def step(x):
         return jax.shard_map(
             lambda x: x.reshape(2, 8, out_sharding=P("fsdp")),
@@ -368,8 +368,8 @@ def test_an_axis_that_a_shard_map_inside_makes_manual_is_refused(strategy):
         strategy.run(step, args=(X,))
 
 
-def test_programs_of_jax_stay_as_they_are_also_beside_a_replica_function(mesh):
-    """What is wrapped in JAX acts in the thread that traces a replica function, while it does."""
+def test_plain_jax_programs_are_unchanged_while_another_thread_traces(mesh):
+    """The wrapped JAX functions act only in a thread that traces a replica function."""
     auto = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
     found = []
@@ -392,13 +392,13 @@ def test_programs_of_jax_stay_as_they_are_also_beside_a_replica_function(mesh):
     assert found == [P(None, "fsdp")] * 2
 
 
-def test_the_line_of_an_operation_is_the_users(mesh):
+def test_the_line_of_an_operation_is_the_line_of_the_user(mesh):
     compiled(lambda: CASES["dot"](P(None, "fsdp")), mesh)
     text = jax.jit(jnp.dot).lower(X, W).as_text(debug_info=True)
     assert inspect.getfile(out_shardings) not in text
 
 
-def test_without_the_private_functions_of_jax_it_is_refused(strategy, monkeypatch):
+def test_out_sharding_raises_without_the_private_functions_of_jax(strategy, monkeypatch):
     assert not internals.wrap_function("sharding_impls", "gone", lambda f: f)
     assert not internals.wrap_operation("lax.lax", "gone_p", lambda f: f)
     monkeypatch.setattr(out_shardings, "_wrapped", {"requests", "results"})
@@ -407,8 +407,8 @@ def test_without_the_private_functions_of_jax_it_is_refused(strategy, monkeypatc
             strategy.run(lambda name=name: CASES[name](P(None, "fsdp")))
 
 
-def test_a_request_that_meets_no_value_is_an_error(strategy, monkeypatch):
-    """Nothing is dropped in silence, should a JAX do otherwise than those that are known."""
+def test_a_request_that_is_not_applied_to_a_value_raises(strategy, monkeypatch):
+    """No request is silently dropped if a future JAX behaves differently from known versions."""
     monkeypatch.setattr(out_shardings, "_constrain", lambda value, asked: value)
     with pytest.raises(
         NotImplementedError, match=r"test_out_shardings.py:\d+ passes out_sharding to reshape"

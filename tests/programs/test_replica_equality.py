@@ -1,7 +1,7 @@
-"""What is equal on every replica, against JAX's own batching as the judge.
+"""The proof that values are equal on every replica, checked against JAX's own batching.
 
 Under `jax.vmap` with the replica axis' name, a value that stays unbatched is equal on every replica
-by construction, and `custom_vmap` is told which are (DESIGN D2).
+by construction, and `custom_vmap` reports these values (DESIGN D2).
 """
 
 import builtins
@@ -29,7 +29,7 @@ def replicas():
 
 
 def traced(function, stacked, value=None):
-    """The jaxpr of `function` of scalars (or `value`s), some of which differ between replicas."""
+    """Returns the jaxpr of `function` of scalars (or `value`s); some differ between replicas."""
     value = jnp.zeros(()) if value is None else value
     inputs = [
         jax.ShapeDtypeStruct((N, *value.shape) if s else value.shape, value.dtype) for s in stacked
@@ -43,7 +43,7 @@ def prove(function, *stacked, value=None):
 
 
 def batched_outputs(closed, stacked):
-    """The judge: which outputs `vmap` batches."""
+    """Returns which outputs `vmap` batches: the reference for the proof."""
     told = [False] * len(closed.jaxpr.outvars)
 
     def spy(i):
@@ -74,8 +74,8 @@ def batched_outputs(closed, stacked):
     return tuple(told)
 
 
-# Random programs: instructions that append a scalar to those so far. Of `ppermute` the judge knows
-# less than we: it takes equal values for equal afterwards, though who is sent nothing has a zero.
+# Random programs: each instruction appends a scalar to the earlier ones. The proof knows more about
+# `ppermute` than `vmap`: `vmap` keeps equal values equal, but a replica without a sender gets zero.
 
 ARITHMETIC = {
     "add": lambda x, y: x + y,
@@ -91,7 +91,7 @@ BODIES = ("cond", "while", "scan", "jit", "remat", "grad", "custom")
 
 
 def execute(program, values):
-    """Runs a program on scalars, and gives all of them."""
+    """Runs a program on scalars, and returns all scalars."""
     values = list(values)
     for name, i, j, body in program:
         x, y = values[i % len(values)], values[j % len(values)]
@@ -112,7 +112,7 @@ def _while(x, y, body):
 
 
 def _scan(x, y, body):
-    # What differs moves through the carry by one place in each turn.
+    # A value that differs moves through the carry by one position in each turn.
     def turn(carry, z):
         a, b, c = carry
         return (b, c, last(body)(a, z)), a
@@ -163,39 +163,39 @@ programs = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(program=programs, stacked=st.tuples(st.booleans(), st.booleans()))
-# What differs must go around the loop until nothing more does.
+# The proof must repeat the loop until no more values differ.
 @example([("scan", 0, 1, [("add", 0, 1, [])])], (True, False))
 @example([("while", 0, 1, [("psum", 0, 0, [])])], (True, False))
-def test_what_is_proven_equal_is_what_vmap_leaves_unbatched(program, stacked):
-    """A value wrongly proven equal would claim to be replicated and not be: silent nonsense."""
+def test_values_proven_equal_are_the_values_that_vmap_leaves_unbatched(program, stacked):
+    """A value wrongly proven equal would be marked as replicated: silently wrong results."""
     closed = traced(lambda *values: execute(program, values), stacked)
     proof = replica_equality.prove(closed, ["argument" if s else None for s in stacked])
     if proof.hazards:
-        return  # what vmap would make of it is not what the replicas would do
+        return  # vmap would not match the behavior of the replicas
     assert proof.differs == batched_outputs(closed, stacked)
 
 
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(program=programs, stacked=st.tuples(st.booleans(), st.booleans()))
-def test_many_programs_are_proven_as_vmap_batches_them(program, stacked):
+def test_proofs_of_many_programs_match_the_batching_of_vmap(program, stacked):
     closed = traced(lambda *values: execute(program, values), stacked)
     proof = replica_equality.prove(closed, ["argument" if s else None for s in stacked])
     if not proof.hazards:
         assert proof.differs == batched_outputs(closed, stacked)
 
 
-# One by one.
+# Single operations.
 
 
-def test_what_comes_from_equal_values_is_equal():
+def test_results_of_equal_values_are_equal():
     proof = prove(lambda x, y: [x + 1, jnp.sin(x) * y, jnp.zeros(3), y], False, True)
     assert proof.differs == (False, True, False, True)
     assert proof.causes == (None, "argument", None, "argument")
 
 
 @pytest.mark.parametrize("name", ["psum", "pmax", "pmin", "pmean", "all_gather"])
-def test_what_was_reduced_over_all_replicas_is_equal(name):
+def test_a_value_reduced_over_all_replicas_is_equal(name):
     assert prove(lambda x: [getattr(jax.lax, name)(x, "replica")], True).causes == (None,)
 
 
@@ -222,11 +222,11 @@ def test_what_was_reduced_over_all_replicas_is_equal(name):
     ],
     ids=["replica id", "ppermute", "psum_scatter", "psum in groups", "callback"],
 )
-def test_what_differs_though_its_inputs_are_equal_has_a_cause(function, cause):
+def test_a_value_that_differs_despite_equal_inputs_has_a_cause(function, cause):
     assert prove(function, False).causes == (cause,)
 
 
-def test_a_reduction_inside_of_which_something_differs_is_equal_again():
+def test_a_reduction_of_values_that_differ_is_equal():
     def function(x):
         loss = lambda w: jnp.sin(w * x)  # noqa: E731
         gradient = jax.grad(loss)(1.0)
@@ -235,8 +235,8 @@ def test_a_reduction_inside_of_which_something_differs_is_equal_again():
     assert prove(function, True).differs == (True, False, False)
 
 
-def test_a_reduction_over_an_axis_of_ones_own_vmap_equals_nothing():
-    """It is not over the replicas."""
+def test_a_reduction_over_the_axis_of_a_nested_vmap_proves_nothing():
+    """Such a reduction does not combine replicas."""
     mapped = lambda v: jax.vmap(lambda y: jax.lax.psum(y, "mine"), axis_name="mine")(v)  # noqa: E731
     assert prove(lambda x: [mapped(jnp.stack([x, x]))], True).differs == (True,)
 
@@ -254,8 +254,8 @@ def test_a_host_callback_is_never_proven_equal():
     assert prove(function, False).differs == (True, True, True)
 
 
-def test_a_function_called_as_one_of_ours_is_none_of_ours():
-    """What all-reduces is known by its name, which no identifier is."""
+def test_a_user_function_named_like_an_all_reduce_is_not_one():
+    """The name that marks an all-reduce is not a valid identifier."""
     assert not replica_equality.EQUALIZING_FUNCTION.isidentifier()
 
     @jax.jit
@@ -270,12 +270,12 @@ def put(ref, value):
 
 
 REFERENCES = {
-    "what is written last counts": (
+    "the last write counts": (
         lambda ref, x: (put(ref, x), put(ref, 1.0)),
         False,
     ),
-    "what differs stays": (lambda ref, x: put(ref, x), True),
-    "a sum is of both": (lambda ref, x: jax.ref.addupdate(ref, ..., x), True),
+    "a value that differs stays different": (lambda ref, x: put(ref, x), True),
+    "a sum has both values": (lambda ref, x: jax.ref.addupdate(ref, ..., x), True),
     "a branch may write": (
         lambda ref, x: jax.lax.cond(ref[...] > 0, lambda: put(ref, x), lambda: None),
         True,
@@ -288,7 +288,7 @@ REFERENCES = {
         lambda ref, x: jax.lax.cond(x > 0, lambda: put(ref, 2.0), lambda: None),
         True,
     ),
-    "a branch that all leave as it is": (
+    "a branch that writes nothing": (
         lambda ref, x: jax.lax.cond(x > 0, lambda: ref[...], lambda: 0.0),
         False,
     ),
@@ -353,7 +353,7 @@ def test_references_are_followed(name):
     assert prove(function, False).differs == (False, False)
 
 
-def test_a_part_that_is_written_leaves_the_rest():
+def test_writing_a_part_of_a_reference_keeps_the_rest():
     def function(x):
         ref = jax.new_ref(x)
         ref[0] = 1.0
@@ -363,8 +363,8 @@ def test_a_part_that_is_written_leaves_the_rest():
     assert prove(function, True, value=jnp.zeros(2)).differs == (True,)
 
 
-def test_a_reference_that_is_used_in_another_way_is_not_followed(monkeypatch):
-    """What was written to it may differ, so what is read may."""
+def test_a_reference_with_an_unknown_use_is_not_followed(monkeypatch):
+    """Values written to the reference may differ, so values read from it may too."""
     monkeypatch.setattr(references, "access_of", lambda eqn: None)
 
     def function(x):
@@ -375,7 +375,7 @@ def test_a_reference_that_is_used_in_another_way_is_not_followed(monkeypatch):
     assert prove(function, False).causes == (references.NOT_FOLLOWED, None)
 
 
-def test_where_references_are_not_what_the_program_says_is_told():
+def test_lost_references_are_reported_with_their_place():
     def function(x):
         refs = [jax.new_ref(x), jax.new_ref(x)]
         jax.grad(jax.checkpoint(lambda w: (put(refs[1], jax.lax.stop_gradient(w)), w)[1]))(x)
@@ -399,7 +399,7 @@ def test_a_custom_rule_for_gradients_is_followed():
     assert proof.differs == (False, False, True)
 
 
-# Replicas that could wait for each other for ever.
+# Replicas that could wait for each other forever.
 
 
 def conditional(x):
@@ -466,8 +466,8 @@ def test_a_collective_that_only_some_replicas_may_reach_is_a_hazard(function, co
     assert prove(function, False).hazards == ()
 
 
-def test_the_line_is_found_also_of_a_file_in_a_folder_called_as_the_library(tmp_path):
-    """As `git clone` makes one: what is the library's is known by its place, not by a name."""
+def test_a_user_line_is_found_in_a_folder_named_like_the_library(tmp_path):
+    """`git clone` creates such a folder. Library files are recognized by location, not by name."""
     file = tmp_path / "tpudist" / "scripts" / "own.py"
     defined = {}
     text = "import jax\ndef own(x):\n    return jax.numpy.sin(x)\n"
@@ -476,7 +476,7 @@ def test_the_line_is_found_also_of_a_file_in_a_folder_called_as_the_library(tmp_
     assert user_lines.line_of(eqn) == f"{file}:3"
 
 
-def test_a_collective_under_a_condition_that_is_equal_everywhere_is_none():
+def test_a_collective_under_an_equal_condition_is_not_a_hazard():
     def function(x):
         total = jax.lax.psum(x, "replica")
         return [
@@ -489,13 +489,13 @@ def test_a_collective_under_a_condition_that_is_equal_everywhere_is_none():
     assert proof.differs == (True, True)
 
 
-def test_a_condition_without_a_collective_is_none():
+def test_a_condition_without_a_collective_is_not_a_hazard():
     proof = prove(lambda x: [jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)], True)
     assert (proof.hazards, proof.differs) == ((), (True,))
 
 
-def test_a_collective_in_a_scan_is_none():
-    """Its length is the same on every replica."""
+def test_a_collective_in_a_scan_is_not_a_hazard():
+    """The length of the scan is the same on every replica."""
 
     def function(x):
         return [jax.lax.scan(lambda c, _: (jax.lax.psum(c, "replica"), None), x, length=3)[0]]

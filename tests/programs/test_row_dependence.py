@@ -1,4 +1,4 @@
-"""What a program computes from some of its inputs."""
+"""Values of a program that depend on some of its inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ X = np.ones((3,), np.float32)
 
 def turn(carry, _):
     a, b, c = carry
-    return (a, a + 1, b + 1), c  # what depends goes one place further in each turn
+    return (a, a + 1, b + 1), c  # the dependent value moves one place further in each turn
 
 
 CASES = {
@@ -44,14 +44,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_depends_on_the_first_input(name):
+def test_values_that_depend_on_the_first_input_are_found(name):
     function, wanted = CASES[name]
     closed = jax.make_jaxpr(lambda x, y: jax.tree.leaves(function(x, y)))(X, X)
     found = row_dependence.find_dependent(closed, [True, False])
     assert [x in found for x in closed.jaxpr.outvars] == wanted
 
 
-def test_what_is_inside_of_loops_is_found_too():
+def test_dependent_values_inside_loops_are_found():
     def function(x, y):
         return jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(y)), x, length=2)
 

@@ -1,4 +1,4 @@
-"""An error over the value of a traced array names the function, its line and what to write."""
+"""An error about the value of a traced array names the function, its line and the fix."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def show(x):
     return f"{x:.2f}"
 
 
-# A function, what it does wrong, and what to write instead.
+# A function, its mistake, and the code to write instead.
 CASES = [
     (branch, "as a Python condition", "jax.lax.cond"),
     (repeat, "as a Python condition", "jax.lax.while_loop"),
@@ -87,7 +87,7 @@ def test_the_use_of_a_traced_value_is_explained(function, use, remedy, axes):
     assert "test_value_errors.py:" in text
     assert use in text
     assert remedy in text
-    with strategy.debug():  # the remedy that all of them have
+    with strategy.debug():  # the fix that works for all of them
         strategy.run(function, args=(X,))
 
 

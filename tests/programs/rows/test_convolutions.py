@@ -1,4 +1,4 @@
-"""Convolutions under `vmap`, which puts rows among channels: padded rows count as exact ones."""
+"""Convolutions under `vmap`, which moves rows into the channels: padded batches stay exact."""
 
 import functools
 
@@ -35,11 +35,11 @@ def per_example(kernel, groups=1, power=2, wrt=0):
 
 
 def kernels(x, scale=1.0):
-    """A kernel of each row."""
+    """Returns one kernel per row."""
     return scale * x[:, :3, :3, :, None] * jnp.arange(1.0, 5.0)
 
 
-# Rows are in the images, the kernels, or both; in groups of features or of the batch.
+# Rows are in the images, the kernels, or both, in groups of features or of the batch.
 CASES = {
     "gradients": per_example(KERNEL),
     "gradients of a linear loss": per_example(KERNEL, power=1),
@@ -85,7 +85,7 @@ def test_rows_among_channels_are_exact(name):
     assert padded.outcomes(COUNTS, 1e-4) == ["exact"] * len(COUNTS)
 
 
-def test_rows_that_a_convolution_with_groups_sums_over_are_refused():
+def test_a_convolution_with_groups_that_sums_over_rows_raises():
     def mix(x):  # rows are channels, in two groups
         images = jnp.moveaxis(jnp.concatenate([x, x]), 0, -1)[..., 0, :, :]
         return convolve(images[None], jnp.ones((1, 1, x.shape[0], 2)), groups=2)
@@ -94,7 +94,7 @@ def test_rows_that_a_convolution_with_groups_sums_over_are_refused():
         Padded(mix, (IMAGES,), (0,)).outcomes([2])
 
 
-def test_where_rows_are_refused_shrunk_batches_of_equal_parts_run():
+def test_shrunk_batches_of_equal_parts_run_where_padded_rows_raise():
     """The remedy that the error names."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
 
@@ -118,7 +118,7 @@ def test_where_rows_are_refused_shrunk_batches_of_equal_parts_run():
 @pytest.mark.parametrize("partial_batch", ["pad", "shrink"])
 @pytest.mark.parametrize("replica_axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_clipped_gradients_per_example_match_one_device(replica_axes, partial_batch):
-    """Tails of 2 rows, and a batch whose rows a replica's devices share."""
+    """Partial batches of 2 rows, and a batch whose rows are split over the devices of a replica."""
     strategy = tpudist.TPUStrategy(replica_axes=replica_axes)
     images = RNG.normal(size=(18, 4, 4, 2)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Kernels of which their owner says that they compute each row by itself, on padded rows."""
+"""Kernels marked with `rowwise`, which compute each row separately, on padded rows."""
 
 import functools
 
@@ -27,7 +27,7 @@ def _scale_rows(x, factor, out):
 
 @jax.custom_vjp
 def normalize(x, factor):
-    """Each row, `[row, feature]`, over its length, times a factor: NaN where all is zero."""
+    """Returns each row, `[row, feature]`, over its length, times a factor; NaN if a row is zero."""
     row = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
     return pl.pallas_call(
         _scale_rows,
@@ -102,15 +102,15 @@ FUNCTIONS = {
         for x in FUNCTIONS
     ],
 )
-def test_a_kernel_gives_what_it_gives_for_the_real_rows_alone(name):
-    """With NaN as padding, in its results and in its gradients, those of shared arguments too."""
+def test_a_kernel_matches_its_results_on_the_real_rows(name):
+    """Padding is NaN. Results and gradients match, also the gradients of shared arguments."""
     counts = range(1, 6) if name in ("forward", "gradient") else (1, 3)
     assert outcomes(FUNCTIONS[name], X, FACTOR, counts=counts) == {"exact"}
 
 
 @pytest.mark.parametrize("argnum", [0, 1])
-def test_a_kernel_of_no_rows_adds_nothing_to_a_gradient(argnum):
-    """It need not exist for no rows: Pallas refuses them."""
+def test_a_kernel_without_rows_adds_nothing_to_a_gradient(argnum):
+    """The kernel need not support zero rows, which Pallas rejects."""
     padded = Padded(jax.grad(loss, argnums=argnum), (X, FACTOR), [0, None])
     (found,) = padded.run([jnp.int32(0)], jnp.full_like(X, jnp.nan), FACTOR)
     padded.program.check([(0,)])
@@ -118,8 +118,8 @@ def test_a_kernel_of_no_rows_adds_nothing_to_a_gradient(argnum):
         np.testing.assert_array_equal(found, jnp.zeros(6))
 
 
-def test_padding_is_nothing_that_a_kernel_would_not_meet_otherwise():
-    """A length from padding could have a kernel read beyond its operands."""
+def test_padding_of_a_kernel_repeats_real_values_or_is_zero():
+    """A kernel could read beyond its operands if a length came from padding."""
     met = []
 
     def keep(lengths):
@@ -145,7 +145,7 @@ def attention_inputs(batch, length=128, heads=2, width=8):
 
 
 def attention_of_a_user(query, key, value):
-    """Splash attention as its documentation has it."""
+    """Calls splash attention as its documentation does."""
     mask = masks.MultiHeadMask([masks.CausalMask(query.shape[1:2] * 2)] * query.shape[2])
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=True)
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -158,7 +158,7 @@ def attention_of_a_user(query, key, value):
     [functools.partial(splash_attention.causal_attention, interpret=True), attention_of_a_user],
     ids=["ours", "a user's"],
 )
-def test_splash_attention_is_followed_over_rows(attend):
+def test_splash_attention_is_exact_on_padded_rows(attend):
     inputs = attention_inputs(2)
     assert_rowwise(attend, *inputs)
 
@@ -171,7 +171,7 @@ def test_splash_attention_is_followed_over_rows(attend):
     assert outcomes(step, *inputs, groups=[0, 0, 0], counts=(1, 2)) == {"exact"}
 
 
-def test_a_kernel_of_which_nothing_is_known_is_refused_by_name_with_its_line_and_the_remedy():
+def test_an_unmarked_kernel_raises_with_its_name_its_line_and_the_fix():
     with pytest.raises(RowsError) as raised:
         outcomes(lambda x, factor: normalize(jnp.sin(x), factor), X, FACTOR)
     text = str(raised.value)
@@ -180,7 +180,7 @@ def test_a_kernel_of_which_nothing_is_known_is_refused_by_name_with_its_line_and
     assert "test_row_kernels.py:" in text
 
 
-def test_a_kernel_that_no_rows_enter_is_run_as_it_is():
+def test_a_kernel_without_row_arguments_runs_unchanged():
     table = jnp.asarray(RNG.normal(size=(3, 6)), jnp.float32)
     found = outcomes(lambda x, table, f: x * normalize(table, f).sum(0), X, table, FACTOR)
     assert found == {"exact"}
@@ -205,18 +205,18 @@ class Closing:
         (lambda x: tpudist.rowwise(lambda y: jax.debug.print("{}", y))(x), "has effects"),
     ],
 )
-def test_what_does_not_follow_from_what_was_said_is_refused(function, refused):
+def test_rowwise_functions_that_break_their_contract_raise(function, refused):
     with pytest.raises(RowsError, match=refused):
         outcomes(function, X)
 
 
-def test_outside_of_a_partial_batch_it_is_the_function():
+def test_rowwise_does_not_change_a_function_on_full_batches():
     plain = jax.make_jaxpr(jax.grad(lambda x: normalize(x, FACTOR).sum()))(X)
     said = jax.make_jaxpr(jax.grad(lambda x: normalize_rows(x, FACTOR).sum()))(X)
     assert str(plain) == str(said)
 
 
-def test_a_wrong_number_or_dim_of_arguments_or_results_is_an_error_in_words():
+def test_a_wrong_number_or_dim_of_arguments_or_results_raises():
     with pytest.raises(ValueError, match=r"has 1 arguments here, but in_dims=\(0, 0\) is for 2"):
         tpudist.rowwise(jnp.sin, in_dims=(0, 0))(X)
     with pytest.raises(ValueError, match=r"shape \(5, 6\) in its arguments, which has no dim 2"):
@@ -231,7 +231,7 @@ def test_a_wrong_number_or_dim_of_arguments_or_results_is_an_error_in_words():
         tpudist.rowwise(jnp.sum)(X)
 
 
-def test_pytrees_and_dims_of_each_argument_are_taken():
+def test_pytrees_and_a_dim_for_each_argument_are_accepted():
     def swap(pair, shared):
         return {"sum": pair["a"] + pair["b"].T}, pair["b"] * shared
 

@@ -1,7 +1,7 @@
-"""Functions that know nothing of padding, on padded rows, against the same rows alone.
+"""Functions that know nothing about padding, on padded rows, against only the real rows.
 
-Padding is NaN, or a number that no index survives: nothing may depend on it. A function is exact
-for a number of rows, or refused for it; it is never wrong.
+Padding is NaN, or an invalid index: no result may depend on it. For each number of rows a
+function is exact, or it is refused; it is never wrong.
 """
 
 import collections
@@ -25,7 +25,7 @@ from tpudist.programs.rows.row_program import RowProgram
 from tpudist.programs.rows.row_sizes import size_at
 
 FULL = 6
-# Numbers of rows: none, one, and more. Where a batch is full, nothing is padding.
+# Numbers of rows: zero, one, and more. A full batch has no padding.
 COUNTS = (0, 1, 2, 3, 5)
 RNG = np.random.default_rng(0)
 
@@ -35,7 +35,7 @@ def resize(x, rows):
 
 
 def spoil(x, real):
-    """The rows from `real` on are such that using them shows."""
+    """Fills the rows from `real` on with values that change every result that uses them."""
     array = np.array(x)
     if array.dtype.kind == "f":
         array[real:] = np.nan
@@ -47,7 +47,7 @@ def spoil(x, real):
 
 
 class Padded:
-    """A function of arguments, some of which have rows: `groups` has the batch of each, or None."""
+    """A function whose arguments may have rows: `groups` has the batch of each, or None."""
 
     def __init__(self, function, args, groups):
         self.function, self.args, self.groups = function, args, groups
@@ -79,11 +79,11 @@ class Padded:
         ]
 
     def outcome(self, *counts, tolerance=2e-5):
-        """ "exact", "refused" or "no reference"; raises if a number is wrong."""
+        """Returns "exact", "refused" or "no reference"; raises if a number is wrong."""
         return self.outcomes([counts], tolerance)[0]
 
     def outcomes(self, points, tolerance=2e-5):
-        """The outcome for each number of rows, or for each tuple of them if there are batches."""
+        """Returns the outcome for each number of rows, or tuple with one number per batch."""
         points = [p if isinstance(p, tuple) else (p,) for p in points]
         found = {p: self._run(p) for p in points}
         followed = [p for p in points if self._is_followed(p)]
@@ -109,7 +109,7 @@ class Padded:
         return True
 
     def _references(self, points):
-        """The leaves that the function returns for the real rows alone; None where it raises.
+        """Returns the leaves of the result for only the real rows; None if the function raises.
 
         All are one compiled program: operation by operation takes several times as long.
         """
@@ -139,9 +139,9 @@ def case_named(name):
     return Padded(case.fn, args, [0 if i in case.batched else None for i in range(len(args))])
 
 
-# What is refused as a whole, each for a reason that the message says.
+# Functions that are refused for every number of rows. The message gives the reason.
 REFUSED = {"ranking"}
-QUICK = "triplet_rolled_negatives"  # reaches lines that no other quick test reaches
+QUICK = "triplet_rolled_negatives"  # covers lines that no other quick test covers
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ QUICK = "triplet_rolled_negatives"  # reaches lines that no other quick test rea
         for c in replica_functions.CASES
     ],
 )
-def test_a_function_of_somebody_elses_is_exact_or_refused(name):
+def test_a_library_function_is_exact_or_refused(name):
     if name in REFUSED:
         with pytest.raises(RowsError):
             case_named(name).outcome(FULL)
@@ -168,7 +168,7 @@ def follow(function, *args, groups=None):
     return Padded(function, args or (X,), groups or [0] * len(args or (X,)))
 
 
-associative_scan = jax.lax.associative_scan  # under a name of its own, it is not seen
+associative_scan = jax.lax.associative_scan  # bound to another name, so it is not replaced
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ associative_scan = jax.lax.associative_scan  # under a name of its own, it is no
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused(function):
+def test_unsupported_operations_raise(function):
     with pytest.raises(RowsError):
         follow(function).outcome(FULL)
 
@@ -220,12 +220,12 @@ def column_of_few(x, column):
         (lambda x: x.reshape(2, -1, 3).sum(0), {1, 3, 5}),
     ],
 )
-def test_a_branch_on_the_number_of_rows_is_refused_where_it_is_taken(function, refused):
+def test_a_branch_on_the_number_of_rows_is_refused_for_the_rows_that_take_it(function, refused):
     try:
         padded = follow(function)
         outcomes = dict(enumerate(padded.outcomes(range(FULL + 1))))
     except RowsError:
-        assert refused  # the branch was met among the first traces
+        assert refused  # the first traces included the branch
         return
     assert refused <= {n for n, found in outcomes.items() if found != "exact"}, outcomes
 
@@ -255,11 +255,11 @@ Y = jnp.arange(FULL) % 3
         )(jnp.eye(3)),
     ],
 )
-def test_a_number_may_be_another_one_for_one_row_and_for_none(function):
+def test_a_number_may_differ_for_one_row_and_for_zero_rows(function):
     assert follow(function, X, Y).outcomes(COUNTS) == ["exact"] * len(COUNTS)
 
 
-def test_numbers_of_two_batches_are_others_where_either_is_small():
+def test_numbers_of_two_batches_may_differ_if_either_batch_is_small():
     padded = follow(
         lambda a, b: (
             a.sum() / max(len(a), 1) + b.sum() / max(len(b) - 1, 1),
@@ -284,7 +284,7 @@ def test_numbers_of_two_batches_are_others_where_either_is_small():
         lambda n: n / 7 + 0.5,
     ],
 )
-def test_a_number_computed_of_the_number_of_rows_is_exact(number):
+def test_a_number_computed_from_the_number_of_rows_is_exact(number):
     padded = follow(lambda x: x.sum() * number(x.shape[0]) + x)
     assert padded.outcomes(range(2, FULL + 1)) == ["exact"] * (FULL - 1)
 
@@ -299,7 +299,7 @@ def test_a_number_of_each_of_two_batches_is_exact():
     assert padded.outcomes([(6, 6), (6, 2), (3, 5), (2, 3)]) == ["exact"] * 4
 
 
-def test_two_batches_of_one_shape_are_told_apart():
+def test_two_batches_of_one_shape_are_distinguished():
     padded = follow(
         lambda a, b: (a.sum(), b.mean(0), a @ b.T, jnp.concatenate([a, b]), (a @ b.T).mean()),
         X,
@@ -311,8 +311,8 @@ def test_two_batches_of_one_shape_are_told_apart():
     assert outcomes[2] == "exact"
 
 
-def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
-    """A branch in `jax/train.py` is the user's, and not one of JAX's own."""
+def test_user_code_may_be_in_a_folder_of_any_name(tmp_path):
+    """A branch in `jax/train.py` belongs to the user, and not to JAX."""
     folder = tmp_path / "jax" / "tpudist"
     folder.mkdir(parents=True)
     file = folder / "theirs.py"
@@ -331,9 +331,9 @@ def test_a_users_code_may_lie_in_a_folder_of_any_name(tmp_path):
 
 
 def outcome_of_random_function(rng):
-    """The outcome of a random chain of steps for a random number of rows.
+    """Returns the outcome of a random chain of steps for a random number of rows.
 
-    Hypothesis would draw the parts of a chain again that it has drawn before, so it draws the seed.
+    Hypothesis prefers to repeat parts of a chain that it has drawn before, so it draws the seed.
     """
     names = [rng.choice(sorted(STEPS)) for _ in range(rng.randint(1, 4))]
     end, real = rng.choice(sorted(ENDS)), rng.randint(0, FULL)
@@ -350,14 +350,14 @@ def outcome_of_random_function(rng):
         return "refused"
 
 
-# Of 400 functions, drawn with 4 seeds, 1.8 % were refused, all for one row or none; of the 100 of
-# one seed 4 %. With a share of 1.8 %, more than 15 % of 40 are refused in one of 100,000 runs.
+# Of 400 functions, drawn with 4 seeds, 1.8 % were refused, all for one row or zero rows; with one
+# seed, 4 % of 100. At a share of 1.8 %, one run in 100,000 refuses more than 15 % of 40.
 MOST_REFUSED = 0.15
 
 
 @pytest.mark.slow
-def test_random_functions_are_exact_or_seldom_refused():
-    """They differ from run to run; a failure says the function and its rows."""
+def test_random_functions_are_exact_or_rarely_refused():
+    """The functions differ from run to run. A failure prints the function and its rows."""
     counts = collections.Counter()
     number = max(40, row_examples.NUM_EXAMPLES)
 
@@ -373,8 +373,8 @@ def test_random_functions_are_exact_or_seldom_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STEPS))
-def test_each_step_of_them_is_exact_for_two_rows_and_more(name):
-    """For one row or none it may be refused, but it is not wrong."""
+def test_each_random_step_is_exact_for_two_or_more_rows(name):
+    """A step may be refused for one row or zero rows, but it is not wrong."""
     assert follow(STEPS[name]).outcomes([5, 2, 1, 0])[:2] == ["exact"] * 2
 
 
@@ -412,13 +412,13 @@ TWO = jnp.array([0, 2])
         jax.grad(lambda x: (jnp.concatenate([x, x]).at[1 : 1 + len(x)].add(x) ** 3).sum()),
     ],
 )
-def test_a_part_that_is_as_large_as_there_are_rows_is_read_and_written(function):
+def test_a_slice_with_as_many_elements_as_rows_is_read_and_written(function):
     outcomes = follow(function).outcomes([0, 1, 2, 4, 5])
     assert outcomes[3:] == ["exact"] * 2, outcomes
 
 
 def near(x):
-    """A positive matrix of all pairs of rows, as of a Gaussian process."""
+    """Returns a positive definite matrix over all pairs of rows, as in a Gaussian process."""
     return jnp.exp(-jnp.square(x[:, None] - x[None]).sum(-1)) + 0.1 * jnp.eye(len(x))
 
 
@@ -442,7 +442,7 @@ MATRICES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", MATRICES)
-def test_matrices_of_rows_are_decomposed_and_solved(function):
+def test_matrices_over_rows_are_decomposed_and_solved(function):
     outcomes = follow(function).outcomes(COUNTS, tolerance=1e-3)
     assert outcomes[3:] == ["exact"] * 2, outcomes
 
@@ -471,11 +471,11 @@ SCANS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", SCANS)
-def test_an_associative_scan_over_rows_is_one_in_their_order(function):
+def test_an_associative_scan_over_rows_keeps_their_order(function):
     assert follow(function).outcomes(COUNTS) == ["exact"] * len(COUNTS)
 
 
-# Steps that use most of the rules between them: these always run.
+# Steps that together use most of the rules. These always run.
 ALWAYS = (
     "checkpoint, convolution, cummin, dynamic row, dynamic update, fft of columns, fold, "
     "mean of neighbours, pad, reverse, roll flat, sorted places, tile, top, while, while of rows"
@@ -493,8 +493,8 @@ ALWAYS = (
         *SCANS,
     ],
 )
-def test_they_are_followed_for_some_rows(function):
-    """Without compiling anything. That their numbers are exact, slower tests say."""
+def test_most_steps_have_the_right_shapes_for_some_rows(function):
+    """Compiles nothing. Slower tests check that the numbers are exact."""
     padded = follow(function)
     shapes = jax.eval_shape(padded.run, [jnp.int32(3)], *padded.args)
     padded.program.check([(FULL,), (5,), (3,)])
@@ -502,13 +502,13 @@ def test_they_are_followed_for_some_rows(function):
     assert [x.shape for x in shapes] == [x.shape for x in expected]
 
 
-# As a library's: not the user's own instructions, so both sums are of the one that calls it.
+# Like code of a library: not a line of the user, so both sums belong to the line that calls it.
 NORM = "def norm(x, scale): y = x * scale; return y / (1 + (y**2).mean(-1, keepdims=True))"
 
 
 @pytest.mark.slow
-def test_a_broadcast_of_one_row_may_be_undone_in_another_way():
-    """JAX then sums one dim less; a sum over another dim has the same shape here."""
+def test_the_gradient_of_a_broadcast_may_sum_other_dims_for_one_row():
+    """JAX sums one dim less for one row; a sum over another dim has the same shape here."""
     names = {}
     exec(NORM, names)
 
@@ -536,7 +536,7 @@ OTHER_FOR_ONE_ROW = {
 
 
 @pytest.mark.parametrize("name", OTHER_FOR_ONE_ROW)
-def test_another_shaping_for_one_row_is_refused(name):
+def test_a_different_shape_operation_for_one_row_is_refused(name):
     x = RNG.normal(size=(FULL, 5, 5)).astype(np.float32)
     padded = Padded(OTHER_FOR_ONE_ROW[name], [x], [0])
     assert padded.outcomes([1, 2]) == ["refused", "exact"]
@@ -566,7 +566,7 @@ CONSTANTS = RNG.normal(size=(2, 5)).astype(np.float32)
 KEYS = jax.random.key(0), jax.random.key(1)
 
 
-# Of no rows, one input is like the other.
+# With zero rows, all inputs are equal.
 OF_ROWS = ("an input", "a result", "operands")
 CASES = [
     pytest.param(x, n, marks=() if (x, n) == ("a random key", 1) else pytest.mark.exhaustive)
@@ -577,7 +577,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rows"), CASES)
-def test_another_value_for_few_rows_is_refused(name, rows):
+def test_a_different_value_for_few_rows_is_refused(name, rows):
     x, y = RNG.normal(size=(2, FULL, 5)).astype(np.float32)
     v, w = RNG.normal(size=(2, 5)).astype(np.float32)
     function = functools.partial(OTHER_VALUES[name], rows)
@@ -585,8 +585,8 @@ def test_another_value_for_few_rows_is_refused(name, rows):
     assert padded.outcomes([rows, 2]) == ["refused", "exact"]
 
 
-def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
-    """So that there is one array of it: also the padding of what others read is zeros then."""
+def test_operands_that_contractions_sum_over_rows_are_masked_once():
+    """Only one array then exists, so other readers of the operand see zeros as padding too."""
 
     def step(x, w):
         hidden = jnp.tanh(x @ w)
@@ -602,4 +602,4 @@ def test_what_contractions_sum_over_rows_is_masked_where_it_is_computed():
     counts = [jnp.int32(FULL)]
     traced = jax.make_jaxpr(lambda x, w: padded.run(counts, x, w))(X, jnp.ones((3, 3)))
     masks = [eqn for eqn in jaxprs.walk(traced.jaxpr) if eqn.primitive.name == "select_n"]
-    assert len(masks) == 2  # of x and of hidden, each for all that read it
+    assert len(masks) == 2  # for x and for hidden, each for all its readers
