@@ -53,7 +53,7 @@ def test_a_list_is_one_array_with_its_elements_stacked():
     np.testing.assert_array_equal(y, [[1], [2]])
 
 
-def test_each_epoch_is_shuffled_in_an_order_of_its_own_and_the_same_again():
+def test_each_epoch_has_its_own_reproducible_shuffled_order():
     dataset = NumpyDataset(np.arange(100)).shuffle(7).batch(30).repeat(2)
     batches = list(dataset)
     assert [len(batch) for batch in batches] == [30, 30, 30, 10] * 2
@@ -140,7 +140,7 @@ def _numpy(size=4):
         (lambda: _numpy().batch(1).shard(2, 0).shard(2, 0), ValueError, "are already sharded"),
     ],
 )
-def test_a_mistake_in_a_numpy_dataset_is_named(make, error, message):
+def test_the_error_for_an_invalid_numpy_dataset_names_the_mistake(make, error, message):
     with pytest.raises(error, match=f"(?i){message}"):
         make()
 
@@ -176,7 +176,7 @@ def _real_rows(value):
 def test_replicas_together_hold_each_batch_exactly(
     num_rows, global_batch, num_replicas, seed, as_iterable
 ):
-    """For any number of replicas, the real rows are the rows of the batch, in its order."""
+    """The real rows equal the rows of the batch, in order, for any number of replicas."""
     x = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
     dataset = NumpyDataset({"x": x, "id": np.arange(num_rows)})
     dataset = (dataset if seed is None else dataset.shuffle(seed)).batch(global_batch)
@@ -211,7 +211,7 @@ def test_a_partial_batch_is_split_as_in_tensorflow(num_replicas):
             assert set(part[count:]) <= set(full[:rows])  # padding repeats rows
 
 
-def test_a_full_batch_says_that_all_of_its_rows_are_real():
+def test_a_full_batch_counts_all_of_its_rows_as_real():
     (element,) = DistributedDataset([np.arange(8)], _two())
     assert element.rows == (4, 4)
 
@@ -272,7 +272,7 @@ def test_iterators_are_independent():
     assert iter(one) is one
 
 
-def test_every_pass_is_an_epoch_with_an_order_of_its_own():
+def test_every_pass_is_an_epoch_with_its_own_order():
     """A user who loops over the dataset per epoch must not see the same order each time."""
     source = NumpyDataset(np.arange(32)).shuffle(3).batch(8)
     dataset = DistributedDataset(source, _two())
@@ -282,7 +282,7 @@ def test_every_pass_is_an_epoch_with_an_order_of_its_own():
     np.testing.assert_array_equal(plain, passes)
 
 
-def test_leaves_may_be_whatever_numpy_takes(replicas):
+def test_leaves_may_be_anything_that_numpy_accepts(replicas):
     batch = {
         "list": [0, 1, 2, 3],
         "jax": jnp.ones((4, 2)),
@@ -309,7 +309,7 @@ def test_a_list_of_arrays_is_structure():
         (np.uint8, jnp.uint8),
         (np.bool_, jnp.bool_),
         (jnp.bfloat16, jnp.bfloat16),
-        (">i4", jnp.int32),  # bytes the other way round, as in MNIST's files
+        (">i4", jnp.int32),  # reversed byte order, as in MNIST's files
         (">f8", jnp.float32),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_loader_may_fill_the_same_array_again():
         assert [float(_real_rows(e).max()) for e in elements] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_donated_batch_leaves_the_arrays_it_came_from_alone():
+def test_donating_a_batch_does_not_change_its_source_arrays():
     memory = np.zeros(4096 + 16, np.float32)
     x = memory[(-memory.ctypes.data // 4) % 16 :][:4096].reshape(8, 512)
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -375,7 +375,7 @@ def test_the_element_spec_describes_full_elements(replicas):
         assert jax.tree.leaves(iter(dataset).element_spec) == jax.tree.leaves(spec)
 
 
-def test_asking_for_the_specification_takes_no_batch_away():
+def test_reading_the_element_spec_consumes_no_batch():
     dataset = DistributedDataset((np.full(4, i) for i in range(3)), _two())
     assert [dataset.element_spec.shape, dataset.element_spec.shape] == [(2,), (2,)]
     assert [int(_real_rows(element)[0]) for element in dataset] == [0, 1, 2]
@@ -403,13 +403,13 @@ def test_the_number_of_elements_is_known_for_data_that_is_read_by_number(source,
         assert dataset
 
 
-def test_what_drops_batches_does_not_promise_how_many():
+def test_the_cardinality_is_unknown_if_batches_may_be_dropped():
     dataset = DistributedDataset([np.zeros(4)] * 3, _two(), partial_batch="drop")
     assert dataset.cardinality == -2
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_at_its_end_an_iterator_stays(prefetch):
+def test_an_exhausted_iterator_stays_at_its_end(prefetch):
     iterator = iter(DistributedDataset([np.arange(4)], _two(), prefetch=prefetch))
     assert _real_rows(iterator.get_next()).tolist() == [0, 1, 2, 3]
     for _ in range(3):
@@ -419,7 +419,7 @@ def test_at_its_end_an_iterator_stays(prefetch):
             iterator.get_next()
 
 
-def test_typed_random_keys_in_a_batch_are_refused_with_what_to_give_instead():
+def test_typed_random_keys_in_a_batch_raise_with_an_alternative():
     keys = jax.random.split(jax.random.key(0), 8)
     match = (
         r"dataset\['k'\] has random keys, key<fry>\[8\], .*key_data\(data, impl='threefry2x32'\)"
@@ -463,7 +463,7 @@ def test_typed_random_keys_in_a_batch_are_refused_with_what_to_give_instead():
     ],
 )
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_batch_that_is_not_fit_is_named(batches, error, message, prefetch):
+def test_the_error_for_an_invalid_batch_names_it(batches, error, message, prefetch):
     with pytest.raises(error, match=message):
         list(DistributedDataset(batches, _two(), prefetch=prefetch))
 
@@ -547,12 +547,12 @@ def test_a_dataset_must_be_a_dataset_of_batches(source, error, message):
         ({"prefetch": True}, "prefetch=True"),
     ],
 )
-def test_an_option_that_does_not_exist_is_refused(options, message):
+def test_an_unknown_option_raises(options, message):
     with pytest.raises(ValueError, match=message):
         DistributedDataset([np.zeros(4)], _two(), **options)
 
 
-def test_partial_numpy_batches_are_refused_before_any_step():
+def test_partial_numpy_batches_raise_before_any_step():
     """The error must not appear only after an epoch."""
     source = NumpyDataset(np.zeros(7)).batch(4)
     with pytest.raises(ValueError, match="does not split into full batches of 4"):
@@ -583,7 +583,7 @@ def test_a_function_that_returns_a_used_up_iterator_is_found(kind):
         list(dataset)
 
 
-def test_iterating_in_a_replica_function_is_refused():
+def test_iterating_in_a_replica_function_raises():
     dataset = DistributedDataset([np.zeros(4)], _two())
     iterator = iter(dataset)
     frame = types.SimpleNamespace(whole=False)
@@ -656,7 +656,7 @@ def _prefetch_threads():
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
-    """The threads of all iterators of a test must end; threads of other files may remain."""
+    """Checks that all iterator threads of a test end; threads of other files may remain."""
     _of_others.clear()
     _of_others.update(thread.ident for thread in threading.enumerate())
     yield
@@ -676,7 +676,7 @@ def test_items_come_in_order():
     assert list(Prefetcher(iter(range(500)), 3)) == list(range(500))
 
 
-def test_it_runs_ahead_by_no_more_than_the_buffer():
+def test_prefetching_stays_within_the_buffer_size():
     made = []
     prefetcher = Prefetcher((made.append(i) or i for i in itertools.count()), 2)
     _wait_until(lambda: made == [0, 1])

@@ -73,8 +73,8 @@ def test_with_padding_every_size_is_exact_and_two_programs_are_compiled(strategy
 
 
 @pytest.mark.slow
-def test_without_options_one_replica_is_given_plain_arrays_of_any_size():
-    """As in TensorFlow, each size is a separate shape."""
+def test_without_options_one_replica_receives_plain_arrays_of_any_size():
+    """Each size is a separate shape, as in TensorFlow."""
     strategy = tpudist.OneDeviceStrategy()
     for size in SIZES:
         _require_exact(strategy, size)

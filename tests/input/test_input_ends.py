@@ -51,7 +51,7 @@ def _wait_until(condition, timeout_s=10):
 
 
 class Broken(IndexedDataset):
-    """Examples, one of which cannot be read."""
+    """Examples that include one unreadable example."""
 
     def __init__(self):
         self._num_rows = 40
@@ -85,7 +85,7 @@ def test_an_error_of_the_source_is_raised_at_its_step(two, source, size, fetch):
         next(iterator)
     told = "".join(traceback.format_tb(caught.value.__traceback__))
     assert "broken_loader" in told or "_read" in told
-    assert iterator.get_state() == state  # what failed was not given out
+    assert iterator.get_state() == state  # the failed element was not returned
     with pytest.raises(StopIteration):
         next(iterator)
 
@@ -99,7 +99,7 @@ def test_no_thread_is_left(two, how, fetch):
     dataset = two.experimental_distribute_dataset(dataset, options)
     iterator = iter(dataset)
     state = iterator.get_state()
-    assert not _threads()  # nothing is read before it is asked for
+    assert not _threads()  # nothing is read before the first request
     if how == "break":
         for _ in dataset:
             break
@@ -167,7 +167,7 @@ def test_memory_is_bounded_by_the_buffer(two, size, fetch, is_iterable):
         assert element.shape == (4, 8)
         time.sleep(0.001)
     del element  # on CPU it is the same memory
-    assert noted.most <= size + 3  # one more: JAX lets go of host memory a little later
+    assert noted.most <= size + 3  # one more: JAX releases host memory a little later
     _wait_until(lambda: gc.collect() is not None and noted.alive == 0)
 
 

@@ -228,7 +228,7 @@ PROGRAM = """
             iter(dataset)
         mistakes.append(failure(lambda: dataset))
 
-        # One process alone leaves a loop: the other is told, at once.
+        # If only one process leaves a loop, the other is notified at once.
         alone = None
         try:
             for i, _ in enumerate(distribute(lambda: (np.zeros(8) for _ in range(1000)))):
@@ -312,7 +312,7 @@ def test_a_run_of_two_processes_resumes_in_one_process_and_back_again(references
             assert [_ids(here, x) for x in iterator] == reference[4:]
 
 
-def test_processes_that_read_alike_agree_at_every_step(processes):
+def test_processes_that_read_the_same_data_agree_at_every_step(processes):
     """Each mistake raises an error in both processes at the same step, and neither hangs."""
     results = _results(processes, "read alike")
     assert "process 1 has left and will not answer" in results[0][2]
@@ -349,7 +349,7 @@ def test_processes_that_read_alike_agree_at_every_step(processes):
 
 
 @pytest.mark.slow
-def test_a_dataset_is_shared_out_as_asked_and_process_0_says_how(processes):
+def test_a_dataset_is_sharded_by_its_policy_and_process_0_logs_how(processes):
     here, there = _results(processes, "shared out")
     assert here == there
     a, b = np.arange(20), np.arange(20) + 100

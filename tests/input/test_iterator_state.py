@@ -117,7 +117,7 @@ def test_a_new_iterator_resumes_at_any_position_of_a_pass(make, prefetch, num_re
     part=st.floats(0, 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_whatever_the_plan_no_example_is_missing_and_none_comes_twice(
+def test_every_example_is_read_exactly_once_for_every_plan(
     num_rows, global_batch, seed, num_epochs, drop, partial_batch, replicas, part
 ):
     """The run stops at any step, and resumes on another number of replicas."""
@@ -159,7 +159,7 @@ def test_a_used_iterator_goes_back_and_forth():
 
 @pytest.mark.parametrize("step", [0, 2, 6])
 def test_the_passes_after_a_resumed_pass_are_unchanged(step):
-    """Also at the end of a pass, after its last element."""
+    """The end of a pass, after its last element, is tested too."""
     dataset = _distributed(_indexed())
     passes = [[_ids(x) for x in dataset] for _ in range(4)]
     assert passes[1] != passes[2]
@@ -207,7 +207,7 @@ def test_a_dropped_batch_is_not_forgotten():
     assert [_ids(x) for x in resumed] == [[20, 21, 22, 23]]
 
 
-def test_an_element_that_a_function_gave_back_has_not_been_taken():
+def test_an_element_that_a_function_put_back_is_not_consumed():
     """A call that finds too few elements takes none, and the state shows that."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     dataset = strategy.experimental_distribute_dataset(SOURCES["list"]())
@@ -305,7 +305,7 @@ def test_an_iterator_of_tensorflow_1_is_resumed():
     assert [_ids(x) for x in iterator] == elements[3:]
 
 
-def test_the_time_that_was_waited_is_counted():
+def test_the_waiting_time_is_counted():
     import time
 
     def slow():
@@ -319,7 +319,7 @@ def test_the_time_that_was_waited_is_counted():
     assert 0.1 < iterator.waited_s < 10
 
 
-# States that are not fit.
+# Invalid states.
 
 
 def _state():
@@ -328,7 +328,7 @@ def _state():
     return iterator.get_state()
 
 
-def test_a_state_of_other_data_is_refused_with_every_difference():
+def test_a_state_of_other_data_raises_and_lists_every_difference():
     other = NumpyDataset(np.arange(23)).shuffle(6).batch(4, drop_remainder=True)
     iterator = iter(_distributed(other))
     with pytest.raises(ValueError, match="belongs to different data") as caught:
@@ -344,7 +344,7 @@ def test_a_state_of_other_data_is_refused_with_every_difference():
     assert len(list(iterator)) == 5  # it stays where it was
 
 
-def test_a_state_of_another_kind_of_dataset_is_refused():
+def test_a_state_of_another_kind_of_dataset_raises():
     with pytest.raises(ValueError, match="kind: 'examples read by number' in the state, 'batches"):
         iter(_distributed(SOURCES["list"]())).set_state(_state())
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
@@ -372,7 +372,7 @@ def test_a_state_of_another_kind_of_dataset_is_refused():
         (lambda state: state | {"plan": 3}, ValueError, "belongs to different data"),
     ],
 )
-def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
+def test_a_corrupt_state_raises_and_changes_nothing(change, error, message):
     dataset = _distributed(_indexed())
     iterator = iter(dataset)
     next(iterator)
@@ -394,7 +394,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
         (["rows"], "'rows' is None"),
     ],
 )
-def test_a_damaged_state_of_datasets_of_a_function_is_refused(source, message):
+def test_a_corrupt_state_of_datasets_of_a_function_raises(source, message):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     iterator = iter(strategy.distribute_datasets_from_function(lambda _: [np.zeros(2)] * 4))
     next(iterator)
@@ -403,7 +403,7 @@ def test_a_damaged_state_of_datasets_of_a_function_is_refused(source, message):
     assert len(list(iterator)) == 1
 
 
-def test_batches_that_cannot_be_read_again_are_missed():
+def test_a_resumed_pass_with_too_few_batches_raises():
     iterator = iter(_distributed(SOURCES["list"]()))
     for _ in range(6):
         next(iterator)
@@ -420,7 +420,7 @@ def test_a_generator_that_was_read_cannot_go_back():
         iterator.set_state(iterator.get_state())
 
 
-def test_a_state_that_json_cannot_write_is_refused():
+def test_a_state_that_json_cannot_represent_raises():
     class Wrong(_CounterIterator):
         def get_state(self):
             return {"next": object()}
@@ -429,7 +429,7 @@ def test_a_state_that_json_cannot_write_is_refused():
         next(iter(_distributed(Wrong([]))))
 
 
-# Datasets that shuffle anew in each pass.
+# Datasets that reshuffle in each pass.
 
 
 class Loader:
@@ -550,7 +550,7 @@ def test_a_state_of_an_earlier_release_has_no_checksum_and_is_resumed():
     assert [_ids(x) for x in resumed] == reference[2:]
 
 
-def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
+def test_a_loader_that_draws_during_the_pass_raises_in_later_passes():
     """Earlier passes are opened again, but not read to the end."""
 
     class Drawing(Loader):
@@ -574,8 +574,8 @@ def test_a_loader_that_draws_all_along_is_an_error_in_later_passes():
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("seed", [0, None])
-def test_batches_that_replicas_take_in_turn_are_resumed_or_an_error(seed, step):
-    """With auto-sharding off, a state may be between two parts of a batch."""
+def test_batches_that_replicas_take_in_turn_resume_or_raise(seed, step):
+    """A state may be between two parts of a batch if auto-sharding is off."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     options = tpudist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
 

@@ -22,7 +22,7 @@ batches = st.integers(1, 70).flatmap(
         (1, 2, (1, 0)),
     ],
 )
-def test_the_first_replicas_read_one_row_more_if_it_does_not_divide(
+def test_the_first_replicas_read_one_more_row_if_rows_do_not_divide(
     global_batch, num_replicas, quotas
 ):
     assert Assignment(global_batch, num_replicas).quotas == quotas
@@ -74,7 +74,7 @@ def test_every_row_is_read_once_and_in_order(batch):
 
 
 @given(batches)
-def test_a_row_is_read_by_the_same_replica_however_full_the_batch_is(batch):
+def test_a_row_is_read_by_the_same_replica_for_any_number_of_rows(batch):
     """The replica of a row must not depend on the number of rows after it."""
     global_batch, num_rows, num_replicas = batch
     split = Assignment(global_batch, num_replicas)
@@ -89,7 +89,7 @@ def test_a_row_is_read_by_the_same_replica_however_full_the_batch_is(batch):
 
 
 @given(batches)
-def test_a_process_computes_its_replicas_as_one_process_would_all(batch):
+def test_a_process_computes_the_same_rows_for_its_replicas_as_one_process(batch):
     global_batch, num_rows, num_replicas = batch
     split = Assignment(global_batch, num_replicas)
     whole = split.positions(num_rows, range(num_replicas))

@@ -532,7 +532,7 @@ elsewhere(
     "`tf.train.CheckpointManager`",
     "Saves in the background.",
     "checkpoint/test_checkpoint_manager.py::"
-    "test_a_checkpoint_that_was_killed_in_the_middle_is_never_picked_up",
+    "test_a_partial_checkpoint_of_a_killed_program_is_never_restored",
     "checkpoint/test_checkpoint_manager.py::test_a_state_with_nan_is_not_saved_unless_asked",
     "checkpoint/test_checkpoint_manager.py::"
     "test_checkpoints_are_numbered_by_the_step_or_one_after_another",
@@ -547,7 +547,7 @@ elsewhere(
 elsewhere(
     "`tf.data.experimental.AutoShardPolicy`",
     "With FILE and DATA,",
-    "input/test_input_processes.py::test_a_dataset_is_shared_out_as_asked_and_process_0_says_how",
+    "input/test_input_processes.py::test_a_dataset_is_sharded_by_its_policy_and_process_0_logs_how",
     "input/sources/test_files.py::"
     "test_the_order_by_files_is_shuffled_and_the_same_on_any_number_of_replicas",
 )

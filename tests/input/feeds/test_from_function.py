@@ -55,7 +55,7 @@ def test_an_input_context_has_its_arguments_and_is_read_only():
         context.input_pipeline_id = 2  # type: ignore
 
 
-def test_a_global_batch_is_shared_out_evenly_or_not_at_all():
+def test_a_global_batch_that_does_not_divide_evenly_raises():
     assert InputContext(1, 0, 8).get_per_replica_batch_size(32) == 4
     with pytest.raises(ValueError, match="33 is not divisible by `num_replicas_in_sync` 8: 1 "):
         InputContext(1, 0, 8).get_per_replica_batch_size(33)
@@ -93,12 +93,12 @@ def test_the_old_name_of_an_option_is_deprecated():
         ({"experimental_per_replica_buffer_size": True}, "integer of at least 0"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(options, message):
+def test_an_invalid_option_raises(options, message):
     with pytest.raises(ValueError, match=message):
         InputOptions(**options)
 
 
-def test_options_of_another_kind_are_refused(two):
+def test_options_of_another_type_raise(two):
     for distribute in (
         lambda: two.experimental_distribute_dataset([np.zeros(4)], "ring"),
         lambda: two.distribute_datasets_from_function(lambda _: [np.zeros(4)], "ring"),
@@ -108,7 +108,7 @@ def test_options_of_another_kind_are_refused(two):
             distribute()
 
 
-def test_one_dataset_is_not_read_per_replica(two):
+def test_per_replica_mode_rejects_a_single_dataset(two):
     options = InputOptions(experimental_replication_mode=PER_REPLICA)
     with pytest.raises(NotImplementedError, match="only supported in `distribute_datasets_from_f"):
         two.experimental_distribute_dataset([np.zeros(4)], options)
@@ -121,7 +121,7 @@ def test_a_dataset_per_replica_is_for_mirrored_strategies(strategy):
         getattr(tpudist, strategy)().distribute_datasets_from_function(lambda _: [], options)
 
 
-def test_options_that_contradict_each_other_are_refused(two):
+def test_contradictory_options_raise(two):
     placed = InputOptions(experimental_place_dataset_on_device=True)
     with pytest.raises(ValueError, match="you must also specify `PER_REPLICA`"):
         two.distribute_datasets_from_function(lambda _: [], placed)
@@ -138,7 +138,7 @@ def test_placing_a_dataset_on_devices_has_no_effect_and_warns(two):
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize("fetch", [True, False])
-def test_as_many_batches_are_made_ahead_as_the_buffer_holds(two, size, fetch):
+def test_the_buffer_size_limits_the_batches_prepared_ahead(two, size, fetch):
     made, read = [], []
     of_others = {thread.ident for thread in threading.enumerate()}
 
@@ -178,7 +178,7 @@ def test_a_loader_may_fill_its_array_again_wherever_batches_wait(two, one, fetch
         assert firsts == [[i] for i in range(0, 5, n)]
 
 
-# Datasets that a function makes. What replicas get is what TensorFlow 2.21 gives them.
+# Datasets that a function creates. Replicas receive the same data as in TensorFlow 2.21.
 
 
 def test_each_replica_takes_a_whole_batch(two):
@@ -258,7 +258,7 @@ def test_the_structure_of_batches_is_kept(two):
 
 
 def test_elements_without_rows_go_one_to_each_replica(two):
-    """A last step that does not feed all replicas is dropped, as of `tf.data.Dataset.range(5)`."""
+    """A last step that does not feed all replicas is dropped, as for `tf.data.Dataset.range(5)`."""
     assert _elements(two, lambda _: range(5)) == [[0, 1], [2, 3]]
     assert _elements(two, lambda _: NumpyDataset(np.arange(4))) == [[0, 1], [2, 3]]
     examples = {"x": np.arange(10).reshape(5, 2), "y": np.arange(5)}
@@ -302,7 +302,7 @@ def test_with_one_replica_elements_are_plain_arrays_of_their_own_size(one):
     assert [x.shape for x in grows] == [(1,), (2,)]
 
 
-def test_each_replica_may_have_a_dataset_of_its_own(two):
+def test_each_replica_may_have_its_own_dataset(two):
     contexts = []
 
     def dataset_fn(context):
@@ -323,7 +323,7 @@ def test_each_replica_may_have_a_dataset_of_its_own(two):
     ]
 
 
-def test_replicas_with_their_own_datasets_may_have_batches_of_their_own_size(two):
+def test_replicas_with_their_own_datasets_may_have_batches_of_different_sizes(two):
     options = InputOptions(experimental_replication_mode=PER_REPLICA)
     assert _elements(
         two, lambda c: NumpyDataset(np.arange(8)).batch(2 + 2 * c.input_pipeline_id), options
@@ -368,7 +368,7 @@ def test_the_number_of_elements_is_reported_if_it_is_known(two):
         ([np.zeros(0)], ValueError, "has no rows"),
     ],
 )
-def test_a_batch_that_is_not_fit_is_named(two, batches, error, message):
+def test_the_error_for_an_invalid_batch_names_it(two, batches, error, message):
     with pytest.raises(error, match=message):
         _elements(two, lambda _: batches)
 
@@ -427,7 +427,7 @@ def test_elements_are_not_taken_in_the_scope_of_another_strategy(two, one):
         tpudist.OneDeviceStrategy,
     ],
 )
-def test_every_strategy_trains_on_a_dataset_that_a_function_makes(make):
+def test_every_strategy_trains_on_a_dataset_from_a_function(make):
     """Sums over real rows equal the sums of the data for any number of replicas."""
     strategy = make()
 
@@ -455,7 +455,7 @@ def _default():
     return tpudist.get_strategy()
 
 
-def test_the_default_strategy_leaves_datasets_alone():
+def test_the_default_strategy_returns_datasets_unchanged():
     dataset = NumpyDataset(np.arange(4)).batch(2)
     assert _default().experimental_distribute_dataset(dataset) is dataset
     contexts = []
@@ -473,7 +473,7 @@ def test_the_default_strategy_makes_a_function_iterable():
         assert [[x.tolist() for x in dataset] for _ in range(2)] == [[[0, 1]]] * 2
 
 
-# What datasets and iterators offer beside iteration.
+# Methods of datasets and iterators.
 
 
 def test_a_dataset_is_reduced_element_by_element(two):
@@ -496,7 +496,7 @@ def test_an_optional_has_a_value_until_the_end(two):
     assert repr(optional) == "Optional()"
 
 
-def test_the_end_has_the_name_that_it_has_in_tensorflow(two):
+def test_get_next_raises_out_of_range_error_at_the_end(two):
     iterator = iter(two.experimental_distribute_dataset([np.arange(4)]))
     iterator.get_next()
     with pytest.raises(tpudist.errors.OutOfRangeError):
@@ -511,7 +511,7 @@ def test_the_end_has_the_name_that_it_has_in_tensorflow(two):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_processes_agree_on_who_has_how_many_rows():
+def test_processes_agree_on_the_rows_of_each_process():
     """A process that runs out of data must not leave the others waiting."""
     program = """
         import numpy as np
@@ -592,11 +592,11 @@ def test_processes_agree_on_who_has_how_many_rows():
     )
     assert there[0] == ["OSError", "disk on fire"]
     assert "OSError: disk on fire" in here[0][1]
-    # Process 1 has nothing, and pads with a row of process 0's.
+    # Process 1 has no rows, and pads with a row of process 0.
     assert here[1] == there[1] == [[[1], 4, 0.0]]
     assert here[2] == there[2] == []
     assert here[3] == there[3] == [[[1], 8, 8.0], [[2], 12, 12.0]]
-    # The second shape is one that process 0 has never seen.
+    # Process 0 has never seen the second shape.
     assert here[4] == there[4] == [[[1, 3], 8, 24.0], [[2, 5], 8, 40.0]]
     assert here[5] == there[5]
     assert "process 0 PyTreeDef(*) of float32[rows,3], process 1" in here[5][1]

@@ -102,7 +102,7 @@ def test_batches_of_a_function_come_in_several_shapes(strategy):
     np.testing.assert_allclose(sums(strategy, dataset), expected, rtol=1e-4)
 
 
-def test_a_dataset_of_buckets_is_resumed_where_it_was(strategy):
+def test_a_dataset_of_buckets_resumes_at_its_position(strategy):
     batches = make_batches(BUCKETS)
     for make in (
         lambda: strategy.experimental_distribute_dataset(batches),
@@ -140,7 +140,7 @@ def test_a_dataset_of_buckets_is_resumed_where_it_was(strategy):
         ),
     ],
 )
-def test_a_pass_without_batches_is_one_of_no_steps(strategy, make, caplog):
+def test_a_pass_without_batches_has_no_steps(strategy, make, caplog):
     """An evaluation may have an empty shard. TensorFlow does the same."""
     with caplog.at_level(logging.WARNING, "tpudist"):
         dataset = make(strategy)
@@ -164,7 +164,7 @@ def test_a_pass_whose_batches_are_all_dropped_has_no_steps(caplog):
     assert len(list(iterator)) == 1
 
 
-def test_the_programs_of_too_many_shapes_are_given_up(monkeypatch, caplog):
+def test_programs_of_too_many_shapes_are_dropped(monkeypatch, caplog):
     monkeypatch.setattr("tpudist.run.step.MAX_SHAPES", 3)
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():

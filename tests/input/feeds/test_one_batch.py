@@ -64,7 +64,7 @@ def test_arrays_of_a_pmap_program_keep_their_parts(replica_axes, num_parts, conv
     assert_same(found, strategy.distribute_batch({"x": convert(X)}))
 
 
-def test_what_pmap_returned_stays_where_it_is():
+def test_arrays_returned_by_pmap_are_not_copied():
     devices = jax.devices()[:4]
     strategy = tpudist.MirroredStrategy(devices)
     sharded = jax.device_put(X.reshape(4, 4, 3), strategy.replica_mesh.stacked)
@@ -98,12 +98,12 @@ def test_the_default_strategy_places_a_batch_too():
         (np.ones(4), {"has_device_dim": True}, "count devices and rows.*values_from_function"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_named(batch, options, message):
+def test_the_error_for_an_unsuitable_batch_names_it(batch, options, message):
     with pytest.raises(ValueError, match=message):
         strategy_of({}).distribute_batch(batch, **options)
 
 
-def test_texts_and_replica_functions_are_refused():
+def test_strings_and_calls_in_replica_functions_raise():
     strategy = strategy_of({})
     with pytest.raises(TypeError, match="dtype <U1, but devices hold only numbers"):
         strategy.distribute_batch(np.array(["a", "b"]))

@@ -40,7 +40,7 @@ def take(iterator, count):
 
 
 def goes_on(make):
-    """Whether a new dataset resumes at every position of another one."""
+    """Checks that a new dataset resumes at every position of another one."""
     dataset = distributed(make(), 8)
     passes = [ids(dataset), ids(dataset)]
     for number, batches in enumerate(passes):
@@ -100,7 +100,7 @@ def test_lists_are_sources_of_examples(make):
     assert dataset.element_spec["id"].dtype == np.int32
 
 
-def test_a_batch_is_read_by_as_many_threads_as_asked_which_end_with_the_dataset():
+def test_num_threads_threads_read_a_batch_and_end_with_the_dataset():
     all_there = threading.Barrier(4, timeout=30)
 
     class Waiting(Examples):
@@ -119,7 +119,7 @@ def test_a_batch_is_read_by_as_many_threads_as_asked_which_end_with_the_dataset(
             assert not thread.is_alive()
 
 
-def test_a_transform_makes_examples_and_its_errors_name_theirs():
+def test_a_transform_creates_examples_and_its_errors_name_the_example():
     doubled = from_records(Examples(5), lambda x: {"id": 2 * x["id"]})
     assert ids(distributed(doubled.batch(4))) == [[0, 2, 4, 6], [8]]
     failing = from_records(Examples(), lambda x: {"id": 1 // (7 - x["id"])}).batch(4)
@@ -130,7 +130,7 @@ def test_a_transform_makes_examples_and_its_errors_name_theirs():
     assert "This error was raised for Example 7 of the Examples." in caught.value.__notes__
 
 
-def test_examples_that_are_not_alike_are_named():
+def test_the_error_for_examples_that_differ_in_structure_names_them():
     def read(*examples):
         list(from_records(list(examples)).batch(2))
 
@@ -152,7 +152,7 @@ def test_examples_that_are_not_alike_are_named():
         read({})
 
 
-def test_what_holds_no_examples_is_refused():
+def test_a_source_without_numbered_examples_raises():
     for source in (iter([1]), {"x": 1}, "text", 3):
         with pytest.raises(TypeError, match="has no examples that can be read by number. Pass"):
             from_records(source)
@@ -187,7 +187,7 @@ def grain_dataset(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
-def test_grain_gives_batches_and_says_itself_where_it_is(kind):
+def test_grain_datasets_resume_from_the_state_of_grain(kind):
     first, second = goes_on(lambda: grain_dataset(kind))
     assert first == second
     assert sorted(sum(first, [])) == list(range(NUM_EXAMPLES))
@@ -196,7 +196,7 @@ def test_grain_gives_batches_and_says_itself_where_it_is(kind):
     assert dataset.element_spec["x"].shape == (4, 2, 3)
 
 
-def test_a_state_of_grain_is_its_own_and_nothing_is_read_again():
+def test_a_state_of_another_kind_of_grain_dataset_raises():
     iterator = iter(distributed(grain_dataset("IterDataset")))
     next(iterator)
     assert "next_index" in str(iterator.get_state()["source"])
@@ -301,7 +301,7 @@ def test_tf_data_resumes_in_any_pass_of_a_reshuffled_dataset(tf):
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_EXAMPLES))
 
 
-def test_looking_at_the_first_batch_does_not_change_what_tf_data_gives(tf):
+def test_inspecting_the_first_batch_does_not_change_the_batches_of_tf_data(tf):
     wanted = distributed(tf_dataset(tf))
     dataset = distributed(tf_dataset(tf))
     assert dataset.element_spec["x"].shape == (4, 1)
@@ -310,7 +310,7 @@ def test_looking_at_the_first_batch_does_not_change_what_tf_data_gives(tf):
         assert ids(dataset) == ids(wanted)
 
 
-def test_a_tf_dataset_of_known_shapes_is_not_read_to_say_them(tf):
+def test_the_element_spec_of_a_tf_dataset_reads_no_batch(tf):
     read = []
 
     def note(i):
@@ -374,7 +374,7 @@ def test_replicas_may_take_whole_batches_of_tf_data(tf):
     assert ids(dataset) == [list(range(16)), list(range(16, 22))]
 
 
-def test_tf_data_of_other_things_than_arrays_of_numbers_is_refused(tf):
+def test_tf_data_without_numeric_arrays_raises(tf):
     def refuse(dataset, error, match):
         with pytest.raises(error, match=match):
             distributed(dataset)
@@ -389,7 +389,7 @@ def test_tf_data_of_other_things_than_arrays_of_numbers_is_refused(tf):
     refuse(tf.data.Dataset.range(3), ValueError, "a scalar, but .* dataset.batch\\(global_batch_si")
 
 
-def test_what_the_options_of_a_tf_dataset_ask_for_is_done(tf):
+def test_the_auto_shard_policy_of_a_tf_dataset_is_used(tf):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     assert adapt.to_source(tf_dataset(tf)).auto_shard_policy is AutoShardPolicy.AUTO
@@ -536,7 +536,7 @@ def goes_on_in_first_pass(make):
         assert ids(resumed) == batches[position:]
 
 
-def test_tensors_are_read_where_they_are_and_bfloat16_too(torch):
+def test_tensors_are_read_without_a_copy_and_bfloat16_is_supported(torch):
     from tpudist.input.sources import torch_loader
 
     given = {"x": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -559,7 +559,7 @@ def test_examples_of_pytorch_are_read_by_number(torch):
         distributed(torch_examples(torch))
 
 
-def test_texts_of_a_loader_of_pytorch_are_refused(torch):
+def test_strings_of_a_pytorch_loader_raise(torch):
     loader = torch.utils.data.DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)
     with pytest.raises(TypeError, match=r"Batch 0 .*\['text'\].* but devices hold only numbers"):
         next(iter(distributed(loader)))
@@ -591,7 +591,7 @@ def test_examples_of_hugging_face_are_read_by_number_many_at_a_time(datasets):
     assert ids(distributed(named.batch(4)))[0] == [1, 2, 3, 4]
 
 
-def test_examples_of_hugging_face_that_are_not_fit_are_named(datasets):
+def test_the_error_for_invalid_hugging_face_examples_names_them(datasets):
     ragged = hf_dataset(datasets, x=[[1], [2], [3, 4]])
     with pytest.raises(ValueError, match=r"Example 2 of the Dataset holds int64\[2\] in \['x'\]"):
         list(from_records(ragged).batch(3))
@@ -623,7 +623,7 @@ def test_a_hugging_face_stream_resumes_from_its_own_state(datasets):
 
 
 class BufferShuffledExamplesIterable:
-    """Has the name of the class of Hugging Face whose state lacks the rows in its buffer."""
+    """Stands in for the Hugging Face class whose state lacks the rows in its buffer."""
 
     def __init__(self, rows, epoch, size=3):
         self.rows, self.rng, self.size = rows, np.random.default_rng([7, epoch]), size
@@ -738,11 +738,11 @@ def test_a_shuffled_stream_of_hugging_face_resumes_exactly_in_any_epoch(datasets
         next(resumed)
 
 
-# None of them.
+# Without any of these libraries.
 
 
 @pytest.mark.slow
-def test_no_library_is_imported_before_something_of_it_is_given():
+def test_no_library_is_imported_before_one_of_its_objects_is_passed():
     program = """
         import sys
         import numpy as np

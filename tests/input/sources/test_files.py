@@ -95,7 +95,7 @@ def distributed_ids(dataset):
     return batches
 
 
-# All formats alike.
+# All formats.
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -240,7 +240,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
         ids(dataset.batch(20))
 
 
-def test_neighbours_are_read_together_and_others_not(tmp_path):
+def test_byte_ranges_are_read_with_and_without_neighbors(tmp_path):
     data = np.random.default_rng(0).bytes(100_000)
     (tmp_path / "data").write_bytes(data)
     starts = np.array([50, 90_000, 0, 60, 20_000])
@@ -400,7 +400,7 @@ def test_arguments_of_from_files_must_be_valid(tmp_path):
     assert ids(from_files([b, d], parse=parse).batch(2)) == [[0, 0]]
 
 
-def test_what_a_parse_function_makes_must_be_alike(tmp_path):
+def test_results_of_a_parse_function_must_have_the_same_structure(tmp_path):
     path = tmp_path / "a.tfrecord"
     write_tfrecord(path, [record(i) for i in range(6)])
 
@@ -583,6 +583,6 @@ def test_two_processes_read_the_order_of_one_and_by_files_each_reads_its_own(tmp
     assert [x.result["FILE"]["files"] for x in two] == [[4, 4]] * 2
     assert [x.result["AUTO"]["read"] for x in two] == [8, 8]
     # In one pass a process opens no file of the other. The second process reads the first record of
-    # the first file too, to know what all are like.
+    # the first file too, to know the structure of all records.
     assert [x.result["one pass"]["files"] for x in two] == [[4, 4]] * 2
     assert [x.result["one pass"]["read"] for x in two] == [4, 5]

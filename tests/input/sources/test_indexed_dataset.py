@@ -143,7 +143,7 @@ def test_unknown_options_are_rejected():
     assert InputOptions(partial_batch="drop").partial_batch is tpudist.input.PartialBatch.DROP
 
 
-def test_options_that_a_dataset_function_cannot_honour_are_not_ignored():
+def test_unsupported_options_for_a_dataset_function_raise_or_warn():
     strategy = tpudist.MirroredStrategy()
     with pytest.raises(ValueError, match="'shrink'.*is not supported for datasets from a function"):
         strategy.distribute_datasets_from_function(
@@ -185,7 +185,7 @@ def test_iterables_and_functions_are_explained_too():
     explained = explain(dataset)
     assert (explained.source, explained.global_batch_size) == ("generator", 6)
     assert explained.hosts[0].replicas == (0, 1, 2, 3)
-    assert len(list(dataset)) == 3  # the batch that was looked at is not lost
+    assert len(list(dataset)) == 3  # the inspected batch is not lost
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     explained = explain(strategy.distribute_datasets_from_function(lambda _: Folder([4]).batch(2)))
     assert (explained.source, explained.policy) == ("Folder", "each has its own")
@@ -198,7 +198,7 @@ def test_only_distributed_datasets_are_explained():
 
 
 @pytest.mark.parametrize("size", [2**33, 2**17])
-def test_a_batch_that_would_be_padding_is_refused(size):
+def test_a_batch_that_would_be_mostly_padding_raises(size):
     """Earlier, the padding was allocated until the kernel ended the process."""
     strategy = tpudist.MirroredStrategy()
     dataset = strategy.experimental_make_numpy_dataset(np.zeros(8))

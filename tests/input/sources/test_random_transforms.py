@@ -83,14 +83,14 @@ def test_noise_is_a_function_of_seed_epoch_and_example_only():
     assert not set(other_seed.values()) & set(reference.values())
 
 
-def test_the_order_and_the_noise_of_example_0_are_not_of_one_stream():
+def test_the_order_and_the_noise_of_example_0_use_different_streams():
     """`default_rng([seed, epoch, 0])` is `default_rng([seed, epoch])`."""
     noise = by_epoch_and_id(seen(records().batch(NUM_EXAMPLES)), 1)[0, 0]
     assert noise[0] != pytest.approx(np.random.default_rng([0, 0]).normal())
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
-def test_what_files_hold_is_changed_at_random(tmp_path, policy):
+def test_records_of_files_are_changed_at_random(tmp_path, policy):
     for name, numbers in (("a.txt", range(12)), ("b.txt", range(12, 22))):
         (tmp_path / name).write_text("".join(f"{x}\n" for x in numbers))
     files = from_files(f"{tmp_path}/*.txt", parse=np.int32, random_transform=augmented)
@@ -129,7 +129,7 @@ def test_an_error_of_an_augmentation_names_its_example():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_augment_as_one():
+def test_two_processes_augment_like_one_process():
     program = f"""
     import sys
     import tpudist

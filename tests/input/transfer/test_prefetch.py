@@ -1,4 +1,4 @@
-"""Items are made ahead by a thread, or by a loop that is otherwise idle; never by both."""
+"""A thread prepares items ahead, or an otherwise idle loop does; never both."""
 
 import contextvars
 import itertools
@@ -41,7 +41,7 @@ def wait_until(condition, timeout_s=10.0):
         time.sleep(0.001)
 
 
-def test_a_loop_that_does_nothing_else_makes_its_items():
+def test_an_idle_loop_prepares_its_items():
     numbers = Numbers(2000)
     assert list(Prefetcher(numbers, 2, any_thread=True)) == list(range(2000))
     assert numbers.made_by.count(threading.get_ident()) > 1000
@@ -55,8 +55,8 @@ def test_an_iterator_that_belongs_to_one_thread_stays_in_it():
     assert threading.get_ident() not in numbers.made_by
 
 
-def test_the_thread_makes_items_ahead_while_the_loop_is_away():
-    """Also for a loop that made all items so far; never more items than the buffer has room for."""
+def test_the_thread_prepares_items_while_the_loop_is_busy():
+    """This includes a loop that prepared all items so far. The buffer size is never exceeded."""
     numbers = Numbers()
     prefetcher = Prefetcher(numbers, 2, any_thread=True)
     for number in range(200):
@@ -68,7 +68,7 @@ def test_the_thread_makes_items_ahead_while_the_loop_is_away():
     prefetcher.close()
 
 
-def test_steps_that_take_their_time_find_items_ready():
+def test_slow_steps_find_items_ready():
     numbers = Numbers()
     prefetcher = Prefetcher(numbers, 2, any_thread=True)
     for number in range(20):
@@ -79,7 +79,7 @@ def test_steps_that_take_their_time_find_items_ready():
 
 
 @pytest.mark.parametrize("pauses", [(0,), (0, 0.003), (0, 0, 0.0002), (0.0001,), (0.003,)])
-def test_no_item_is_lost_or_made_twice_however_the_loop_comes_and_goes(pauses):
+def test_no_item_is_lost_or_prepared_twice_for_any_timing_of_the_loop(pauses):
     numbers = Numbers(400)
     seen = []
     for number, pause_s in zip(
@@ -92,7 +92,7 @@ def test_no_item_is_lost_or_made_twice_however_the_loop_comes_and_goes(pauses):
     assert not numbers.at_once
 
 
-def test_what_an_iterator_raises_comes_once_from_the_thread_or_the_loop():
+def test_an_error_of_an_iterator_is_raised_once_from_the_thread_or_the_loop():
     def items():
         yield from range(100)
         raise KeyError("in the source")
@@ -105,7 +105,7 @@ def test_what_an_iterator_raises_comes_once_from_the_thread_or_the_loop():
         assert list(prefetcher) == []
 
 
-def test_items_are_made_in_the_context_in_which_the_pass_began():
+def test_items_are_prepared_in_the_context_of_the_start_of_the_pass():
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     prefetcher = Prefetcher((variable.get() for _ in range(50)), 1, any_thread=True)
@@ -126,8 +126,8 @@ def test_several_loops_may_share_one_prefetcher():
     assert not numbers.at_once
 
 
-def test_a_prefetcher_that_nobody_holds_ends_its_thread():
-    """Also if the loop made all items."""
+def test_an_unreferenced_prefetcher_ends_its_thread():
+    """This includes a prefetcher whose loop prepared all items."""
     before = threading.active_count()
     prefetcher = Prefetcher(Numbers(), 2, any_thread=True)
     for _ in range(100):

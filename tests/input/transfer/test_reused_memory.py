@@ -24,14 +24,14 @@ def no_free_blocks(monkeypatch):
     monkeypatch.setattr(reused_memory, "_free", reused_memory._FreeBlocks())
 
 
-def test_a_large_array_begins_where_jax_can_use_it_in_place():
+def test_a_large_array_is_aligned_so_that_jax_uses_it_in_place():
     array = reused_memory.empty(LARGE, np.dtype(np.uint8))
     assert address(array) % reused_memory.ALIGNMENT_BYTES == 0
     assert array.flags.carray
     assert array.shape == LARGE
 
 
-def test_memory_is_used_again_once_nobody_holds_an_array_in_it():
+def test_memory_is_reused_after_its_last_array_is_deleted():
     array = reused_memory.empty(LARGE, np.dtype(np.float16))
     where = address(array)
     part = array[3:5].reshape(-1)[7:]
@@ -42,7 +42,7 @@ def test_memory_is_used_again_once_nobody_holds_an_array_in_it():
     assert address(reused_memory.empty((1 << 19, 8), np.dtype(np.uint8))) == where
 
 
-def test_memory_that_waits_to_be_used_is_bounded():
+def test_unused_memory_is_bounded():
     sizes = [*range(2 << 20, 3 << 20, 1 << 15), 50 << 20, 400 << 20]
     for size in sizes:
         arrays = [reused_memory.empty((size,), np.dtype(np.uint8)) for _ in range(10)]
@@ -67,7 +67,7 @@ def test_an_array_on_the_devices_keeps_the_memory_that_it_uses():
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float64, np.dtype(">i4")])
-def test_gathered_rows_equal_numpys(dtype):
+def test_gathered_rows_equal_the_rows_of_numpy(dtype):
     array = np.arange(6 * 40 * 50_000).reshape(6 * 40, 50_000).astype(dtype)
     rows = np.random.default_rng(0).integers(len(array), size=(4, 8))
     for source in (array, array[::2]):
@@ -78,7 +78,7 @@ def test_gathered_rows_equal_numpys(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("inner_axes", [{}, {"fsdp": 4}, {"fsdp": 8}])
-def test_large_batches_stay_as_they_are_while_later_ones_are_made(shuffled, inner_axes):
+def test_large_batches_are_unchanged_while_later_ones_are_prepared(shuffled, inner_axes):
     """Steps that have not run yet, and your own references, still read them."""
     rows, width = 64, 40_000
     data = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
