@@ -541,8 +541,7 @@ elsewhere(
     "`experimental.PreemptionCheckpointHandler`",
     "Also checks before each",
     "preemption/test_preemption.py::test_a_loop_over_a_dataset_continues_at_the_next_element",
-    "preemption/test_preemption.py::"
-    "test_the_step_under_way_ends_is_saved_and_the_process_exits_with_143",
+    "preemption/test_preemption.py::test_the_current_step_is_saved_and_the_process_exits_with_143",
 )
 elsewhere(
     "`tf.data.experimental.AutoShardPolicy`",
@@ -602,7 +601,7 @@ elsewhere(
     "`tf.train.Checkpoint.restore`",
     "Restores only the attached",
     "checkpoint/test_path_checkpoints.py::test_names_that_only_one_side_has_are_reported",
-    "checkpoint/test_path_checkpoints.py::test_what_does_not_fit_is_an_error",
+    "checkpoint/test_path_checkpoints.py::test_a_mismatch_raises",
 )
 
 elsewhere(
