@@ -81,7 +81,7 @@ def test_a_tpu_with_split_rows_gathers_only_the_table():
     text = program.as_text()
     assert " scatter(" not in text
     gathered = {x.num_bytes for x in collective_ops.collectives(text) if x.kind == "all-gather"}
-    assert gathered == {4 * VOCABULARY * EMBED}  # the table, for the rows themselves
+    assert gathered == {4 * VOCABULARY * EMBED}  # the table, for the forward lookup
     assert program.memory_analysis().temp_size_in_bytes < BATCH * LENGTH * VOCABULARY / 10
 
 

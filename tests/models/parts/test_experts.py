@@ -31,7 +31,7 @@ def test_an_expert_accepts_choices_in_order_until_it_is_full(shape, slots, skew,
     """Also checks that the two halves of an assignment are inverse to each other."""
     num_experts, each = shape
     scores = np.random.default_rng(seed).random((2, 7, num_experts)) ** skew
-    scores += np.linspace(0, 1 - 1 / skew, num_experts)  # with skew, the last ones are fuller
+    scores += np.linspace(0, 1 - 1 / skew, num_experts)  # the last experts get more
     chosen = np.argsort(-scores, axis=-1)[..., :each].reshape(2, -1).astype(np.int32)
     slot_of_choice, choice_of_slot = map(np.asarray, ASSIGN(chosen, num_experts, slots))
     for row, to, back in zip(chosen, slot_of_choice, choice_of_slot, strict=True):
@@ -213,10 +213,11 @@ def assert_tokens_go_to_their_experts(found, axes, rows, length):
     num_rows = rows // (axes["expert"] * axes.get("fsdp", 1))
     num_bytes = 4 * num_rows * slots * ROOMY.embed_dim
     assert [x.axes for x in sent] == [("expert",)] * 4
-    # On TPU, what goes into a product of float32 is rounded to bfloat16 before it is sent.
+    # On TPU, operands of a float32 matmul are rounded to bfloat16 before they are sent.
     assert {x.num_bytes for x in sent} <= {num_bytes, num_bytes // 2}
-    # XLA:CPU finds the largest in a library call, which it cannot split, and gathers what goes into
-    # it: by its name until jaxlib 0.10, then by that of the last operation on the probabilities.
+    # XLA:CPU computes top-k in a library call, which it cannot split, so it gathers the operand.
+    # The gather is named after the call until jaxlib 0.10, then after the last operation on the
+    # probabilities.
     probabilities = 4 * rows * length * ROOMY.num_experts
     gathered = [
         x

@@ -1,4 +1,4 @@
-"""A loop of the program's own over a Keras model: gradient tape, optimizer and metrics."""
+"""A custom loop over a Keras model: gradient tape, optimizer and metrics."""
 
 import numpy as np
 import os

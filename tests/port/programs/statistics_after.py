@@ -1,4 +1,4 @@
-"""Replicas count and sum what they see, in a loop of steps."""
+"""Replicas count and sum their examples, in a loop of steps."""
 
 import numpy as np
 import jax

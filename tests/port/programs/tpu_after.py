@@ -1,4 +1,4 @@
-# Copies of a matrix product on the cores of a TPU, or on what stands in for them.
+# Copies of a matrix product on the cores of a TPU, or on emulated devices.
 from __future__ import annotations
 
 import jax.numpy as jnp

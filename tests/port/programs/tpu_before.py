@@ -1,4 +1,4 @@
-# Copies of a matrix product on the cores of a TPU, or on what stands in for them.
+# Copies of a matrix product on the cores of a TPU, or on emulated devices.
 from __future__ import annotations
 
 import tensorflow as tf
@@ -8,7 +8,7 @@ from tensorflow.distribute import cluster_resolver, get_strategy
 if __name__ == "__main__":
     resolver = cluster_resolver.TPUClusterResolver(tpu="local")
     tf.config.experimental_connect_to_cluster(resolver)
-    # This has to come first.
+    # This must come first.
     tf.tpu.experimental.initialize_tpu_system(resolver)
     strategy = tfd.TPUStrategy(resolver)
     assert get_strategy() is not strategy

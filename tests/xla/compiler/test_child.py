@@ -99,7 +99,7 @@ def test_the_package_is_last_on_the_path_and_never_before_the_standard_library(
 
 def test_a_process_with_thousands_of_open_files_can_ask(start):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1200  # `select` knows the first 1024
+    wanted = 1200  # `select` supports only descriptors below 1024
     if hard != resource.RLIM_INFINITY and hard < wanted:
         pytest.skip(f"no more than {hard} files can be open")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

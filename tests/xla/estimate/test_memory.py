@@ -226,10 +226,10 @@ def test_a_donated_argument_that_fits_no_output_is_named():
     mesh = mesh_of()
     inputs = [
         leaf(mesh, "used", "parameters", (256, 256), donated=True),
-        leaf(mesh, "in vain", "other", (128, 128), donated=True),
+        leaf(mesh, "unused", "other", (128, 128), donated=True),
     ]
     report = reported(lambda a, b: a + b.sum(), mesh, inputs)
-    assert report.not_donated == ("in vain",)
+    assert report.not_donated == ("unused",)
 
 
 @pytest.mark.libtpu
