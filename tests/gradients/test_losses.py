@@ -68,7 +68,7 @@ GLOBAL_BATCH = 8
     weighted=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_summed_losses_and_gradients_are_those_of_one_device(num_replicas, rows, weighted, seed):
+def test_summed_losses_and_gradients_match_one_device(num_replicas, rows, weighted, seed):
     """The heart of data parallel training: with any number of replicas the numbers are the same,
     for the full batches and for the partial one at the end of an epoch.
     """
@@ -102,7 +102,7 @@ def test_summed_losses_and_gradients_are_those_of_one_device(num_replicas, rows,
         ),
     ],
 )
-def test_every_batch_size_gives_the_numbers_of_one_device(num_replicas, global_batch):
+def test_every_batch_size_matches_one_device(num_replicas, global_batch):
     strategy = strategy_of(num_replicas)
     rng = np.random.default_rng(0)
     weights = rng.normal(size=3).astype(np.float32)

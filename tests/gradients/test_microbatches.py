@@ -1,4 +1,4 @@
-"""Gradients in microbatches are those of the whole batch, and cross the mesh once."""
+"""Gradients in microbatches match the whole batch, and cross the mesh once."""
 
 import chex
 import jax
@@ -212,7 +212,7 @@ def test_gradients_have_the_dtype_of_their_parameter_and_are_added_in_float32():
 
 
 @pytest.mark.slow
-def test_only_what_is_asked_for_is_trained():
+def test_only_variables_that_match_wrt_are_trained():
     model = Model(nnx.Rngs(0))
     batch = jnp.ones((4, WIDTH))
 
@@ -311,7 +311,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_those_numbers_that_do():
 
 
 @pytest.mark.parametrize("batch", [(), 1.0, {"a": jnp.ones(4), "b": jnp.ones(2)}])
-def test_what_has_no_rows_is_no_batch(batch):
+def test_batches_without_common_rows_are_rejected(batch):
     with pytest.raises(ValueError, match="splits a batch along dim 0, but received arrays of the"):
         tpudist.value_and_grad_in_microbatches(loss_of, 2)(jnp.ones(()), batch)
 

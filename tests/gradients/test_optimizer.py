@@ -84,7 +84,7 @@ def layer_step(model, optimizer, x):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_training_an_nnx_model_is_that_of_plain_optax(mirrored, name):
+def test_training_an_nnx_model_matches_plain_optax(mirrored, name):
     """Clipping sees the reduced gradient, schedules and accumulation count steps, not replicas."""
     expected = plain_optax(TRANSFORMATIONS[name]())
     model = mirrored.create(Layer)
@@ -98,7 +98,7 @@ def test_training_an_nnx_model_is_that_of_plain_optax(mirrored, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_training_variables_is_that_of_plain_optax(mirrored, name):
+def test_training_variables_matches_plain_optax(mirrored, name):
     expected = plain_optax(TRANSFORMATIONS[name]())
     with mirrored.scope():
         variables = {k: tpudist.Variable(v, name=k) for k, v in START.items()}
@@ -276,7 +276,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("traced", [True, False], ids=["in a step", "outside"])
-def test_a_wrong_gradient_of_an_nnx_model_is_refused_by_name(mirrored, kind, traced):
+def test_a_wrong_gradient_of_an_nnx_model_raises_an_error_that_names_it(mirrored, kind, traced):
     gradients, message = WRONG[kind]
     model = mirrored.create(Layer)
     optimizer = mirrored.create(lambda: tpudist.Optimizer(optax.sgd(0.1), model))
@@ -291,7 +291,7 @@ def test_a_wrong_gradient_of_an_nnx_model_is_refused_by_name(mirrored, kind, tra
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("traced", [True, False], ids=["in a step", "outside"])
-def test_a_wrong_gradient_of_a_variable_is_refused_by_name(mirrored, kind, traced):
+def test_a_wrong_gradient_of_a_variable_raises_an_error_that_names_it(mirrored, kind, traced):
     gradients, message = WRONG[kind]
     with mirrored.scope():
         variables = {k: tpudist.Variable(START[k], name=k) for k in gradients}
@@ -305,7 +305,7 @@ def test_a_wrong_gradient_of_a_variable_is_refused_by_name(mirrored, kind, trace
     assert variables["bias"].numpy().tolist() == START["bias"].tolist()
 
 
-def test_a_gradient_of_what_is_not_trained_is_refused(mirrored):
+def test_a_gradient_of_an_untrained_variable_is_rejected(mirrored):
     model = mirrored.create(Layer)
     optimizer = mirrored.create(lambda: tpudist.Optimizer(optax.sgd(0.1), model))
     with pytest.raises(ValueError, match="a gradient for 'extra', which is not trained"):
@@ -322,7 +322,7 @@ def test_a_gradient_that_is_left_out_is_refused(mirrored):
 # Wrong calls.
 
 
-def test_a_transformation_that_is_none_is_refused():
+def test_objects_that_are_not_transformations_are_rejected():
     for wrong in (Layer(), {"w": jnp.ones(3)}):
         with pytest.raises(TypeError, match=r"^Optimizer\(tx, model\): tx is"):
             tpudist.Optimizer(wrong, Layer())
@@ -362,7 +362,7 @@ def test_no_gradients_are_refused():
         tpudist.Optimizer(optax.sgd(0.1)).apply_gradients([])
 
 
-def test_gradients_for_what_are_no_variables_are_refused():
+def test_gradients_for_plain_arrays_are_rejected():
     with pytest.raises(ValueError, match="cannot update a ndarray. Pass pairs"):
         tpudist.Optimizer(optax.sgd(0.1)).apply_gradients([(np.ones(2), np.ones(2))])
 
@@ -380,7 +380,7 @@ def test_other_variables_than_before_are_refused(mirrored, names):
             optimizer.apply_gradients(pairs)
 
 
-def test_variables_of_one_name_are_told_apart(mirrored):
+def test_variables_with_the_same_name_get_their_own_gradients(mirrored):
     with mirrored.scope():
         first, second = (tpudist.Variable(1.0, name="v") for _ in range(2))
     optimizer = tpudist.Optimizer(optax.sgd(1.0))
@@ -419,13 +419,13 @@ def narrow_step(model, optimizer):
     [
         (None, "sum", 8 + 28 / 1024),
         ("float32", "sum", 8 + 28 / 1024),
-        # In 8 bits 1 + i / 1024 is 1 for i <= 4, else 1 + 1 / 128; and so is the sum of them 8.
+        # In 8 bits 1 + i / 1024 is 1 for i <= 4, else 1 + 1 / 128; so their sum is 8.
         ("bfloat16", "sum", 8),
         (jnp.bfloat16, "mean", 1),
         ("float16", "max", 1 + 7 / 1024),
     ],
 )
-def test_gradients_travel_in_the_dtype_that_is_asked_for(mirrored, dtype, reduce_op, expected):
+def test_gradients_are_sent_in_the_requested_dtype(mirrored, dtype, reduce_op, expected):
     """On CPU they are rounded to it and added in float32, since XLA:CPU cannot do otherwise."""
     model = mirrored.create(Layer)
     optimizer = mirrored.create(
@@ -485,7 +485,7 @@ def test_on_tpu_narrow_gradients_are_half_the_bytes(axes):
 
 
 @pytest.mark.parametrize("model", ["x", 3, object(), nnx.Linear, lambda x: x])
-def test_a_model_that_is_no_nnx_object_is_refused(model):
+def test_models_that_are_not_nnx_objects_are_rejected(model):
     """It was an IndexError: tuple index out of range."""
     with pytest.raises(
         TypeError, match="received a model of type .* not an NNX object. Pass an nnx.Mod"
@@ -498,7 +498,7 @@ def test_a_model_that_is_no_nnx_object_is_refused(model):
 
 
 @pytest.mark.parametrize("wrt", [3, object(), 1.5])
-def test_what_chooses_no_variables_is_refused(wrt):
+def test_invalid_filters_of_variables_are_rejected(wrt):
     with pytest.raises(TypeError, match="wrt=.*selects no Variables"):
         tpudist.Optimizer(optax.sgd(0.1), nnx.Linear(1, 1, rngs=nnx.Rngs(0)), wrt=wrt)
 

@@ -109,7 +109,7 @@ def kinds(strategy, fn, args=()):
 
 
 def results_of_reductions(strategy):
-    """What all ways to reduce give, in a step and after it."""
+    """Returns the results of all reductions, in a step and after it."""
     with strategy.scope():
         summed = tpudist.Variable(0.0, aggregation=Aggregation.SUM)
         mean = tpudist.Variable(
@@ -289,7 +289,7 @@ def everything(strategy):
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "assign", "reduce"])
-def test_the_choice_decides_what_is_compiled_for_every_reduction(how):
+def test_every_reduction_compiles_the_chosen_algorithm(how):
     expected = {
         "XLA's": {("all-reduce", 1)},
         "one device": {("collective-permute", 1), ("all-reduce", 1)},
@@ -411,8 +411,8 @@ def test_a_program_made_by_hand_is_compiled_once():
     assert ops.calls == ["reduce"]
 
 
-def test_batches_and_single_values_are_told_apart():
-    """As in TensorFlow: all_reduce and batch_reduce_to take the batch's way, the rest the other."""
+def test_single_values_and_batches_call_different_implementations():
+    """Same as in TensorFlow: all_reduce and batch_reduce_to call the batch implementation."""
     ops = SumOfValues()
     strategy = tpudist.MirroredStrategy(cross_device_ops=ops)
     strategy.run(lambda: replica().all_reduce("sum", [1.0, 2.0]))
@@ -440,7 +440,7 @@ def test_the_base_class_says_what_to_override():
 
 @pytest.mark.parametrize("make", [tpudist.HierarchicalCopyAllReduce, tpudist.NcclAllReduce])
 @pytest.mark.parametrize("num_packs", [-1, 1.5, True])
-def test_a_number_of_packs_that_is_none_is_refused(make, num_packs):
+def test_invalid_numbers_of_packs_are_rejected(make, num_packs):
     with pytest.raises(ValueError, match="`num_packs` must be an integer >= 0"):
         make(num_packs=num_packs)
 
@@ -454,7 +454,7 @@ def test_nccl_is_refused_where_there_are_no_gpus():
         ops.reduce("sum", value, value)
 
 
-def test_what_is_no_choice_is_refused():
+def test_invalid_cross_device_ops_are_rejected():
     with pytest.raises(ValueError, match="must not be of type str. Pass a tpud"):
         tpudist.MirroredStrategy(cross_device_ops="nccl")
     with pytest.raises(ValueError, match="is not one of the devices .* omit reduce_to_device"):
@@ -462,7 +462,7 @@ def test_what_is_no_choice_is_refused():
 
 
 @pytest.mark.parametrize("destinations", [None, [], ["cpu:0"], 3.5])
-def test_destinations_that_are_none_are_refused(destinations):
+def test_invalid_destinations_are_rejected(destinations):
     ops, value = tpudist.ReductionToOneDevice(), stacked(tpudist.MirroredStrategy())
     for act in (
         lambda: ops.reduce("sum", value, destinations),
@@ -473,7 +473,7 @@ def test_destinations_that_are_none_are_refused(destinations):
             act()
 
 
-def test_what_is_no_pair_is_refused():
+def test_batch_reduce_rejects_values_without_destinations():
     with pytest.raises(ValueError, match="batch_reduce takes pairs .value, destinations., but"):
         tpudist.ReductionToOneDevice().batch_reduce("sum", [1.0])
 
@@ -613,7 +613,7 @@ def test_options_of_another_type_are_refused(place):
         pytest.param({"implementation": "NCCL"}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_has_no_effect_is_a_warning_once_for_each_place(monkeypatch, place, asked):
+def test_options_without_effect_warn_once_per_place(monkeypatch, place, asked):
     monkeypatch.setattr("tpudist.xla.communication_options._warned", set())
     call = places_of_options(CommunicationOptions(**asked))[place]
     with pytest.warns(UserWarning, match=f"{next(iter(asked))}=.* has no effect") as caught:
@@ -628,8 +628,8 @@ SIX = [jnp.ones(16)] * 6  # 64 bytes each
 
 
 @pytest.mark.parametrize(("size", "number"), [(0, 1), (64, 6), (150, 3), (384, 1), (1, 6)])
-def test_packs_hold_at_most_the_bytes_that_were_asked_for(size, number):
-    """But an array is not cut: one that is larger travels alone."""
+def test_packs_hold_at_most_the_requested_bytes(size, number):
+    """An array is not split: a larger array has its own collective."""
     strategy = tpudist.MirroredStrategy()
 
     def step(xs):
@@ -672,7 +672,7 @@ def test_a_gather_and_a_merge_call_take_packs_too():
     assert gathered[0].tolist() == np.repeat(range(8), 16).tolist()
 
 
-def test_the_options_of_a_strategy_are_those_of_reductions_that_are_given_none():
+def test_reductions_without_options_use_the_options_of_the_strategy():
     options = CommunicationOptions(bytes_per_pack=128)
     strategy = tpudist.MultiWorkerMirroredStrategy(communication_options=options)
 
@@ -716,7 +716,7 @@ def test_packs_that_are_combined_again_are_a_warning(monkeypatch):
         tpudist.NcclAllReduce().check_devices([Chip("gpu")])
 
 
-def test_the_compiler_is_told_to_leave_packs_alone():
+def test_compiler_options_keep_packs_apart():
     """XLA:CPU combines all-reduces, XLA:GPU up to a threshold, and XLA:TPU takes no such option."""
     packing = Packing(bytes_per_pack=1000)
     assert packing.compiler_options("gpu") == {

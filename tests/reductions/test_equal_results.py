@@ -99,7 +99,7 @@ def test_a_function_and_its_caller_count_alike(strategy):
 
 
 @pytest.mark.parametrize("count", ["gather", "experimental_local_results"])
-def test_what_may_be_one_value_or_one_of_each_replica_is_refused(strategy, count):
+def test_values_that_may_be_one_or_one_per_replica_are_rejected(strategy, count):
     """Outside it depends on the arrays that an argument happens to be computed from."""
 
     def ask(x):
@@ -180,7 +180,7 @@ UNEQUAL = """
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_processes_that_make_other_values_are_told():
+def test_processes_with_different_values_raise_an_error():
     found = [r.result for r in run_processes(UNEQUAL, devices_per_process=2)]
     for result in found:
         assert result["rows"] == [0, 0, 1, 0, 1, 2]

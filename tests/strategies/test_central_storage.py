@@ -63,7 +63,7 @@ def test_the_parameter_device_is_the_host_or_the_only_device():
         ),
     ],
 )
-def test_a_place_that_is_not_there_is_refused(arguments, message):
+def test_a_missing_parameter_device_is_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         CentralStorageStrategy(**arguments)
 

@@ -164,7 +164,7 @@ def test_a_closure_that_raises_changes_nothing(start):
     np.testing.assert_array_equal(v.numpy(), 0)
 
 
-def test_what_is_only_changed_is_not_fetched(start, monkeypatch):
+def test_variables_that_are_only_changed_are_not_fetched(start, monkeypatch):
     run = start(num_workers=1)
     v = run.make(jnp.zeros(3))
     run.coordinator.join()
@@ -186,7 +186,7 @@ def test_what_is_only_changed_is_not_fetched(start, monkeypatch):
     np.testing.assert_array_equal(v.numpy(), 3)
 
 
-def test_what_has_not_changed_is_fetched_once(start, monkeypatch):
+def test_unchanged_variables_are_fetched_once(start, monkeypatch):
     run = start(num_workers=1)
     v, w = run.make(jnp.zeros(3)), run.make(jnp.zeros(3))
     puts, put = [], ServerCopies.put
@@ -262,7 +262,7 @@ def test_who_was_scheduled_later_sees_what_was_done_before(start, monkeypatch, s
     assert session.add(5, [v]) == [52]  # it is used once
 
 
-def test_what_was_read_of_a_server_that_has_died_is_read_again(start, monkeypatch, tmp_path):
+def test_values_of_a_dead_server_are_read_again(start, monkeypatch, tmp_path):
     run = start(num_servers=1, log=tmp_path)
     v = run.make(0.0)
     session = Session(run, monkeypatch)
@@ -298,7 +298,7 @@ def test_nothing_is_read_ahead_where_closures_run_in_turn(start, monkeypatch, ma
 
 
 @pytest.mark.slow
-def test_training_on_one_worker_is_that_of_one_device(start):
+def test_training_on_one_worker_matches_one_device(start):
     run = start(num_workers=1)
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(8, 3)).astype(np.float32) for _ in range(6)]
@@ -348,7 +348,7 @@ def test_a_function_defined_in_the_closure_is_compiled_once(start):
     assert len(traces) <= 2  # one finds out which variables there are
 
 
-def test_what_is_changed_in_a_step_is_seen_in_it(start):
+def test_a_step_sees_its_own_changes(start):
     run = start(num_workers=1)
     v, table = run.make(1.0), run.make(jnp.zeros((4, 2)))
 
@@ -679,7 +679,7 @@ def test_each_row_is_counted_once_through_deaths(start, tmp_path, seed):
     assert run.coordinator.num_finished == size
 
 
-def test_a_program_that_is_started_again_goes_on(start, tmp_path):
+def test_a_restarted_program_resumes(start, tmp_path):
     def begin():
         run = start(log=tmp_path)
         run.v = run.make(jnp.zeros(40), name="v")

@@ -76,7 +76,7 @@ class Model:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tx", "of_rows"), [(ADAM, True), (CHAIN, False)], ids=["adam", "chain"])
-def test_an_optimizer_goes_on_with_other_servers_and_parts(start, tmp_path, tx, of_rows):
+def test_an_optimizer_resumes_with_other_servers_and_parts(start, tmp_path, tx, of_rows):
     first = Model(start(2, 3), tx)
     for _ in range(3):
         first.train(of_rows=of_rows)
@@ -160,7 +160,7 @@ def test_state_that_was_restored_outlives_its_server(start, tmp_path):
     np.testing.assert_allclose(other.values(), first.values(), rtol=1e-6)
 
 
-def test_a_checkpoint_waits_for_no_function_and_says_so(start, tmp_path):
+def test_a_checkpoint_during_functions_raises_an_error(start, tmp_path):
     model, may_end, begun = Model(start()).build(), threading.Event(), threading.Event()
     with model.strategy.scope():
         table = Table(2, optax.sgd(1.0), name="users")

@@ -247,7 +247,7 @@ def test_a_device_that_does_not_exist_is_refused(name):
 
 
 @pytest.mark.parametrize("device", [0, None, object()])
-def test_a_device_that_is_no_device_is_refused(device):
+def test_objects_that_are_not_devices_are_rejected(device):
     with pytest.raises(ValueError, match="A device was named by .* of type"):
         tpudist.MirroredStrategy([device])
 
@@ -315,7 +315,7 @@ def test_replicas_that_cannot_be_are_refused(axes, message):
         tpudist.TPUStrategy(replica_axes=axes)
 
 
-def test_a_tpu_resolver_that_is_none_is_refused():
+def test_objects_that_are_not_tpu_resolvers_are_rejected():
     with pytest.raises(ValueError, match="tpu_cluster_resolver must be a tpudist.cluster_resolver"):
         tpudist.TPUStrategy("local")
 
@@ -375,7 +375,7 @@ def test_the_largest_dim_that_divides_is_split(shape, axes, spec):
         ({"fsdp": 4}, [("batch", "replica")], r"names mesh axis replica, but"),
     ],
 )
-def test_a_rule_for_an_axis_that_is_not_there_is_refused(axes, rules, message):
+def test_a_rule_for_a_missing_axis_is_rejected(axes, rules, message):
     with pytest.raises(ValueError, match=message):
         tpudist.TPUStrategy(replica_axes=axes, logical_axis_rules=rules)
 

@@ -157,7 +157,7 @@ def test_a_topology_finds_the_device_at_coordinates():
         b"\x10" + b"\xff" * 10 + b"\x01",
     ],
 )
-def test_bytes_that_are_no_topology_are_refused(data):
+def test_bytes_that_do_not_parse_as_a_topology_are_rejected(data):
     with pytest.raises(ValueError, match=f"These {len(data)} bytes are not a serialized topology"):
         Topology(serialized=data)
 
@@ -245,7 +245,7 @@ def test_an_assignment_needs_a_topology(make):
         ([[[0, -1, 0, 0]]], r"No device is at \(0, -1, 0, 0\)"),
     ],
 )
-def test_cores_that_are_not_there_are_refused(core_assignment, message):
+def test_missing_cores_are_rejected(core_assignment, message):
     with pytest.raises(ValueError, match=message):
         DeviceAssignment(Topology.of(jax.devices()), core_assignment)
 
@@ -706,7 +706,7 @@ def test_the_only_device_of_a_replica_may_be_assigned_to():
 
 
 @pytest.mark.parametrize("number", [-1, 4, 1.0, None])
-def test_a_logical_device_that_is_not_there_is_refused(number):
+def test_a_missing_logical_device_is_rejected(number):
     strategy = assigned()
     message = rf"Received logical device id {number} but there are only total of 4 logical devices"
     with pytest.raises(ValueError, match=message):

@@ -176,7 +176,7 @@ def test_a_destination_that_does_not_exist_is_refused(mirrored):
         mirrored.extended.reduce_to("sum", mirrored.run(my_number), "cpu:99")
 
 
-def test_a_variable_aggregation_is_no_reduction(mirrored):
+def test_variable_aggregations_are_rejected_as_reductions(mirrored):
     x = mirrored.run(my_number)
     for call in (
         lambda: mirrored.extended.reduce_to(SUM, x, x),
@@ -198,7 +198,7 @@ def test_batch_reduce_to_gives_a_list_in_order(strategy):
 
 
 @pytest.mark.parametrize("pair", [[1, 2], 3, (1,), (1, 2, 3)])
-def test_batch_reduce_to_refuses_what_is_no_pair(mirrored, pair):
+def test_batch_reduce_to_rejects_values_without_destinations(mirrored, pair):
     with pytest.raises(ValueError, match=r"takes pairs \(value, destinations\)"):
         mirrored.extended.batch_reduce_to("sum", [pair])
 
@@ -377,7 +377,7 @@ def test_update_non_slot_runs_once_for_all_devices(strategy):
 
 
 @pytest.mark.parametrize("colocate_with", [None, (), 3, jnp.ones(2), (None,)])
-def test_update_non_slot_refuses_what_is_no_device(mirrored, colocate_with):
+def test_update_non_slot_rejects_objects_that_are_not_devices(mirrored, colocate_with):
     with pytest.raises(ValueError, match=r"strategy\.extended\.non_slot_devices\(variables\)"):
         mirrored.extended.update_non_slot(colocate_with, lambda: None)
 

@@ -186,6 +186,6 @@ def test_on_tpu_the_state_takes_host_memory_and_none_of_the_devices(axes):
     assert text.count(" copy-start(") >= 8  # four slots, there and back
 
 
-def test_the_memories_of_a_mesh_are_those_of_its_devices():
+def test_a_mesh_has_the_memories_of_its_devices():
     mesh = make_mesh(jax.devices())
     assert placement.memory_kinds(mesh)[0] == "device"

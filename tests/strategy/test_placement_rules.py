@@ -89,7 +89,7 @@ def test_the_largest_dim_that_divides_is_split(shape, axes, spec):
         ((64,), FixedShardsPartitioner(4), {}, P(), None),
     ],
 )
-def test_a_partitioner_says_what_is_split(shape, partitioner, axes, spec, why):
+def test_a_partitioner_decides_the_split(shape, partitioner, axes, spec, why):
     found, text = split_by_partitioner(shape, jnp.float32, partitioner, axes)
     assert found == spec
     assert (text is None) == (why is None)
@@ -205,7 +205,7 @@ def specs_of(strategy):
     return strategy.create_abstract(lambda: jnp.zeros((1024, 8))).sharding.spec
 
 
-def test_what_is_no_partitioner_is_refused():
+def test_objects_that_are_not_partitioners_are_rejected():
     with pytest.raises(ValueError, match=r"variable_partitioner=8\): it must be a partitioner"):
         make(8, fsdp=4)
 

@@ -96,7 +96,7 @@ def single_steps(strategy):
 @pytest.mark.parametrize(
     "num_steps", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 8))]
 )
-def test_the_results_are_those_of_single_steps(strategy, single_steps, num_steps):
+def test_results_match_single_steps(strategy, single_steps, num_steps):
     losses, rows, weights, metric = train(strategy, num_steps)
     expected_losses, expected_rows, expected_weights, expected_metric = single_steps
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -201,7 +201,7 @@ def test_state_is_overwritten_in_place(mirrored):
     assert v.numpy()[0, 0] == 3
 
 
-def test_what_is_no_number_of_steps_is_refused(mirrored):
+def test_invalid_numbers_of_steps_are_rejected(mirrored):
     for bad in (0, -1, 2.0, True):
         with pytest.raises(
             ValueError, match="run_steps\\(num_steps=.*num_steps must be at least 1"

@@ -255,7 +255,7 @@ def test_reduce_to_reduces_wherever_it_was_wanted(mirrored):
 
 
 @pytest.mark.parametrize("pair", [(1, 2, 3), [1, 2], 1])
-def test_a_batch_of_what_are_no_pairs_is_refused(mirrored, pair):
+def test_batch_reduce_rejects_objects_that_are_not_pairs(mirrored, pair):
     with pytest.raises(ValueError, match="takes pairs"):
         mirrored.extended.batch_reduce_to("sum", [pair])
 
@@ -320,7 +320,7 @@ def test_a_plain_value_is_gathered_as_it_is(mirrored, value):
         (True, TypeError, r"gather\(axis=True"),
     ],
 )
-def test_gathering_along_what_is_no_dim_is_refused(mirrored, axis, error, message):
+def test_gathering_along_an_invalid_dim_is_rejected(mirrored, axis, error, message):
     with pytest.raises(error, match=message):
         mirrored.gather(distribute(mirrored, np.ones((8, 2))), axis=axis)
 
@@ -498,7 +498,7 @@ def test_a_per_replica_tells_its_shape(mirrored):
         lambda x: np.ones(2) + x,
     ],
 )
-def test_a_per_replica_is_no_array(mirrored, use):
+def test_a_per_replica_cannot_be_used_as_an_array(mirrored, use):
     """How the parts combine is for the user to say."""
     x = distribute(mirrored, np.ones((8, 2), np.float32))
     with pytest.raises(TypeError, match="was used as one array, but every replica has its own"):
@@ -567,7 +567,7 @@ def test_all_partial_batches_share_one_more_program(mirrored):
     assert [r.function for r in tpudist.compile_log()].count(step.__name__) == 2
 
 
-def test_the_mask_and_the_count_are_those_of_the_batch(mirrored):
+def test_the_mask_and_the_count_match_the_batch(mirrored):
     x, _ = batch(mirrored, 5, 16, (3,))
 
     def step(x):

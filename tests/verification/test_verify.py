@@ -304,7 +304,7 @@ def test_rows_are_not_exchanged_if_arguments_have_different_numbers_of_rows(stra
 
 
 @pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_sum_over_rows_with_draws_is_no_difference(strategy, batch, uses):
+def test_verify_accepts_a_sum_over_rows_with_draws(strategy, batch, uses):
     """One device with each row once has a smaller sum than replicas with copies of the rows."""
 
     def step(w, b):
@@ -320,7 +320,7 @@ def test_a_sum_over_rows_with_draws_is_no_difference(strategy, batch, uses):
     assert any("sums over rows" in note for note in report.notes) == uses
 
 
-def test_rounding_of_sums_is_no_difference(strategy):
+def test_verify_accepts_the_rounding_of_sums(strategy):
     """A variance from a mean of squares loses most digits, also from inputs without an error."""
 
     def step(w, b):
@@ -346,8 +346,8 @@ def test_complex_numbers_have_a_factor():
     assert found.max_error == pytest.approx(5**0.5)
 
 
-def test_the_rest_of_addends_that_cancel_is_no_difference():
-    """The gradient of a bias before batch normalization is zero but for rounding."""
+def test_comparison_accepts_the_rounding_of_addends_that_cancel():
+    """The gradient of a bias before batch normalization is zero except for rounding."""
     rest = np.array([1.0, -2.0, 0.5, 1.5])
     near = [(None, rest * 0.2e-9)]
     values = comparison.Values("mu", 0, None, rest * 1e-9, near, 8 * rest[[1, 3, 0, 2]] * 1e-9)
