@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import type_handlers
 
+from tpudist.array_types import PyTree
 from tpudist.checkpoint import entries
 from tpudist.checkpoint.entries import Path
 from tpudist.checkpoint.errors import CheckpointError
@@ -68,7 +69,10 @@ class Writer:
         )
 
     def begin(
-        self, path: epath.Path, arrays: Mapping[Path, jax.Array | np.ndarray], contents: Any
+        self,
+        path: epath.Path,
+        arrays: Mapping[Path, jax.Array | np.ndarray],
+        contents: Mapping[str, Any],
     ) -> None:
         """Copies the arrays to the host, and starts to write them in the background.
 
@@ -103,6 +107,7 @@ def read_arrays(path: epath.Path, specs: Mapping[Path, Spec]) -> dict[Path, Any]
         tree = checkpointer.restore(
             path,
             args=ocp.args.PyTreeRestore(
+                # Only the structure counts; `restore_args` has how to read each leaf.
                 item=_nest(dict.fromkeys(specs, 0)),
                 restore_args=_nest(restore_args),
                 partial_restore=True,
@@ -121,6 +126,8 @@ def _restore_args(x: Spec) -> ocp.RestoreArgs:
 
 def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
     """Returns the item with the arrays of a step that plain Orbax wrote, and their metadata."""
+    # Orbax's CheckpointManager calls the item of a single tree `default`; other names are the
+    # user's choice.
     for item in (ARRAYS, "default", *sorted(x.name for x in path.iterdir() if x.is_dir())):
         if (path / item / "_METADATA").exists():
             checkpointer = ocp.Checkpointer(_array_handler())
@@ -162,7 +169,7 @@ def _nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def _lookup(tree: Any, path: Path) -> Any:
+def _lookup(tree: PyTree, path: Path) -> Any:
     for part in _parts(path):
         tree = tree[part]
     return tree

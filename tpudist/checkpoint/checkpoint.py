@@ -42,7 +42,8 @@ class Checkpoint(entries.Container):
 
     _save_counter = 0
 
-    def __init__(self, **objects: Any):
+    def __init__(self, **objects: object):
+        # Objects are attributes: one named like a method would hide it from all callers.
         for name, x in objects.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(
@@ -84,6 +85,8 @@ class Checkpoint(entries.Container):
         """
         warn_if_given("Checkpoint.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("Checkpoint.save")
+        # The counter advances only after the write: a save that failed is repeated under its
+        # number.
         number = self._save_counter + 1
         path = f"{os.fspath(file_prefix)}-{number}"
         notes = {COUNTER: number}
@@ -195,6 +198,8 @@ class Checkpoint(entries.Container):
         if method == "restore":
             self._save_counter = notes.get(COUNTER, self._save_counter)
         status = RestoreStatus(report)
+        # With `only` or `exclude`, `match` has already raised for names that are missing by
+        # mistake.
         return status if selection.is_everything else status.expect_partial()
 
     def checkpoint_objects(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def _read(state: epath.Path) -> str | None:
 def _time(path: epath.Path) -> float:
     """Returns when a checkpoint was saved, in seconds; 0 if that is unknown."""
     try:
+        # The time in the checkpoint, not that of the files: a copy of the directory has new files.
         return float(read_contents(path)["time"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged, or renamed
         return 0.0

@@ -110,6 +110,7 @@ class Directory:
     def remove_unfinished(self) -> Sequence[str]:
         """Deletes the remains of unfinished saves; returns their names."""
         removed = []
+        # Only names that this package and Orbax use: a user may keep other files in the directory.
         for x in self._entries():
             name, _, rest = x.name.partition(TEMPORARY_SUFFIX)
             temporary = x.name != name and name.isdecimal() and not rest
@@ -135,6 +136,7 @@ class Directory:
 
 
 def _remove_patiently(path: epath.Path) -> None:
+    # Waits 1.4 s in all; the error of the last attempt is raised.
     for wait_s in (0.1, 0.3, 1.0):
         try:
             return path.rmtree(missing_ok=True)

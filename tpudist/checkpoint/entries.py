@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from tpudist import library_objects
+from tpudist.array_types import PyTree, Shape
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.xla import tree_depth
 
@@ -31,7 +32,7 @@ class ArrayHolder(Protocol):
     property `checkpoint_identity`: holders of the same object are saved once.
     """
 
-    def checkpoint_spec(self) -> tuple[tuple[int, ...], DTypeLike, jax.sharding.Sharding | None]:
+    def checkpoint_spec(self) -> tuple[Shape, DTypeLike, jax.sharding.Sharding | None]:
         """Returns shape, dtype and sharding (None for an array of the host)."""
         ...
 
@@ -39,8 +40,28 @@ class ArrayHolder(Protocol):
         """Returns the array."""
         ...
 
-    def restore(self, value: Any) -> None:
+    def restore(self, value: jax.Array | np.ndarray) -> None:
         """Stores a restored array, which nobody else uses."""
+        ...
+
+
+class ObjectHolder(Protocol):
+    """An object that contains other objects by name."""
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        """Returns the objects, by name."""
+        ...
+
+
+class StateHolder(Protocol):
+    """An object with a position that JSON can store, such as an iterator."""
+
+    def get_state(self) -> Any:
+        """Returns the position."""
+        ...
+
+    def set_state(self, state: Any, /) -> None:
+        """Continues from a position."""
         ...
 
 
@@ -159,9 +180,12 @@ class Entries:
         for finish in (*self._states, *self._values, *self._ends):
             finish()
 
-    def _add(self, path: Path, x: Any, replace: Callable[[Any], None] | None) -> None:
+    def _add(self, path: Path, x: object, replace: Callable[[Any], None] | None) -> None:
         if x is None:
             return
+        # The order matters. NNX objects come first: an optimizer of tpudist also has objects, which
+        # `_add_nnx` adds after its NNX state. An object with both objects and a state is saved by
+        # its objects. Anything that is left is a pytree, or is refused.
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             self._add_nnx(path, x)
         elif has_array(x):
@@ -180,7 +204,7 @@ class Entries:
         else:
             self._add_leaves(path, x, replace, None)
 
-    def _add_container(self, path: Path, x: Any) -> None:
+    def _add_container(self, path: Path, x: ObjectHolder) -> None:
         if any(x is outer for outer in self._outer):
             return  # a reference to an outer container, whose objects are saved there
         self._outer.append(x)
@@ -193,7 +217,7 @@ class Entries:
             self._add((*path, name), inner, replace)
         self._outer.pop()
 
-    def _add_nnx(self, path: Path, x: Any) -> None:
+    def _add_nnx(self, path: Path, x: nnx_contents.Object) -> None:
         binding = nnx_binding.Binding((x,))
         for index, (variable, value) in enumerate(
             zip(binding.variables, binding.values(), strict=True)
@@ -225,7 +249,7 @@ class Entries:
         self._add_array(path, jax.ShapeDtypeStruct(shape, dtype), sharding, read, write)
 
     def _add_leaves(
-        self, path: Path, tree: Any, replace: Callable[[Any], None] | None, kind: type | None
+        self, path: Path, tree: PyTree, replace: Callable[[Any], None] | None, kind: type | None
     ) -> None:
         tree_depth.check_depth(tree, f"'{join_path(path)}' of the checkpoint", _is_object)
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
@@ -235,6 +259,7 @@ class Entries:
             read = functools.partial(operator.getitem, cell.leaves, index)
             write = functools.partial(cell.write, index)
             if _is_object(x):
+                # It is restored in place, so the tree needs no new leaf.
                 self._add(inner, x, None)
             elif isinstance(x, jax.Array):
                 sharding = x.sharding if x.committed else None
@@ -248,6 +273,8 @@ class Entries:
                 self.entries.append(
                     Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
                 )
+            # NumPy's float64 and str_ are subclasses of Python's types: the branch above has those
+            # of numbers, and others are refused.
             elif isinstance(x, bool | int | float | str) and not isinstance(x, np.generic):
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
@@ -293,7 +320,7 @@ class Container:
         """Returns the objects, by name."""
         raise TypeError(f"{type(self).__name__} must define checkpoint_objects().")
 
-    def replace_object(self, name: str, x: Any) -> None:
+    def replace_object(self, name: str, x: object) -> None:
         """Stores a restored object under a name."""
         setattr(self, name, x)
 
@@ -308,20 +335,21 @@ def find_entries(container: Container) -> Entries:
 
 
 # These look at the type. Attributes of an object may be created on access: `nnx.Rngs` has a stream
-# for any name.
+# for any name. `hasattr`, because lower packages and users define the classes, and because
+# `isinstance` of a runtime protocol is too slow for each leaf of each commit in memory.
 
 
-def has_state(x: object) -> bool:
+def has_state(x: object) -> TypeGuard[StateHolder]:
     """Whether `x` has a position that can be read and set, such as an iterator."""
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
 
 
-def has_array(x: object) -> bool:
+def has_array(x: object) -> TypeGuard[ArrayHolder]:
     """Whether `x` is an `ArrayHolder`."""
     return hasattr(type(x), "checkpoint_spec")
 
 
-def has_objects(x: object) -> bool:
+def has_objects(x: object) -> TypeGuard[ObjectHolder]:
     """Whether `x` contains other objects: a `Container`, or a table on servers."""
     return hasattr(type(x), "checkpoint_objects")
 
@@ -373,11 +401,11 @@ class _Cell:
     replace: Callable[[Any], None] | None
     changed: bool = False
 
-    def write(self, index: int, value: Any) -> None:
+    def write(self, index: int, value: object) -> None:
         self.leaves[index] = value
         self.changed = True
 
-    def write_scalar(self, index: int, value: Any) -> None:
+    def write_scalar(self, index: int, value: ArrayLike) -> None:
         self.write(index, np.asarray(value)[()])
 
     def finish(self) -> None:

@@ -40,6 +40,8 @@ def place(
         if again and entry.sharding is not None:
             value = jax.device_put(value, target(entry).sharding).copy()
         if not isinstance(value, jax.Array):
+            # `jnp.array` copies. On CPUs `device_put` may use the memory of a NumPy array as it is,
+            # and a step could donate memory that belongs to the reader or to a copy of the state.
             value = jnp.array(value) if entry.sharding is None else _put(entry, value)
         if entry.kind == entries.KEY:
             value = jax.random.wrap_key_data(value, impl=entry.dtype)

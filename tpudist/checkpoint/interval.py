@@ -1,6 +1,7 @@
 """Decides by a counter of steps whether it is time for a checkpoint."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +31,11 @@ def as_int(x: object) -> int | None:
     return int(value) if is_integer else None
 
 
+def find_step(checkpoint: object) -> Any:
+    """Returns the `step` of a checkpoint; None if the user gave it none."""
+    return getattr(checkpoint, "step", None)  # an attribute of the user
+
+
 class Interval:
     """The minimum number of steps from one save to the next.
 
@@ -54,6 +60,7 @@ class Interval:
                 f"CheckpointManager(checkpoint_interval={num_steps!r}): checkpoint_interval must "
                 f"be a whole number of at least 1."
             )
+        # A `step` of None is accepted: the user may set it later.
         if counter is None and not hasattr(checkpoint, "step"):
             raise ValueError(
                 "CheckpointManager(checkpoint_interval=...) needs a step counter. Pass "
@@ -70,6 +77,8 @@ class Interval:
         if self.num_steps is None:
             return True
         current, last = self._current_step(), self._last
+        # After a restart the interval continues from the newest checkpoint, whose number is its
+        # step. The numbers of checkpoints need not be values of a counter of the user's own.
         if last is None and self._counter is None:
             last = latest()
         return last is None or current is None or current - last >= self.num_steps
@@ -80,5 +89,4 @@ class Interval:
 
     def _current_step(self) -> int | None:
         counter = self._counter
-        # `step` is an attribute that the user may have given to the checkpoint.
-        return as_int(getattr(self._checkpoint, "step", None) if counter is None else counter)
+        return as_int(find_step(self._checkpoint) if counter is None else counter)

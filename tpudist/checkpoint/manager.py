@@ -16,7 +16,7 @@ from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import read_notes
-from tpudist.checkpoint.interval import Interval, as_int
+from tpudist.checkpoint.interval import Interval, as_int, find_step
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector
 from tpudist.checkpoint.retention import Retention
@@ -28,6 +28,8 @@ from tpudist.options import shorten, warn_if_given
 from tpudist.processes import generations
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
+# Numbers of the managers, for the names of their channels. They are equal in all processes, because
+# all create the same managers in the same order.
 _names = generations.Numbers()
 
 
@@ -92,21 +94,13 @@ class CheckpointManager:
         asynchronous: bool = True,
         timeout_s: float = TIMEOUT_S,
     ):
-        if not isinstance(checkpoint, Container):
-            raise TypeError(
-                f"CheckpointManager(checkpoint={type(checkpoint).__name__}): checkpoint must be a "
-                f"Checkpoint or a TrainState, which name the objects. Pass Checkpoint(model=...)."
-            )
+        _require_container(checkpoint)
         warn_if_given(
             "CheckpointManager(checkpoint_name", checkpoint_name, "checkpoints are named by numbers"
         )
         self.checkpoint = checkpoint
-        self.retention = Retention(
-            max_to_keep,
-            keep_period,
-            _seconds(keep_checkpoint_every_n_hours),
-            best,
-        )
+        keep_every_s = _seconds(keep_checkpoint_every_n_hours)
+        self.retention = Retention(max_to_keep, keep_period, keep_every_s, best)
         self.checkpoint_interval = checkpoint_interval
         self._interval = Interval(checkpoint_interval, step_counter, checkpoint)
         self.restored: RestoreReport | None = None
@@ -115,22 +109,12 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._asynchronous = asynchronous
         self._timeout_s = timeout_s
-        self._files = Directory(directory)
-        if self._files.path.exists() and not self._files.path.is_dir():
-            raise CheckpointError(
-                f"CheckpointManager(directory={str(self._files)!r}): this is a file. Pass a "
-                f"directory."
-            )
+        self._files = _open_directory(directory)
         number = next(_names)
         self._channel = Channel(f"checkpoint/{number}")
         self._history = History(self._files, self._channel, timeout_s)
-        self._saver = Saver(
-            self._files,
-            self._history,
-            self.retention,
-            Barrier(f"checkpoint/{number}/writing"),
-            timeout_s,
-        )
+        barrier = Barrier(f"checkpoint/{number}/writing")
+        self._saver = Saver(self._files, self._history, self.retention, barrier, timeout_s)
         # Whether this process left no partial files in the directory. False at first, because an
         # earlier program may have left some.
         self._is_clean = False
@@ -225,26 +209,7 @@ class CheckpointManager:
             return None
         at_exit = lost_saves.note_at_exit(self.directory)
         with self._lock, goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
-            self.wait()
-            # Objects that cannot be saved raise before anything on the disk changes.
-            step = self._number(checkpoint_number)
-            found = entries.find_entries(self.checkpoint)
-            arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
-            contents["notes"] = dict(self.notes)
-            if not allow_nan:
-                latest = self.latest_step
-                newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
-                refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
-            self._prepare(step)
-            self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
-            self._saver.begin(step, arrays, contents)
-            self._is_clean = True
-            self._interval.begin()
-            if not self._asynchronous:
-                self.wait()
-            path = str(self._files.step(step))
-            goodput.note_calls("save", path=path)
-            return path
+            return self._save(checkpoint_number, metrics, allow_nan)
 
     def check(self) -> None:
         """Raises the error of a save that has failed in the background; returns at once.
@@ -291,6 +256,32 @@ class CheckpointManager:
             lost_saves.note(self.directory, str(failure))
             warnings.warn(str(failure), stacklevel=2)
 
+    def _save(
+        self, checkpoint_number: int | None, metrics: Mapping[str, float] | None, allow_nan: bool
+    ) -> str:
+        # The order: the earlier save ends, because there is one writer. Then comes everything that
+        # can fail without a change on the disk, such as objects that cannot be saved. Then process
+        # 0 prepares the directory, and only then are arrays copied and written.
+        self.wait()
+        step = self._number(checkpoint_number)
+        found = entries.find_entries(self.checkpoint)
+        arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
+        contents["notes"] = dict(self.notes)
+        if not allow_nan:
+            latest = self.latest_step
+            newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
+            refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
+        self._prepare(step)
+        self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
+        self._saver.begin(step, arrays, contents)
+        self._is_clean = True
+        self._interval.begin()
+        if not self._asynchronous:
+            self.wait()
+        path = str(self._files.step(step))
+        goodput.note_calls("save", path=path)
+        return path
+
     def _prepare(self, step: int) -> None:
         """Prepares the directory for a new step; all processes succeed, or all raise."""
         self._history.require_same_step(step)
@@ -317,8 +308,7 @@ class CheckpointManager:
         return self._history.agree(self.latest_step)
 
     def _number(self, requested: int | None) -> int:
-        # `step` is an attribute that the user may have given to the checkpoint.
-        counter = getattr(self.checkpoint, "step", None) if requested is None else requested
+        counter = find_step(self.checkpoint) if requested is None else requested
         if counter is None:
             return (self._agree_on_latest() or 0) + 1
         number = as_int(counter)
@@ -348,9 +338,8 @@ class CheckpointManager:
             if self._init_fn is not None:
                 self._init_fn()
             return None
-        return self.restore().path
+        return self._restore(None, Selection(), verify=True).path
 
-    @goodput.count_as(goodput.Phase.CHECKPOINT)
     def restore(
         self,
         step: int | None = None,
@@ -392,10 +381,15 @@ class CheckpointManager:
                 restored then.
             ValueError: If a pattern of `rename` and its new name have different numbers of `*`.
         """
+        return self._restore(step, Selection(only, exclude, rename, cast), verify=verify)
+
+    # `restore` and `restore_or_initialize` call this directly: warnings of `choose` count the
+    # frames up to their caller (`_OUTSIDE` in `steps_on_disk`).
+    @goodput.count_as(goodput.Phase.CHECKPOINT)
+    def _restore(self, step: int | None, selection: Selection, *, verify: bool) -> RestoreReport:
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
         found = entries.find_entries(self.checkpoint)
-        selection = Selection(only, exclude, rename, cast)
         chosen, skipped = self._history.choose(step, verify=verify)
         path = self._files.step(chosen)
         try:
@@ -406,9 +400,7 @@ class CheckpointManager:
                 raise
             # The program that trains has removed it in the meantime, and has saved newer ones, so
             # this ends. Several processes cannot decide this each on its own.
-            return self.restore(
-                step, only=only, exclude=exclude, rename=rename, cast=cast, verify=verify
-            )
+            return self._restore(step, selection, verify=verify)
         goodput.note("restore", path=str(path))
         self.notes = notes
         self.restored = dataclasses.replace(report, skipped=skipped)
@@ -424,6 +416,23 @@ class CheckpointManager:
                 f"The CheckpointManager of {self._files} is closed. Create another "
                 f"CheckpointManager."
             )
+
+
+def _require_container(checkpoint: object) -> None:
+    if not isinstance(checkpoint, Container):
+        raise TypeError(
+            f"CheckpointManager(checkpoint={type(checkpoint).__name__}): checkpoint must be a "
+            f"Checkpoint or a TrainState, which name the objects. Pass Checkpoint(model=...)."
+        )
+
+
+def _open_directory(directory: str | os.PathLike) -> Directory:
+    files = Directory(directory)
+    if files.path.exists() and not files.path.is_dir():
+        raise CheckpointError(
+            f"CheckpointManager(directory={str(files)!r}): this is a file. Pass a directory."
+        )
+    return files
 
 
 def _seconds(hours: float | None) -> float | None:

@@ -115,6 +115,7 @@ def _share(files: dict[str, Any], share: int, num_shares: int) -> Sequence[str]:
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        # No messages are needed: each process computes the same shares from the same manifest.
         least = loads.index(min(loads))
         shares[least].append(name)
         loads[least] += files[name][0]

@@ -43,6 +43,7 @@ class Save:
         self._directory = directory
         self._wait = wait
         self._after = after
+        # Not a daemon: Python must not end while it writes.
         self._thread = threading.Thread(target=self._run, name=f"tpudist-checkpoint-{step}")
         _unfinished.add(self)
         self._thread.start()
@@ -63,6 +64,7 @@ class Save:
         else:
             text = f"{type(error).__name__}: {error}"[:600]
             lost_saves.note(self._directory, f"Step {self.step} in {self._directory}: {text}")
+        # Last: `_finish_all` waits until the failure is recorded.
         _unfinished.discard(self)
 
     @property
@@ -84,7 +86,7 @@ def _finish_all() -> None:
 # its thread pools, with which Orbax writes, and no thread can start another one. No public hook
 # runs before that. In Python 3.12.0 and 3.12.1 no thread can start when this hook runs, either;
 # then `lost_saves` reports the save.
-getattr(threading, "_register_atexit", lambda _: None)(_finish_all)
+getattr(threading, "_register_atexit", lambda _: None)(_finish_all)  # private in Python
 assert concurrent.futures.thread
 
 

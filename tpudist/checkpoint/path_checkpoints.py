@@ -66,6 +66,9 @@ def write_at(
     contents["notes"] = notes
     if not allow_nan:
         refuse_not_finite(found, arrays, number, f"{target} was not changed.")
+    # Three rounds in all processes: the same path, a path to write to, the result. Only process 0
+    # changes the directory, and its problems are texts: if it raised between two rounds, the
+    # others would wait for it.
     require_same(target, channel, TIMEOUT_S, "write different paths")
     place, problem = agree(_prepare(target), channel, TIMEOUT_S)
     if problem:
@@ -89,6 +92,7 @@ def _write(
     hidden = place if is_remote else place.with_name(place.name + TEMPORARY_SUFFIX)
     barrier = Barrier(f"checkpoint/path/{next(_names)}/writing")
     writer = Writer(
+        # Before the commit the files are in `hidden`, except in object stores, which cannot rename.
         lambda: manifest.write(hidden if hidden.exists() else place),
         barrier if jax.process_count() > 1 else None,
         TIMEOUT_S,

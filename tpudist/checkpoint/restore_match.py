@@ -101,14 +101,9 @@ def match(
     path: str,
     selection: Selection = Selection(),
 ) -> Match:
-    """Pairs the entries of objects with the values of a checkpoint.
+    """Pairs the entries of objects with the values of a checkpoint at `path`.
 
-    Args:
-        found: Entries of the objects.
-        saved: Name of each value of the checkpoint -> its description.
-        aliases: Other names in the checkpoint -> names in `saved`.
-        path: Path of the checkpoint, for the error.
-        selection: The values to restore.
+    `saved` has the description of each value by name, and `aliases` maps other names to these.
 
     Raises:
         CheckpointError: If anything does not match; lists all differences.
@@ -118,10 +113,8 @@ def match(
     renaming = _Renames(selection.rename or {})
     by_name, ambiguous = _rename_all((*aliases, *saved), renaming, aliases)
     selected = [x for x in found.entries if _is_selected(x, only, exclude)]
-    problems = [
-        *renaming.list_problems(),
-        *_list_unused([*(only or ()), *exclude], found.entries),
-    ]
+    # Rules and selectors that match nothing are errors, because they are usually misspelled.
+    problems = renaming.list_problems() + _list_unused([*(only or ()), *exclude], found.entries)
     partial = selection.partial and selection.is_everything
     pairs, casts, used = [], [], set()
     for entry in selected:
@@ -130,9 +123,7 @@ def match(
             problems.append(f"several names are renamed to {entry.name}: {ambiguous[entry.name]}")
             continue
         if name is None:
-            replicas = _describe_replicas(entry, by_name, saved)
-            if replicas or not partial:
-                problems.append(replicas or f"missing in the checkpoint: {entry}")
+            problems += _describe_missing(entry, by_name, saved, partial)
             continue
         used.add(name)
         leaf = saved[name]
@@ -143,11 +134,7 @@ def match(
         pairs.append((entry.fit(leaf["shape"]), name))
         if leaf["dtype"] != entry.dtype:
             casts.append(f"{entry.name}: {leaf['dtype']} to {entry.dtype}")
-    left = [
-        f"{name} {describe(x['kind'], x['shape'], x['dtype'])}"
-        for name, x in saved.items()
-        if name not in used
-    ]
+    left = [f"{name} {_describe_leaf(x)}" for name, x in saved.items() if name not in used]
     if selection.is_everything and not partial:
         problems += [f"in the checkpoint, but not in the objects: {x}" for x in left]
     if partial and selected and not pairs and not problems:
@@ -157,6 +144,19 @@ def match(
     restored = {entry.name for entry, _ in pairs}
     not_restored = tuple(str(x) for x in found.entries if x.name not in restored)
     return Match(pairs, not_restored, tuple(left), tuple(casts))
+
+
+def _describe_leaf(leaf: Leaf) -> str:
+    return describe(leaf["kind"], leaf["shape"], leaf["dtype"])
+
+
+def _describe_missing(
+    entry: Entry, by_name: Mapping[str, str], saved: Mapping[str, Leaf], partial: bool
+) -> list[str]:
+    replicas = _describe_replicas(entry, by_name, saved)
+    if replicas:
+        return [replicas]
+    return [] if partial else [f"missing in the checkpoint: {entry}"]
 
 
 def _mismatch_error(path: str, problems: Iterable[str]) -> CheckpointError:
@@ -182,7 +182,7 @@ def _as_list(selector: Selector | None) -> Sequence[str | type] | None:
 
 
 def _difference(entry: Entry, leaf: Leaf, cast: bool) -> str | None:
-    there = describe(leaf["kind"], leaf["shape"], leaf["dtype"])
+    there = _describe_leaf(leaf)
     here = describe(entry.kind, entry.shape, entry.dtype)
     if numbers.needs_conversion(entry, leaf):
         return None

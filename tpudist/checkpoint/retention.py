@@ -64,6 +64,7 @@ class Retention:
             ValueError: If the metric of `best` is missing.
         """
         try:
+            # Metrics may be arrays `[]` on devices; they become JSON.
             numbers = {str(name): float(x) for name, x in (metrics or {}).items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise TypeError(
@@ -118,4 +119,5 @@ class Retention:
                 if step in times and times[step] - last >= self.keep_every_s:
                     keep.add(step)
                     last = times[step]
+        # No rule looks at what an earlier call kept, so a restarted program decides as before.
         return [step for step in ordered if step not in keep]

@@ -158,6 +158,8 @@ def _read_values(
             spec = entry_values.target(entry)
             if numbers.needs_conversion(entry, leaf):
                 spec = jax.ShapeDtypeStruct((), jnp.dtype(leaf["dtype"]))
+            # Several entries may share one stored array. It is read once, as the first of them
+            # needs it, and `place` makes copies for the others.
             specs.setdefault(tuple(leaf["path"]), spec)
     try:
         return read_arrays(item, specs)

@@ -74,6 +74,7 @@ class Saver:
             barrier = self._barrier if jax.process_count() > 1 else None
             self._writer = Writer(self._before_commit, barrier, self._timeout_s)
         self._step = step
+        # Before the commit, so that retention knows the step at once; `_failure` forgets it again.
         self._history.remember(step, contents)
         try:
             self._writer.begin(self._files.step(step), arrays, contents)
@@ -157,6 +158,7 @@ class Saver:
             warnings.warn(str(self._failure(save.step, save.error)), stacklevel=4)
 
     def _finish(self) -> None:
+        # Cleared first: an error is raised by one call only.
         save, self._save = self._save, None
         self._warn()
         if save is not None and save.error is not None:

@@ -7,7 +7,7 @@ files are verified in shares, one for each process.
 import json
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
@@ -18,11 +18,14 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
 from tpudist.processes.coordination import Channel
 
+T = TypeVar("T")
+
 _OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restore_or_initialize`
 
 
-def agree(value: Any, channel: Channel, timeout_s: float) -> Any:
+def agree(value: T, channel: Channel, timeout_s: float) -> T:
     """Returns the value of process 0, in all processes."""
+    # It travels as JSON, so callers must not rely on tuples: they arrive as lists.
     (answer, *_) = channel.exchange(json.dumps(value), timeout_s=timeout_s)
     return json.loads(answer)
 
@@ -96,7 +99,7 @@ class History:
         """Returns the highest of these numbers, or None."""
         return max(self.steps(), default=None)
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value: T) -> T:
         """Returns process 0's value: other processes may see a change in the directory earlier."""
         return agree(value, self._channel, self._timeout_s)
 

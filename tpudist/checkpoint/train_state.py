@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.checkpoint.checkpoint import Checkpoint
 
 
@@ -28,6 +29,7 @@ class TrainState(Checkpoint):
         rngs: `nnx.Rngs`, or random keys, that are not part of the model.
     """
 
+    # `Any`, so that a program can use its own objects without casts.
     model: Any
     optimizer: Any
     step: Any
@@ -36,13 +38,13 @@ class TrainState(Checkpoint):
 
     def __init__(
         self,
-        model: Any = None,
-        optimizer: Any = None,
+        model: PyTree = None,
+        optimizer: PyTree = None,
         *,
-        step: Any = 0,
-        batches: Any = None,
-        rngs: Any = None,
-        **more: Any,
+        step: object = 0,
+        batches: object = None,
+        rngs: PyTree = None,
+        **more: object,
     ):
         super().__init__(
             model=model, optimizer=optimizer, step=step, batches=batches, rngs=rngs, **more
