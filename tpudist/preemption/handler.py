@@ -5,12 +5,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tpudist import step_boundaries
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from tpudist.checkpoint.interval import find_step
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
@@ -22,6 +23,8 @@ from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.preemption.termination import URGENT, TerminationConfig
 from tpudist.processes import generations
 from tpudist.processes.coordination import Channel
+
+T = TypeVar("T")
 
 RUN_CALLS = "checkpointed_runs"
 """Name of the note in a checkpoint with the number of calls of `run`, as in TensorFlow."""
@@ -116,7 +119,9 @@ class PreemptionCheckpointHandler:
         """Number of calls of `run`, including those before a restart of the program."""
         return self._total_run_calls
 
-    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, distributed_train_function: Callable[..., T], *args: object, **kwargs: object
+    ) -> T:
         """Calls the function. Before that is a boundary, unless an element was taken for the call.
 
         Args:
@@ -133,7 +138,7 @@ class PreemptionCheckpointHandler:
         self._end_call()
         return result
 
-    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
         """Marks a boundary: all elements that were taken from iterators have been used.
 
         Args:
@@ -161,7 +166,7 @@ class PreemptionCheckpointHandler:
         step_boundaries.unregister(self._at_boundary)
         self._close()
 
-    def _at_boundary(self, *args: Any, **kwargs: Any) -> None:
+    def _at_boundary(self, *args: object, **kwargs: object) -> None:
         if self._is_over or self._is_handling:
             return
         self._listening.check()
@@ -196,6 +201,8 @@ class PreemptionCheckpointHandler:
         if notice.is_from_this_process:
             self._end_s = notice.given_at_s + notice.content.grace_s
         else:
+            # Only the process that must end knows when. When its grace period is over, it gives the
+            # second notice, which all processes learn.
             self._end_s = float("inf")
         self._agreement = Agreement(f"{self._name}/last")
         self._agreements.append(self._agreement)
@@ -231,14 +238,15 @@ class PreemptionCheckpointHandler:
         try:
             self._config.exit_fn()
         except BaseException:
+            # `finally` blocks run now, and a second SIGTERM must not interrupt them. The exit
+            # handler closes the agreements, for which it needs the other processes (`close_with`).
             self._listening.close(process_ends=True)
             raise
         self._close()
 
     def _is_saved(self) -> bool:
         """Whether a checkpoint of the present step exists, as process 0 sees it."""
-        # `step` is an attribute that the user may have given to the checkpoint.
-        step = getattr(self._manager.checkpoint, "step", None)
+        step = find_step(self._manager.checkpoint)
         exists = step is not None and np.asarray(step).tolist() in self._manager.steps
         (answer, *_) = self._meeting.exchange(str(exists))
         return answer == "True"

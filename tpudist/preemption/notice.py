@@ -94,6 +94,8 @@ class Notice:
             self._thread.join()
 
     def _watch(self) -> None:
+        # Twice as many processes at one service would make each read wait longer, so the interval
+        # grows with their number: 1,000 processes read every 2.25 s.
         interval_s = INTERVAL_S + self.board.num_processes / _READS_PER_S
         while not self._closing.wait(interval_s):
             try:

@@ -26,7 +26,7 @@ def survive(
     processes: Collection[int] | None = None,
     in_process: bool | None = None,
 ) -> T:
-    """Calls `train`, and calls it again with other processes when a process fails or joins.
+    """Calls `train`, and again with other processes when one fails or joins; returns its result.
 
         def train(survivor):
             strategy = tpudist.MultiWorkerMirroredStrategy(deterministic=8)
@@ -40,7 +40,8 @@ def survive(
         tpudist.experimental.survive(train)
 
     Under `tpudist launch`, the remaining processes continue without a restart, from the newest
-    state that one of them has in memory. Everywhere else, `train` is called once.
+    state that one of them has in memory. Everywhere else, `train` is called once. `survive` returns
+    once `train` has returned in all processes.
 
     Create all objects that use devices (strategies, Variables, models, arrays, distributed
     datasets) in `train`, because each call starts from scratch. `train` runs in its own thread. If
@@ -48,8 +49,7 @@ def survive(
 
     Args:
         train: Called with a `Survivor`, to which it reports its state.
-        every: Number of commits per copy of the state in host memory. At most this many steps are
-            repeated.
+        every: Commits per copy of the state in host memory. At most this many steps are repeated.
         processes: Numbers of processes with which the program can continue, such as (1, 2, 4); by
             default any number. Extra processes wait.
         in_process: Whether JAX restarts in the same process when other processes fail. With False,
@@ -57,16 +57,24 @@ def survive(
             in memory: for devices that are released only when a program ends. The default is True
             on CPUs, where it was tested, and False elsewhere.
 
-    Returns:
-        The result of `train`, once it has returned in all processes.
-
     Raises:
         RuntimeError: If JAX has already started its devices.
-        ValueError: If `every` or `processes` contains a number below 1, or if this system does not
-            support `in_process=False`.
+        ValueError: If a number is below 1, or this system does not support `in_process=False`.
         SystemExit: With code 143 if this process received a request to end (SIGTERM); with code 0
             if it was not needed at the end of the run.
     """
+    allowed = _check_options(every, processes, in_process)
+    supervisor = os.environ.get(generations.SUPERVISOR)
+    if supervisor is None:
+        return train(Survivor(0, Copies(None), every, Link()))
+    _require_no_devices()
+    return SupervisedProcess(train, every, allowed, in_process, supervisor).run()
+
+
+def _check_options(
+    every: int, processes: Collection[int] | None, in_process: bool | None
+) -> list[int] | None:
+    """Returns the allowed numbers of processes, ascending; None for any number."""
     allowed = None if processes is None else sorted(set(processes))
     if every < 1 or allowed is not None and (not allowed or allowed[0] < 1):
         raise ValueError(
@@ -75,13 +83,13 @@ def survive(
         )
     if in_process is False and (why := restart_in_place.why_not_supported()):
         raise ValueError(f"survive(in_process=False) is not supported: {why}. Omit in_process.")
-    supervisor = os.environ.get(generations.SUPERVISOR)
-    if supervisor is None:
-        return train(Survivor(0, Copies(None), every, Link()))
+    return allowed
+
+
+def _require_no_devices() -> None:
     if emulation.has_backend():
         raise RuntimeError(
             "survive() was called after JAX started the devices of this process, which would not "
             "be the devices of the run. Create arrays and strategies only inside the function "
             "that survive() calls."
         )
-    return SupervisedProcess(train, every, allowed, in_process, supervisor).run()
