@@ -200,4 +200,4 @@ def _refuse_per_replica(var: Variable, arguments: PyTree) -> None:
 
 
 def _as_part(x: object) -> object:
-    return LocalPart(x) if traces.is_traced(x) else x
+    return LocalPart(x) if isinstance(x, jax.Array) and traces.is_traced(x) else x

@@ -3,7 +3,7 @@
 Arithmetic, comparison and conversion apply to `read_value()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 
+# Python looks for an operator in the class and not in the instance, so `__getattr__` could not
+# forward them: the class needs a function for each.
 def _operator(name: str) -> Any:
     """Returns the operator `name` of the value's array."""
 
@@ -44,7 +46,7 @@ class ReadsAsArray:
     def __init_subclass__(cls) -> None:
         # Functions of JAX flatten their arguments, so they receive the value. Pass `is_leaf` to
         # `jax.tree` functions to receive the object. Unflattening gives the array, not the object.
-        def unflatten(_: None, children: Any) -> Any:
+        def unflatten(_: None, children: Sequence[Any]) -> Any:
             return children[0]
 
         jax.tree_util.register_pytree_node(cls, lambda x: ((x.read_value(),), None), unflatten)
@@ -103,9 +105,10 @@ class ReadsAsArray:
     __eq__, __ne__ = _operator("__eq__"), _operator("__ne__")
     __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
     __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
+    # A class that defines `__eq__` has no hash unless it names one.
     __hash__ = object.__hash__
 
-    def __getitem__(self, index: Any):
+    def __getitem__(self, index: object):
         parts = tuple(map(_as_operand, index)) if isinstance(index, tuple) else _as_operand(index)
         return self._apply("__getitem__", [parts])
 

@@ -123,6 +123,8 @@ class Component(ReadsAsArray):
             )
         new = variable.conform(value)
         if method != "assign":
+            # Both operands are on this replica's devices. Inside the mesh of a scope, JAX would
+            # reject arrays that are on a part of its devices.
             old = self.read_value()
             with placement.without_mesh():
                 new = combine(old, jax.device_put(new, old.sharding))
@@ -199,4 +201,5 @@ class Component(ReadsAsArray):
         return f"<component {self.name!r} {self.dtype}[{shape}] of a Variable on {self.device}>"
 
     def __reduce__(self) -> Any:
+        # It raises: a component cannot be pickled without its variable, and the variable cannot.
         self.variable.__reduce__()

@@ -54,6 +54,7 @@ _records = WeakIdentityDict()
 
 def record(value: PerReplica, drift: Drift) -> PerReplica:
     """Records a value in the place of a value that was equal on all replicas."""
+    # The first record stays: it names the call that caused the drift.
     _records.setdefault(value.array, drift)
     return value
 

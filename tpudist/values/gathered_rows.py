@@ -23,6 +23,7 @@ def all_gather(value: PyTree, axis: int, packing: Packing | None = None) -> PyTr
         array = jnp.asarray(x)
         if not -array.ndim <= axis < array.ndim:
             return collectives.all_gather(array, axis, packing)  # raises the error
+        # The frame knows how many rows are real on each replica. It needs the axis from the front.
         return frame.gather_rows(array, axis % array.ndim)
 
     return jax.tree.map(gather, value)

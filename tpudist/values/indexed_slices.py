@@ -32,7 +32,9 @@ class IndexedSlices:
     __slots__ = ("dense_shape", "indices", "values")
 
     # Not only arrays: JAX also rebuilds pytrees with shapes, specs and other leaves.
-    def __init__(self, values: Any, indices: Any, dense_shape: ArrayLike | Shape | None = None):
+    def __init__(
+        self, values: PyTree, indices: PyTree, dense_shape: ArrayLike | Shape | None = None
+    ):
         self.values, self.indices = values, indices
         self.dense_shape = None if dense_shape is None else _parse_shape(dense_shape)
 
@@ -93,6 +95,9 @@ def all_reduce(
     """
     if not has_slices(value):
         return dense(op, value)
+    # Two calls for the whole tree, one for arrays and one for slices, because a call can combine
+    # its arrays into few collectives. The iterators put the results back in the order of the
+    # leaves.
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_slices)
     arrays = iter(dense(op, [x for x in leaves if not is_slices(x)]))
     slices = iter(_gather(op, [x for x in leaves if is_slices(x)]))
@@ -100,6 +105,8 @@ def all_reduce(
 
 
 def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
+    # Concatenation is a sum: rows with equal indices add up when slices are used. So a mean only
+    # divides the values.
     n = check_op(op, collectives.num_replicas())
     pairs = [(jnp.asarray(x.values), jnp.asarray(x.indices)) for x in slices]
     gathered = gathered_rows.all_gather(pairs, 0)

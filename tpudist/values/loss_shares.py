@@ -35,5 +35,7 @@ def warn_of_mean(value: PerReplica, num_replicas: int) -> None:
         f"the loss on one device. Sum it: strategy.reduce('sum', loss, axis=None). To disable this "
         f"warning: warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
     )
+    # At the user's line, which is searched for in the stack: the number of frames of this library
+    # between it and here varies, so `stacklevel` cannot name it.
     file, _, number = (source_lines.line_of_call() or "unknown:0").rpartition(":")
     warnings.warn_explicit(text, LocalMeanWarning, file, int(number), registry=_shown)

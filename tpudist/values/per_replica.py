@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from tpudist import context
 from tpudist.array_types import PyTree
@@ -25,7 +26,7 @@ class _OrMirrored(type):
     """Makes mirrored arrays instances of a class, and excludes Variables with one copy."""
 
     # Only for `isinstance`: `is_distributed` uses `issubclass`, which excludes plain arrays.
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
             # A `state.variable.Variable` has this attribute.
             return cls is not DistributedValues or not getattr(instance, "has_one_copy", False)
@@ -94,6 +95,8 @@ class PerReplica(DistributedValues):
         In a replica function that captures it, the child is this replica's part.
         """
         local = self._local()
+        # Structure is hashed and compared: under `jax.jit`, another number of rows makes another
+        # program.
         structure = (self.rows, self.dim, self.other_rows)
         return (self.array if local is None else local,), structure
 
@@ -136,6 +139,8 @@ class PerReplica(DistributedValues):
 
     def _part_in_trace(self) -> Any:
         """Returns this replica's part in a trace; None outside of all traces."""
+        # In a trace the array is an argument, and already this replica's part. A concrete array was
+        # captured by the traced function, and the frame finds this replica's part of it.
         if is_traced(self.array):
             return self.array
         frame = context.current().frame
@@ -184,13 +189,13 @@ class PerReplica(DistributedValues):
     def __jax_array__(self) -> Any:
         return self._as_array()
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Returns an item of this replica's part; with `...`, as for an NNX Variable, all parts."""
         if key is ... and self._local() is None:
             return self
         return self._as_array()[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: "ArrayLike | PerReplica") -> None:
         """Replaces all parts, by a PerReplica or by one value for all: `variable[...] = 0`.
 
         Raises:
@@ -233,6 +238,7 @@ def _forward(name: str) -> None:
     setattr(PerReplica, name, operator)
 
 
+# Not `__eq__`, `__ne__` and `__hash__`, so that a PerReplica can be compared and found by identity.
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     _forward(f"__{_name}__")
     _forward(f"__r{_name}__")
@@ -252,7 +258,7 @@ class LocalPart(PerReplica):
 
     __slots__ = ()
 
-    def __init__(self, array: Any):
+    def __init__(self, array: jax.Array):
         super().__init__(array)
 
     def _part_in_trace(self) -> Any:

@@ -130,12 +130,16 @@ def _stack(
     """Returns a PerReplica of this process's parts; `described` has the parts of all replicas."""
     if any(name.startswith(_KEY) for name, _ in described.values()):
         return _stack_keys(mesh, local, described)
+    # Over the values of all replicas, not only of this process: all processes must make the same
+    # global array.
     dtype = np.result_type(*(jnp.dtype(name) for name, _ in described.values()))
     shapes = {i: tuple(shape) for i, (_, shape) in described.items()}
     if len(set(shapes.values())) == 1:
         return PerReplica(placement.stack(mesh, np.stack(local).astype(dtype, copy=False)))
     ranks = {len(shape) for shape in shapes.values()}
     uneven = [d for d in range(min(ranks)) if len({shape[d] for shape in shapes.values()}) > 1]
+    # The last condition: the shapes of replicas of other processes are unknown (`stack_parts`), so
+    # the padding could differ between processes.
     if len(ranks) > 1 or len(uneven) > 1 or len(shapes) < mesh.num_replicas:
         each = ", ".join(f"{i}: {list(shape)}" for i, shape in sorted(shapes.items()))
         raise ValueError(
@@ -170,7 +174,7 @@ def _stack_keys(
     return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(local[0])))
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: object) -> Any:
     """Returns a host array, or random keys as they are; raises for values that are not numbers."""
     if random_keys.is_key(value):
         return value
