@@ -125,6 +125,8 @@ class GenerationControl:
 
     def receive(self, member: Member, message: dict[str, Any]) -> None:
         """Handles a message of a process. Messages of an earlier generation are ignored."""
+        # Each message has one of the keys below, which names its kind. Messages of an earlier
+        # generation are normal: the member had sent them before it read `stop`.
         if "hello" in message:
             self._welcome_again(member, message["host"], message["port"])
         elif "ready" in message:
@@ -184,6 +186,7 @@ class GenerationControl:
             return
         numbers = ", ".join(map(str, missing))
         if waited_s < limit_s:
+            # After 5, 10, 20 s and so on: a long wait prints few lines.
             self._next_report_s *= 2
             self._report(
                 f"waiting for process(es) {numbers} to join generation "
@@ -207,6 +210,8 @@ class GenerationControl:
 
     def _welcome_again(self, member: Member, host: str, port: int) -> None:
         """Repeats what a program may have missed while another one replaced it in its process."""
+        # `welcome` first: the connection may still contain messages for the replaced program, and
+        # the new one skips everything before it.
         member.address = host, port
         member.send(welcome=True)
         if self.is_done:
@@ -237,6 +242,8 @@ class GenerationControl:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # The thread that reads from the line then calls `remove`, as after any other loss. So a
+        # process on another host is removed even if nobody can end it.
         member.line.close()
 
     # Changes that can wait: a process joins, or received a request to end. They happen between two
@@ -275,6 +282,8 @@ class GenerationControl:
 
     def _begin_generation(self, why: str) -> None:
         """Begins a generation; `why` is the reason that the processes record."""
+        # Members that leave are removed before the choice. A spare that waits is in `members`, but
+        # not in `present`, and gets no message until it is chosen.
         for member in [x for x in self.members if x.is_leaving]:
             member.send(leave=True)
             self.members.remove(member)

@@ -57,6 +57,8 @@ class Hosts:
             return None
         # Without the variable the secret only tells runs apart: anybody can compute it.
         text = os.environ.get(SECRET) or ",".join(map(str, (*self.names, self.port)))
+        # A hash, because the secret is part of an address that is split at spaces; 128 bits are
+        # enough.
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

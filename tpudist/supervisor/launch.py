@@ -23,6 +23,7 @@ from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.worker_process import WorkerProcess
 from tpudist.xla import emulation
 
+# EX_SOFTWARE of sysexits.h, and the shell's code after Ctrl-C (128 plus the number of SIGINT).
 EXIT_GAVE_UP = 70
 INTERRUPTED = 130
 END_S = 15.0
@@ -63,6 +64,9 @@ class Launch:
         """Runs the program to its end, with restarts; returns the exit code for this process."""
         left = self.restarts
         with _record_signals() as signals, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
+            # Ends, because each turn returns or uses one of the restarts. Signals are considered
+            # first: the exit codes that they cause look like losses. A negative code is the number
+            # of a signal, and 128 plus that number is the code by which a shell reports it.
             while True:
                 attempt = _Attempt(self, left, cache)
                 codes, left = attempt.run(signals), attempt.restarts_left
@@ -73,6 +77,8 @@ class Launch:
                     return EXIT_GAVE_UP
                 if not any(codes.values()):
                     return 0
+                # In the order of the ends: the first failure is the cause, and processes that lost
+                # that one ended after it.
                 first, code = next((i, x) for i, x in codes.items() if x)
                 end = f"process {first} {_describe(code)}"
                 if attempt.is_done:
@@ -142,6 +148,8 @@ class _Attempt:
         def write(line: str) -> None:
             launch.write(None, line)
 
+        # There is a server even if the program never calls `survive`, because that is not known
+        # before the start. `is_used` tells the two apart later.
         if hosts.is_first:
             count = launch.num_processes * len(hosts.names)
             return Membership(host, count, write, port=hosts.port, secret=secret)
@@ -157,6 +165,8 @@ class _Attempt:
         index = next(self._numbers)
         task = {"cluster": self._cluster, "task": {"type": "worker", "index": index}}
         env = {
+            # A spare's index is outside of this cluster. `survive` sets TF_CONFIG again for each
+            # generation that the process joins.
             "TF_CONFIG": json.dumps(task),
             generations.SUPERVISOR: f"{self._membership.address} {index}",
             generations.COMPILE_CACHE: self._cache,
@@ -205,6 +215,9 @@ class _Attempt:
 
     def _handle_loss(self, index: int, code: int) -> bool:
         """Returns whether the others continue without a process; may start a replacement."""
+        # Without `survive`, a loss ends the attempt. With it, an error of the program (1) would
+        # repeat in every process, so it ends the attempt too, unless a spare failed before it
+        # joined.
         membership = self._membership
         if code == 0 or not membership.is_used and not self._is_spare(index):
             return False

@@ -57,6 +57,8 @@ def choose_members(
     """
     able = [x for x in members if not x.is_leaving]
     able.sort(key=lambda x: (x not in present, x.index))
+    # The largest allowed number wins. Removing from the end keeps the processes that have the
+    # state.
     for size in range(min(len(able), count), 0, -1):
         chosen = able[:size]
         if all(x.allowed is None or size in x.allowed for x in chosen):

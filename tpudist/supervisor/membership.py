@@ -129,6 +129,8 @@ class Membership:
             self.is_used = True
             self._arrived.add(member.index)
             self._control.add(member)
+        # The loop ends with the connection: after an exit, a kill, a network failure or `close` of
+        # this side. So every loss of a process is handled at one place, `remove`.
         for message in line:
             with self._lock:
                 self._control.receive(member, message)

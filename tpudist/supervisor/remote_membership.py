@@ -86,6 +86,8 @@ class RemoteMembership:
         state = self._line.read()
         if state is None:
             return False
+        # One assignment of a new dict: the thread of the launcher sees the old state or the new
+        # one.
         self._state = state
         return True
 
@@ -120,6 +122,7 @@ def _connect(
                     f"Start the same command on {host}, the first host, and make sure that this "
                     f"host can reach its port."
                 ) from error
+            # After 5, 10, 20 s and so on: a long wait prints few lines.
             if waited_s > next_report_s:
                 next_report_s *= 2
                 report(

@@ -89,6 +89,8 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:  # all have ended
             pass
+        # `wait` removes the zombie. The reader ends when nobody has the pipe open any more; a child
+        # in another process group may keep it open, hence the limit.
         self._process.wait()
         self._reader.join(1.0)
 

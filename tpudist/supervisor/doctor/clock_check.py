@@ -88,6 +88,7 @@ def check_clock(
 ) -> list[Answer]:
     """Checks whether the kernel, systemd-timesyncd or chrony reports a synchronized clock."""
     asked = "clock"
+    # From cheap to expensive: a system call, a file, and then a program that may take seconds.
     kernel = read_kernel_clock()
     if kernel is not None and kernel.is_synchronized:
         error = f"at most {kernel.max_error_s:.3g} s wrong, as the kernel reports"

@@ -51,6 +51,8 @@ def check_local_processes(
     program = _program(python, device_program.TOGETHER, timeout_s)
     options = ["-n", str(num_processes), "--devices-per-process", str(num_emulated)]
     command = [sys.executable, "-m", "tpudist", "launch", *options, *program]
+    # 3 s more than the deadline of the processes: they end by themselves and print their stacks
+    # before `tpudist launch` is killed.
     outcome = run_to_end(command, {}, timeout_s + 3)
     answers = _check_sum(asked, _read(outcome), num_processes, outcome, timeout_s)
     if answers[0].verdict is Verdict.OK and outcome.exit_code:

@@ -39,6 +39,7 @@ def main(mode: str) -> None:
         if len(addresses) > 1:
             connection.connect(addresses[0], len(addresses), config["task"]["index"])
     devices = jax.devices() if mode == TOGETHER else jax.local_devices()
+    # A report of its own before the sum: if the sum hangs, it is known that the devices started.
     _report(platform=devices[0].platform, kind=devices[0].device_kind, count=len(devices))
     total = sum_over(devices)
     expected = exact_sum(len(devices))
@@ -53,6 +54,8 @@ def main(mode: str) -> None:
 
 def sum_over(devices: list[jax.Device]) -> np.ndarray:
     """Returns the all-reduce of int32 `[128]`; device i has (i + 1) times the numbers 1 to 128."""
+    # Integers, because their sum is exact in any order. Each device has another multiple, so a
+    # device that is missing or counted twice changes the sum.
     mesh = Mesh(np.array(devices), ("device",))
     rows = np.outer(np.arange(1, len(devices) + 1), np.arange(1, _LENGTH + 1)).astype(np.int32)
     split = NamedSharding(mesh, PartitionSpec("device"))

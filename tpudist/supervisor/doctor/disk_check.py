@@ -70,6 +70,7 @@ def _write_file(folder: Path) -> None:
         with open(name, "xb") as file:
             file.write(b"\1" * _TRY_BYTES)
             file.flush()
+            # Network file systems may report a full disk or an exceeded quota only here.
             os.fsync(file.fileno())
         name.rename(after)
     finally:

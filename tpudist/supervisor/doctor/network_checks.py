@@ -102,6 +102,7 @@ def is_local_address(address: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            # UDP: nothing is sent, and no port of TCP is used up.
             trial.bind((address, 0))
     except OSError:
         return False

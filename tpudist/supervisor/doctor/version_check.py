@@ -108,6 +108,7 @@ def _is_within(here: list[int], op: str, limit: str) -> bool:
     if limit.endswith(".*"):
         same = here[: len(there)] == there
         return same if op == "==" else not same if op == "!=" else True
+    # Missing numbers count as zero: 1.4 equals 1.4.0.
     length = max(len(here), len(there))
     padded, bound = (x + [0] * (length - len(x)) for x in (here, there))
     if op == "~=":  # "~=1.4" means ">=1.4, ==1.*"
