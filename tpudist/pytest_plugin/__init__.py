@@ -126,6 +126,7 @@ def tpudist_pod() -> Iterator[Callable[..., Pod]]:
                     pytest.skip(f"tpudist_pod(separate_hosts=True): {why}")
                 options["hosts"] = stack.enter_context(isolated_hosts.make_isolated_hosts())
             pod = Pod(program, *args, **options)
+            # For a test without a `with` block; closing a pod twice does nothing.
             stack.callback(functools.partial(pod.__exit__, None, None, None))
             return pod
 
@@ -135,6 +136,7 @@ def tpudist_pod() -> Iterator[Callable[..., Pod]]:
 def _num_devices(config: pytest.Config) -> int | None:
     """Returns the number on the command line, or else the number in the settings, or None."""
     option, setting = config.getoption(OPTION), config.getini(SETTING)
+    # The option wins even if it is 0, which `emulate` rejects with a message.
     if option is not None or not setting:
         return option
     try:

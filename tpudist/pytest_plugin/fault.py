@@ -64,5 +64,6 @@ def draw_faults(seed: int, num_processes: int, num_calls: int, count: int = 1) -
         count: Number of faults.
     """
     rng = random.Random(seed)
+    # Without repetition: the second fault of a process that was killed would never happen.
     processes = rng.sample(range(num_processes), count)
     return [Fault(rng.choice(KINDS), i, rng.randrange(num_calls)) for i in processes]

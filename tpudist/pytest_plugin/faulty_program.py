@@ -7,7 +7,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tpudist
@@ -23,15 +23,18 @@ def main(words: Sequence[str]) -> None:
     faults = [Fault(**x) for x in json.loads(words[0])]
     process = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     own_faults = [fault for fault in faults if fault.process == process]
-    run, num_calls = tpudist.Strategy.run, 0
+    run: Callable[..., Any] = tpudist.Strategy.run
+    num_calls = 0
 
-    def run_with_faults(self: tpudist.Strategy, *args: Any, **kwargs: Any) -> Any:
+    def run_with_faults(self: tpudist.Strategy, *args: object, **kwargs: object) -> Any:
         nonlocal num_calls
         call, num_calls = num_calls, num_calls + 1
         for fault in own_faults:
             fault.strike(call)
         return run(self, *args, **kwargs)
 
+    # The method of the class, so that calls of all strategies count together. Without faults, the
+    # program runs unchanged.
     if own_faults:
         tpudist.Strategy.run = run_with_faults
     sys.argv = list(words[1:])

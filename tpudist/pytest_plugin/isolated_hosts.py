@@ -63,6 +63,8 @@ class IsolatedHosts:
         self.plug_in()
 
     def _remove(self) -> None:
+        # Errors are ignored, because `_make` may have failed halfway. The cable ends with either of
+        # its namespaces.
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(_names_folder(name), ignore_errors=True)
@@ -93,6 +95,7 @@ def why_not() -> str:
     if os.geteuid():
         return "only root can create network namespaces"
     try:
+        # Only a trial tells: in a container, root may lack the permission.
         with make_isolated_hosts():
             return ""
     except subprocess.CalledProcessError as error:

@@ -99,6 +99,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         self._env = {**(env or {}), "PYTHONUNBUFFERED": "1"}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._count, self._hosts, self._is_launched = num_processes, hosts, launch is not None
+        # Ends the processes of a test that hangs outside of the methods below, which have limits of
+        # their own.
         self._timer = threading.Timer(timeout_s, self._end)
         self._timer.daemon = True
         self._timeout_s, self._is_over, self._is_closed = timeout_s, False, False
@@ -153,6 +155,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             if process in self._processes and self._processes[process].poll() is None:
                 return self._processes[process].pid
         else:
+            # The environment has the number of the process; a replacement has a number of its own.
             for pid in _children(self._processes[0].pid):
                 if _variable(pid, "TPUDIST_SUPERVISOR").split()[-1:] == [str(process)]:
                     return pid
@@ -162,6 +165,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         """Returns the output of a process so far; with `launch`, the lines with its number."""
         if not self._is_launched:
             return self._read(process)
+        # `tpudist launch` writes `[ 1] ` with the process before each line.
         lines = (line.partition("] ") for line in self._read(0).splitlines())
         return "\n".join(text for label, _, text in lines if label.strip("[ ") == str(process))
 
@@ -174,6 +178,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         deadline = time.monotonic() + timeout_s
         while text not in self.output(process):
             popen = self._processes.get(0 if self._is_launched else process)
+            # Reads again after `poll`: the process may have printed the text and ended since the
+            # first read.
             if popen is None or popen.poll() is not None and text not in self.output(process):
                 raise PodError(self._describe(f"Process {process} did not print {text!r}."))
             if time.monotonic() > deadline:
@@ -247,6 +253,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                             "task": {"type": "worker", "index": i},
                         }
                     ),
+                    # As in `emulation.environment_of`, whose module imports JAX. This process may
+                    # have no use for it.
                     "TPUDIST_EMULATE": str(n),
                     "JAX_PLATFORMS": "cpu",
                     "JAX_NUM_CPU_DEVICES": str(n),

@@ -23,6 +23,7 @@ def drop_right(found: Sequence[Finding], averages: Collection[str]) -> list[Find
         found: The findings.
         averages: Names of the totals and counts of averages.
     """
+    # The names of `nnx.metrics.Average`: its state has a `total` and a `count`.
     factors = {x.leaf: x.factor for x in found if x.leaf in averages}
 
     def is_right(leaf: str) -> bool:

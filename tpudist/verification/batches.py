@@ -76,6 +76,9 @@ class HostBatch:
 
     def exchange(self, mesh: ReplicaMesh) -> PerReplica:
         """Returns a batch in which each row is on another replica, at the same position."""
+        # Row k of replica i comes from replica (i + k) % n. So every replica gets a mixture of the
+        # rows of all, each at its old position: a reduction over all rows keeps its value, and a
+        # nonlinear operation on the rows of one replica does not.
         n, rows = mesh.num_replicas, range(self.each)
         parts = [
             self.rows.take([(i + k) % n * self.each + k for k in rows], self.dim) for i in range(n)

@@ -63,6 +63,8 @@ class Pairing:
             copies: The run on one device that has `num_copies` copies of each row.
             num_copies: The number of copies.
         """
+        # `strict`: both calls yield the same arrays in the same order, which depend on the step and
+        # not on the rows.
         for x, grown in zip(
             self.pairs(many, one, disturbed), self.pairs(many, copies, ()), strict=True
         ):

@@ -103,17 +103,27 @@ def compare(values: Values, epsilon: float, n: int = 1) -> Finding | None:
     tolerance = safety * max(float(np.abs(x).max(initial=0)) for x in [*noise, floor])
     error = many - one
     finite = np.isfinite(one) & np.isfinite(many)
+    # NaN in both, or the same infinity in both, is agreement.
     if not (finite | (np.isnan(one) & np.isnan(many)) | (one == many)).all():
         return Finding(values.leaf, values.output, None, math.inf, tolerance)
     error = np.where(finite, error, 0)
     if _size(error) <= rounding:
         return None
-    a, b = np.where(finite, one - before, 0), np.where(finite, many - before, 0)
-    factor = _factor_between(a, b)
-    if factor is not None and _size(b - factor * a) > max(0.01 * _size(b), 2 * rounding):
-        factor = None
+    # The factor compares changes, not the arrays: one step hardly moves a parameter, so a change
+    # that is n times too large is invisible in the parameter itself.
+    changes = np.where(finite, one - before, 0), np.where(finite, many - before, 0)
+    factor = _find_factor(*changes, rounding)
     largest = _largest(error)
     return Finding(values.leaf, values.output, factor, largest, tolerance, is_number=one.size == 1)
+
+
+def _find_factor(a: np.ndarray, b: np.ndarray, rounding: float) -> float | None:
+    """Returns the factor between two arrays if it explains their difference."""
+    factor = _factor_between(a, b)
+    # It must do so up to one percent, or up to rounding.
+    if factor is not None and _size(b - factor * a) > max(0.01 * _size(b), 2 * rounding):
+        return None
+    return factor
 
 
 def _compare_exactly(values: Values) -> Finding | None:
@@ -127,6 +137,7 @@ def _compare_exactly(values: Values) -> Finding | None:
     before = 0 if values.before is None else np.asarray(values.before, np.float64)
     a, b = np.asarray(one, np.float64) - before, np.asarray(many, np.float64) - before
     factor = _factor_between(a, b)
+    # Integers: a remainder below one half is only the rounding of the factor.
     if factor is not None and np.abs(b - factor * a).max() > 0.5:
         factor = None
     largest = _largest(b - a)
@@ -256,6 +267,8 @@ def explain(comparison: str, n: int, factor: float | None, kind: str = "") -> tu
     if kind == "number":
         return f"{times}{_NUMBER[0]}", _NUMBER[1]
     if factor is not None:
+        # At most one power fits: for n of at least 2 they are a factor of 2 apart, and the
+        # tolerance is 2 %.
         for power, text, remedy in _FACTORS:
             if _is_power(factor, n, power):
                 return f"{factor:.4g} times: {text.format(n=n)}", remedy

@@ -110,6 +110,7 @@ def verify(
     """Returns the comparison of the first steps of `fn` with one device; see `Strategy.verify`."""
     assert inspect.ismethod(fn), "find_opener accepts only methods"
     model: Any = fn.__self__  # a Keras model
+    # The number of devices, not of replicas: the program of `fit` is split over all of them.
     n = strategy.mesh.size
     title = f"{fn.__name__} of {model.name}"
     if n == 1:
@@ -130,6 +131,8 @@ class _Verifier:
     def report(self, title: str, rows: int | None) -> VerificationReport:
         state, batch, notes = self._steps.state, None, []
         replicas = self._steps.split_rows(self._steps.batches[0])
+        # Half of the shards or fewer are different. A single repeated shard may be chance in small
+        # data, such as constant inputs.
         if replicas and 2 * len(set(replicas)) <= len(replicas):
             self._differences["x"] = Difference("x", "input", None, 0.0, 0.0, *_EQUAL_ROWS)
         for placed in self._steps.batches:
@@ -159,6 +162,7 @@ class _Verifier:
                 return many[1]
             # Instead, the same step runs with rows exchanged between devices: sums stay the same.
             key, one, run = "exchanged rows", None, self._steps.on_devices
+            # Deals the rows to the devices like cards, so that each gets rows of all the others.
             order = np.argsort(np.arange(_count_rows(batch)) % self._n, kind="stable")
             many = run(state, jax.tree.map(lambda x: x[order] if x.ndim else x, batch))
         epsilon = runs.find_epsilon(closed)
@@ -174,6 +178,7 @@ class _Verifier:
         self._compared[key] = self._compared.get(key, 0) + len(jax.tree.leaves(expected))
         line = self._steps.find_line(closed, one) if one and found else ""
         self._explain("partial batch" if key == "tail" else key, found, line)
+        # From the state of one device, so that the differences of steps do not add up.
         return expected[1]
 
     def _compare_tail(self, state: State, batch: Batch) -> None:

@@ -78,6 +78,8 @@ class Places:
         relations = self._relations
         sources = _find_sources(self._program, self._program.outputs[output])
         steps = [x for x in self._program.steps if sources.intersection(x.outputs)]
+        # Only operations that the output depends on, in the order of the program: another output
+        # may be wrong for another reason.
         reduction = relations.find_wrong_reduction(steps)
         nonlinear = relations.find_nonlinear(steps)
         if reduction and (has_factor or not nonlinear or reduction[0] <= nonlinear[0]):
@@ -97,6 +99,8 @@ class Places:
 def _find_sources(program: FlatProgram, number: int) -> set[int]:
     """Returns the values that a value is computed from, and the value itself."""
     sources = {number}
+    # One pass suffices: the steps are in the order of computation, so all users of a value come
+    # after it.
     for step in reversed(program.steps):
         if sources.intersection(step.outputs):
             sources.update(step.inputs)

@@ -81,6 +81,8 @@ def find_relations(
     pairs = _align(flat, flat_one)
     numbers = sorted(pairs)
 
+    # The statistics are computed in the same program as the values, which need not be in memory all
+    # at once and never leave the device.
     def all_statistics(inputs: Sequence[Any], inputs_of_one: Sequence[Any]) -> list[Any]:
         values = _evaluate(flat, inputs, many.stacked, n, compute)
         counterparts = _evaluate(flat_one, inputs_of_one, one.stacked, 1, compute)
@@ -209,6 +211,9 @@ def _read(statistics: dict[str, Any], n: int) -> Relation | None:
     for kind, matrix in statistics.items():
         m = np.asarray(matrix, np.float64)
         if kind in ("parts", "numbers"):
+            # Rows 0 to n - 1 of the matrix are the replicas' parts, row n is their sum, and the
+            # last row is the value of one device. Equality is fitted to all parts at once: n copies
+            # of that value.
             own, total, one = np.trace(m[:n, :n]), m[n, n], m[-1, -1]
             fits["equal"] = _fit(own, m[n, -1], n * one)
             fits["sum"] = _fit(total, m[n, -1], one)
@@ -216,6 +221,7 @@ def _read(statistics: dict[str, Any], n: int) -> Relation | None:
             fits["rows"] = _fit(m[0, 0], m[0, 1], m[1, 1])
     if any(math.isnan(f) for f, _ in fits.values()):
         return Relation("zero")
+    # The order matters: equal parts also have a sum with a factor, n times the value.
     for kind in ("equal", "rows", "sum"):
         if kind in fits and fits[kind][1] < tolerance:
             factor = fits[kind][0]

@@ -62,6 +62,7 @@ class VerificationReport:
         A mean of each replica's mean differs there: see `exact_on_partial_batches`. True if there
         is one replica, which has nothing to be compared with.
         """
+        # A step whose arrays could not be compared is not ok: it may still be wrong.
         is_compared = self.num_replicas == 1 or any(self.compared.values())
         return is_compared and all(x.comparison == "tail" for x in self.differences)
 

@@ -86,6 +86,8 @@ class Runs:
             epsilon: The relative change of the inputs of disturbed runs.
             rewrite: Rewrite of the program; see `StandIn`.
         """
+        # Two runs: the effect of rounding is the larger one, because one choice of signs may
+        # cancel.
         changes = [Disturbance(seed, epsilon) for seed in _SEEDS]
         disturbed = [self._run(x, rows, rewrite) for x in changes]
         return OneDevice(self._run(lambda x: x, rows, rewrite), disturbed)
@@ -121,6 +123,8 @@ class Runs:
                 all have the rows of the first replica.
         """
         n = self._strategy.num_replicas_in_sync
+        # A deterministic mesh of n: one device computes n replicas one after another, so the
+        # program of a replica can be traced and evaluated there.
         mesh = dataclasses.replace(self._one_device, deterministic=n)
 
         def value_of(variable: Variable) -> jax.Array:

@@ -98,6 +98,10 @@ class _Verifier:
         Args:
             given: The run on the replicas with the arguments as they were passed.
         """
+        # Three comparisons, from simple to complex. Copies: all replicas have the same rows, so
+        # only reductions matter. Rows: replicas have different rows, so operations before a
+        # reduction matter, too. Tail: replicas have different numbers of rows, so the weights of
+        # means matter.
         arguments, closed = self._arguments, given.traced.program.closed
         self._epsilon = find_epsilon(closed)
         draws = random_streams.draws_random_numbers(closed)
@@ -212,6 +216,8 @@ class _Verifier:
             return [x for x in found if x is not None], len(values)
 
         found, number = find(one.disturbed)
+        # Runs with rounding errors in each sum compile more programs, so they are made only if all
+        # differences are small enough to be rounding.
         if found and all(x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance for x in found):
             found, _ = find([*one.disturbed, *run_rounded()])
         found = averages.drop_right(found, self._pairing.averages)
@@ -247,6 +253,8 @@ class _Verifier:
     # Explanations.
 
     def _explain_all(self, faults: Sequence[Fault]) -> Iterator[Difference]:
+        # An array is explained once, by the simplest comparison that finds it (see `_compare`): the
+        # others would add causes that this one excludes.
         seen: set[str] = set()
         for key, found in self._findings.items():
             factor = comparison.factor_of_step([x.factor for x in found], self._n)
@@ -347,6 +355,7 @@ def _positions(closed: jaxprs.ClosedJaxpr) -> collections.Counter:
 def _partial_counts(n: int) -> Sequence[Callable[[int], list[int]]]:
     """Returns two divisions of one replica's rows over all: uneven, and with an empty replica."""
 
+    # Even counts would hide a mean of means, which is right if all replicas have as many rows.
     def uneven(rows: int) -> list[int]:
         each = [rows // n] * n
         each[0] += rows - sum(each)
