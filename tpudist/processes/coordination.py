@@ -84,8 +84,7 @@ class Channel:
 
         Args:
             text: Text of this process.
-            purpose: Completes "Process 1 waits ..." in reports and errors, such as "to agree on
-                the program 'train'".
+            purpose: Completes "Process 1 waits ..." in messages: "to agree on the program 'train'".
             timeout_s: Seconds to wait for the other processes.
             cancelled: Called about twice a second; returns whether to give up.
 
