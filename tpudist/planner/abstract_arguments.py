@@ -61,6 +61,8 @@ class GlobalBatch:
                 f"examples along dim 0."
             )
         n = mesh.num_replicas
+        # An uneven split is an error, and not padded as in a run: the plan would then be of the
+        # program for partial batches.
         (size,) = sizes
         each = _rows_per_replica(size, n, name)
         rows = None if n == 1 else (each,) * n  # one replica gets arrays, not a PerReplica
@@ -124,10 +126,14 @@ def move_arguments(
             or an array is split over an axis that the twin does not have.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
+    # Before anything moves, so that an argument that `run` would reject has the same error in a
+    # plan.
     checked = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
     argument_checks.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
     mover = _Mover(strategy, twin)
     moved = [mover.move(x, name) for x, name in zip(leaves, names, strict=True)]
+    # After all leaves: objects stay in the list until now, because they may share Variables, and
+    # their copies must share the same ones.
     mover.copy_objects(moved)
     args, kwargs = treedef.unflatten(moved)
     return TwinArguments(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
@@ -144,6 +150,8 @@ class _Mover:
     def notes(self) -> tuple[str, ...]:
         """Differences from the arguments of the user."""
         n = self._mesh.num_replicas
+        # Only from one replica to several is it a likely mistake: on one device, `run` takes an
+        # array of all rows as the batch, and here every replica would compute all of it.
         if not self._whole or not self._strategy.num_replicas_in_sync == 1 < n:
             return tuple(self._notes)
         names = ", ".join(self._whole[:3]) + (", ..." if len(self._whole) > 3 else "")
@@ -209,7 +217,7 @@ class _Mover:
                 f"{name}: each of {n} replicas receives {list(x.shape)}, as each of {parts} did."
             )
         shape = (n, *x.shape)
-        sharding = getattr(x.array, "sharding", None)  # a NumPy array has none
+        sharding = getattr(x.array, "sharding", None)  # JAX's; a NumPy array has none
         if isinstance(sharding, NamedSharding):
             stacked = sharding_on(self._mesh, sharding, name)
         else:

@@ -22,6 +22,7 @@ _log = logging.getLogger("tpudist")
 # Raise it if entries have other fields, or if the compiler is called in another way.
 _VERSION = 2
 # An entry of a large model has a few MB, compressed.
+# So the folder does not grow beyond a few GB.
 _MAX_ENTRIES = 500
 _ENDING = ".json.gz"
 
@@ -72,6 +73,7 @@ class Cache:
     @classmethod
     def of(cls, cache: "bool | str | Path") -> "Cache":
         """Returns the default cache for True, none for False, or the cache in a folder."""
+        # `is True`, because a folder may have any name, and a non-empty text is true as well.
         if cache is True:
             return cls(default_folder())
         return cls(Path(cache)) if cache else cls(None)
@@ -103,6 +105,8 @@ class Cache:
 
     def _remove_oldest(self) -> None:
         assert self._folder is not None
+        # Another process may delete a file between `glob` and `stat`: that is an OSError, which
+        # `put` reports as a warning. The entry itself is already written.
         entries = sorted(self._folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime)
         for path in entries[:-_MAX_ENTRIES]:
             path.unlink(missing_ok=True)
@@ -110,6 +114,7 @@ class Cache:
 
 def _encode(entry: Entry, key: str) -> bytes:
     text = json_records.dumps(entry, _VERSION)
+    # The key is inside, too: a renamed or copied file would answer for another program.
     content = {"key": key, "checksum": hashlib.sha256(text.encode()).hexdigest(), "entry": text}
     return gzip.compress(json.dumps(content).encode(), 6)
 

@@ -52,8 +52,11 @@ class Calibration:
             "host_bytes_per_s": math.inf,
             "ici_ratio": math.inf,
         }
+        # `not 0 < value` also rejects NaN. For rates without a published peak only the sign is
+        # checked.
+        measured = vars(self)
         for name, peak in peaks.items():
-            value = getattr(self, name)
+            value = measured[name]
             if value is not None and not 0 < value <= _MAX_SHARE * peak:
                 raise ValueError(
                     f"The calibration of {self.generation} has {name}={value:.3g}; the published "
@@ -71,6 +74,8 @@ class Calibration:
                 f"The calibration was measured on {self.generation}, but the plan is for "
                 f"{chip.generation}. Use a report of {chip.generation}, or omit the calibration."
             )
+        # A calibration is per JAX device and a `Chip` per chip, so rates are multiplied by the
+        # devices of a chip. `ici_ratio` is a ratio, and needs no such factor.
         devices = chip.devices_per_chip
         measured: dict[str, Any] = {}
         if self.matmul_flops_per_s:

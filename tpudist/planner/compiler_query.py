@@ -70,12 +70,17 @@ def program_key(
         "program": program_text.strip_locations(lowered),
         "devices": [d.id for d in devices],
         "all devices": len(client.devices()),
+        # JAX's devices have these attributes only on some platforms, and `slice_index` may be None.
+        # Two corners give the shape of the topology; the coordinates of all chips of a pod would be
+        # long.
         "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
         "slices": sorted({getattr(d, "slice_index", 0) or 0 for d in client.devices()}),
         "kind": devices[0].device_kind,
         "machine": platform.machine(),
         "options": {str(k): repr(v) for k, v in compiler_options.items()},
         "jit": flags.jit_options(),
+        # A new process compiles for descriptions, and reads the flags from the environment. The
+        # compilers of this process have read theirs, and ignore later changes.
         "environment": flags.read_flags() if is_elsewhere(mesh) else flags.process_flags(),
         "versions": versions(),
     }
@@ -103,6 +108,7 @@ def ask(
     """
     key = program_key(lowered, mesh, compiler_options)
     answers = Cache.of(cache)
+    # Not part of the key: only tells that cached source lines are old.
     lines = key_of({"program": lowered.as_text(debug_info=True)})
     entry = answers.get(key)
     is_cached = entry is not None

@@ -12,6 +12,7 @@ def check(tokens_per_step: object, model_flops: object) -> None:
             number above 0.
     """
     if tokens_per_step is not None and not (
+        # A NumPy integer is an Integral; a bool is one as well, but never a count.
         isinstance(tokens_per_step, numbers.Integral)
         and not isinstance(tokens_per_step, bool)
         and int(tokens_per_step) > 0

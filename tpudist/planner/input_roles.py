@@ -45,11 +45,14 @@ def inputs_of(
         *_roles_of_objects(step, call),
         *_roles_of_arguments(step, call),
     ]
+    # Names and arrays come from different walks over the arguments. A new kind of argument must be
+    # added to both, or every later input would have the name of another one.
     assert len(named) == len(arrays), (len(named), len(arrays))
 
     def leaf(name: str, role: str, x: ArrayLike, is_donated: bool) -> InputLeaf:
+        # By identity: a `GlobalBatch` became arrays without a type of their own.
         role = "batch" if id(x) in batches else role
-        # A NumPy array or a Python number has no sharding.
+        # An attribute of JAX's arrays and shapes. A NumPy array or a Python number has no sharding.
         sharding = getattr(x, "sharding", None) or step.mesh.replicated
         array = compile.shape_of(x) if isinstance(x, bool | int | float | complex) else x
         return InputLeaf(name, role, tuple(array.shape), array.dtype, sharding, is_donated)
@@ -72,6 +75,8 @@ def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> lis
     entry = text[text.rfind("\nENTRY ") :]
     places: dict[int, int] = {}  # number of a parameter -> index of its input
     for line in entry.splitlines():
+        # Lines such as `p.3 = f32[8,4]{1,0} parameter(3), sharding={...},
+        # metadata={op_name="kept_arrays[5]"}`.
         match = re.search(r" parameter\((\d+)\),.*op_name=\"(donated|kept)_arrays\[(\d+)\]\"", line)
         if match:
             offset = 0 if match[2] == "donated" else num_donated
@@ -130,6 +135,8 @@ def _roles_of_arguments(step: Step, call: RunCall) -> list[tuple[str, str]]:
 
 
 def _guess_role(name: str) -> str:
+    # Whole words of a path such as "opt_state[0].mu['kernel']", so that "nu" does not match "num".
+    # The optimizer comes first, because its state repeats the names of the parameters.
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & _OPTIMIZER_WORDS:
         return "optimizer state"

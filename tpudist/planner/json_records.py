@@ -67,7 +67,8 @@ def _refuse_number(name: str) -> None:
 def _to_plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
-        return {name: _to_plain(getattr(value, name)) for name in fields}
+        return {name: _to_plain(vars(value)[name]) for name in fields}
+    # JSON has only texts as keys, so a record may not have dicts with other keys.
     if isinstance(value, dict | types.MappingProxyType):
         return {str(key): _to_plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -85,6 +86,8 @@ def _from_plain(kind: Any, value: Any) -> Any:
         return _from_plain(others[0], value) if len(others) == 1 else value
     if dataclasses.is_dataclass(kind):
         _check_kind(dict, value)
+        # The types of the fields direct the reading: a class that the text names is never looked
+        # up.
         hints = {k: t for k, t in typing.get_type_hints(kind).items() if not k.startswith("_")}
         if unknown := set(value) - set(hints):
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
@@ -102,6 +105,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
         return tuple(value)
     if kind in (bool, str):
         _check_kind(kind, value)
+    # An integer is valid for a float field, and becomes a float.
     if kind in (int, float):
         _check_kind(numbers.Real, value)
         return kind(value) if kind is float else value

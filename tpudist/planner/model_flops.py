@@ -13,9 +13,9 @@ is another kernel, which may repeat parts of the first; it counts twice the kern
 """
 
 import math
-from typing import Any
 
 import numpy as np
+from jax.extend import core
 
 from tpudist.programs import jaxprs
 
@@ -24,7 +24,7 @@ from tpudist.programs import jaxprs
 _NO_WORK = ("rematted_computation", "in_place_of_")
 
 
-def model_flops(closed: Any, num_replicas: int) -> tuple[float, tuple[str, ...]]:
+def model_flops(closed: core.ClosedJaxpr, num_replicas: int) -> tuple[float, tuple[str, ...]]:
     """Returns the FLOPs of all replicas, and a sentence for each part that could not be counted.
 
     Args:
@@ -44,7 +44,7 @@ class _Counter:
         """Returns the FLOPs of a jaxpr; `where` has the names of the transformations around it."""
         return sum(self._count_equation(eqn, where) for eqn in jaxpr.eqns)
 
-    def _count_equation(self, eqn: Any, where: str) -> float:
+    def _count_equation(self, eqn: core.JaxprEqn, where: str) -> float:
         where = f"{where}/{eqn.source_info.name_stack}"
         if any(name in where for name in _NO_WORK):
             return 0.0
@@ -67,14 +67,18 @@ class _Counter:
                 )
             return body
         if isinstance(structure, jaxprs.Cond):
+            # One branch runs. Which one is not known before, so the longest counts.
             return max(self.count(branch, where) for branch in structure.bodies)
         if isinstance(structure, jaxprs.Call):
+            # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.
             return structure.copies * self.count(structure.body, where)
         if isinstance(structure, jaxprs.Unknown):
             self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
         return sum(self.count(body, where) for body in structure.bodies)
 
     def _count_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
+        # Names of JAX's transformations in the name stack: "jvp(" is the forward pass of a
+        # derivative, and "transpose(" the backward pass.
         if "transpose(" in where:
             return 0.0  # counted with the kernel whose gradient it is: 1 + 2 below
         flops = kernel.flops
@@ -85,16 +89,17 @@ class _Counter:
                 )
                 return 0.0
             flops = math.prod(kernel.grid) * self.count(kernel.body, where)
+        # A product of the forward pass has two in the backward pass: one per operand.
         return 3 * flops if "jvp(" in where else flops
 
 
-def _dot(eqn: Any) -> float:
+def _dot(eqn: core.JaxprEqn) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.shape
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
-def _convolution(eqn: Any) -> float:
+def _convolution(eqn: core.JaxprEqn) -> float:
     # Each output adds up products over the window and the input features of its group.
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
@@ -58,8 +59,14 @@ class LoweredStep:
     program: jax.stages.Lowered
     inputs: list[InputLeaf]
     num_donated: int
-    closed: Any
+    closed: core.ClosedJaxpr
     compiler_options: dict[str, Any]
+
+    def source_on(
+        self, mesh: jax.sharding.Mesh, compiled: jax.stages.Compiled | None
+    ) -> saved_plan.Source:
+        """Returns what `Plan.save` needs of this step."""
+        return saved_plan.Source(self.name, self.program, mesh, self.compiler_options, compiled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +89,7 @@ def plan(
 ) -> Plan:
     """Returns the plan of a step on the devices of `twin`; see `Strategy.plan`."""
     mesh = twin.mesh
-    chip = chips.chip_of_device(mesh.devices.flat[0])
-    if request.calibration is not None:
-        chip = _calibrate(request.calibration, chip, mesh)
+    chip = _find_chip(mesh, request.calibration)
     started = time.monotonic()
     lowered = lower(twin, fn, call, options, request.compiler_options, report)
     trace_s = time.monotonic() - started
@@ -97,10 +102,8 @@ def plan(
         report=report,
     )
     report("reading", 0.0)
-    flops, notes_on_flops = request.model_flops, ()
-    if flops is None:
-        num_replicas = twin.replica_mesh.num_replicas
-        flops, notes_on_flops = model_flops.model_flops(lowered.closed, num_replicas)
+    num_replicas = twin.replica_mesh.num_replicas
+    flops, notes_on_flops = _count_flops(request, lowered, num_replicas)
     figures = _read_figures(answer, lowered, mesh, chip)
     notes = (*call.notes, *_notes_on_rates(request), *notes_on_flops, *figures.notes)
     return Plan(
@@ -110,7 +113,7 @@ def plan(
         num_chips=_num_chips(mesh, chip),
         num_devices=mesh.size,
         mesh={str(name): size for name, size in mesh.shape.items()},
-        num_replicas=twin.replica_mesh.num_replicas,
+        num_replicas=num_replicas,
         fits=answer.refusal is None,
         refusal=_refusal(answer, lowered),
         memory=figures.memory,
@@ -123,10 +126,17 @@ def plan(
         versions=compiler_query.versions(),
         program=answer.key,
         notes=(*notes, *_notes_on_cache(answer)),
-        _source=saved_plan.Source(
-            lowered.name, lowered.program, mesh, lowered.compiler_options, answer.compiled
-        ),
+        _source=lowered.source_on(mesh, answer.compiled),
     )
+
+
+def _count_flops(
+    request: Request, lowered: LoweredStep, num_replicas: int
+) -> tuple[float, tuple[str, ...]]:
+    """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them."""
+    if request.model_flops is not None:
+        return request.model_flops, ()
+    return model_flops.model_flops(lowered.closed, num_replicas)
 
 
 def lower(
@@ -139,6 +149,8 @@ def lower(
 ) -> LoweredStep:
     """Returns the step that `twin.run` would compile for these arguments."""
     started = time.monotonic()
+    # Not `twin.scope()`: `Strategy.plan` runs in the scope of the strategy, which stays the current
+    # one.
     with twin._use_mesh():
 
         def report_lowering() -> None:
@@ -156,13 +168,16 @@ def lower(
         input_roles.inputs_of(step, run_call, donated, kept, call.batches),
         len(donated),
         traced.program.closed,
+        # The caller's options override those of the strategy, as `Strategy.plan` documents.
         {**step_options, **compiler_options},
     )
 
 
-def _calibrate(
-    calibration: Calibration, chip: chips.Chip | None, mesh: jax.sharding.Mesh
-) -> chips.Chip:
+def _find_chip(mesh: jax.sharding.Mesh, calibration: Calibration | None) -> chips.Chip | None:
+    """Returns the chip of the devices, perhaps with measured rates; None if it is unknown."""
+    chip = chips.chip_of_device(mesh.devices.flat[0])
+    if calibration is None:
+        return chip
     if chip is None:
         raise ValueError(
             f"plan(calibration=...) for {_name_devices(mesh, chip)}: a calibration changes "
@@ -181,7 +196,7 @@ def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
 
 
 def _slice_index(device: jax.Device) -> int:
-    # JAX sets it only on the devices of several slices, and to None on some.
+    # JAX's attribute: only the devices of several slices have it, and on some it is None.
     return getattr(device, "slice_index", None) or 0
 
 
@@ -223,6 +238,8 @@ def _refusal(answer: compiler_query.Answer, lowered: LoweredStep) -> refusal.Ref
     """Returns the refusal of the compiler with the user's names of the inputs."""
     if answer.refusal is None:
         return None
+    # A refusal names buffers by parameter numbers of the program, from which XLA removed unused
+    # inputs.
     inputs = input_roles.select_used(answer.refusal, lowered.inputs, lowered.num_donated)
     return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
 

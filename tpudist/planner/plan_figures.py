@@ -37,6 +37,8 @@ class PlanFigures:
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
+        # Dicts have no hash. Equal plans have equal values of these three, so the hash is
+        # consistent.
         return hash((self.name, self.topology, self.program))
 
     @property

@@ -21,6 +21,7 @@ from tpudist.planner import compiler_query
 from tpudist.xla.compiler import executables, private_files, processor, program_text
 
 _log = logging.getLogger("tpudist")
+# Raise it if the header or the serialization of the executable changes.
 _FORMAT = 1
 _PLAN, _HEADER, _PROGRAM = "plan.json", "program.json", "program.bin"
 
@@ -132,6 +133,8 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
         )
     header = _header(folder)
     _check_place(header, mesh, folder)
+    # Read once, and checked and unpickled from this copy: a file that changes between the two would
+    # pass the check.
     data = private_files.read(folder / _PROGRAM)
     if hashlib.sha256(data).hexdigest() != header["checksum"]:
         raise ValueError(
@@ -174,9 +177,11 @@ def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     return {
         "versions": versions,
         "kind": devices[0].device_kind,
+        # Only programs for the CPU contain its instructions. A TPU's host may be any processor.
         "processor": None if is_tpu else processor.name(),
         "mesh": {str(name): size for name, size in mesh.shape.items()},
         "devices": [
+            # JAX's devices have these attributes only on some platforms.
             [d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0) or 0]
             for d in devices
         ],
@@ -186,6 +191,8 @@ def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) -> None:
     here = _place(mesh)
     prefix = f"{folder} was saved for"
+    # From the most to the least telling difference: a wrong slice also differs in its devices and
+    # coordinates, and the first error should say what to change.
     if header["kind"] != here["kind"] or len(header["devices"]) != len(here["devices"]):
         raise ValueError(
             f"{prefix} {len(header['devices'])} x {header['kind']}, but the strategy has "

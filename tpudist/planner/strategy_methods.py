@@ -30,6 +30,8 @@ class PlanMethods(StrategyBase):
 
     # Whether the strategy always has exactly one device.
     has_one_device: bool = False
+    # Assignment of cores to replicas, which belongs to one topology. Only TPU strategies set it.
+    device_assignment: object | None = None
 
     def adapt_to_devices(self) -> None:
         """Adapts attributes that depend on the kind of the devices, after `on` has set them."""
@@ -55,6 +57,8 @@ class PlanMethods(StrategyBase):
         return self._with_mesh(make_mesh(devices, inner, axis_name=name))
 
     def _with_mesh(self, mesh: ReplicaMesh) -> Any:
+        # Without `__init__`, which would need the arguments of the subclass and might start servers
+        # or devices. `_begin` replaces everything that belongs to a mesh: variables, steps, caches.
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._begin(mesh)
@@ -68,7 +72,7 @@ class PlanMethods(StrategyBase):
                 "keeps its state on one device or in its host's memory. Plan it on its own devices "
                 "(topology=None), or use another strategy for the slice, such as TPUStrategy"
             )
-        elif getattr(self, "device_assignment", None) is not None:  # only TPU strategies have it
+        elif self.device_assignment is not None:
             bound = (
                 "has a device assignment, which names the cores of one topology. Give replica_axes "
                 "instead, or build an assignment on the other topology"
@@ -212,6 +216,8 @@ class PlanMethods(StrategyBase):
         twin = self._twin(None)
         call = self._move_arguments(fn, args, kwargs, twin)
         lowered = plan_builder.lower(twin, fn, call, options, {}, lambda activity, seconds: None)
+        # Here, so that a plan of other arguments fails now and not as a silent compilation in
+        # `run`.
         saved.check_program(lowered.name, lowered.program, path)
         self._replicator.adopt(fn, saved)
         return plan

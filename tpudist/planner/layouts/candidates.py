@@ -104,6 +104,8 @@ def candidates(
     # the attempt is cheap, and it shows which others cannot fit either (`needs_no_less`).
     unique: dict[str, Candidate] = {}
     for axes, name, number in itertools.product(geometries, remat, microbatches):
+        # Axes of size 1 change nothing, so `{"fsdp": 8, "tensor": 1}` is the same candidate as
+        # `{"fsdp": 8}`; `unique` keeps the first of equal names.
         sizes = {axis: size for axis, size in axes.items() if size != 1}
         candidate = Candidate(topology, sizes, name, number, devices)
         unique.setdefault(candidate.name, candidate)
@@ -114,6 +116,8 @@ def usual_geometries(num_devices: int) -> Iterator[dict[str, int]]:
     """Yields replicas of all powers of two, split by fsdp, and by tensor into at most 8 parts."""
     for tensor in (1, 2, 4, 8):
         size = tensor
+        # Ends, because `size` doubles until it does not divide the number of devices. A replica has
+        # `size` devices, split by tensor first.
         while num_devices % size == 0:
             axes = {"fsdp": size // tensor, "tensor": tensor}
             yield {axis: n for axis, n in axes.items() if n > 1}

@@ -36,6 +36,7 @@ _log = logging.getLogger("tpudist")
 _CORES_EACH = 2
 _BYTES_EACH = 3 * 1024**3
 
+# Returns (strategy, fn, args), and perhaps a dict of more arguments of `Strategy.plan`.
 MakeStep = Callable[[Candidate], Sequence[Any]]
 
 
@@ -109,6 +110,8 @@ def search(
             tried,
             list(remat),
             arguments,
+            # With `cache=False`, a temporary folder: several candidates may have the same program,
+            # for example if a policy has no effect.
             cache or folder,
             started + time_budget_s,
             report,
@@ -159,6 +162,7 @@ class _Search:
     ):
         self._make_step = make_step
         self._tried = tried
+        # A list and not a queue: `_next_candidate` takes from its middle.
         self._waiting = list(tried)  # the most promising first
         self._remat = remat
         self._arguments = arguments
@@ -212,6 +216,7 @@ class _Search:
     def _next_candidate(self) -> Candidate | None:
         """Takes the most promising candidate that may fit; None at the end."""
         with self._lock:
+            # `_is_stopped` is only ever set, never cleared, so it needs no lock.
             if self._is_stopped or time.monotonic() > self._deadline or not self._waiting:
                 return None
             # If a candidate was too large, no candidate that needs at least as much memory fits.

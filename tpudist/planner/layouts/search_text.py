@@ -88,6 +88,7 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
     )
     title = "Fits, the fastest first" if outcomes[0].step_s else "Fits, the smallest first"
     rows = tuple(_row(x) for x in outcomes)
+    # A column without a value is omitted, such as the times of devices without rates.
     used = [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
     return TextTable(
         tuple(columns[i] for i in used), tuple(tuple(row[i] for i in used) for row in rows), title

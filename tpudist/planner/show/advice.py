@@ -39,6 +39,7 @@ def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
 def _split(plan: PlanFigures) -> str:
     """Returns the advice to split a replica over more devices; empty if it is split over all."""
     inside = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
+    # `fsdp` takes all replicas: the largest split is the one that surely needs least.
     replicas = plan.num_devices // inside
     if replicas < 2:
         return ""

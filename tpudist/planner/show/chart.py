@@ -130,5 +130,6 @@ def _draw_collectives(axes: Axes, uses: Sequence[CollectiveUse], timed: bool) ->
             fontsize=8.5,
             transform=axes.get_yaxis_transform(),
         )
+    # Space for the text right of the longest bar; 1e-12 for a chart of zeros.
     axes.set_xlim(0, 1.6 * max(*amounts, 1e-12))
     axes.set_ylim(len(uses) - 0.5, -0.5)

@@ -19,9 +19,11 @@ def format_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     for unit, size in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
+        # 999.5 would be rounded to "1000 ms", which is "1 s".
         if seconds < 999.5 * size:
             return f"{format_three_digits(seconds / size)} {unit}"
     for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
+        # Up to two minutes in seconds: "90 s" is easier to read than "1.5 min".
         if seconds < 120 * size:
             return f"{format_three_digits(seconds / size)} {unit}"
     return f"{format_three_digits(seconds / 86400)} days"
@@ -60,6 +62,7 @@ def format_shape(shape: str) -> str:
 
     For several arrays, it is the first one and the number of the others.
     """
+    # "<=" marks a dynamic dim, as in "f32[<=8,4]".
     arrays = re.findall(r"\w+\[[\d,<=]*\]", shape)
     more = f" +{len(arrays) - 1}" if len(arrays) > 1 else ""
     return arrays[0] + more if arrays else shape

@@ -77,6 +77,7 @@ def _bars(bars: Bars) -> str:
 
 
 def _legend(part: Part, attributes: str = "") -> str:
+    # Only the free rest has attributes, and no piece of the bar.
     color = "transparent" if attributes else part.color
     return (
         f'<tr {attributes}><td><span class="swatch" style="background:{color}"></span>'

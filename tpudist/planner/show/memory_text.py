@@ -78,6 +78,7 @@ def memory(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
             free = _part("free", left, report.capacity_bytes, GREY)
         yield Bars(
             f"Memory per {chip}: what the compiler reserves",
+            # Of devices without a known capacity, the bar is as long as its parts.
             max(report.capacity_bytes or 0, sum(part.amount for part in parts)),
             tuple(parts),
             tuple(lines),

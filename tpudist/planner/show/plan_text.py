@@ -37,6 +37,7 @@ def describe_plan(
         num_steps: Steps of a run, to report its time and chip-hours.
         price: Price of a chip-hour, to report the cost of the run, in the currency of the price.
     """
+    # Memory first: if the program does not fit, it is the only figure.
     sections = [*memory(plan), *time(plan), *collectives(plan), *list_replicated(plan)]
     if plan.notes:
         sections.append(Lines("Notes", plan.notes))

@@ -154,6 +154,7 @@ def merge(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
     """Merges uses that differ only in size and place in the program; the longest waits first."""
     groups: dict[tuple, list[CollectiveUse]] = {}
     for use in uses:
+        # Without sizes: the layers of a model often differ only in these.
         key = (use.kind, use.axes, use.network, use.is_async, use.source)
         groups.setdefault(key, []).append(use)
     merged = [

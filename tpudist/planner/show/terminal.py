@@ -86,6 +86,8 @@ class _Piece:
         end = self._begin + self._part.amount
         if options.ascii_only:
             cells = options.max_width / self._whole
+            # Rounded ends, not lengths, so that rows join without gaps; at least one character is
+            # visible.
             first, last = round(self._begin * cells), round(end * cells)
             yield Text(" " * first + "#" * max(1, last - first), no_wrap=True)
         else:
