@@ -24,6 +24,7 @@ def parse_axes(text: str) -> dict[str, int]:
 def check_positive(values: Mapping[str, float]) -> None:
     """Checks options, by name, that must be above 0."""
     for name, value in values.items():
+        # `not value > 0` also rejects NaN, which compares as False with everything.
         if not value > 0:
             raise ValueError(f"--{name} is {value}. It must be above 0.")
 

@@ -11,6 +11,7 @@ from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
 # Files that JAX writes there. A directory with any other file belongs to somebody else.
+# "-cache" and "-atime" are of JAX's LRU cache, "xla_gpu_*" of XLA's caches for GPUs.
 _NAMES = ("*-cache", "*-atime", ".lockfile", "xla_gpu_*")
 
 

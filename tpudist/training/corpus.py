@@ -89,9 +89,12 @@ def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
     names = sorted(set(names))
 
     def rank(name: str) -> int:
+        # Not `hash`, which has another seed in each process.
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
     held_out = [name for name in names if rank(name) % HELD_OUT_ONE_IN == 0]
+    # With few files perhaps no hash, or every hash, is divisible: at least one file must be on each
+    # side. The file with the least hash stays the same if others are added with larger ones.
     if not held_out and len(names) > 1:
         held_out = [min(names, key=rank)]
     if len(held_out) == len(names):
@@ -116,6 +119,8 @@ def spread_windows(text: np.ndarray, length: int, num_windows: int) -> np.ndarra
             f"{length} + 1. Use more text, or a smaller --sequence-length."
         )
     num_windows = min(num_windows, num_available)
+    # Multiples of `length`, so that windows never overlap in a predicted byte; the integer division
+    # spreads them evenly over the available ones, without a repetition.
     starts = np.arange(num_windows) * num_available // num_windows * length
     return text[starts[:, None] + np.arange(length + 1)]
 

@@ -70,11 +70,14 @@ class _BarDisplay:
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
+            # Metrics and speed are fields of the task, because rich redraws the columns from the
+            # task alone.
             TextColumn("[cyan]{task.fields[metrics]}"),
             TextColumn("[green]{task.fields[speed]}"),
             TextColumn("[yellow]{task.fields[left]}"),
             console=console,
             expand=True,
+            # Removed at the end: only lines and tables stay in the terminal.
             transient=True,
         )
         self._task = self._progress.add_task(
@@ -129,6 +132,8 @@ class _LineDisplay:
         due = step - self._last_step >= self._every
         rested = time.monotonic() - self._last_time >= self.QUIET_S
         is_first = self._last_step == 0  # the first call, whatever its step: a run may resume
+        # Both bounds: fast steps would fill a log every second, slow ones would print a line for
+        # each step. The last step always prints, so that the log ends with the final metrics.
         if not (due and rested) and not is_first and step != self._num_steps:
             return
         self._last_step, self._last_time = step, time.monotonic()

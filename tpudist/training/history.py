@@ -132,6 +132,7 @@ class History:
         kept: dict[Any, Mapping[str, Any]] = {}
         for number, line in enumerate(lines):
             step, split = line.get("step"), line.get("split")
+            # A line of another program in the file, or of a step that runs again.
             if not isinstance(step, int) or step > self.num_steps:
                 continue
             if split == "held_out" and step not in measured:
@@ -147,6 +148,7 @@ class History:
             first -= 1
         lines_of_steps = [kept["train", step] for step in range(first, self.num_steps + 1)]
         self.losses = [float(line["loss"]) for line in lines_of_steps if "loss" in line]
+        # The first step of each start has no time, so `seconds` may be shorter than `losses`.
         self.seconds = [float(line["step_s"]) for line in trained if "step_s" in line]
         self.num_earlier_seconds = len(self.seconds)
         return list(kept.values())

@@ -24,6 +24,7 @@ class StopOnInterrupt:
     def __init__(self, on_request: Callable[[], None] | None = None):
         self.requested = False
         self._on_request = on_request
+        # The handler to restore. None means that none was installed here: in another thread.
         self._previous = None
 
     def __enter__(self) -> StopOnInterrupt:
@@ -44,6 +45,8 @@ class StopOnInterrupt:
             signal.signal(signal.SIGINT, self._previous)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        # A second Ctrl-C must always work, also if the step hangs in a collective: the exception is
+        # raised in whatever Python code runs next.
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -109,12 +109,7 @@ def train(
         SystemExit: See `StopOptions.exit_when_preempted`.
     """
     begun_s = time.perf_counter()
-    check_interval("train", "evaluate_every", evaluate_every)
-    if evaluate_every is not None and evaluate is None:
-        raise ValueError(
-            f"train(evaluate_every={evaluate_every}) needs a function to call. Pass evaluate, or "
-            f"omit evaluate_every."
-        )
+    _check_evaluation(evaluate, evaluate_every)
     report, stop = report or ReportOptions(), stop or StopOptions()
     if folder is not None and not isinstance(folder, RunFolder):
         folder = RunFolder(folder)
@@ -124,13 +119,11 @@ def train(
     # Checkpoints contain these three attributes in addition to the state.
     saved = step_state.saved
     saved.step, saved.batches, saved.history = 0, passes.batches, history
+    # Restores the newest checkpoint, so everything that it contains must exist already, and
+    # everything below sees the restored history.
     checkpoints = None if folder is None else _open_checkpoints(folder, saved, history, strategy)
-    is_first = jax.process_index() == 0
-    has_own_display = not isinstance(progress, Display)
-    own_display = make_display(total, quiet=not (has_own_display and progress and is_first))
-    display = own_display if has_own_display else progress
-    own_writers = _make_writers(folder) if report.writers is None else []
-    writers = (own_writers if report.writers is None else report.writers) if is_first else ()
+    display, own_display = _choose_display(progress, total)
+    writers, own_writers = _choose_writers(report, folder)
     schedule = StepSchedule(
         strategy,
         step,
@@ -160,6 +153,8 @@ def train(
     history.total_s = time.perf_counter() - begun_s
     if display is own_display:
         schedule.print_end()
+    # Last: the history is complete, and the summary is printed, before the supervisor restarts
+    # this.
     if history.ended == "preempted" and stop.exit_when_preempted:
         raise SystemExit(EXIT_PREEMPTED)
     return history
@@ -181,6 +176,36 @@ def _open_checkpoints(
     )
     history.restored = checkpoints.restored
     return checkpoints
+
+
+def _check_evaluation(evaluate: object, evaluate_every: int | None) -> None:
+    check_interval("train", "evaluate_every", evaluate_every)
+    if evaluate_every is not None and evaluate is None:
+        raise ValueError(
+            f"train(evaluate_every={evaluate_every}) needs a function to call. Pass evaluate, or "
+            f"omit evaluate_every."
+        )
+
+
+def _choose_display(progress: bool | Display, total: int) -> tuple[Display, Display]:
+    """Returns the display of the run, and the one that `train` must close."""
+    if isinstance(progress, Display):
+        return progress, make_display(total, quiet=True)
+    display = make_display(total, quiet=not progress or jax.process_index() != 0)
+    return display, display
+
+
+def _choose_writers(
+    report: ReportOptions, folder: RunFolder | None
+) -> tuple[Sequence[MetricsWriter], Sequence[MetricsWriter]]:
+    """Returns the writers of this process, and those of them that `train` must close."""
+    # Only the first process writes: the metrics are equal in all, and the folder may be shared.
+    if jax.process_index() != 0:
+        return (), ()
+    if report.writers is not None:
+        return report.writers, ()
+    own = _make_writers(folder)
+    return own, own
 
 
 def _make_writers(folder: RunFolder | None) -> list[MetricsWriter]:

@@ -63,6 +63,7 @@ class JsonLinesWriter:
         """Keeps only the lines of finished steps; see `MetricsWriter`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = history.continue_from(read_lines(self._path.parent)) if history.num_steps else []
+        # The clock of the file continues where the last kept line was written.
         earlier_s = max((float(line.get("time_s", 0)) for line in kept), default=0.0)
         self._start = time.perf_counter() - earlier_s
         # A process that is killed here leaves either the old lines or the new ones.
@@ -78,6 +79,8 @@ class JsonLinesWriter:
         """Appends a line."""
         assert self._lines is not None, "begin() was not called"
         line: dict[str, Any] = {"step": step, "split": split}
+        # Buffered text is flushed to the system per line, so a killed process loses no line; only a
+        # crash of the machine may, and `sync` guards against that before each checkpoint.
         line["time_s"] = round(time.perf_counter() - self._start, 3)
         self._lines.write(json.dumps(line | dict(values)) + "\n")
         self._lines.flush()
@@ -119,6 +122,7 @@ class TensorBoardWriter:
         """Creates a file of events; see `MetricsWriter`."""
         from tensorboardX import SummaryWriter
 
+        # TensorBoard hides all events from this step on that are in earlier files of the folder.
         purge_step = history.num_steps + 1 if history.num_steps else None
         if purge_step is None:
             for earlier in self._folder.glob("events.out.tfevents.*"):
@@ -195,6 +199,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     A line that a killed process left incomplete is omitted.
     """
     try:
+        # "replace", because a machine that lost power may leave any bytes at the end of the file.
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []

@@ -73,6 +73,7 @@ class Passes:
         # The pass has ended. The position in a resumed iterator counts from the start of its pass,
         # so `num_batches` is the length of the pass also if it began before the restart.
         if self._dataset is None:
+            # 0 means that the pass has no batches at all.
             if not self.batches.position.step:
                 raise NoBatches
             raise ValueError(
@@ -81,6 +82,7 @@ class Passes:
                 f"use num_steps={step}."
             )
         num_batches = self.batches.position.step
+        # 0 batches are an error of their own (NoBatches), which the next pass below raises.
         if self.counts_epochs and num_batches not in (0, self.cardinality):
             raise ValueError(
                 f"train(num_epochs=...): len(data) is {self.cardinality}, but a pass through it "
@@ -100,6 +102,7 @@ class Passes:
 
     def _take(self) -> tuple[Any, float]:
         batches = self.batches
+        # A sum over the life of the iterator, so one step waits for the difference.
         waited_s = batches.waited_s
         batch = next(batches)
         return batch, batches.waited_s - waited_s

@@ -66,6 +66,7 @@ class RunCheckpoints:
         # The handler has restored the newest checkpoint in its constructor.
         report = self._manager.restored
         self.restored: str | None = None if report is None else report.path
+        # `history` is part of the checkpoint, so it has the restored number of steps here.
         self._saved_step = history.num_steps if self.restored else None
 
     def is_due(self, step: int) -> bool:
@@ -74,11 +75,14 @@ class RunCheckpoints:
 
     def save(self) -> None:
         """Starts to save the current step; the next steps run meanwhile."""
+        # Before `num_steps` is read: it collects the running steps, and so changes the history.
+        # Then the state, the number of steps and the lines of metrics are of the same step.
         self.before_save()
         history = self._history
         if self._saved_step == history.num_steps or history.ended == "diverged":
             return
         begun_s = time.perf_counter()
+        # Before `save`, which copies the values that it finds now.
         self._state.step = history.num_steps
         self._manager.save(history.num_steps)
         self._saved_step = history.num_steps
@@ -93,6 +97,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Waits for the saves, and restores the signal handler for SIGTERM."""
+        # The handler first, because it saves with the manager.
         self._handler.close()
         self._manager.close()
 

@@ -52,6 +52,8 @@ def check_metrics(metrics: Mapping[str, object]) -> None:
                 f'it in the step with tpudist.get_replica_context().all_reduce("sum", {name}), '
                 f'which is right after tpudist.compute_average_loss, or with "mean".'
             )
+        # The type and the shape are known without waiting for the device; the value is not read
+        # here.
         is_number = isinstance(value, jax.Array | np.ndarray | np.number | int | float)
         if not isinstance(name, str) or not is_number or np.shape(value) != ():
             raise TypeError(

@@ -73,6 +73,7 @@ class StepSchedule:
         self._history, self._display, self._checkpoints = history, display, checkpoints
         self._report, self._writers = report, writers
         self._format = report.format_metrics or format_metrics
+        # Started minus `history.num_steps`, the finished ones, are the steps in `_running`.
         self._num_started = history.num_steps
         self._is_checked = False  # whether the metrics of a step have been checked
         self._running: deque[tuple[Mapping[str, SupportsFloat], float]] = deque()
@@ -109,6 +110,8 @@ class StepSchedule:
         """Runs the remaining steps, with evaluations and checkpoints between them; then saves."""
         try:
             self._run_steps(evaluate, evaluate_every, should_stop)
+        # Raised by the request for the next batch, after the handler has saved: no step is half
+        # done.
         except Preempted:
             self._history.ended = "preempted"
         self._collect()
@@ -163,6 +166,8 @@ class StepSchedule:
             self._is_checked = True
         for value in metrics.values():
             if isinstance(value, jax.Array):
+                # The transfer follows the step on the device, so `float(value)` in `_collect` only
+                # waits for it.
                 value.copy_to_host_async()
         self._running.append((metrics, waited_s))
         self._num_started += 1
@@ -170,6 +175,8 @@ class StepSchedule:
     def _collect(self, max_running: int = 0) -> None:
         """Waits until at most `max_running` steps run, and reports the metrics of the others."""
         history = self._history
+        # In the order of the steps. After a loss that is not finite, the later steps are dropped:
+        # their state is useless, and the history ends with the step that diverged.
         while len(self._running) > max_running and history.ended != "diverged":
             metrics, waited_s = self._running.popleft()
             history.add({name: float(value) for name, value in metrics.items()})

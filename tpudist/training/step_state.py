@@ -51,6 +51,8 @@ class StepState:
             self._objects = TrainState(**dict(zip(names, parts, strict=True)))
         self._names = names
         self.saved: Any = self._objects if saved is None else saved
+        # Decides what a step must return: with one object that changes in place, metrics alone
+        # suffice; plain pytrees must be returned.
         self.is_changed_in_place = not self.parts or any(map(_can_change, self.parts))
         if not self.is_changed_in_place:
             if saved is not None:
@@ -67,6 +69,7 @@ class StepState:
     @property
     def parts(self) -> tuple[object, ...]:
         """The current arguments of the step before the batch."""
+        # Attributes of the user's `Checkpoint` or `TrainState`, whose names are only known here.
         return tuple(getattr(self._objects, name) for name in self._names)
 
     @property
@@ -92,6 +95,7 @@ class StepState:
         state, metrics = result
         is_single = len(self._names) == 1 and type(self._state) is not tuple
         parts = (state,) if is_single else state
+        # `type` and not `isinstance`: a NamedTuple, such as a state of Optax, is one part.
         if type(parts) is not tuple or len(parts) != len(self._names):
             raise step_results.state_error(state, self._names)
         for name, part in zip(self._names, parts, strict=True):

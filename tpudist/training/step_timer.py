@@ -34,6 +34,8 @@ class StepTimer:
 
     def begin_step(self) -> None:
         """Marks the start of a step."""
+        # After a pause, the first step starts the clock. Before the first end, only compilation
+        # would be measured.
         if self._last is None and self._is_compiled:
             self._last = time.perf_counter()
 

@@ -35,6 +35,7 @@ def make_train_step(
             return losses.compute_average_loss(nats(model, batch))
 
         if num_microbatches == 1:
+            # Without `DiffState`, NNX would differentiate by all `Param`s, frozen ones included.
             of_trained = nnx.DiffState(0, wrt)
             loss, grads = nnx.value_and_grad(loss_fn, argnums=of_trained)(model, batch)
         else:
@@ -122,6 +123,7 @@ def evaluate(
     num_examples = 0
     for batch in batches:
         sums, count = strategy.run(evaluation_step, args=(model, batch))
+        # Sums of float32 are exact to 2**24; over many batches only float64 keeps counts exact.
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
         num_examples += int(count)
@@ -152,6 +154,8 @@ def make_should_stop(
 
     def should_stop() -> bool:
         nonlocal calls, answer
+        # All processes count the same calls, so all of them take part in the exchange. Once the
+        # answer is True it stays so: `train` returns at once.
         if calls % every == 0 and not answer:
             flags = strategy.experimental_distribute_values_from_function(
                 lambda _: np.int32(wanted())

@@ -85,6 +85,7 @@ def check_interval(owner: str, name: str, value: int | None) -> None:
     """
     if value is None:
         return
+    # A bool is an int in Python, and `True` would mean every step.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"{owner}({name}={shorten(value)}): {name} must be a whole number of at least 1."
