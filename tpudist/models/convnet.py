@@ -53,6 +53,8 @@ class ConvNet(nnx.Module):
             example_mask: `[batch]`, False for padding, which the statistics then ignore. At least
                 one example of a training batch must be real.
         """
+        # Broadcast over height, width and channels. Without a real example the statistics would be
+        # NaN.
         mask = None if example_mask is None else example_mask[:, None, None, None]
         # [batch, height, width, channels], halved once by the pool
         x = jax.nn.relu(self.norm1(self.conv1(images), use_running_average=not training, mask=mask))

@@ -69,6 +69,8 @@ def add(
         return adapters
 
     adapters = get_strategy().create(make) if has_strategy() else make()
+    # Attributes of `Blocks`, so that the scan over layers passes them to each block by name, and
+    # `transformer._adapt` finds them there.
     for name, variable in adapters.items():
         setattr(model.blocks, name, variable)
     model.blocks.adapter_scale = alpha / rank
@@ -84,7 +86,8 @@ def merge(model: Transformer) -> Transformer:
         ValueError: If the model has no adapters.
     """
     blocks = model.blocks
-    targets = [name for name in TARGETS if hasattr(blocks, f"{name}_lora_a")]
+    variables = vars(blocks)
+    targets = [name for name in TARGETS if f"{name}_lora_a" in variables]
     if not targets:
         raise ValueError(
             "lora.merge received a model without adapters. Call lora.add(model) first, and merge a "
@@ -92,9 +95,8 @@ def merge(model: Transformer) -> Transformer:
         )
     for name in targets:
         variable, part = _weight_of(model.config, name)
-        weight = getattr(blocks, variable)
-        pair = [getattr(blocks, f"{name}_lora_{letter}") for letter in "ab"]
-        a, b = (x.get_raw_value() for x in pair)
+        weight = variables[variable]
+        a, b = (variables[f"{name}_lora_{letter}"].get_raw_value() for letter in "ab")
         old = weight.get_raw_value()
         program = _merge_program(part, a.ndim, blocks.adapter_scale, old.sharding)
         weight.set_raw_value(program(old, a, b))
@@ -121,6 +123,7 @@ def _merge_program(
         return None, weight.at[where].set(new.astype(weight.dtype))
 
     def merge_all(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        # A scan, so that only one layer at a time exists in float32.
         return jax.lax.scan(merge_layer, None, (weight, a, b))[1]
 
     return jax.jit(merge_all, out_shardings=sharding)
@@ -136,6 +139,8 @@ def _make_pair(
     for size in into.values():
         fan_in *= size
     first, second = layers | into | {"lora_rank": rank}, layers | {"lora_rank": rank} | out
+    # The bound of `kaiming_uniform_(a=sqrt(5))`, which `peft` uses for A: sqrt(3) * sqrt(2 / 6) is
+    # 1.
     bound = fan_in**-0.5
     a = jax.random.uniform(key, tuple(first.values()), jnp.float32, -bound, bound)
     b = jnp.zeros(tuple(second.values()), jnp.float32)
@@ -149,6 +154,8 @@ def _dims_of(config: TransformerConfig, name: str) -> tuple[dict[str, int], dict
     """Returns the input and the output dims of a matrix, by their logical names."""
     embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
     heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+    # The names must be those of the variable that contains the matrix, or the adapter and its
+    # matrix would be split over different mesh axes: `attention_in` has "heads" for keys as well.
     kv_heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
     if config.kv_heads == config.num_heads:
         kv_heads = heads
@@ -180,6 +187,7 @@ def _check(model: Transformer, rank: int, targets: tuple[str, ...]) -> None:
     config = model.config
     possible = [name for name in TARGETS if config.gated or name != "gate_proj"]
     if config.num_experts:
+        # Experts have their own code without adapters (`experts.mlp`); attention is the same.
         possible = [name for name in possible if "proj" in name and name[0] in "qkvo"]
     unknown = [name for name in targets if name not in possible]
     if unknown or not targets:
@@ -191,7 +199,7 @@ def _check(model: Transformer, rank: int, targets: tuple[str, ...]) -> None:
         raise ValueError(
             f"rank={rank}: the width of an adapter must be at least 1. Use for example 8."
         )
-    if getattr(model.blocks, "adapter_scale", None) is not None:
+    if model.blocks.adapter_scale is not None:
         raise ValueError(
             "The model already has adapters. Merge them first (lora.merge), or name all targets in "
             "one call."

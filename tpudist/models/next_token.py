@@ -70,6 +70,8 @@ def _nats_by_chunks(
         x = x.reshape(batch, parts, length // chunk, chunk // parts, *rest)
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
 
+    # Outside of the scan: the backward pass then reduces the gradient of the weight once, after the
+    # last chunk, and before the blocks begin.
     weight, hidden = _gradient_barrier(weight, hidden)
     # Split only over the vocabulary, so that XLA gathers it once and not for each chunk.
     weight = constrain(weight.astype(hidden.dtype), None, "vocab")
@@ -111,6 +113,7 @@ def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
 
     def body(total, piece):
         hidden, targets, cotangent = piece
+        # JAX's name of rematerialization, so that the planner does not count these FLOPs as work.
         with jax.named_scope("rematted_computation"):
             logits = unembed(hidden, weight, cap)
             _, residuals = _nats_forward(logits, targets)
@@ -177,6 +180,8 @@ def _nats_forward(logits: jax.Array, targets: jax.Array):
     # A one-hot mask, which XLA fuses: it never exists in memory. Indexing the logits aborts the
     # partitioner (jaxlib 0.10.2) if a mesh axis splits the vocabulary.
     chosen = jnp.sum(jnp.where(_is_target(logits, targets), logits32, 0), axis=-1)
+    # Kept in their own dtype: a float32 copy of bfloat16 logits would double the largest
+    # activation.
     return log_weight - chosen, (logits, targets, log_weight)
 
 

@@ -42,6 +42,7 @@ _LLAMA_8B = TransformerConfig(
     remat="full",
     loss_chunk=1024,
 )
+# Mistral 7B has the sizes of Llama 8B, except for the vocabulary; Mixtral has its sizes per expert.
 _MISTRAL_7B = dataclasses.replace(_LLAMA_8B, vocabulary=32_000, rotary_base=10_000.0)
 _MAXTEXT_16B = TransformerConfig(
     vocabulary=32_000,

@@ -167,10 +167,12 @@ class Blocks(nnx.Module):
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
+        # Sums over the layers, so they are part of the carry and start at 0.
         zeros = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
         weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
         if config.layers_with_window is not None:
+            # A value per layer, so the scan gives each block its own, like a weight.
             weights["has_window"] = jnp.asarray(config.layers_with_window)
         return pipeline.apply(block, state, weights, _rotations(x.shape[1], config), config)
 
@@ -212,6 +214,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.
     inverse = jax.lax.rsqrt(mean + config.norm_epsilon)
     if config.norm_offset:
         scale = 1 + scale.astype(jnp.float32)
+    # Rounded once, after the scale.
     return (x32 * inverse * scale).astype(x.dtype)
 
 

@@ -8,6 +8,11 @@ from typing import Literal
 from tpudist.models.parts import experts, pipeline, remat
 from tpudist.models.parts.rotary_stretch import RotaryScaling
 
+# Fields that must be at least 1, or None.
+_COUNTS = ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_kv_heads")
+_COUNTS += ("head_width", "loss_chunk", "splash_block", "splash_backward_block")
+_COUNTS += ("attention_window", "experts_per_token", "pipeline_stages", "pipeline_microbatches")
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -90,18 +95,9 @@ class TransformerConfig:
 
     def __post_init__(self):
         """Raises ValueError for sizes that do not form a model."""
-        counts = ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim")
-        counts += (
-            "num_kv_heads",
-            "head_width",
-            "loss_chunk",
-            "splash_block",
-            "splash_backward_block",
-            "attention_window",
-        )
-        counts += ("experts_per_token", "pipeline_stages", "pipeline_microbatches")
-        for name in counts:
-            value = getattr(self, name)
+        values = vars(self)
+        for name in _COUNTS:
+            value = values[name]
             if value is not None and value < 1:
                 raise ValueError(f"A transformer needs {name} >= 1; got {value}.")
         multiple = 2 * self.num_heads
@@ -125,7 +121,7 @@ class TransformerConfig:
             )
         _check_window(self)
         for name in ("attention_cap", "output_cap", "norm_epsilon"):
-            value = getattr(self, name)
+            value = values[name]
             if value is not None and not value > 0:
                 raise ValueError(f"A transformer needs {name} > 0; got {value}.")
         if self.gelu and (self.num_experts or not self.gated):
@@ -134,6 +130,7 @@ class TransformerConfig:
                 f"num_experts={self.num_experts}. MLPs without a gate use GELU anyway; experts use "
                 "SiLU. Omit gelu."
             )
+        # Each part checks its own fields, here and not when the step is traced.
         remat.parse(self.remat)
         experts.check(self)
         pipeline.check(self)
@@ -151,10 +148,13 @@ class TransformerConfig:
 
 def _check_window(config: TransformerConfig) -> None:
     layers = config.layers_with_window
-    for name in ("layers_with_window", "local_rotary_base"):
-        if getattr(config, name) is not None and config.attention_window is None:
+    for name, value in (
+        ("layers_with_window", layers),
+        ("local_rotary_base", config.local_rotary_base),
+    ):
+        if value is not None and config.attention_window is None:
             raise ValueError(
-                f"{name}={getattr(config, name)} is for layers with a window, but attention_window "
+                f"{name}={value} is for layers with a window, but attention_window "
                 "is None: no layer has a window. Pass both or neither."
             )
     if layers is not None and len(layers) != config.num_layers:

@@ -83,5 +83,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _piece(length: int) -> int:
     """Returns the largest allowed divisor of a length; the length itself if there is none."""
+    # A divisor, because the loop has no last piece of another size. A length without one, such as a
+    # prime, is a single piece: correct, but without the saving.
     divisors = [size for size in range(_MIN_PIECE, _MAX_PIECE + 1) if length % size == 0]
     return max(divisors, default=length)

@@ -96,6 +96,7 @@ def attend(
 
 def choose_method(length: int) -> str:
     """Returns the method of "auto" for this mesh and sequences of `length`."""
+    # First, on every platform: the other methods would gather the whole sequence on each device.
     if split_over("sequence", length):
         return "ring"
     if platform() != "tpu":
@@ -119,6 +120,8 @@ def _dot_product(
     has_window: jax.Array | None,
 ) -> jax.Array:
     """Returns attention by matrix products; JAX has a function for that, but without a cap."""
+    # Three cases, from the fastest to the most general: JAX's function with its own mask, the same
+    # with an explicit mask, and products that can be capped between scaling and masking.
     if scores.cap is None and has_window is None:
         local = None if scores.window is None else (scores.window - 1, 0)
         return jax.nn.dot_product_attention(
@@ -136,6 +139,8 @@ def _dot_product(
     products = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=jnp.float32) * (
         width**-0.5 if scores.scale is None else scores.scale
     )
+    # Masked after the cap, which would turn -inf into -cap. Every query sees at least itself, so no
+    # row is only -inf.
     capped = jnp.where(mask, scores.cap * jnp.tanh(products / scores.cap), -jnp.inf)
     share = jax.nn.softmax(capped, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", share, value).reshape(batch, length, heads, width)
@@ -154,6 +159,7 @@ def _splash(
         block=block,
         backward_block=backward_block,
         name=_NAME,
+        # Elsewhere the kernel is interpreted, which is slow and only for tests.
         interpret=platform() != "tpu",
         scale=scores.scale,
         cap=scores.cap,
@@ -215,6 +221,8 @@ def _run_on_each_share(
     if key.shape[2] % ways:
         # The keys do not split over as many devices as the queries. They are repeated until each
         # device has the keys of its own queries, although some devices then have the same keys.
+        # If the ways are a multiple of the keys, each key is repeated to fill them; otherwise every
+        # query gets a key of its own, which always splits as the queries do.
         share = ways // key.shape[2] if ways % key.shape[2] == 0 else query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
     # All axes must be manual for a kernel, also axes of size 1. In the spec these cost nothing; if

@@ -45,6 +45,8 @@ def _lookup_in_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...])
     is_widened = platform() == "cpu" and is_16_bit_float(table.dtype)
 
     def find(part: jax.Array, tokens: jax.Array) -> jax.Array:
+        # The number of the first row of this part. `axis_index` of several axes counts in their
+        # order, as the `PartitionSpec` below splits.
         first = jax.lax.axis_index(axes) * part.shape[0]
         place = jnp.clip(tokens.astype(jnp.int32), 0, vocabulary - 1) - first
         is_here = (place >= 0) & (place < part.shape[0])
@@ -80,6 +82,7 @@ def _backward(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Ar
             rows = jax.nn.one_hot(tokens, vocabulary, dtype=gradient.dtype)
             return jnp.einsum("blv,ble->ve", rows, gradient), None
     total = jnp.zeros((vocabulary, gradient.shape[-1]), jnp.float32)
+    # Summed in float32: a frequent token adds thousands of small gradients to one row.
     total = total.at[tokens].add(
         gradient.astype(jnp.float32), mode="drop", wrap_negative_indices=False
     )

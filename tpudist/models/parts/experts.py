@@ -94,6 +94,7 @@ def capacity(length: int, config: ExpertSettings) -> int:
     """Returns the number of slots of each expert for a row of `length` tokens."""
     share = length * config.experts_per_token / config.num_experts
     # A token chooses an expert at most once, so more slots than tokens would stay empty.
+    # Rounded up, so that a capacity of 1 has a slot for every choice of evenly spread tokens.
     return min(length, math.ceil(config.expert_capacity * share))
 
 
@@ -146,6 +147,7 @@ def choose(probabilities: jax.Array, num_choices: int) -> tuple[jax.Array, jax.A
     Returns:
         Shares and experts `[..., choice]`, the likeliest first, and the first of equal ones.
     """
+    # The choice has no gradient; the shares below carry it to the router.
     chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_choices)[1]
     # A product with one-hot rows, because the gradient of indexing would be a scatter.
     taken = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=probabilities.dtype)
@@ -189,6 +191,8 @@ def imbalance(probabilities: jax.Array, chosen: jax.Array) -> jax.Array:
     """
     num_experts = probabilities.shape[-1]
     share = jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32).mean(axis=(1, 2))
+    # Only the probabilities are differentiable; the share of choices is a count. So training moves
+    # probability away from experts that are chosen often.
     return num_experts * jnp.sum(share * probabilities.mean(axis=1), axis=-1)
 
 

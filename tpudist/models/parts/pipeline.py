@@ -89,6 +89,7 @@ def _flow_in_stages(
 ) -> PyTree:
     num_stages = jax.sharding.get_abstract_mesh().shape[AXIS]
     num_rows = jax.tree.leaves(x)[0].shape[0]
+    # Rows to the next multiple; Python's `%` is never negative here.
     num_missing = -num_rows % num_microbatches
 
     def run_stage(place: jax.Array, x: PyTree, weights: PyTree, shared: PyTree) -> PyTree:
@@ -176,7 +177,10 @@ def _flow(
     # Neighboring rows go to different microbatches, so each microbatch has rows of every device
     # that the batch is split over. [waiting, rows of a microbatch, ...]
     waiting = jax.tree.map(lambda a: a.reshape(-1, num_waiting, *a.shape[1:]).swapaxes(0, 1), x)
+    # Before anything arrives, stages compute on zeros and not on uninitialized memory: NaN in
+    # unused results would still reach gradients, as 0 * NaN.
     arrived = jax.tree.map(lambda w: jnp.zeros_like(w[0]), waiting)
+    # Microbatch i enters the first stage at tick i and leaves the last one at tick i + stages - 1.
     ticks = jnp.arange(num_microbatches + num_stages - 1)
     (finished, _), _ = jax.lax.scan(tick, (waiting, arrived), ticks)
     # A microbatch ends at the stage where it waited, `stages - 1` indices later in the ring.

@@ -77,6 +77,7 @@ def parse(text: str) -> Policy:
                 f"remat={text!r} is not a policy. Use one of {', '.join(POLICIES)}, or list "
                 'tensors, as in "save:query,key+offload:mlp_in".'
             )
+        # A verb may occur twice; its tensors add up.
         chosen[verb] += tuple(name.strip() for name in names.split(","))
     mentioned = chosen["save"] + chosen["offload"]
     unknown = [name for name in mentioned if name not in NAMES]
@@ -118,6 +119,8 @@ def apply(block: Callable[..., Any], text: str, *, platform: str) -> Callable[..
 
 
 def _rule(policy: Policy) -> Callable[..., Any] | None:
+    # `everything` never gets here, and None recomputes all tensors: the default of
+    # `jax.checkpoint`.
     if policy.dots:
         return jax.checkpoint_policies.checkpoint_dots
     if policy.offloaded:

@@ -40,8 +40,25 @@ def causal_attention(
     return _forward(query, key, value, axis, name)[0]
 
 
+def _fold_tile(grouped, first, state, tiled):
+    """Folds the scores of one tile of keys into the running softmax of the queries `grouped`.
+
+    The state has the sum of weighted values, the largest score and the sum of weights, per query.
+    """
+    key, value, positions = tiled
+    scores = _scores(grouped, key, first, positions)
+    total, most, weight = state
+    # Sums are in units of exp(most), where `most` is the largest score so far, so they cannot
+    # overflow. A larger score changes the unit, and the earlier sums shrink.
+    new_most = jnp.maximum(most, scores.max(axis=-1))
+    shrink = jnp.exp(most - new_most)
+    share = jnp.exp(scores - new_most[..., None])
+    new = _einsum("bkgqs,bskd->bkgqd", share.astype(value.dtype), value)
+    total = total * shrink[..., None] + new
+    return (total, new_most, weight * shrink + share.sum(axis=-1)), None
+
+
 def _forward(query, key, value, axis, name):
-    # The running softmax: sum of weighted values, largest score, and sum of weights, per query.
     grouped = _group(query, key.shape[2])
     shape = grouped.shape
     state = (
@@ -52,24 +69,7 @@ def _forward(query, key, value, axis, name):
     here = _index(axis)
 
     def fold(state, key, value, source):
-        def tile(state, tiled):
-            key, value, positions = tiled
-            scores = _scores(grouped, key, here * grouped.shape[3], positions)
-            total, most, weight = state
-            # Sums are in units of exp(most), where `most` is the largest score so far, so they
-            # cannot overflow. A larger score changes the unit, and the earlier sums shrink.
-            new_most = jnp.maximum(most, scores.max(axis=-1))
-            shrink = jnp.exp(most - new_most)
-            share = jnp.exp(scores - new_most[..., None])
-            new = jnp.einsum(
-                "bkgqs,bskd->bkgqd",
-                share.astype(value.dtype),
-                value,
-                preferred_element_type=jnp.float32,
-            )
-            total = total * shrink[..., None] + new
-            return (total, new_most, weight * shrink + share.sum(axis=-1)), None
-
+        tile = functools.partial(_fold_tile, grouped, here * grouped.shape[3])
         return jax.lax.scan(tile, state, _tiles(key, value, source))[0]
 
     def fold_if_earlier(state, key, value, step):
@@ -83,6 +83,7 @@ def _forward(query, key, value, axis, name):
         upcoming = _pass_on((key, value), axis)  # runs while these are folded
         return (fold_if_earlier(state, key, value, step), *upcoming), None
 
+    # The last turn is outside of the scan, because it passes nothing on.
     last = _size(axis) - 1
     carry, _ = jax.lax.scan(turn, (state, key, value), jnp.arange(last))
     total, most, weight = fold_if_earlier(*carry, last)
@@ -91,6 +92,24 @@ def _forward(query, key, value, axis, name):
     if name is not None:
         out, log_weight = (checkpoint_name(x, name) for x in (out, log_weight))
     return out, (query, key, value, out, log_weight)
+
+
+def _fold_tile_back(queries, first, scale, d_query, tiled):
+    """Adds the gradients of one tile of keys: to `d_query`, and new ones of the keys and values.
+
+    `queries` has the queries, the gradient of the result, the logarithms of the sums of weights,
+    and `along` of `_backward`, all in groups.
+    """
+    grouped, upstream, log_weight, along = queries
+    key, value, positions = tiled
+    scores = _scores(grouped, key, first, positions)
+    # The forward pass saved the sums of its softmax, so the shares need no second running softmax.
+    share = jnp.exp(scores - log_weight[..., None])
+    d_value = _einsum("bkgqs,bkgqd->bskd", share.astype(grouped.dtype), upstream)
+    d_share = _einsum("bkgqd,bskd->bkgqs", upstream, value)
+    d_scores = (share * (d_share - along[..., None]) * scale).astype(grouped.dtype)
+    d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
+    return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
 
 
 def _backward(axis, _name, saved, cotangent):
@@ -102,22 +121,15 @@ def _backward(axis, _name, saved, cotangent):
     # keys, most of them on other devices. But it equals the product of the result and its gradient.
     along = _group(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
     here = _index(axis)
+    queries = (grouped, upstream, log_weight, along)
+    tile = functools.partial(_fold_tile_back, queries, here * grouped.shape[3], scale)
 
     def fold(d_query, key, value, source):
-        # Returns d_query, and what these queries add to the gradients of these keys and values.
-        def tile(d_query, tiled):
-            (key, value, positions) = tiled
-            scores = _scores(grouped, key, here * grouped.shape[3], positions)
-            share = jnp.exp(scores - log_weight[..., None])
-            d_value = _einsum("bkgqs,bkgqd->bskd", share.astype(query.dtype), upstream)
-            d_share = _einsum("bkgqd,bskd->bkgqs", upstream, value)
-            d_scores = (share * (d_share - along[..., None]) * scale).astype(query.dtype)
-            d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
-            return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
-
         d_query, new = jax.lax.scan(tile, d_query, _tiles(key, value, source))
         return d_query, *(_untile(x, key.shape[1]) for x in new)
 
+    # For keys of a later part, which these queries do not see. `cond` needs the same shapes and
+    # dtypes.
     def skip(d_query, key, value, source):
         return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
 

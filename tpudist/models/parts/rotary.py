@@ -27,6 +27,8 @@ def rotation(
         scaling: Stretching for longer sequences; None for none.
     """
     half = width // 2
+    # In float32 even for bfloat16 models: positions in the thousands times small angles need the
+    # bits.
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
         frequencies = scale_frequencies(scaling, frequencies, base, length)
@@ -79,6 +81,8 @@ def _rotate_by_product_forward(x: jax.Array, rotation: Rotation) -> tuple[jax.Ar
 
 def _rotate_by_product_backward(rotation: Rotation, gradient: jax.Array) -> tuple[jax.Array, None]:
     cos, sin = rotation
+    # A rotation is orthogonal: its transpose is the rotation by the negative angle. Positions have
+    # no gradient.
     return rotate_by_product(gradient, (cos, -sin)), None
 
 

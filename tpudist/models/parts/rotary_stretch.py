@@ -77,6 +77,8 @@ def scale_frequencies(
         base = base * (factor * longer - (factor - 1)) ** (half / (half - 1))
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.kind == "llama3":
+        # Full turns of a pair within the original length: fast pairs have many, slow ones less than
+        # one.
         turns = scaling.original_length * frequencies / (2 * math.pi)
         fast = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
     else:
@@ -96,5 +98,6 @@ def _ramp_of_yarn(scaling: RotaryScaling, base: float, half: int) -> jax.Array:
     # The upper bound is in dims instead of pairs, as in the package `transformers`.
     first, last = max(first, 0), min(last, 2 * half - 1)
     if first == last:
+        # The same guard against a division by 0 as in the package `transformers`.
         last += 0.001
     return jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / (last - first), 0, 1)

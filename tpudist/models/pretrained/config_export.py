@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from tpudist.models.pretrained.hub_config import parse_config
@@ -36,6 +35,8 @@ def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         ValueError: If no family does.
     """
     differing: dict[str, tuple[str, ...]] = {}
+    # In the order of the table, from the plainest: a plain transformer must become a Llama, which
+    # most libraries support, and not a Gemma with every option off.
     for family in _ARCHITECTURES:
         # Reading the file again is the test: it must describe the same transformer.
         values = _make_values(config, family, dtype)
@@ -62,11 +63,7 @@ def differences(a: TransformerConfig, b: TransformerConfig) -> tuple[str, ...]:
 
 def _normalize(config: TransformerConfig) -> dict[str, Any]:
     # Equal values for equal models: defaults become the numbers that they stand for.
-    fields = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in _CHOICES
-    }
+    fields = {name: value for name, value in vars(config).items() if name not in _CHOICES}
     fields |= {"num_kv_heads": config.kv_heads, "head_width": config.head_dim}
     if fields["query_scale"] is None:
         fields["query_scale"] = config.head_dim**-0.5
@@ -105,6 +102,7 @@ def _make_values(config: TransformerConfig, family: str, dtype: str) -> dict[str
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    # Two names of one key: Gemma 2 and 3 renamed it.
     activation = "hidden_act" if family in ("llama", "mistral", "qwen2", "qwen3", "gemma") else None
     is_gemma = family.startswith("gemma")
     values[activation or "hidden_activation"] = "gelu_pytorch_tanh" if is_gemma else "silu"
@@ -119,6 +117,8 @@ def _make_values(config: TransformerConfig, family: str, dtype: str) -> dict[str
         values["max_window_layers"] = config.num_layers
     if family in ("gemma2", "gemma3_text"):
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+        # Files have the inverse square of the scale, as an integer. Rounding may change the scale;
+        # then `differences` finds it, and the family is rejected.
         values["query_pre_attn_scalar"] = max(1, round(scale**-2))
         values["attn_logit_softcapping"] = config.attention_cap
         values["final_logit_softcapping"] = config.output_cap

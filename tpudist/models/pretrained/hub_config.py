@@ -49,6 +49,7 @@ def parse_config(values: Values) -> TransformerConfig:
     if family not in FAMILIES:
         raise config_error("model_type", family, f"is not one of {', '.join(FAMILIES)}")
     defaults, parse = FAMILIES[family]
+    # From the weakest to the strongest: common defaults, those of the family, the file.
     values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0} | defaults | values
     _check(values)
     fields = parse(values)
@@ -115,6 +116,7 @@ def _parse_qwen(values: Values) -> Values:
     types = values.get("layer_types")
     if types is None:
         layers, first = values["num_hidden_layers"], values["max_window_layers"]
+        # Before `layer_types` existed, the first `max_window_layers` layers had no window.
         local = [window is not None and i >= first for i in range(layers)]
     else:
         local = _parse_layer_types(types)
@@ -166,6 +168,7 @@ def _parse_gemma3(values: Values) -> Values:
         raise config_error("attn_logit_softcapping", cap, "has a bound that libraries omit")
     types, layers = values.get("layer_types"), values["num_hidden_layers"]
     every = values.get("sliding_window_pattern") or 6
+    # Every sixth layer of Gemma 3 attends to all tokens.
     pattern = [(i + 1) % every != 0 for i in range(layers)]
     local = pattern if types is None else _parse_layer_types(types)
     fields = _parse_gemma(values) | {

@@ -95,6 +95,7 @@ def load_pretrained(
 def _choose_config(
     folder: Path, config: TransformerConfig | None, dtype: np.dtype | None
 ) -> TransformerConfig:
+    # Also with a `config`: only the folder says which model the weights are of.
     stored = read_config(folder)
     if config is None:
         if dtype is None:
@@ -139,6 +140,7 @@ def _digest(tensors: dict[str, StoredTensor]) -> str:
 def _parse_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         # NumPy alone does not know the name "bfloat16".
+        # The names of dtypes are attributes of `jax.numpy`.
         parsed = np.dtype(getattr(jnp, dtype) if isinstance(dtype, str) else dtype)
         if parsed in DTYPES.values():
             return parsed
@@ -217,6 +219,7 @@ def _load(
     }
     parts = {
         bounds: _allocate([stop - start for start, stop in bounds], dtype)
+        # Devices with the same part share one array on the host.
         for bounds in dict.fromkeys(bounds_of_device.values())
     }
     for place, tensor in zip(places, stored, strict=True):
@@ -226,6 +229,8 @@ def _load(
             if (overlap := place.find_in(bounds)) is not None:
                 source, target_index = overlap
                 tasks += copy_tasks(view[source], part[target_index])
+        # Consumed, because `map` raises the error of a task only when its result is read. The
+        # tensor is done before the next one begins, so only one is mapped at a time.
         for _ in threads.map(lambda task: task(), tasks):
             pass
     memory = sharding.memory_kind

@@ -50,6 +50,7 @@ def parse_scaling(
     Raises:
         ValueError: If the transformer does not support the kind of positions.
     """
+    # "type" is the older name of "rope_type".
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KINDS:
         reason = f"has rotary positions of type {kind!r}; only {', '.join(_KINDS)} are supported"
@@ -96,6 +97,7 @@ def _parse_yarn(parameters: dict[str, Any], factor: float, original: int) -> Rot
 
 def _magnitude_of_yarn(parameters: dict[str, Any], factor: float) -> float:
     def magnitude(weight: float) -> float:
+        # Equation of the YaRN paper: sqrt(1 / t) = 0.1 ln(s) + 1.
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     # As in the package `transformers`; `mscale` and `mscale_all_dim` come from DeepSeek.

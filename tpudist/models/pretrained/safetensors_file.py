@@ -52,6 +52,7 @@ class StoredTensor:
             pages = mmap.mmap(
                 opened.fileno(), before + size, access=mmap.ACCESS_READ, offset=self.start - before
             )
+        # A constant of Python's `mmap` module.
         if hasattr(mmap, "MADV_WILLNEED"):  # only on some systems
             pages.madvise(mmap.MADV_WILLNEED)
         return np.frombuffer(pages, np.uint8, size, before).view(dtype).reshape(self.shape)
@@ -66,6 +67,8 @@ def read_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
     import safetensors
 
     try:
+        # Opening checks the header: offsets without gaps or overlaps, and a file of the right
+        # length.
         with safetensors.safe_open(file, framework="numpy"):
             pass
     except safetensors.SafetensorError as error:
@@ -90,6 +93,7 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     Args:
         tensors: Name, dtype in the words of the format, and shape of each tensor, in their order.
     """
+    # Some libraries refuse a file without this entry, which names PyTorch as the writer.
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:

@@ -34,6 +34,7 @@ from tpudist.models.pretrained.transposition import copy_tasks
 from tpudist.models.transformer import Transformer
 from tpudist.processes import host_copies
 
+# The default of version 4 of the package `transformers`.
 _MAX_FILE_BYTES = 5 * 10**9
 # Files of a folder that do not depend on the values of the weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -82,17 +83,11 @@ def save_pretrained(
     writes = jax.process_index() == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
+    # Every process walks all files in the same order: gathering a tensor is a collective.
     for name, (start, tensors) in files.items():
         _write(model, folder / name if writes else None, start, tensors)
     if writes:
-        _remove_earlier(folder, files, like)
-    if writes and like is not None:
-        for pattern in _COPIED:
-            for file in Path(like).glob(pattern):
-                if file.resolve() != (folder / file.name).resolve():
-                    shutil.copyfile(file, folder / file.name)
-    elif writes:
-        _write_config_and_index(model, folder, files)
+        _finish_folder(model, folder, files, None if like is None else Path(like))
     if jax.process_count() > 1:
         # A barrier: no process returns before the first one has written everything.
         host_copies.finish(host_copies.begin([model.final_norm.get_raw_value()])[0])
@@ -114,6 +109,7 @@ def _new_files(
             )
         names[place.tensor] = NAMES[file_dtype]
         size = int(np.prod(place.shape, dtype=np.int64)) * file_dtype.itemsize
+        # A tensor larger than the limit gets a file of its own.
         if groups[-1] and sizes[-1] + size > max_file_bytes:
             groups.append([])
             sizes.append(0)
@@ -145,6 +141,7 @@ def _files_like(model: Transformer, like: Path) -> dict[str, Header]:
     files: dict[str, Header] = {}
     for file in weight_files(like):
         start, tensors = read_header(file)
+        # The header lists tensors in any order, and the bytes must follow the offsets.
         in_order = sorted(tensors.items(), key=lambda item: item[1].start)
         files[file.name] = start, [(tensor, places.get(name)) for name, tensor in in_order]
     return files
@@ -177,6 +174,8 @@ def _write(
             opened.write(memoryview(values.view(np.uint8)).cast("B"))
         opened.flush()
         os.fsync(opened.fileno())
+    # After `fsync`: a crash leaves the old file or the complete new one. It also matters if `like`
+    # is the same folder, whose old file is still mapped.
     unfinished.replace(file)
 
 
@@ -211,14 +210,22 @@ def _gather(
     return [(part, tuple(slice(*ends) for ends in key)) for key, part in parts.items()]
 
 
-def _remove_earlier(
-    folder: Path, files: dict[str, Header], like: str | PathLike[str] | None
+def _finish_folder(
+    model: Transformer, folder: Path, files: dict[str, Header], like: Path | None
 ) -> None:
-    """Deletes files of an earlier save that libraries would read instead of the new ones."""
+    # Files of an earlier save are deleted if libraries would read them instead of the new ones.
+    # That is after the new weights are complete: until then the earlier model stays readable.
     if WEIGHTS not in files:
         (folder / WEIGHTS).unlink(missing_ok=True)
-    elif like is None or not (Path(like) / INDEX).exists():
+    elif like is None or not (like / INDEX).exists():
         (folder / INDEX).unlink(missing_ok=True)
+    if like is None:
+        _write_config_and_index(model, folder, files)
+        return
+    for pattern in _COPIED:
+        for file in like.glob(pattern):
+            if file.resolve() != (folder / file.name).resolve():  # `like` may be the folder itself
+                shutil.copyfile(file, folder / file.name)
 
 
 def _write_config_and_index(model: Transformer, folder: Path, files: dict[str, Header]) -> None:

@@ -75,8 +75,8 @@ class TensorPlace:
 def variable_of(model: Transformer, place: TensorPlace) -> nnx.Param:
     """Returns the variable that contains a tensor."""
     owner: Any = model
-    for name in place.variable.split("."):
-        owner = getattr(owner, name)
+    for name in place.variable.split("."):  # "blocks.mlp_in" or "embedding"
+        owner = vars(owner)[name]
     return owner
 
 
@@ -107,6 +107,8 @@ def _of_layer(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
     yield _norm(layer, "input_layernorm", "attention_norm", embed)
     yield from _of_attention(config, layer)
     if config.norm_outputs:
+        # The same name means another norm: with four norms per layer (Gemma 2 and 3) it is after
+        # attention and before the sum, with two it is before the MLP.
         yield _norm(layer, "post_attention_layernorm", "attention_out_norm", embed)
         yield _norm(layer, "pre_feedforward_layernorm", "mlp_norm", embed)
         yield _norm(layer, "post_feedforward_layernorm", "mlp_out_norm", embed)
@@ -154,6 +156,8 @@ def _place(
     at: int = 1,
 ) -> TensorPlace:
     """Returns the place of a tensor of a layer; `branch` is the index in dim `at`."""
+    # One index per dim of the variable: the layer first, then the dims of the view, with the branch
+    # inserted among them.
     part: list[int | None] = [layer, *(None for _ in view)]
     if branch is not None:
         part.insert(at, branch)

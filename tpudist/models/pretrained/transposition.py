@@ -25,6 +25,9 @@ def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], 
         target: Array of the same shape, with any strides.
     """
     source, target = _merge_dims(source, target)
+    # Both arrays have the same contiguous dim, so NumPy copies whole lines; only the size of a task
+    # must be bounded. The lambdas get their arrays through `_task`: a loop variable would change
+    # under them.
     if target.ndim < 2 or _last_by_stride(source) == _last_by_stride(target):
         if target.ndim == 0 or target.size <= _TASK:
             yield lambda: _assign(source, target)
