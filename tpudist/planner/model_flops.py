@@ -13,6 +13,7 @@ is another kernel, which may repeat parts of the first; it counts twice the kern
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from jax.extend import core
@@ -24,7 +25,7 @@ from tpudist.programs import jaxprs
 _NO_WORK = ("rematted_computation", "in_place_of_")
 
 
-def model_flops(closed: core.ClosedJaxpr, num_replicas: int) -> tuple[float, tuple[str, ...]]:
+def model_flops(closed: jaxprs.ClosedJaxpr, num_replicas: int) -> tuple[float, tuple[str, ...]]:
     """Returns the FLOPs of all replicas, and a sentence for each part that could not be counted.
 
     Args:
@@ -93,13 +94,13 @@ class _Counter:
         return 3 * flops if "jvp(" in where else flops
 
 
-def _dot(eqn: core.JaxprEqn) -> float:
+def _dot(eqn: Any) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.shape
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
-def _convolution(eqn: core.JaxprEqn) -> float:
+def _convolution(eqn: Any) -> float:
     # Each output adds up products over the window and the input features of its group.
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())

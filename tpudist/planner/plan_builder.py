@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
@@ -20,6 +19,7 @@ from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress
+from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
 from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -59,7 +59,7 @@ class LoweredStep:
     program: jax.stages.Lowered
     inputs: list[InputLeaf]
     num_donated: int
-    closed: core.ClosedJaxpr
+    closed: jaxprs.ClosedJaxpr
     compiler_options: dict[str, Any]
 
     def source_on(
