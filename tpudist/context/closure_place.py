@@ -9,7 +9,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_thread = threading.local()
+
+class _ThreadState(threading.local):
+    # A class attribute: a thread that has set none sees this default.
+    place: "ClosurePlace | None" = None
+
+
+_thread = _ThreadState()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,5 +48,4 @@ def enter_closure(place: ClosurePlace) -> Iterator[ClosurePlace]:
 
 def current_place() -> ClosurePlace | None:
     """Returns the place of the closure that this thread runs; None outside of closures."""
-    # A `threading.local` has no attributes in a thread that has set none.
-    return getattr(_thread, "place", None)
+    return _thread.place

@@ -89,7 +89,7 @@ class NewVariables(abc.ABC):
 
 
 class FunctionInputs(abc.ABC):
-    """Values that the function reads and that are not among its arguments."""
+    """Values that the function reads in addition to its arguments."""
 
     # Elements taken from the iterators that the function reads, in order, which the trace has not
     # returned yet. Each comes with a function that recognizes its iterator.
@@ -105,7 +105,7 @@ class FunctionInputs(abc.ABC):
 
 
 class EqualValues(abc.ABC):
-    """Knowledge of which values are equal on all replicas, for `merge_call`, `reduce`, `gather`."""
+    """The values that are equal on all replicas, for `merge_call`, `reduce` and `gather`."""
 
     @abc.abstractmethod
     def is_same_everywhere(self, value: jax.Array) -> bool:
@@ -130,7 +130,7 @@ class BatchRows(abc.ABC):
     @property
     @abc.abstractmethod
     def has_partial_batch(self) -> bool:
-        """Whether replicas may have other numbers of rows than this trace shows."""
+        """Whether replicas may have different numbers of rows from this trace."""
 
     @abc.abstractmethod
     def begin_parts(self, rows: int, num_parts: int) -> int | None:

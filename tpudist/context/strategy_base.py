@@ -76,7 +76,7 @@ class StrategyBase(abc.ABC):
     # A `run.rehearsal.StandIn`: how a twin that runs differs from the strategy that it replaces.
     _stand_in: Any = None
     # Variables whose arrays the user has read. Their arrays must not be donated to a program, or
-    # the user would hold deleted arrays.
+    # the user would have deleted arrays.
     _protected: "WeakIdentitySet"
     # The compiled functions, a `run.step_cache.Replicator`; callers annotate it.
     _replicator: Any
@@ -202,7 +202,7 @@ class StrategyBase(abc.ABC):
 
     @abc.abstractmethod
     def _register_variable(self, variable: "VariableLike") -> None:
-        """Adds `variable` to those that replica functions may read and assign."""
+        """Adds `variable` to the Variables that replica functions may read and assign."""
 
     @abc.abstractmethod
     def _list_variables(self) -> Sequence[Any]:

@@ -6,7 +6,9 @@ which removes the entry in time and is compared on each look-up.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Generic, TypeVar
+
+_V = TypeVar("_V")
 
 
 class WeakIdentitySet:
@@ -34,18 +36,18 @@ class WeakIdentitySet:
             self._by_id.pop(id(element), None)
 
 
-class WeakIdentityDict:
+class WeakIdentityDict(Generic[_V]):
     """A dict that does not keep its keys alive; an entry disappears with its key."""
 
     def __init__(self):
-        self._items: dict[int, tuple[weakref.ref, Any]] = {}
+        self._items: dict[int, tuple[weakref.ref, _V]] = {}
 
-    def get(self, key: object) -> Any:
+    def get(self, key: object) -> _V | None:
         """Returns the value of `key`; None if it has none."""
         item = self._items.get(id(key))
         return item[1] if item is not None and item[0]() is key else None
 
-    def setdefault(self, key: object, default: Any) -> Any:
+    def setdefault(self, key: object, default: _V) -> _V:
         """Returns the value of `key`, which becomes `default` if it has none.
 
         Raises:

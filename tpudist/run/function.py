@@ -188,19 +188,17 @@ class Function:
         iterators: list[Iterator[PyTree]],
         sources: list["_Source"],
     ) -> PyTree:
-        """Takes the elements and runs the program; returns the elements if an iterator ends.
+        """Takes the elements and runs the program; gives them back if an iterator ends.
 
-        Args:
-            args: Positional arguments, with an `IteratorArgument` in place of each iterator.
-            kwargs: Keyword arguments, in the same way.
-            sources: The iterators that the program takes an element of, in order; extended if a
-                trace takes more.
+        In `args` and `kwargs`, an `IteratorArgument` takes the place of each iterator. `sources`
+        are the iterators that the program takes an element of, in order; extended if a trace takes
+        more.
         """
         elements: list[Any] = []
         positions: list[Any] = []
         try:
-            # Each round either returns, or a trace has requested one more element or learnt the
-            # strategy of the function.
+            # Each round returns, or a trace has requested one more element, or found the strategy
+            # of the function. It ends, because the function takes finitely many elements.
             while True:
                 while len(elements) < len(sources):
                     iterator = sources[len(elements)].current(iterators)
@@ -229,15 +227,15 @@ class Function:
             leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_leaf)
             unknown = not self._was_traced or any(map(is_per_replica, leaves))
             if unknown and not context.has_strategy():
-                # The function shows by its use of the arguments to which strategy they belong. This
-                # trace gets one part of each PerReplica, and moves nothing to a mesh that may not
-                # be the right one.
+                # A trace finds out to which strategy the function belongs, by the methods and
+                # Variables that it uses. It gets one part of each PerReplica, and moves nothing to
+                # a mesh that may not be the right one.
                 strategy._lower_once(self._body, *_with_one_part((args, kwargs)))
                 self._was_traced = True
         return strategy._call_once(self._body, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Returns the bound method. An NNX object is its argument; others compile it each."""
+        """Returns the bound method; an NNX object is its argument, others compile their own."""
         if instance is None:
             return self
         if isinstance(instance, nnx_contents.OBJECT_TYPES):
@@ -277,7 +275,7 @@ class IteratorArgument:
 
 
 class _Source:
-    """The source of an element: an iterator among the arguments, or one that `func` captures."""
+    """The source of an element: an argument that is an iterator, or a captured iterator."""
 
     def __init__(self, iterator: Iterator[PyTree], func: Callable[..., Any]):
         self._number = iterator.number if isinstance(iterator, IteratorArgument) else None

@@ -15,6 +15,7 @@ from tpudist.run.arguments.flattener import Flattener
 from tpudist.run.frame.captures import Findings
 from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
 from tpudist.run.step import Step
+from tpudist.run.step_signature import SavedProgram
 from tpudist.state import captured_values
 from tpudist.xla import compile_log
 
@@ -48,7 +49,7 @@ class FunctionRecord:
         self.findings = Findings()
         self.whole = whole
         self.was_called = False
-        self.loaded: list[Any] = []
+        self.loaded: list[SavedProgram] = []
         # As many as there are programs: a call is not compared with a program that was deleted.
         self._signatures: collections.deque[dict[str, str]] = collections.deque(maxlen=MAX_STEPS)
         self._num_compiles = 0
@@ -58,7 +59,7 @@ class FunctionRecord:
             definitions[code] += 1
 
     def choose_snapshot(self, fn: Callable) -> None:
-        """Makes `forms` the programs for the values that `fn` captures now; none yet if new."""
+        """Sets `forms` to the programs for the values that `fn` captures; empty for new values."""
         if self.captured.fits(fn):
             return  # another object with an equal value
         self._others.append((self.captured, self.forms))
@@ -95,11 +96,9 @@ class FunctionRecord:
     def step_for_numbers(
         self, key: tuple, kinds: call_arguments.Kinds, options: RunOptions
     ) -> Step | None:
-        """Returns a step for Python numbers where these kinds have arrays, if there is one.
-
-        A state that began with a Python number comes back from its step with an array instead. The
-        same step, and so the same program, serves both.
-        """
+        """Returns a step for Python numbers where these kinds have arrays, if there is one."""
+        # A state that began with a Python number comes back from its step with an array instead.
+        # The same step, and so the same program, serves both.
         for form in self.forms.values():
             step = form.steps.get(key)
             if step is not None and step.options == options:
@@ -112,8 +111,21 @@ class FunctionRecord:
         self.static_names |= names
         self.give_up(step)
 
+    def make_large_static(
+        self,
+        form: Form,
+        fn: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> None:
+        """Makes integers part of the program that do not fit JAX's default dtype; drops `form`."""
+        names = call_description.names_of_leaves(fn, args, kwargs)
+        self.static_names |= {names[i] for i, x in enumerate(leaves) if not call_arguments.fits(x)}
+        self.give_up_form(form)
+
     def give_up(self, step: Step) -> None:
-        """Forgets all steps for calls whose arguments have the form of those of `step`."""
+        """Forgets all steps of the forms that `step` belongs to."""
         for form in list(self.forms.values()):
             if step in form.steps.values():
                 self.give_up_form(form)
@@ -124,11 +136,9 @@ class FunctionRecord:
         self.recent.drop(form)
 
     def record(self, signature: dict[str, str], seconds: float) -> None:
-        """Logs a compile and its cause: the difference to the most similar earlier call.
+        """Logs a call of `seconds` that compiled, and the cause: what differs from earlier calls.
 
-        Args:
-            signature: Descriptions of the arguments, by name.
-            seconds: Time of the call that compiled.
+        `signature` has descriptions of the arguments, by name.
         """
         self._num_compiles += 1
         if self._signatures:

@@ -129,6 +129,7 @@ def _trace(
     labels: Callable[[], list[str]],
 ) -> StateOutputs:
     """Traces the function; again if it does more than add to sums over examples."""
+    # As in `trace.trace_step`, the recursion ends, because `not_sums` only grows.
     found = CallOutputs()
     flat = ReplicaBody(call, variables).make_flat_function(found)
     traced = jax.make_jaxpr(flat)(*values)
@@ -144,7 +145,7 @@ def _trace(
 def _prove(
     frame: ReplicaFrame, state: StateOutputs, variables: Sequence[Any]
 ) -> replica_agreement.Agreement:
-    """Returns the proof of which results are equal, without initial values of new Variables."""
+    """Proves which results are equal on all replicas; without initial values of new Variables."""
     call, found, closed = state.call, state.found, state.closed
     causes = causes_of_variables(variables)
     causes += ["an argument" if s else None for s in call.inputs.stacked]
@@ -155,7 +156,7 @@ def _prove(
 
 
 def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[jax.Array]) -> None:
-    """Lets the trace around this one start the Variables that the function has created."""
+    """Starts the Variables that the function has created in the trace around this one."""
     for variable, value in zip(found.computed, values, strict=True):
         frame.begin_variable(variable, value, computed=True)
 
@@ -215,11 +216,9 @@ def _build_result(
 
 
 def _keep_equal(frame: ReplicaFrame, x: jax.Array) -> jax.Array | LocalPart:
-    """Returns a result that looks equal on all replicas; one part each if it depends on rows.
-
-    In a partial batch replicas have different numbers of rows. The proof of the whole program finds
-    out that a value depends on them, and the function is traced once more.
-    """
+    """Returns a result that looks equal on all replicas; one part each if it depends on rows."""
+    # In a partial batch replicas have different numbers of rows. The proof of the whole program
+    # finds out that a value depends on them, and the function is traced once more.
     kept = x if frame.rows is None else frame.rows.keep_equal(x)
     if kept is None:
         part = LocalPart(x)

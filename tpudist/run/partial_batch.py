@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +122,8 @@ class PartialBatch:
 
     def _full_sizes(self) -> Point:
         """Returns the point of full batches; parts of a split batch are rounded up."""
+        # Sizes that are gathered are evaluated at the padded numbers of rows, at which the program
+        # is traced: a formula may not hold below `MIN_TRACED_ROWS`.
         sizes = self._groups.sizes
         full = (*sizes, *(-(-rows // number) for number, rows in self._parts))
         padded = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
@@ -160,7 +161,7 @@ class PartialBatch:
         if not state and not averages:
             return program
 
-        def keep(*local: Any) -> list[Any]:
+        def keep(*local: jax.Array) -> list[jax.Array]:
             outputs = list(compile.evaluate(program.closed, local))
             rows = jnp.stack(local[-self.num_groups :])
             for i, source in state.items():
@@ -181,6 +182,7 @@ class PartialBatch:
 
     def _symbols_of_replica(self, size: RowSize) -> RowSize:
         """Returns a size in the symbols of one replica, which are the first ones."""
+        # The symbols of gathers come last. They depend on all replicas.
         own = self.num_groups + len(self._parts)
         if any(i >= own for i in size.symbols):
             raise RowsError("a value that was gathered from all replicas is gathered again")
@@ -200,7 +202,7 @@ class PartialBatch:
         """Number of batches, each with its number of real rows."""
         return len(self._groups.sizes)
 
-    def _evaluate(self, *local: Any) -> list[Any]:
+    def _evaluate(self, *local: jax.Array) -> list[jax.Array]:
         """Returns the flat outputs for the flat local inputs, whose last ones are real rows."""
         values, counts = local[: -self.num_groups], local[-self.num_groups :]
         unknown = [None] * len(self._parts)
@@ -336,11 +338,10 @@ class PartialBatch:
         return found, program.closed
 
     def _find_sum_of_numbers(self) -> str | None:
-        """Returns the line that uses a number of rows times the number of replicas, or None.
-
-        JAX's `psum` of a Python number multiplies it by the number of replicas in the trace, so no
-        equation shows it. A trace with a longer axis has another number there. It costs one trace.
-        """
+        """Returns the line that uses a number of rows times the number of replicas, or None."""
+        # JAX's `psum` of a Python number multiplies it by the number of replicas in the trace, so
+        # no equation shows it. A trace with a longer axis has another number there. It costs one
+        # trace.
         point = self._program.points[0]
         try:
             found, program = self._trace_at(point, degree.REPLICAS_FACTOR)
@@ -365,6 +366,7 @@ class PartialBatch:
 
     def _pad(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns inputs with as many rows as the program has: at least `MIN_TRACED_ROWS`."""
+        # The padding repeats the first row: a real value, with which no operation fails.
         padded = list(values)
         offset = len(self._body.variables) + self._inputs.num_nnx
         for k, rows in enumerate(self._inputs.rows_of_arguments):

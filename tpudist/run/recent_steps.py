@@ -33,7 +33,7 @@ class Form:
 
     kinds: call_arguments.Kinds
     numbers: dict[tuple, frozenset[int]] = dataclasses.field(default_factory=dict)
-    steps: dict[Any, Step] = dataclasses.field(default_factory=dict)
+    steps: dict[tuple, Step] = dataclasses.field(default_factory=dict)
     latest: dict[Any, Step] = dataclasses.field(default_factory=dict)
 
 
@@ -43,7 +43,9 @@ class RecentSteps:
     def __init__(self, name: str):
         self._name = name
         # Each step with its places: pairs of a form and a key there.
-        self._steps: collections.OrderedDict[Step, list[Any]] = collections.OrderedDict()
+        self._steps: collections.OrderedDict[Step, list[tuple[Form, tuple]]] = (
+            collections.OrderedDict()
+        )
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -54,8 +56,8 @@ class RecentSteps:
         if len(self._steps) > 1:
             self._steps.move_to_end(step)
 
-    def add(self, step: Step, form: Form, key: Any) -> None:
-        """Adds `step`. If there are too many, deletes the one whose last call is longest ago."""
+    def add(self, step: Step, form: Form, key: tuple) -> None:
+        """Adds `step`. If there are too many, deletes the least recently called one."""
         form.steps[key] = step
         self._steps.setdefault(step, []).append((form, key))
         if len(self._steps) <= MAX_STEPS:
@@ -77,7 +79,7 @@ class RecentSteps:
             if any(its_form is form for its_form, _ in places):
                 self._forget(step, self._steps.pop(step))
 
-    def _forget(self, step: Step, places: list[tuple[Form, Any]]) -> None:
+    def _forget(self, step: Step, places: list[tuple[Form, tuple]]) -> None:
         for form, key in places:
             form.steps.pop(key, None)
             for known in [k for k, other in form.latest.items() if other is step]:

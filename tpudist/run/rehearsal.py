@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.lowering import compile
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.dispatch.step_plan import StepPlan
@@ -62,7 +63,7 @@ class Rehearsal:
     """
 
     changes: tuple[Change, ...]
-    result: Any
+    result: PyTree
     replaced: Mapping[int, jax.Array]
     traced: TracedStep
 
@@ -76,9 +77,7 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Returns the state that a program has written, with the names of its parts.
 
-    Args:
-        inputs: The flat inputs of the program.
-        written: The arrays that it wrote, in the order of `plan.state`.
+    `inputs` are its flat inputs, and `written` its new state in the order of `plan.state`.
     """
     names = list(_names(plan, binding))
     counts = collections.Counter(names)

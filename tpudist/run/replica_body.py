@@ -79,6 +79,7 @@ class ReplicaBody:
             outputs = self._collect_results(found, result, arguments, copies, rows is not None)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.value_of(v) for v in frame.written]
+            # This order of results, Variables and NNX arrays is that of `CallOutputs`.
             outputs += self._collect_changes(found, copies, entered, changed)
             return outputs + initial_values  # of Variables that a nested `run` has created
 
@@ -135,7 +136,7 @@ class ReplicaBody:
         return context.Mode(kind, strategy, ReplicaContext(strategy, frame=frame), frame)
 
     def _wrap_arguments(self, arguments: list[Any]) -> list[Any]:
-        """Returns the arrays among the arguments as the function receives them."""
+        """Returns the argument arrays as the function receives them."""
         return self._wrap(arguments, self.call.inputs.stacked[self.call.inputs.num_nnx :])
 
     def _wrap(self, arrays: list[Any], stacked: Sequence[bool]) -> list[Any]:
@@ -239,7 +240,7 @@ class ReplicaBody:
         return outputs
 
 
-def _array_of(x: Any) -> Any:
+def _array_of(x: object) -> object:
     return x.array if isinstance(x, PerReplica) else x
 
 
@@ -268,6 +269,7 @@ def make_values_of_replica(
         if binding.is_random_key(i):
             own[i] = random_keys.fold_in(x, replica)
         else:
+            # The user's rules come before the rule of the NNX Variable.
             rule = binding.aggregation(i, rules)
             if rule is VariableAggregation.NONE:
                 rule = binding.aggregation(i)  # it gets one value per replica: see `local_state`

@@ -86,8 +86,8 @@ class ReplicaContext:
                 of examples: where replicas may hold unequal numbers of examples, sum the values and
                 the counts and divide.
             value: Pytree of arrays `[...]`, of the same shapes in every replica. A value that is
-                equal on n replicas counts n times in a `SUM`. The rows of `IndexedSlices` are
-                appended to those of the other replicas.
+                equal on n replicas counts n times in a `SUM`. The rows of
+                `IndexedSlices` of all replicas are concatenated.
             options: `tpudist.experimental.CommunicationOptions`, which set the number of bytes per
                 collective.
 
@@ -125,10 +125,10 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: If the context is not the current one.
-            ValueError: If a leaf has no such dim, or `options` are of another type.
+            ValueError: If a leaf has no such dim, or `options` has another type.
 
-        Differentiable: the gradient is the sum of the upstream gradients, of which each replica
-        keeps its own part. Matches `tf.distribute.ReplicaContext.all_gather`.
+        Differentiable: each replica gets its own part of the sum of the upstream gradients.
+        Matches `tf.distribute.ReplicaContext.all_gather`.
         """
         self._check_current("all_gather")
         options = self._check_options(options, "all_gather(options")
@@ -189,10 +189,7 @@ class ReplicaContext:
         )
 
     def _to_merge_argument(self, x: Any) -> Any:
-        """Returns an argument of `merge_call` as its function gets it.
-
-        It is the argument itself if it is the same on all replicas, or else a LocalPart.
-        """
+        """Returns an argument that is the same on all replicas unchanged, or else a LocalPart."""
         if self.num_replicas_in_sync == 1:
             return jnp.asarray(x) if isinstance(x, PerReplica) else x
         if isinstance(x, PerReplica):

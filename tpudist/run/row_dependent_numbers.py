@@ -63,7 +63,7 @@ def _find_pieces(
         if few and kind == "itself" and type(actual) in (int, float):
             if not _follows(actual, number.at(point)):
                 pieces.append(Piece(few, actual))
-    # The most specific piece first: the one that fixes the most numbers of rows.
+    # The most specific piece comes first: it fixes the most numbers of rows.
     return tuple(sorted(pieces, key=lambda piece: -len(piece.counts)))
 
 

@@ -8,8 +8,11 @@ user's function and spread its program over the mesh.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
+
+from tpudist.array_types import PyTree
 from tpudist.goodput import goodput
 from tpudist.options import RunOptions
 from tpudist.run.arguments import call_arguments, call_description
@@ -29,6 +32,7 @@ from tpudist.state import missing_arrays
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile_log
 
+_T = TypeVar("_T")
 _log = logging.getLogger("tpudist.compile")
 
 # Number of shapes of one step's arguments whose programs are kept: each program takes megabytes.
@@ -36,7 +40,7 @@ MAX_SHAPES = 64
 
 
 class Step:
-    """One function for one kind of arguments.
+    """A compiled function for one kind of arguments.
 
     Attributes:
         local_leaves: NNX arrays that must have one value per replica: see `local_state`.
@@ -52,11 +56,11 @@ class Step:
         self._storage = signature.strategy.storage
         self._throttle, self._compiles = throttle, compile_log.backend_compiles()
         self._checks_each_call = first_run.checks_each_call(self.mesh)
-        self._checked_rows: set[Any] = set()
+        self._checked_rows: set[tuple] = set()
         self.local_leaves: frozenset[tuple[int, int]] = frozenset()
         self.needs_care = False
 
-    def __call__(self, call: RunCall) -> Any:
+    def __call__(self, call: RunCall) -> PyTree:
         """Makes the call; returns the result of the function, merged over the replicas."""
         start = time.perf_counter()
         outcome, compiled = self.attempt(call, self._dispatch)
@@ -66,15 +70,12 @@ class Step:
                 self._forget_shapes()
         return outcome.traced.result(outcome.results, call)
 
-    def attempt(self, call: RunCall, act: Callable[[list[Any], list[Any]], Any]) -> Any:
-        """Returns `act(donated, kept)` with the inputs of a call.
-
-        It starts again whenever a trace finds that the program needs more inputs. Each round adds a
-        Variable or a capture, of which a function has finitely many. Callers hold the Replicator's
-        lock, so there is one current call.
-        """
+    def attempt(self, call: RunCall, act: Callable[[list[Any], list[Any]], _T]) -> _T:
+        """Returns `act(donated, kept)` with the inputs of a call."""
         program = self.program
-        program.call = call
+        program.call = call  # one at a time: callers hold the lock of the Replicator
+        # Starts again whenever a trace finds that the program needs more inputs. That ends, because
+        # each round adds a Variable or a capture, and a function has finitely many of both.
         try:
             while True:
                 try:
@@ -92,8 +93,8 @@ class Step:
         program, traces = self.program, self.traces
         call, plan = program.call, program.plan
         assert call is not None and plan is not None, "`attempt` has fed the inputs of a call"  # noqa: PT018
-        # First what may raise: from the start of the program to the end of `finish`, the old state
-        # is gone and the new state is nobody's.
+        # All that may raise comes first. From the start of the program to the end of `finish`, the
+        # old state is deleted, and the new state is not assigned yet.
         if call.rows:
             self.check_rows(call)
         if traces.not_agreed or traces.with_pending_warnings:
@@ -120,7 +121,7 @@ class Step:
     def start(self, donated: list[Any], kept: list[Any]) -> tuple[list[Any], Outcome]:
         """Starts the program; returns the new state and the outcome."""
         program, jitted = self.program, self.program.jitted
-        assert jitted is not None, "the inputs were made for it"
+        assert jitted is not None, "`feed` creates it"
         missing_arrays.require_present(donated)
         if special_values.are_reported():
             call, plan = program.call, program.plan
@@ -128,7 +129,7 @@ class Step:
             return special_values.call_checked(jitted, donated, [kept], plan.state, [call])
         return jitted(donated, kept)
 
-    def finish(self, written: list[Any], binding: Binding | None, output: Any) -> None:
+    def finish(self, written: list[Any], binding: Binding | None, output: jax.Array | None) -> None:
         """Takes back the state that a program has written.
 
         Args:
@@ -139,7 +140,7 @@ class Step:
             if self._storage is not None:
                 written = self._storage.store(written)
             plan = self.program.plan
-            assert plan is not None, "the program has run by it"
+            assert plan is not None, "the program has run with it"
             plan.write_back(written, binding, self.signature.strategy._protected)
             output = written[0]
         if output is not None:
@@ -152,14 +153,13 @@ class Step:
     def check_rows(self, call: RunCall, *, is_rehearsal: bool = False) -> None:
         """Raises for numbers of real rows that the program does not support, before it runs.
 
-        Args:
-            call: A call with a partial batch.
-            is_rehearsal: Whether the call is a rehearsal, without warnings for the user.
+        If `is_rehearsal`, without warnings for the user.
         """
         # The answer depends on the numbers of rows, and on the shapes, which choose the trace.
+        # Arrays of any library, and PerReplicas, have a shape; NNX objects and numbers do not.
         key = (is_rehearsal, call.rows, *(x.shape for x in call.elements if hasattr(x, "shape")))
         if key not in self._checked_rows:
-            # `find_trace` traces here if `jit` has not asked for these shapes yet.
+            # It traces here if `jit` has not traced these shapes yet.
             traced = self.program.find_trace(call)
             with self.signature.strategy._use_axis_rules():  # it may trace for these rows
                 traced.check_rows(call, is_rehearsal=is_rehearsal)
@@ -191,7 +191,7 @@ class Step:
 
     @property
     def options(self) -> RunOptions:
-        """How the step is compiled."""
+        """Compile options of the step."""
         return self.signature.options
 
     @property
@@ -201,10 +201,10 @@ class Step:
 
     @property
     def groups(self) -> RowGroups | None:
-        """Which arguments share their numbers of real rows."""
+        """Partial batches among the arguments; None if all batches are full."""
         return self.signature.groups
 
     @property
     def plan(self) -> StepPlan | None:
-        """Which inputs are fed, overwritten and written back."""
+        """Order and donation of the inputs, and the state to write back."""
         return self.program.plan

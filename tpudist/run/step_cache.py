@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
@@ -32,12 +33,21 @@ from tpudist.run.rehearsal import Rehearsal
 from tpudist.run.step import Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.step_program import ArgumentsChanged
-from tpudist.run.step_signature import StepSignature
+from tpudist.run.step_signature import SavedProgram, StepSignature
 from tpudist.state import nnx_binding, value_keys
 from tpudist.xla import internals
 from tpudist.xla.settings import Setting
 
 _T = TypeVar("_T")
+
+# The key of a step has four levels, from cheap to expensive to compute:
+# 1. The values that the function captures choose `FunctionRecord.forms`.
+# 2. Options, and the nesting of the arguments that are not known to be plain pytrees, choose the
+#    form.
+# 3. Static values, NNX structure and row groups (`step_key`) choose `Form.latest`. Unchecked calls
+#    stop here. If that is the wrong step, the cache of `jit` misses, and `StepProgram` notices.
+# 4. The nesting of all arguments completes the key in `Form.steps`.
+# Shapes and dtypes are in no key: `jit` compares them in C++.
 
 # Recognized by identity, since the hash of a dataclass takes long.
 _DEFAULT_OPTIONS = RunOptions()
@@ -82,17 +92,17 @@ class Replicator:
         kwargs: dict,
         options: RunOptions | None = None,
         whole: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Calls `fn` on every replica; see `Strategy.run`.
 
-        Args:
-            whole: Whether `fn` is called once for all replicas, in cross-replica context.
+        If `whole`, it is called once for all replicas, in cross-replica context.
         """
         options = _DEFAULT_OPTIONS if options is None else options
         with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn, whole)
-            step, call = self._find(function, fn, args, kwargs, options, is_checked=False)
-            if step is not None and not step.needs_care:
+            found = self._find(function, fn, args, kwargs, options, is_checked=False)
+            if found is not None and not found[0].needs_care:
+                step, call = found
                 # Each of these exceptions is raised before the program has taken any state away, so
                 # the call can be made again, with checked arguments.
                 try:
@@ -134,12 +144,10 @@ class Replicator:
             def run_in_sequence(step: Step, first: RunCall) -> list[Any] | None:
                 calls = [first]
                 for x in elements[1:]:
-                    other, call = self._find(
-                        function, fn, (*args, x), {}, options, is_checked=False
-                    )
-                    if other is not step:
+                    found = self._find(function, fn, (*args, x), {}, options, is_checked=False)
+                    if found is None or found[0] is not step:
                         return None
-                    calls.append(call)
+                    calls.append(found[1])
                 batches = [step.program.arrays_of_last_argument(call) for call in calls]
                 shapes = [[compile.shape_of(x) for x in arrays] for arrays in batches]
                 if any(other != shapes[0] for other in shapes):
@@ -161,7 +169,7 @@ class Replicator:
     def trace(
         self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None = None
     ) -> tuple[TracedStep, list[Any]]:
-        """Returns the trace of a call of `run`, which is not made, and its inputs."""
+        """Traces a call of `run` without running it; returns the trace, and its inputs."""
         return self._act(fn, args, kwargs, options, step_variants.trace)
 
     def lower(
@@ -172,7 +180,7 @@ class Replicator:
         options: RunOptions | None = None,
         whole: bool = False,
     ) -> jax.stages.Lowered:
-        """Returns the lowered program of a call of `run`, which is not made."""
+        """Lowers a call of `run` without running it."""
         return self.lower_with_inputs(fn, args, kwargs, options, whole)[2]
 
     def lower_with_inputs(
@@ -184,10 +192,9 @@ class Replicator:
         whole: bool = False,
         traced: Callable[[], None] = lambda: None,
     ) -> tuple[Step, RunCall, jax.stages.Lowered, list[Any], list[Any]]:
-        """Lowers the program of a call of `run`, which is not made.
+        """Lowers a call of `run` without running it.
 
         Args:
-            whole: Whether `fn` is called once for all replicas.
             traced: Called between tracing and lowering.
 
         Returns:
@@ -199,8 +206,8 @@ class Replicator:
 
         return self._act(fn, args, kwargs, options, lower, whole)
 
-    def adopt(self, fn: Callable, saved: Any) -> None:
-        """Lets the steps of `fn` that are not compiled yet use a program that was saved."""
+    def adopt(self, fn: Callable, saved: SavedProgram) -> None:
+        """Adds a saved program for the steps of `fn` that are not compiled yet."""
         with self.one_at_a_time:
             self.function_of(fn).loaded.insert(0, saved)
 
@@ -228,17 +235,18 @@ class Replicator:
         options: RunOptions,
         act: Callable[[Step, RunCall], _T],
     ) -> _T:
-        """Returns `act(step, call)` for the step of a call whose arguments are all checked.
-
-        If the trace fails with Python numbers that are fed, it is repeated with one or more of them
-        as part of the program. That ends, because each round makes at least one more argument
-        static. If the trace still fails, the numbers were not the cause: they are fed again from
-        then on, and the last error is the function's own.
-        """
+        """Returns `act(step, call)` for the step of a call whose arguments are all checked."""
+        # If the trace fails with Python numbers that are fed, it is repeated with one or more of
+        # them as part of the program. That ends, because each round makes at least one more
+        # argument static. If the trace still fails, the numbers were not the cause: they are fed
+        # again from then on, and the last error is the function's own.
         static_before = set(function.static_names)
         while True:
-            step, call = self._find(function, fn, args, kwargs, options, is_checked=True)
+            found = self._find(function, fn, args, kwargs, options, is_checked=True)
+            assert found is not None, "a checked call creates its step"
+            step, call = found
             if step.local_leaves:
+                assert call.binding is not None, "the leaves belong to its objects"
                 # After this the binding has another structure, so the next round finds a new step.
                 local_state.make_local(call.binding, step.local_leaves, self.mesh)
                 continue
@@ -256,8 +264,8 @@ class Replicator:
                 call_description.explain_overwritten(error, fn, args, kwargs)
                 raise
             else:
-                if found := sorted(function.static_names - static_before):
-                    python_numbers.log_static(function.name, found)
+                if names := sorted(function.static_names - static_before):
+                    python_numbers.log_static(function.name, names)
                 return result
 
     def _find(
@@ -269,19 +277,12 @@ class Replicator:
         options: RunOptions,
         *,
         is_checked: bool,
-    ) -> Any:
-        """Returns the step for these arguments, and the call.
+    ) -> tuple[Step, RunCall] | None:
+        """Returns the step and the record of a call; if `is_checked`, creates a missing step.
 
-        Args:
-            is_checked: Whether to check all arguments, and to create the step if it is missing. If
-                False, the step is None if it cannot be found without that.
+        Without `is_checked`, it does not look into plain arguments; None if it finds no step.
         """
-        # The key of a step has four levels, from cheap to expensive to compute. (1) The values that
-        # the function captures choose `function.forms`. (2) Options, and the nesting of all
-        # arguments that are not known to be plain pytrees, choose the form. (3) Static values, NNX
-        # structure and row groups (`step_key`) choose `form.latest`; unchecked calls stop here.
-        # (4) The nesting of all arguments completes the key in `form.steps`. Shapes and dtypes are
-        # in no key: `jit` compares them in C++.
+        # Every call passes here, so it is one function with few Python calls inside.
         is_same = function.captured.is_same
         if is_same is not None and not is_same(fn):
             function.choose_snapshot(fn)
@@ -299,20 +300,16 @@ class Replicator:
         form = function.forms.get(key_of_form)
         if form is None:
             if not is_checked:
-                return None, None
+                return None
             numbers = function.find_numbers(fn, args, kwargs, options, leaves, structure)
             kinds = function.flattener.kinds_of_elements(elements, key, structure, numbers)
             form = function.forms[key_of_form] = Form(kinds, {structure: numbers})
         kinds = form.kinds
         if kinds.numbers and not all([call_arguments.fits(elements[i]) for i in kinds.numbers]):
             if not is_checked:
-                return None, None
-            # A larger integer than JAX's default dtype holds cannot be fed. It ends, because the
-            # argument is static in the next round.
-            names = call_description.names_of_leaves(fn, args, kwargs)
-            large = [i for i, x in enumerate(leaves) if not call_arguments.fits(x)]
-            function.static_names |= {names[i] for i in large}
-            function.give_up_form(form)
+                return None
+            # The recursion ends, because the large numbers are static in the next round.
+            function.make_large_static(form, fn, args, kwargs, leaves)
             return self._find(function, fn, args, kwargs, options, is_checked=True)
         binding = groups = step_key = None
         rows: tuple = ()
@@ -335,8 +332,9 @@ class Replicator:
         call = RunCall(function, fn, args, kwargs, elements, kinds, binding, rows, is_checked)
         if not is_checked:
             step = form.latest.get(step_key)
-            if step is not None:
-                function.recent.touch(step)
+            if step is None:
+                return None
+            function.recent.touch(step)
             return step, call
         step = form.steps.get((step_key, structure))
         if step is None:
@@ -360,17 +358,17 @@ class Replicator:
         """Returns the record of a function, which is created at the first call."""
         # A bound method: its object and function are looked up, because Python creates a new method
         # object at each access. Users may also pass callables that only look like methods.
-        owner = getattr(fn, "__self__", None)
-        if owner is not None and hasattr(fn, "__func__"):
+        owner, method = getattr(fn, "__self__", None), getattr(fn, "__func__", None)
+        if owner is not None and method is not None:
             try:
-                table, key = self._methods.setdefault(owner, {}), fn.__func__  # type: ignore
+                table, key = self._methods.setdefault(owner, {}), method
             except TypeError:
                 table, key = self._others, fn
         else:
             table, key = self._functions, fn
         try:
             record = table.get(key)
-        except TypeError:
+        except TypeError:  # a callable without a hash, or that allows no weak reference
             table, key = self._others, value_keys.IdentityKey(fn)
             record = table.get(key)
         if record is None:
@@ -395,5 +393,5 @@ def _raise_for_options(function: FunctionRecord, options: object) -> NoReturn:
 
 
 def _place_explicitly() -> contextlib.AbstractContextManager:
-    """Lets `jax.transfer_guard` see the arguments of a call as placed by `jax.device_put`."""
+    """Makes transfers of arguments count as explicit, like `device_put`, if a guard is set."""
     return _IMPLICIT if _transfer_guard() is None else internals.place_explicitly()

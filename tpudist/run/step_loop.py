@@ -104,13 +104,10 @@ class StepSequence:
         return outcomes
 
     def _compile(self, state: list[int], constant: list[int], arrays: list[Any]) -> Callable:
-        """Returns the jitted loop.
-
-        Args:
-            state: Positions of the inputs that the step replaces: the carry of the loop.
-            constant: Positions of the other inputs that all calls share.
-            arrays: The inputs at `state`, whose sharding the new state keeps.
-        """
+        """Returns the jitted loop, which is traced like one step and scans over the batches."""
+        # The carry are the inputs at `state`, which the step replaces. `arrays` are their values in
+        # this call: the new state keeps their sharding, or the next call would compile again. The
+        # inputs at `constant` are the same in all steps.
         step, num_steps = self._step, self._num_steps
 
         def run_once(carry, constants, batch):

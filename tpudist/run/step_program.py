@@ -83,7 +83,8 @@ class StepProgram:
         if call.is_checked:
             values = self._place(values, self._mark_stacked(call))
             if self.plan is not None and inputs.positions_on_host(values) != self.plan.on_host:
-                self.jitted = None  # state has moved to another memory, or back
+                # State has moved to another memory, or back: `in_shardings` would not match.
+                self.jitted = None
         if self.jitted is None:
             if not call.is_checked:
                 raise ArgumentsChanged
@@ -116,10 +117,9 @@ class StepProgram:
         return donated, kept
 
     def values(self, call: RunCall) -> list[PyTree]:
-        """Returns the inputs before flattening: captured values, NNX leaves, arguments, rows.
-
-        Arguments that are plain pytrees are one value each.
-        """
+        """Returns the inputs before flattening: captured values, NNX leaves, arguments, rows."""
+        # The order is that of `Inputs` and `StepPlan`. Plain pytrees are one value each: flattening
+        # them here would cost each call, and `StepPlan.flatten` knows when it is not needed.
         values = (
             [v._value for v in self.traces.captured]
             if not self._is_twin
@@ -183,11 +183,9 @@ class StepProgram:
         return stacked + [is_stacked for _, is_stacked in call.kinds.fed] + [True] * len(call.rows)
 
     def _place(self, values: list[PyTree], stacked: Sequence[bool] | None = None) -> list[PyTree]:
-        """Moves arrays from elsewhere to the mesh, to compile once and not once per origin.
-
-        Without `stacked`, any value may have one part per replica, so arrays on the devices of the
-        mesh stay as they are.
-        """
+        """Moves arrays from elsewhere to the mesh, to compile once and not once per origin."""
+        # Without `stacked`, any value may have one part per replica, so arrays on the devices of
+        # the mesh stay as they are.
         prepare = functools.partial(
             placement.prepare_step_input, self._mesh, abstract=self.is_lowering
         )
@@ -218,14 +216,10 @@ class StepProgram:
     # Creation of the plan and of the `jit`.
 
     def _prepare(self, values: list[PyTree], call: RunCall) -> list[PyTree]:
-        """Creates the plan and the `jit` for the state that the traces read and write.
-
-        The first call traces here, outside of `jit`, because the plan needs to know the state.
-
-        Returns:
-            The values again, with those of the Variables that the first trace has found.
-        """
+        """Creates the plan and the `jit`; returns the values, with those of captured Variables."""
         traces = self.traces
+        # The first call traces here, outside of `jit`, because the plan needs to know which state
+        # the function reads and writes. `jit` then finds that trace in `StepTraces`.
         if not traces.by_signature:
             values = self._trace_first(values, call)
         num_nnx = len(call.binding.variables) if call.binding is not None else 0
@@ -239,6 +233,9 @@ class StepProgram:
             self._mesh,
         )
 
+        # `jit` calls this when its cache misses. `_is_for` comes before the trace: a trace of wrong
+        # arguments might fail, and `jit` sends a signature whose first trace failed through its
+        # slow path forever.
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._current_call()):
                 raise ArgumentsChanged
@@ -271,7 +268,7 @@ class StepProgram:
     def _add_precompiled(
         self, jitted: jax.stages.Wrapped, arrays: list[Any], plan: StepPlan
     ) -> jax.stages.Wrapped | executables.Precompiled:
-        """Returns `jitted` with programs from elsewhere; without any, tries the first compile."""
+        """Returns `jitted` with the saved programs; without any, tries the first compile."""
         function = self._signature.function
         both = plan.take_donated(arrays), plan.take_kept(arrays)
         if function.loaded:
@@ -286,11 +283,7 @@ class StepProgram:
         return jitted
 
     def _positions_of_donated(self, call: RunCall, first: int) -> list[int]:
-        """Returns the positions among `values` of arguments that `RunOptions` donates.
-
-        Args:
-            first: The position of the first argument.
-        """
+        """Returns the positions among `values` of the donated arguments, which begin at `first`."""
         argnums, function = self._signature.options.donate_argnums, self._signature.function
         argument_checks.check_positions(argnums, "donate_argnums", function.name, len(call.args))
         if not argnums:
@@ -310,10 +303,8 @@ class StepProgram:
 
     @property
     def donates_state(self) -> bool:
-        """Whether XLA may overwrite the arrays of old state.
-
-        It may not if the storage shares memory with fetched values: the only copy would be lost.
-        """
+        """Whether XLA may overwrite the arrays of old state."""
+        # Not if the storage shares memory with fetched values: the only copy would be lost.
         shares = self._storage is not None and self._storage.shares_memory
         return self._signature.options.donate_state and not shares
 
@@ -324,12 +315,7 @@ class StepProgram:
         return self.call
 
     def _is_for(self, call: RunCall) -> bool:
-        """Whether all arguments of a call are nested and placed as this step needs them.
-
-        An unchecked call may have arguments that were not looked at. It is asked before a trace,
-        which must not fail for that reason: `jit` sends a signature whose first trace failed
-        through its slow path forever.
-        """
+        """Whether all arguments of a call are nested and placed as this step needs them."""
         if call.is_checked:
             return True
         signature = self._signature
@@ -350,12 +336,12 @@ class StepProgram:
         """Returns new state and results for flat inputs: `jit` traces it once per signature.
 
         Raises:
-            PlanOutdated: If the trace uses state that the plan does not have. `Step.attempt` then
-                creates a new plan. That ends, because the collected state only grows.
+            PlanOutdated: If the trace uses state that the plan does not have.
         """
         traces = self.traces
         traced = self._find_trace(values[len(traces.captured) :])
         num_inputs = len(traces.captured) + len(self.inputs.stacked)
+        # `Step.attempt` then creates a new plan. That ends, because the collected state only grows.
         if not traces.covers(traced) or len(values) != num_inputs:
             raise PlanOutdated
         traces.agree(traced, self._current_call(), is_lowering=self.is_lowering)

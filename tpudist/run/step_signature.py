@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Protocol
 
+import jax
+
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.run.arguments.call_arguments import Kinds
@@ -13,6 +15,14 @@ from tpudist.state.captured_values import Snapshot
 from tpudist.xla.mesh import ReplicaMesh
 
 
+class SavedProgram(Protocol):
+    """A program that was compiled elsewhere; see `planner.saved_plan.Saved`."""
+
+    def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        """Returns the compiled program if it was compiled from the same lowered program."""
+        ...
+
+
 class FunctionLike(Protocol):
     """The record of a user's function, as a step uses it; see `function_record.FunctionRecord`."""
 
@@ -20,7 +30,7 @@ class FunctionLike(Protocol):
     flattener: Flattener
     findings: Findings
     captured: Snapshot
-    loaded: list[Any]
+    loaded: list[SavedProgram]
     whole: bool
 
     def record(self, signature: dict[str, str], seconds: float) -> None:
@@ -30,7 +40,7 @@ class FunctionLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSignature:
-    """What all calls of one step have in common.
+    """The common properties of all calls of one step.
 
     Attributes:
         kinds: Kinds of all flat arguments. Calls may have arrays in the place of numbers.

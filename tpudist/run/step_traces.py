@@ -38,7 +38,7 @@ class StepTraces:
 
     def __init__(self, signature: StepSignature):
         self._signature = signature
-        self.by_signature: dict[Any, TracedStep] = {}
+        self.by_signature: dict[tuple, TracedStep] = {}
         self.captured: list[Any] = []
         self.written_variables: set[Any] = set()
         self.written_leaves: set[int] = set()
@@ -58,6 +58,7 @@ class StepTraces:
             inputs: Order of `rest`.
         """
         findings = self._signature.function.findings
+        # Arrays of any library, and shapes, have a `shape`; Python numbers do not.
         shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in rest]
         # The key has whatever changes a trace: shapes, dtypes and weak types of all inputs, those
         # of captured PerReplicas, and JAX's settings (x64, matmul precision and so on). Shardings
@@ -142,9 +143,7 @@ class StepTraces:
         )
 
     def agree(self, traced: TracedStep, call: RunCall, *, is_lowering: bool) -> None:
-        """Agrees with the other processes that all run this program next.
-
-        If the call is only lowered, the first dispatch does so.
+        """Waits until all processes are about to run this program; later, if `is_lowering`.
 
         Raises:
             ProcessesDifferError: If another process runs another program.
@@ -160,11 +159,7 @@ class StepTraces:
         )
 
     def finish_pending(self, rest: Sequence[Any], call: RunCall, inputs: Inputs) -> None:
-        """Agrees on the program of this call and shows its warnings, if that is still to be done.
-
-        Args:
-            call: The call, which is about to be dispatched.
-        """
+        """Agrees on the program of a call that starts now, and shows its warnings, if not done."""
         traced = self.find(rest, call, inputs)
         if traced in self.not_agreed:
             self.not_agreed.remove(traced)

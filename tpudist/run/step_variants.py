@@ -1,4 +1,4 @@
-"""What else can be done with the call of a step than to make it: rehearse, trace, or lower it."""
+"""Other uses of a step than to run it: rehearse a call on copies, trace it, or lower it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,8 @@ def lower(
     program = step.program
 
     def lower_program(donated: list[Any], kept: list[Any]):
-        traced = program.jitted.trace(donated, kept)  # type: ignore[union-attr]
+        assert program.jitted is not None, "`feed` creates it"
+        traced = program.jitted.trace(donated, kept)
         after_trace()
         return traced.lower(), donated, kept
 

@@ -51,8 +51,8 @@ class _TraceInputs:
         cls, call: ReplicaCall, rest: Sequence[Any], labels: Callable[[], list[str]]
     ) -> "_TraceInputs":
         assert call.findings is not None, "nested traces are made in `nested_run`"
-        # All Variables of the strategy are inputs, since any of them may be read. The program has
-        # those that are: see `TracedStep.positions`.
+        # All Variables of the strategy are inputs, since any of them may be read. The program is
+        # fed only the Variables that are read or written: see `TracedStep.positions`.
         variables = [*call.strategy._list_variables(), *call.findings.captures]
         values = map(call.strategy._value_of, variables)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
@@ -61,18 +61,16 @@ class _TraceInputs:
         return cls(variables, shapes, stacked, len(shapes) - call.inputs.num_groups, labels)
 
 
+# The order in this function matters. Requests for other inputs come first, because the function is
+# traced again then. Then checks raise for programs that cannot work. Then the proof places the
+# outputs, and only then come warnings, which need the placement, and cost a second trace.
 def trace_step(
     call: ReplicaCall, rest: Sequence[Any], labels: Callable[[], list[str]]
 ) -> TracedStep:
     """Traces the function of `call`, and proves which of its outputs are equal on every replica.
 
-    The order matters. Requests for other inputs come first, because the trace is made again then.
-    Then checks raise for programs that cannot work. Then the proof places the outputs, and only
-    then come warnings, which need the placement, and cost a second trace.
-
-    Args:
-        rest: The flat inputs after the Variables, for their shapes.
-        labels: Returns the names of the flat arguments.
+    `rest` are the flat inputs after the Variables, for their shapes; `labels` returns the names of
+    the flat arguments.
 
     Raises:
         ValueError: If state that must be equal on every replica would differ, a large array or NNX
@@ -92,6 +90,8 @@ def trace_step(
     _raise_requests(call, inputs, found, program)
     state = StateOutputs(call, found, program.closed, num_variables, labels)
     if not_sums := state.find_not_summed():
+        # An average is a sum over replicas only if the function does nothing but add to it. If not,
+        # every replica begins with all of it. The recursion ends, because `not_sums` only grows.
         not_sums |= call.not_sums
         return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
     causes = causes_of_variables(inputs.variables) + _causes_of_arguments(call, labels())
@@ -150,7 +150,7 @@ def _raise_requests(
 def _keep_unchanged_keys(
     state: StateOutputs, program: compile.ReplicaProgram, proof: replica_agreement.Agreement
 ) -> tuple[StateOutputs, compile.ReplicaProgram, replica_agreement.Agreement]:
-    """Lets random streams of NNX keep the keys that nothing has changed, which are equal then."""
+    """Replaces the outputs that are unchanged random keys by their inputs, which are equal."""
     closed, kept = state.keep_unchanged_keys()
     if not kept:
         return state, program, proof
@@ -172,13 +172,9 @@ def _add_warnings(
     replaced: dict[int, int],
     partial: PartialBatch | None,
 ) -> None:
-    """Adds faults, warnings and shares of losses to a trace.
-
-    Args:
-        program: The program for full batches, without masks.
-        found: The outputs of that program.
-        replaced: All outputs that are new state, with the inputs they replace.
-    """
+    """Adds faults, warnings and shares of losses to a trace."""
+    # `program` and `found` are those of full batches, without masks.
+    # `replaced` has all outputs that are new state, with the inputs they replace.
     strategy, variables = call.strategy, inputs.variables
     num_replicas = traced.mesh.num_replicas
     trace_larger = functools.partial(
@@ -236,11 +232,9 @@ def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
 def _make_starter(
     call: ReplicaCall, inputs: _TraceInputs, found: CallOutputs, program: compile.ReplicaProgram
 ) -> Callable[[Callable[[], list[jax.Array]]], None]:
-    """Returns a function that starts the Variables which a trace has created.
-
-    Their initial values are the last outputs of the program, which is run for them. All replicas
-    begin with the value of the first one.
-    """
+    """Returns a function that starts the Variables which a trace has created."""
+    # Their initial values are the last outputs of the program, which is run for them. All replicas
+    # begin with the value of the first one.
 
     def start(rest: Callable[[], list[jax.Array]]) -> None:
         if not found.computed:

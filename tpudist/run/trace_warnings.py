@@ -1,6 +1,6 @@
-"""Warns the user of a traced function whose numbers are most likely not what is meant.
+"""Warns of traced functions that most likely compute other numbers than the user intends.
 
-It reports only what is certain from the program; see the classes of the warnings.
+It reports only facts that the program proves; see the classes of the warnings.
 """
 
 import dataclasses
@@ -35,11 +35,7 @@ _shown: dict[Any, Any] = {}
 
 @dataclasses.dataclass(frozen=True)
 class TraceWarning:
-    """One warning.
-
-    Attributes:
-        where: The user's line that it is about, `file:line`; empty for the call of the function.
-    """
+    """A warning about the user's line `where`, `file:line`; if empty, about the call."""
 
     category: type[Warning]
     message: str
@@ -97,9 +93,6 @@ def find_degrees(
 ) -> degree_walk.Findings | None:
     """Returns how values grow with rows and replicas; None if that cannot be found.
 
-    It compares the program with one for more rows on more replicas, equation by equation, so both
-    must have the same equations.
-
     Args:
         program: The program of one replica, without masks for partial batches.
         state: The outputs that are new state, each with the input that it replaces.
@@ -107,6 +100,7 @@ def find_degrees(
             rows on more replicas, or None if it cannot be traced.
     """
     batches, _ = _row_dims(call, variables)
+    # The walk compares both programs equation by equation, so they must have the same equations.
     larger = trace_larger(batches) if batches else None
     if larger is None or labels_of_rows.find_difference(program.closed, larger) is not None:
         return None
@@ -119,11 +113,7 @@ def choose_fault(
     program: compile.ReplicaProgram,
     faults: Sequence[Fault],
 ) -> Fault | None:
-    """Returns the fault to warn of: state that does not match one device with all rows.
-
-    Args:
-        faults: The faults that `find_degrees` has found.
-    """
+    """Returns the fault to warn of: state that does not match one device with all rows."""
     faults = [x for x in faults if not x.is_draw]
     if not faults:
         return None
@@ -135,12 +125,7 @@ def choose_fault(
 
 
 def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
-    """Returns the warning about a fault.
-
-    Args:
-        n: Number of replicas.
-        numbers: The numbers of rows that replicas have in this batch.
-    """
+    """Returns the warning about a fault on `n` replicas with these numbers of rows."""
     counted = f" ({fault.counted})" if fault.counted else ""
     summed = f" ({fault.summed})" if fault.summed else ""
     factor = float(n) ** abs(float(fault.excess))
@@ -237,10 +222,9 @@ def _find_undistributed(
 def _find_equal_sum(
     program: compile.ReplicaProgram, proof: replica_agreement.Agreement, inputs: Sequence[int]
 ) -> str | None:
-    """Returns the line of a sum of equal values that depend on one of these inputs, or None.
-
-    It finds dependence with the same proof: there, only these inputs differ between replicas.
-    """
+    """Returns the line of a sum of equal values that depend on one of these inputs, or None."""
+    # The proof finds dependence, too: if only these inputs differ between replicas, the values that
+    # differ are the values that depend on them.
     causes: list[str | None] = [None] * len(program.closed.jaxpr.invars)
     for i in inputs:
         causes[i] = "this argument"
@@ -252,11 +236,8 @@ def _find_equal_sum(
 
 
 def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
-    """Yields the inputs that are arrays of the host, with the argument that each one is.
-
-    That are NumPy's arrays, arrays on one device, and arrays that the user has split by rows over
-    several devices.
-    """
+    """Yields the inputs that the user has not distributed, with the argument that each one is."""
+    # NumPy's arrays, arrays on one device, and arrays that are split by rows over several devices.
     arrays, mesh = set(call.kinds.arrays), call.strategy.replica_mesh
     for i, leaf in enumerate(call.inputs.leaves_of_arguments, first):
         x = call.leaves[leaf]
@@ -270,7 +251,7 @@ def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _are_rows_split(mesh: ReplicaMesh, array: jax.Array) -> bool:
-    """Whether the devices of one replica have other rows of an array than those of another."""
+    """Whether replicas have different rows of an array on their devices."""
     if array.sharding.is_fully_replicated:
         return False
     parts = array.sharding.devices_indices_map(array.shape)

@@ -44,10 +44,7 @@ def unflatten(
 
 
 def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
-    """Returns the positions of the flat arguments that belong to the arguments `argnums`.
-
-    An argument that does not exist has none.
-    """
+    """Returns the positions of the flat arguments that belong to the arguments `argnums`."""
     ends = list(itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0))
     spans = list(itertools.pairwise(ends))
     return frozenset(leaf for i in argnums if 0 <= i < len(spans) for leaf in range(*spans[i]))
@@ -86,7 +83,7 @@ class Kinds:
         return not (self.per_replica or self.objects or self.states or self.static)
 
     def are_arrays_of(self, other: "Kinds") -> bool:
-        """Whether these kinds are those of `other`, except for arrays in place of some numbers."""
+        """Whether these kinds differ from `other` only by arrays in place of some numbers."""
         mine = self.dynamic, self.per_replica, self.objects, self.states, self.static
         theirs = other.dynamic, other.per_replica, other.objects, other.states, other.static
         return mine == theirs and set(self.numbers) < set(other.numbers)
@@ -97,6 +94,7 @@ class Kinds:
         positions: dict[str, list[int]] = {field.name: [] for field in dataclasses.fields(cls)}
         for i, x in enumerate(leaves):
             kind = "numbers" if i in numbers else _kind(x)
+            # All that is fed is in `dynamic`, except NNX objects, which `Inputs` feeds first.
             positions[kind].append(i)
             if kind in ("arrays", "numbers", "per_replica", "states"):
                 positions["dynamic"].append(i)
@@ -135,6 +133,7 @@ def is_number_or_array(x: object) -> bool:
 
 def fits(x: object) -> bool:
     """Whether a Python number can be fed: an integer must fit JAX's default dtype."""
+    # JAX's default dtype is int32, or int64 if `jax_enable_x64` is on.
     if type(x) is not int or -(2**31) <= x < 2**31:
         return True
     return Setting.ENABLE_X64.read() and -(2**63) <= x < 2**63

@@ -75,7 +75,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, PerReplica):
         partial = " of a partial batch" if value.is_padded else ""
         return f"{compile_log.describe(value)} per replica{partial}"
-    # Whatever looks like an array: of JAX, NumPy, or another library.
+    # An array of JAX, NumPy, or another library.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return compile_log.describe(value)
     if isinstance(value, str | int | float | complex | None):

@@ -44,8 +44,7 @@ def place_numbers(
 ) -> None:
     """Replaces Python numbers in state by arrays on the mesh, in place.
 
-    The arrays look like those that the step returns in their place, so that the next call runs the
-    same program.
+    The step returns arrays of the same kind in their place, so the next call runs the same program.
 
     Args:
         positions: Positions of inputs that may be such numbers.
@@ -71,9 +70,9 @@ def place_state(
 ) -> None:
     """Replaces NumPy arrays that the step returns as new state by arrays on the mesh, in place.
 
-    They then look like the arrays that the step returns, with which the next call is made, so both
-    calls run one program. They share no memory with the caller's arrays. Shapes without a sharding
-    get the same one.
+    The next call gets the arrays that the step returns. These have the same sharding, so both calls
+    run one program. They share no memory with the caller's arrays. Shapes without a sharding get
+    the same one.
 
     Raises:
         ValueError: If JAX would truncate an integer.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.tree_util import PyTreeDef
 
 from tpudist.array_types import PyTree
 from tpudist.lowering import placement
@@ -33,11 +34,11 @@ class Inputs:
         rows_of_arguments: For each array of arguments, its dims that are rows, with their group.
     """
 
-    nnx_structure: Any
+    nnx_structure: PyTreeDef
     num_nnx: int
     leaves_of_arguments: tuple[int, ...]
     stacked: tuple[bool, ...]
-    state_structures: tuple[tuple[int, Any], ...]
+    state_structures: tuple[tuple[int, PyTreeDef], ...]
     groups: row_groups.RowGroups | None
     rows_of_arguments: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -136,6 +137,7 @@ def positions_on_host(values: Sequence[PyTree]) -> list[int]:
 
 def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     """Returns a fast function that selects the elements at `indices` of a list."""
+    # A slice, or `itemgetter`, which runs in C. It returns no tuple for fewer than two indices.
     if list(indices) == list(range(len(indices))):
         end = len(indices)
         return lambda values: values[:end]
@@ -146,10 +148,8 @@ def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
 
 
 def sharding_to_keep(value: object, mesh: ReplicaMesh) -> NamedSharding | None:
-    """Returns the sharding of old state, which new state must keep for the next call to hit `jit`.
-
-    None for values that are not on the mesh.
-    """
+    """Returns the sharding of old state on the mesh, which new state must keep; else None."""
+    # With another sharding, the next call would miss the cache of `jit`.
     sharding = value.sharding if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh.mesh:
         return sharding

@@ -55,6 +55,7 @@ class TraceFailed(Exception):
         """
         named: set[int] = set()
         if isinstance(error, _NEEDS_VALUE):
+            # JAX names the inputs in the same line.
             _, _, origin = str(error).partition("depends on the value")
             places = map(int, _INPUT.findall(origin.partition("\n")[0]))
             named = {inputs[i] for i in places if i < len(inputs)} & set(numbers)

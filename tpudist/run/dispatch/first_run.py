@@ -1,4 +1,4 @@
-"""Lets the processes of a run agree on a step's program before it runs for the first time.
+"""Agreement of the processes on a step's program, before it runs for the first time.
 
 If the environment variable `TPUDIST_CHECK_VALUES` is 1, they agree before each call, too. Processes
 that run different programs would wait for each other forever in a collective.
@@ -28,8 +28,7 @@ def agree_on_program(
 ) -> Callable[[], None] | None:
     """Returns when all processes are about to run this program; see `process_agreement`.
 
-    Args:
-        call: The first call. Arguments that all replicas share are compared by value.
+    Arguments of the call that all replicas share are compared by value.
 
     Returns:
         A function to call at each run; None in one process.

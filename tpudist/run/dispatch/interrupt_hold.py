@@ -26,6 +26,7 @@ _is_interruptible: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 # The signals to delay. Each step reads their handlers, in 1 us. Left out: signals without handlers,
 # faults, which no Python function can handle, and real-time signals, whose numbers are above 31.
+# The signals differ between platforms, so `signal` may lack some of these.
 _OTHERS = "KILL STOP ILL TRAP BUS FPE SEGV SYS STKFLT"
 _NUMBERS = tuple(
     sorted(
@@ -84,8 +85,8 @@ class InterruptHold:
                 if self._waiting:
                     self._deliver(self._handlers, self._waiting)
 
-    # Both methods below recurse in `finally`, so that they handle every signal although a handler
-    # raises on the way: one that is restored already, or one that is called.
+    # Both methods below recurse in `finally`, so that they handle every signal even if a handler
+    # raises. That may be a handler that was just restored, or a handler that they call.
 
     def _restore(self, handlers: list[tuple[int, _Handler]]) -> None:
         try:
@@ -107,7 +108,7 @@ class InterruptHold:
                 self._deliver(handlers, waiting)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        """Is the handler in the `with` block: records the signal, or handles it if it may raise."""
+        """Records a signal that arrives in the `with` block, or handles it if it may raise."""
         if self._handlers is not None and _is_interruptible.get():
             self._handlers[number](number, frame)
         elif self._waiting is None:
@@ -126,7 +127,7 @@ def _find_functions(handlers: tuple[Any, ...]) -> dict[int, _Handler]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets signals be handled at once in the `with` block, which is inside an `InterruptHold`."""
+    """Handles signals at once in the `with` block, which is inside an `InterruptHold`."""
     token = _is_interruptible.set(True)
     try:
         yield

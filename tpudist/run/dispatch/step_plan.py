@@ -22,7 +22,7 @@ _is = operator.is_
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """How the values of a call become the inputs of its program, and its outputs become state.
+    """The order of a program's inputs, the inputs that it overwrites, and its new state.
 
     Values are captured Variables, NNX leaves, arguments and counts of rows; one value may be a
     pytree. Flat inputs are their arrays. JAX donates whole arguments of a jitted function, so the
@@ -69,10 +69,9 @@ class StepPlan:
         donates_state: bool,
         mesh: ReplicaMesh,
     ) -> "StepPlan":
-        """Returns the plan for these values.
+        """Returns the plan for the values of a call.
 
         Args:
-            values: The values of a call; see the class.
             captured: Variables and captured values, which come first in `values`. NNX leaves come
                 next.
             donated_values: Positions of values that are donated in addition to old state.
@@ -111,6 +110,7 @@ class StepPlan:
 
     def flatten(self, values: list[PyTree], kinds: Kinds) -> list[Any] | None:
         """Returns the flat inputs of a call with arguments of these kinds; None if they differ."""
+        # By id, because the hash of `Kinds` takes long; calls of one form share one object.
         known = self._nestings.get(id(kinds))
         if known is not None and known[1] is None:
             return values
@@ -134,11 +134,9 @@ class StepPlan:
         return values
 
     def unshare(self, donated: list[Any], kept: Sequence[Any], protected: WeakIdentitySet) -> None:
-        """Copies arrays that must not be overwritten: those in two places, or read by the user.
+        """Replaces donated arrays that are shared, or that the user has read, by copies, in place.
 
-        Args:
-            donated: The inputs that the program overwrites; changed in place.
-            protected: The Variables whose arrays the user has.
+        `protected` are the Variables whose arrays the user has.
         """
         # XLA:CPU crashes on a buffer that is donated twice, and a kept input must stay readable.
         if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
@@ -148,25 +146,23 @@ class StepPlan:
                     donated[i] = x.copy()
                 seen.add(id(x))
         if protected:
-            for kind, what, position in self.state:
-                if kind == "variable" and what in protected and position in self.donated:
+            for kind, key, position in self.state:
+                if kind == "variable" and key in protected and position in self.donated:
                     at = self.donated.index(position)
                     donated[at] = donated[at].copy()
 
     def write_back(
         self, written: list[Any], binding: Binding | None, protected: WeakIdentitySet
     ) -> None:
-        """Assigns the new state that the program has written to Variables and NNX objects.
+        """Assigns `written`, new state in the order of `state`, to Variables and NNX objects.
 
-        Args:
-            written: The first outputs of the program, in the order of `state`.
-            protected: The Variables whose arrays the user has. Assigned ones are removed.
+        Removes the assigned Variables from `protected`: the user has not read the new arrays.
         """
         variables = self.written_variables
         for v, value in zip(variables, written, strict=False):
             v._value = value
         if protected:
-            protected.difference_update(variables)  # nobody has read the new arrays
+            protected.difference_update(variables)
         if self.written_leaves:
             assert binding is not None, "the leaves belong to its objects"
             rest = written[len(variables) :]
@@ -181,12 +177,11 @@ class StepPlan:
     ) -> dict[str, Any]:
         """Returns the shardings of inputs and outputs, as keyword arguments of `jit`.
 
-        Args:
-            stacked: For each flat input, whether it has one part per replica.
+        `stacked` says for each flat input whether it has one part per replica.
         """
         options: dict[str, Any] = {}
         if mesh.devices_per_replica == 1:
-            # Explicit, and not inferred from the arguments: an input that lies elsewhere would
+            # Explicit, and not inferred from the arguments: an input on another device would
             # compile the program once more.
             shardings = [
                 placement.match_memory(x, mesh.stacked if s else mesh.replicated)

@@ -34,7 +34,7 @@ class Throttle:
 
         Raises:
             jax.errors.JaxRuntimeError: If an earlier step has failed that computed one of `inputs`.
-                The failure of another step is only logged here; whoever reads its results gets the
+                The failure of another step is only logged here. A read of its results raises the
                 error, as on devices with their own queue.
         """
         try:

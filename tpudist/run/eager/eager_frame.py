@@ -168,7 +168,7 @@ class EagerFrame(Frame):
 
     def was_created(self, variable: VariableLike) -> bool:
         """Whether an earlier run of the function created `variable`."""
-        # A Variable gets this attribute only when its initial value is known.
+        # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
         return getattr(variable, "_value", None) is not None
 
     def begin_variable(self, variable: VariableLike, value: jax.Array, computed: bool) -> None:
@@ -236,7 +236,7 @@ class EagerFrame(Frame):
 
     @property
     def has_partial_batch(self) -> bool:
-        """Whether other replicas may have other numbers of rows."""
+        """Whether other replicas may have different numbers of rows."""
         return self._has_partial_batch
 
     def begin_parts(self, rows: int, num_parts: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.run.eager import eager_results, host_values, written_state
 from tpudist.run.eager.eager_frame import EagerFrame
-from tpudist.run.eager.host_values import HostKeys
+from tpudist.run.eager.host_values import HostKeys, HostValue
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
@@ -27,7 +27,7 @@ class _MergeArgument:
         differs: Whether replicas may have different values.
     """
 
-    value: Any
+    value: object
     differs: bool
 
 
@@ -35,7 +35,7 @@ class _MergeArgument:
 class _MergeResult:
     """A host value that a merge call returns to one replica; `own` if others may get another."""
 
-    value: Any
+    value: HostValue
     own: bool
 
 
@@ -62,7 +62,7 @@ def call_merged(
     )
 
 
-def _make_argument(run: ReplicaGroup, frame: EagerFrame, x: Any) -> _MergeArgument:
+def _make_argument(run: ReplicaGroup, frame: EagerFrame, x: object) -> _MergeArgument:
     if isinstance(x, nnx_contents.OBJECT_TYPES):
         raise TypeError(
             f"merge_call of '{run.name}' received a {type(x).__name__}. Each replica has its "
@@ -107,7 +107,7 @@ def _merge(run: ReplicaGroup, parts: list[_MergeArgument]) -> Any:
     return eager_results.merge_arrays(run.mesh, values, False, run)
 
 
-def _split(run: ReplicaGroup, x: Any) -> list[Any]:
+def _split(run: ReplicaGroup, x: object) -> list[object]:
     """Returns for each replica its part of a leaf of the function's result."""
     count = run.mesh.num_replicas
     if isinstance(x, PerReplica):

@@ -26,8 +26,8 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
     Raises:
         TypeError: If `run_eagerly` is not a bool.
 
-    Matches `tf.config.run_functions_eagerly`. All replica functions are compiled here; TensorFlow
-    compiles only those that a `tf.function` calls.
+    Matches `tf.config.run_functions_eagerly`. tpudist compiles all replica functions; TensorFlow
+    compiles only functions that a `tf.function` calls.
     """
     if not isinstance(run_eagerly, bool):
         raise TypeError(
@@ -57,7 +57,7 @@ def debug(strategy: StrategyBase) -> Iterator[None]:
 
 
 def is_eager(strategy: StrategyBase | None = None) -> bool:
-    """Whether functions of `strategy` run eagerly; without one, those of no strategy yet.
+    """Whether functions of `strategy` run eagerly; if None, of a strategy not known yet.
 
     `jax.disable_jit()` has the same effect. It is on the path of each call.
     """

@@ -88,15 +88,12 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
 
 
 def _form_of(x: Any) -> Form | None:
-    # Arrays of any library; PerReplicas and Variables, too.
+    # Arrays of any library, PerReplicas and Variables have both; other results do not.
     return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
 
 
 def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTreeDef]:
-    """Returns the leaves of a result and its nesting.
-
-    The caller's objects replace the replica's copies of them.
-    """
+    """Returns the leaves of a result and its nesting, with the caller's objects, not copies."""
     nodes: dict[int, Any] = {}
     if run.binding is not None:
         own = nnx_contents.nodes_of(outcome.copies)
@@ -108,13 +105,13 @@ def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTr
             id(x): run.leaves[i] for i, x in outcome.arguments.items() if isinstance(x, jax.Array)
         }
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return id(x) in nodes or isinstance(x, PerReplica | Variable)
 
     result, _ = unpack(outcome.result, is_leaf, lambda x: isinstance(x, jax.Array))
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
 
-    def mark(x: Any) -> Any:
+    def mark(x: object) -> object:
         callers = nodes.get(id(x), arguments.get(id(x)))
         return x if callers is None else _ReturnedArgument(callers, x)
 
@@ -141,7 +138,7 @@ def _merge(run: ReplicaGroup, parts: list[Any]) -> Any:
 
 
 def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
-    """Merges values of which some are not arrays: they must be equal on all replicas.
+    """Merges values that are not all arrays: they must be equal on all replicas.
 
     Raises:
         ValueError: If objects differ that are not numbers.
@@ -205,7 +202,7 @@ def merge_arrays(
 
 
 def _size_of_dim(run: ReplicaGroup, dim: int, sizes: tuple[int, ...]) -> int:
-    """Returns the padded size of a dim with these rows: that of a batch with the same rows."""
+    """Returns the padded size of a dim with these rows: the size of a batch with the same rows."""
     if run.groups is not None:
         for size, rows in zip(run.groups.sizes, run.rows, strict=True):
             if rows == sizes:

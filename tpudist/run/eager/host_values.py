@@ -25,7 +25,7 @@ class HostKeys:
     def __init__(self, data: np.ndarray, impl: Any):
         self.data, self.impl = data, impl
 
-    def __getitem__(self, index: Any) -> "HostKeys":
+    def __getitem__(self, index: int) -> "HostKeys":
         return HostKeys(self.data[index], self.impl)
 
     @property

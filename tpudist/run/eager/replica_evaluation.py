@@ -121,7 +121,9 @@ class ReplicaEvaluation:
 
     # The hooks of JAX's evaluation. `primitive` is a `Primitive` of JAX.
 
-    def _evaluate(self, evaluation: object, primitive: Any, args: list[Any], params: dict) -> Any:
+    def _evaluate(
+        self, evaluation: object, primitive: Any, args: list[Any], params: dict
+    ) -> PyTree:
         result = self._evaluate_one(evaluation, primitive, args, params)
         if self.watch is not None:
             results = result if primitive.multiple_results else [result]
@@ -130,7 +132,7 @@ class ReplicaEvaluation:
 
     def _evaluate_one(
         self, evaluation: object, primitive: Any, args: list[Any], params: dict
-    ) -> Any:
+    ) -> PyTree:
         if _is_over_replicas(params):
             return self._communicate(primitive, args, params)
         # A primitive with a program inside (jax.checkpoint) may have collectives in it, so its
@@ -143,7 +145,7 @@ class ReplicaEvaluation:
         with internals.use_evaluation(), traces.common_caches():
             return primitive.impl(*map(self._bring, args), **params)
 
-    def _bring(self, x: Any) -> Any:
+    def _bring(self, x: object) -> object:
         """Moves an array to this replica's device; one from elsewhere is shared by all replicas."""
         if not isinstance(x, jax.Array) or x.sharding.device_set == {self.device}:
             return x
@@ -177,6 +179,8 @@ def _combine(
         return _permute(params["perm"], contributions)
     groups = params.get("axis_index_groups") or [list(range(count))]
     params = {**params, "axis_index_groups": None} if "axis_index_groups" in params else params
+    # On the host, a collective is a `vmap` over the stacked contributions of each group. A result
+    # is shared if it is equal on all replicas, to the last bit.
     results: list[Any] = [None] * count
     for group in groups:
         arrays = zip(*(map(to_array, contributions[i]) for i in group), strict=True)
@@ -192,7 +196,7 @@ def _combine(
 def _permute(
     pairs: Sequence[tuple[int, int]], contributions: list[list[HostValue]]
 ) -> list[list[tuple[HostValue, bool]]]:
-    """Returns what each replica receives from another one: zeros if nobody sends it anything."""
+    """Returns the values that each replica receives: zeros if no replica sends to it."""
     source = {target: source for source, target in pairs}
     return [
         [

@@ -49,7 +49,7 @@ def run(
     args: tuple,
     kwargs: dict[str, Any],
     options: RunOptions | None,
-) -> Any:
+) -> PyTree:
     """Calls `fn` on every replica, eagerly; see `Strategy.run` and `Strategy.debug`.
 
     Raises:
@@ -60,8 +60,8 @@ def run(
     with replicator.one_at_a_time:
         try:
             options, not_sums = options or _NO_OPTIONS, frozenset()
-            # Each round finds more sums with which every replica must begin as a whole, of which an
-            # object has finitely many.
+            # Each round finds more sums with which every replica must begin as a whole. That ends,
+            # because an object has finitely many sums.
             while True:
                 run = EagerRun(strategy, fn, args, kwargs, options, not_sums)
                 try:
@@ -141,7 +141,7 @@ class EagerRun(ReplicaGroup):
         self.frames: dict[int, EagerFrame] = {}
         self._outside = internals.settings_of_thread()
 
-    def __call__(self) -> Any:
+    def __call__(self) -> PyTree:
         """Makes the call; returns the result of the function, merged over the replicas."""
         before = written_state.save(self.strategy, self.binding)
         try:

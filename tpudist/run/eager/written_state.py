@@ -75,11 +75,7 @@ def check_structure(run: ReplicaGroup, outcomes: Sequence[ReplicaResult]) -> Non
 
 
 class NotSums(Exception):
-    """The function does more to sums over examples than add to them.
-
-    Attributes:
-        leaves: The leaves of the binding that are these sums.
-    """
+    """The function does more to sums over examples, `leaves` of the binding, than add to them."""
 
     def __init__(self, leaves: Collection[int]):
         super().__init__(leaves)
@@ -89,8 +85,7 @@ class NotSums(Exception):
 def watch_sums(run: ReplicaGroup, entered: Sequence[PyTree]) -> accumulation.Watch | None:
     """Returns a watch of the sums over examples in NNX's averages; None if there are none.
 
-    Args:
-        entered: The values of the NNX objects with which the replica begins.
+    `entered` are the values of the NNX objects with which the replica begins.
     """
     binding, rules = run.binding, dict(run.rules)
     assert binding is not None, "the values belong to its objects"

@@ -100,13 +100,17 @@ def find_capture(
 ) -> tuple[str | None, Callable[[], Any] | None]:
     """Returns the name by which a function captures `value`, and a function that reads the name.
 
-    Both are None if no name of its closure or module refers to the value.
+    Both are None if neither its closure nor its module has a name for the value.
     """
     code = getattr(function, "__code__", None)  # a callable of the user, perhaps not a function
     if code is None:
         return None, None
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        if getattr(cell, "cell_contents", None) is value:  # an empty cell of Python raises
+        try:
+            is_found = cell.cell_contents is value
+        except ValueError:  # an empty cell: the name is not assigned yet
+            continue
+        if is_found:
             return name, lambda cell=cell: cell.cell_contents
     module = function.__globals__
     for name in code.co_names:

@@ -175,6 +175,7 @@ class ReplicaFrame(Frame):
 
     def _request_reference(self, variable: VariableLike) -> None:
         """Makes `variable` a reference in the next trace of the function."""
+        # Only Variables are added, and a function assigns finitely many, so the retries end.
         self._root_findings.assigned_inside[variable] = None
         if not self._is_apart:
             # End the trace now: JAX would keep an inner function that it has traced to its end, and
@@ -272,10 +273,8 @@ class ReplicaFrame(Frame):
         raise NextElement(iterator)
 
     def restart_under(self, strategy: StrategyBase) -> None:
-        """Starts the call again under `strategy`, if it began outside of every scope.
-
-        Only such a function may belong to another strategy.
-        """
+        """Starts the call again under `strategy`, if it began outside of every scope."""
+        # Only such a function may belong to another strategy.
         if self.strategy is context.default_mode().strategy:
             raise OtherStrategy(strategy)
 
@@ -298,11 +297,9 @@ class ReplicaFrame(Frame):
         return id(value) in self.root.equal_results
 
     def cause_of(self, constant: object) -> str | None:
-        """Returns why a value that a nested trace captures differs between replicas, or None.
-
-        In cross-replica context, only arrays of PerReplicas differ. In `merge_call`, a function may
-        capture any value of one replica.
-        """
+        """Returns why a value that a nested trace captures differs between replicas, or None."""
+        # In cross-replica context, only arrays of PerReplicas differ. In `merge_call`, a function
+        # may capture any value of one replica.
         if not is_traced(constant) or (self.root.whole and id(constant) not in self.root.differing):
             return None
         return "a value that the function captures"
@@ -363,7 +360,7 @@ class ReplicaFrame(Frame):
 
     @property
     def has_partial_batch(self) -> bool:
-        """Whether replicas may have other numbers of rows than this trace shows."""
+        """Whether replicas may have different numbers of rows from this trace."""
         return self.rows is not None
 
     def begin_parts(self, rows: int, num_parts: int) -> int | None:

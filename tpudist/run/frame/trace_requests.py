@@ -1,8 +1,8 @@
 """Exceptions that end a trace because it needs something first; the function is traced again then.
 
-The frame raises them in the midst of the user's function, and `step.Step`, `step_cache.Replicator`
-or `function.Function` provide what is missing. A retry ends because each request names a new
-Variable, capture, element or strategy, of which a function has finitely many.
+The frame raises them while the user's function runs. `step.Step`, `step_cache.Replicator` or
+`function.Function` catches them and provides the missing input. Retries end, because each request
+names a new Variable, capture, element or strategy, and a function has finitely many of these.
 """
 
 from collections.abc import Callable, Collection, Iterator

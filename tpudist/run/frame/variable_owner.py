@@ -1,4 +1,4 @@
-"""Whose Variables a replica function may use: those of its strategy, and guests."""
+"""The Variables that a replica function may use: of its own strategy, and guests."""
 
 from typing import Any
 

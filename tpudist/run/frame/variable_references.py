@@ -70,9 +70,7 @@ def check_references(
 ) -> None:
     """Raises for Variables whose references do not behave in JAX as the Python code says.
 
-    Args:
-        proof: Proof of the program, in which the references of `variables` were created first.
-        variables: Variables whose references the program creates first, in this order.
+    The program of the `proof` creates the references of `variables` first, in this order.
 
     Raises:
         RuntimeError: If the program uses a reference where JAX computes code twice, or reads it in

@@ -39,11 +39,9 @@ def describe_structure_change(name: str, change: str) -> str:
 
 
 def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
-    """Returns the error for state that replicas share, and that would differ between them.
+    """Returns the error for shared state that would differ between replicas.
 
-    Args:
-        refused: For each such state, its name, the cause of the difference, and the remedy; at
-            least one.
+    `refused` has for each such state, at least one, its name, the cause, and the remedy.
     """
     state, reason, remedy = refused[0]
     rest = [other for other, _, _ in refused[1:]]

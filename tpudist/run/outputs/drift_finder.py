@@ -53,7 +53,7 @@ def find_drifting(
         averages = _is_averaged(flat, source, output, set(labels))
         contracts = averages or _is_contracted(flat, source, output)
         dependent = row_dependence.find_dependent(closed, is_source)
-        # Of the outputs of a jaxpr, only literals have a value `val`, and no hash.
+        # Of the outputs of a jaxpr, only JAX's literals have a value `val`, and no hash.
         if contracts or any(
             i != output and not hasattr(x, "val") and x in dependent
             for i, x in enumerate(jaxpr.outvars)
@@ -83,10 +83,8 @@ def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
 
 
 def _is_carried(program: FlatProgram, source: int, output: int, local: set[int]) -> bool:
-    """Whether an output contains the input that it replaces as an addend.
-
-    A loop or branch counts as carrying all its inputs to all its outputs.
-    """
+    """Whether an output contains the input that it replaces as an addend."""
+    # A loop or branch counts as carrying all its inputs to all its outputs.
     carried = {program.inputs[source]}
     for step in program.steps:
         if not carried.intersection(step.inputs):
@@ -112,11 +110,9 @@ def _is_contracted(program: FlatProgram, source: int, output: int) -> bool:
 
 
 def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]) -> bool:
-    """Whether an output is a weighted average of the input that it replaces and of other state.
-
-    The weights of both add up to one. The weights of an accumulator of gradients do not, although
-    gradients may contain a multiple of the parameters.
-    """
+    """Whether an output is a weighted average of the input that it replaces and of other state."""
+    # The weights of both add up to one. The weights of an accumulator of gradients do not, although
+    # gradients may contain a multiple of the parameters.
     # `weights` has for each value its coefficients as a linear function of state, as far as these
     # are numbers in the program.
     numbers = {i: np.asarray(x).item() for i, x in program.constants.items() if _is_number(x)}

@@ -1,8 +1,8 @@
 """Gives NNX Variables one value per replica: a PerReplica.
 
 The rule `aggregation="none"`, of a Variable or of `RunOptions`, allows it, and the proof of a trace
-shows which Variables need it. These get one value per replica, and the function is traced again. So
-inputs and outputs are of the same kind, and the first call compiles only once.
+shows which Variables need it. These get one value per replica, and the function is traced again.
+Inputs and outputs then have the same kind, and the first call compiles only once.
 """
 
 from collections.abc import Collection
@@ -24,10 +24,8 @@ def make_local(
 ) -> None:
     """Gives each replica its own copy of some arrays of NNX Variables, in place.
 
-    If an array is a sum over examples, the first replica gets the whole sum, and the others zeros.
-
-    Args:
-        leaves: Pairs of a leaf of the binding and an array of that leaf.
+    `leaves` are pairs of a leaf of the binding and an array of that leaf. If an array is a sum over
+    examples, the first replica gets the whole sum, and the others zeros.
     """
     values = binding.values()
     for i in dict.fromkeys(i for i, _ in leaves):

@@ -72,9 +72,11 @@ def _describe_averages(
     n = call.strategy.num_replicas_in_sync
     for name, total, count in averages:
         added, counted = values[total].addend, values[count].addend
-        if added is None or counted is None or None in (added.degree, counted.degree):
+        if added is None or counted is None:
             continue
-        excess = added.degree.excess - counted.degree.excess  # type: ignore[union-attr]
+        if added.degree is None or counted.degree is None:
+            continue
+        excess = added.degree.excess - counted.degree.excess
         if not excess or added.is_zero or _may_be_right(added, n):
             continue
         size = "larger" if excess > 0 else "smaller"

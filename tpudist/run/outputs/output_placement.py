@@ -27,7 +27,7 @@ class OutputPlacement:
     aggregated: dict[ReduceOp | None, list[int]] = dataclasses.field(default_factory=dict)
 
     def aggregate(self, output: int, op: ReduceOp | None) -> None:
-        """Lets replicas combine an output by `op`."""
+        """Adds an output that replicas combine by `op`; None takes the first replica's value."""
         self.aggregated.setdefault(op, []).append(output)
         self.stacked[output] = False
 
@@ -35,11 +35,7 @@ class OutputPlacement:
 def place_outputs(
     call: ReplicaCall, found: CallOutputs, proof: replica_agreement.Agreement
 ) -> OutputPlacement:
-    """Returns the placement of all outputs, by the proof of which ones are equal.
-
-    Args:
-        found: Outputs of the call, in order: results, Variables, NNX leaves.
-        proof: For each output, whether it may differ between replicas, and why.
+    """Returns the placement of all outputs; `proof` says which may differ, and why.
 
     Raises:
         ValueError: If state that replicas share would differ between them.
@@ -51,6 +47,7 @@ def place_outputs(
     # In a function in cross-replica context, `run` has added up the shares of the replicas already.
     adds_shares = num_replicas > 1 and not call.whole
     refused: list[tuple[str, str, str]] = []
+    # Outputs are results, then Variables, then NNX arrays. Results may differ: they stay stacked.
     first = len(stacked) - len(found.variables) - len(found.nnx)
     for k, v in enumerate(found.variables, first):
         if v.is_counted and adds_shares:

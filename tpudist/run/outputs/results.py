@@ -115,12 +115,16 @@ class Outcome:
         return node
 
 
+def _unflatten_outcome(reference: "weakref.ref[TracedStep]", children: tuple[PyTree]) -> Outcome:
+    traced = reference()
+    assert traced is not None, "each call of a step has its trace"
+    return Outcome(children[0], traced)
+
+
 # The auxiliary data is a weak reference: JAX keeps the structures that compiled functions return,
-# and must not keep Variables alive that way. Each call of a step has its trace, so it exists.
+# and must not keep Variables alive that way.
 jax.tree_util.register_pytree_node(
-    Outcome,
-    lambda x: ((x.results,), weakref.ref(x.traced)),
-    lambda traced, children: Outcome(children[0], traced()),  # type: ignore[arg-type]
+    Outcome, lambda x: ((x.results,), weakref.ref(x.traced)), _unflatten_outcome
 )
 
 
@@ -206,7 +210,8 @@ class TracedStep:
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
-        # State that only other traces of the step write is returned as it came.
+        # `state` is the state that any trace of the step writes: all its programs have the same
+        # outputs. State that only other traces write is returned unchanged.
         written = [
             placement.to_memory_of(new[key], inputs[position]) if key in new else inputs[position]
             for _, key, position in state
@@ -219,10 +224,8 @@ class TracedStep:
     def inputs_of_program(
         self, captured: Sequence[Variable], values: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Returns the inputs of the program: all Variables, and then the other values.
-
-        Variables that the function does not use are not fed. XLA drops the zeros in their place.
-        """
+        """Returns the inputs of the program: all Variables, and then the other values."""
+        # Variables that the function does not use are not fed. XLA drops the zeros in their place.
         fed = dict(zip(captured, values, strict=False))
         value_at = {position: fed[v] for v, position in self.positions.items()}
         variables = [
@@ -240,11 +243,7 @@ class TracedStep:
         return aggregate_outputs(outputs, self.aggregated)
 
     def result(self, results: PyTree, call: RunCall) -> PyTree:
-        """Returns the result of the function, merged over replicas.
-
-        Args:
-            results: `Outcome.results`.
-        """
+        """Returns the result of the function, merged over replicas, for `Outcome.results`."""
         if self._plain:
             return results
         merged = []
@@ -263,11 +262,7 @@ class TracedStep:
         return self.found.treedef.unflatten(merged)
 
     def check_rows(self, call: RunCall, *, is_rehearsal: bool) -> None:
-        """Raises for numbers of real rows that the program does not support.
-
-        Args:
-            is_rehearsal: Whether the call is a rehearsal, without warnings for the user.
-        """
+        """Raises for numbers of real rows that the program does not support."""
         if self.partial is None:
             return
         if not is_rehearsal:
@@ -285,10 +280,8 @@ class TracedStep:
         )
 
     def _find_keys(self) -> dict[int, str]:
-        """Returns by output the innermost dict key under which the function returned it.
-
-        Results in containers that JAX cannot flatten have none.
-        """
+        """Returns by output the innermost dict key under which the function returned it."""
+        # Results in containers that JAX cannot flatten have none.
         result = self.found.result
         tree = self.found.treedef.unflatten(range(len(result)))
         found_keys = {}

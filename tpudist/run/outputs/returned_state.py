@@ -44,6 +44,8 @@ def find_returned_state(
         The leaf of each argument by leaf of the result; and those leaves of the result that are
         certainly not gradients.
     """
+    # Outer parts come first, so a complete `TrainState` wins over the trees inside it. Each
+    # argument and each leaf of the result is matched once.
     wholes, first = [], 0
     for treedef in structure:
         wholes.append((treedef, first))
@@ -84,10 +86,7 @@ def find_returned_outputs(
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the outputs of a trace that are returned state, with the inputs they replace.
 
-    Args:
-        structure: Nesting of each argument.
-        closed: The program of one replica.
-        num_variables: Number of inputs that are Variables, the first ones.
+    `structure` is the nesting of each argument. The first `num_variables` inputs are Variables.
 
     Returns:
         The number of the input, after the Variables, by output; and those outputs that are
@@ -131,12 +130,9 @@ def keep_places(
     returned: Mapping[int, int],
     places: Sequence[NamedSharding | None],
 ) -> list[jax.Array]:
-    """Returns the outputs; returned state is split as the state that it replaces.
+    """Returns the traced global outputs; returned state is split as the state that it replaces.
 
-    Args:
-        outputs: The traced global outputs.
-        returned: Outputs that are returned state, with the inputs they replace.
-        places: The sharding of each flat input after the Variables; None if it is not known.
+    `returned` and `places` number the flat inputs after the Variables.
     """
     kept = list(outputs)
     for i, k in returned.items():

@@ -37,11 +37,9 @@ def call_checked(
 ) -> tuple[list[jax.Array], Any]:
     """Calls a compiled step, and checks its outputs.
 
-    Args:
-        program: The step; returns new state, and an `Outcome` or one for each of `calls`.
-        donated: The inputs that it overwrites. It gets copies, so that old state survives an error.
-        others: The arguments that it does not overwrite.
-        state: Description of the new state; see `StepPlan.state`.
+    The `program` gets copies of the `donated` inputs, so that old state survives an error, and the
+    `others`. It returns new state, as `StepPlan.state` describes, and an `Outcome`, or one for each
+    of `calls`.
 
     Raises:
         FloatingPointError: If a value to report is among the outputs.

@@ -57,13 +57,9 @@ def place_collections(
 def find_collections(
     result: PyTreeDef, differing: Sequence[int], rules: Mapping[str, str]
 ) -> dict[int, str]:
-    """Returns the leaves of a result whose path names a collection with a reduction, with names.
+    """Returns the `differing` leaves whose path names a collection with a reduction, with names.
 
-    For example `{"batch_stats": ...}`, which `apply` returns next to the output, returned by
-    itself.
-
-    Args:
-        differing: Leaves to consider.
+    For example `{"batch_stats": ...}`, which `apply` returns next to the output.
     """
     if not differing:
         return {}
@@ -87,13 +83,9 @@ def paths_of(result: PyTreeDef) -> dict[int, str]:
 def find_replaced(
     results: Mapping[int, str], arguments: Mapping[int, str], rules: Mapping[str, str]
 ) -> dict[int, int]:
-    """Returns the results that replace an argument, with that argument.
+    """Returns the numbers of results that replace an argument, with the number of the argument.
 
-    They have the same path from the collection on, and no other argument has it.
-
-    Args:
-        results: Names of results, by number.
-        arguments: Names of arguments, by number.
+    Their names have the same path from the collection on, and no other argument has it.
     """
 
     def path_of(label: str) -> tuple[str, ...]:
@@ -113,8 +105,7 @@ def find_replaced(
 def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str) -> str:
     """Returns a warning of rules for collections that do not exist; empty without such rules.
 
-    Args:
-        labels: Names of all arguments, results and NNX kinds.
+    `labels` are the names of all arguments, results and NNX kinds.
     """
     names = {x for label in labels for x in _NAME.findall(label)} - {_RESULT}
     unknown = [f"'{x}'" for x in rules if x not in names]

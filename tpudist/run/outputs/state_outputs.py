@@ -46,8 +46,7 @@ class StateOutputs:
     def find_replaced(self, returned: Mapping[int, int]) -> dict[int, int]:
         """Returns the outputs that are new state, without Variables, and the inputs they replace.
 
-        Args:
-            returned: Result of `place_collections`.
+        `returned` is the result of `place_collections`.
         """
         state = {o: self.num_variables + k for o, k in returned.items()}
         return state | {o: source for o, (_, source) in self._leaf_outputs().items()}
@@ -109,12 +108,7 @@ class StateOutputs:
         returned: Mapping[int, int],
         stacked: Sequence[bool],
     ) -> dict[int, Drift]:
-        """Returns the outputs that replace equal state and differ; see `drift_finder`.
-
-        Args:
-            returned: Result of `place_collections`.
-            stacked: For each output, whether it leaves with one part per replica.
-        """
+        """Returns the outputs that replace equal state and differ; see `drift_finder`."""
         replaced = {i: self.num_variables + k for i, k in returned.items() if stacked[i]}
         rules = dict(self.call.rules)
         if not replaced or self.call.whole or ALL_COLLECTIONS in rules:
