@@ -50,8 +50,8 @@ def make_feed(
     processes = mesh.processes
     several = len(processes) > 1
     source = adapt.to_source(dataset)
-    # The options of a tf.data.Dataset apply, unless yours request a policy.
-    if policy is AutoShardPolicy.AUTO and isinstance(source, IterableSource):
+    # The policy of the dataset, such as one of a tf.data.Dataset, applies unless you request one.
+    if policy is AutoShardPolicy.AUTO:
         policy = source.auto_shard_policy
     if isinstance(source, IndexedDataset):
         source = _apply_hint(source, policy, processes)

@@ -19,6 +19,7 @@ from tpudist.input.iterator_state import State
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
 from tpudist.input.sources.source import RowBatch
+from tpudist.options import AutoShardPolicy
 
 # The values of tf.data.
 INFINITE_CARDINALITY = -1
@@ -92,6 +93,9 @@ class IndexedDataset(abc.ABC):
         """Returns a batch, whose rows are read by its `take`."""
         numbers = self._numbers(num_rows, start, order)
         return ReadBatch(self._read, self._treedef, numbers, epoch)
+
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    """Policy that the dataset itself requests. Another one in `InputOptions` has precedence."""
 
     # Hooks of datasets that are read from files.
 
