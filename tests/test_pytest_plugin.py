@@ -85,7 +85,7 @@ def test_emulation_after_the_start_of_jax_fails_before_any_test_runs(tmp_path):
 @pytest.mark.parametrize(
     ("number", "complaint"),
     [
-        pytest.param("0", "asks for 0 devices", marks=pytest.mark.slow),
+        pytest.param("0", "requests 0 devices", marks=pytest.mark.slow),
         ("many", "tpudist_devices = many: not a number of devices"),
     ],
 )

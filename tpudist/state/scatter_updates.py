@@ -102,7 +102,7 @@ def check_slices(
     expected_shape = (*indices.shape, *shape[1:])
     if rows.ndim == 0:
         rows = jnp.broadcast_to(rows, expected_shape)
-    is_weak = rows.weak_type or isinstance(values, int | float | list | tuple)
+    is_weak = jax.typeof(rows).weak_type or isinstance(values, int | float | list | tuple)
     fits = rows.dtype == dtype or (is_weak and np.can_cast(rows.dtype, dtype, "same_kind"))
     if rows.shape != expected_shape or not fits:
         raise ValueError(

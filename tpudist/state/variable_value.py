@@ -102,7 +102,7 @@ def conform(value: VariableValue, name: str, shape: Shape, dtype: DTypeLike) -> 
     # Equality comes first: NumPy's `can_cast` does not know the dtype of random keys. A chosen
     # dtype is never converted, so that float64 values do not lose digits unnoticed.
     is_same = array.dtype == dtype
-    converts = not is_same and (has_no_precision or array.weak_type)
+    converts = not is_same and (has_no_precision or jax.typeof(array).weak_type)
     fits = is_same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
     if array.shape != shape or not fits:
         raise ValueError(
