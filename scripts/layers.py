@@ -27,9 +27,14 @@ from pathlib import Path
 
 @functools.cache
 def modules_of(package: Path) -> dict[str, ast.Module]:
-    """The modules of a package by name: `xla.mesh`, `xla.__init__` for the folder's own file."""
+    """The modules of a package by name: `xla.mesh`, `xla.__init__` for the folder's own file.
+
+    A stub next to a module counts as part of it: `__init__.pyi` has the imports of `__init__.py`.
+    """
     return {
-        ".".join(file.relative_to(package).with_suffix("").parts): ast.parse(file.read_text())
+        ".".join(file.relative_to(package).with_suffix("").parts): ast.parse(
+            "".join(x.read_text() for x in (file, file.with_suffix(".pyi")) if x.exists())
+        )
         for file in sorted(package.rglob("*.py"))
     }
 
@@ -68,8 +73,7 @@ def imported_names(
     With each comes whether it is imported when the module is. With `types`, imports under
     `if TYPE_CHECKING` count too.
     """
-    # The package imports its own names on first use.
-    for node, at_top in _walk(tree, types or name == "__init__"):
+    for node, at_top in _walk(tree, types):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, at_top
