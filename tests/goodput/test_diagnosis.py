@@ -92,3 +92,18 @@ def test_a_process_without_records_does_not_shift_the_others(tmp_path):
     assert [list(x) for x in read_run(tmp_path)] == [[0], [0, 1]]
     found = diagnose(read_run(tmp_path))
     assert found.causes[0].text == "all processes were restarted: process 0 ended"
+
+
+@pytest.mark.parametrize("resume", ["resume", "goes on"])
+def test_a_change_of_processes_lasts_until_the_first_step_after_it(resume, tmp_path):
+    """Earlier versions wrote "goes on"."""
+    (tmp_path / "goodput").mkdir()
+    lines = [
+        {"kind": "start", "process": 0, "began": 0.0, "time": 1.0},
+        {"kind": "generation", "number": 1, "why": "a loss", "began": 5.0, "time": 5.5},
+        {"kind": resume, "time": 8.0},
+        {"kind": "end", "time": 9.0},
+    ]
+    (tmp_path / "goodput/process-0-0000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (cause,) = diagnose(read_run(tmp_path)).causes
+    assert (cause.seconds, cause.text) == (3, "a loss: the others continued with generation 2")

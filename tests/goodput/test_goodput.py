@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -129,6 +130,20 @@ def test_nothing_is_recorded_without_a_request():
         goodput.begin_call()
         goodput.note("some")
     goodput.flush()
+
+
+def test_a_thread_that_was_left_behind_closes_no_phase_of_the_next_one(tmp_path, monkeypatch):
+    """A thread that waits for a lost process leaves its phase after the next thread has begun."""
+    recorder = goodput._Recorder(tmp_path / "records", 0, 1)
+    monkeypatch.setattr(goodput, "_recorder", recorder)
+    opened = goodput.phase(goodput.Phase.WAIT)
+    opened.__enter__()
+    with ThreadPoolExecutor(1) as next_thread:
+        next_thread.submit(goodput.follow_thread).result()
+        opened.__exit__()
+        next_thread.submit(goodput.phase(goodput.Phase.INPUT).__enter__).result()
+        recorder.close()
+    assert recorder._stack == [goodput.Phase.STARTUP, goodput.Phase.INPUT]
 
 
 def test_a_long_run_records_the_same_number_of_calls_per_octave():

@@ -234,8 +234,9 @@ class phase:
             self._recorder.enter(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        """Closes the phase."""
-        if self._recorder is not None:
+        """Closes the phase, unless another thread has been followed since it was opened."""
+        # That thread has its own open phases. This one was left behind, and ends some time later.
+        if self._recorder is not None and self._recorder.is_here:
             self._recorder.leave()
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from tpudist.goodput.goodput import FOLDER
 
+# Kinds of records in the files of earlier versions -> their names now.
+_FORMER_KINDS = {"goes on": "resume"}
+
 
 class NoLedger(ValueError):
     """The folder has no records to explain."""
@@ -80,6 +83,7 @@ def _read(file: Path) -> Start | None:
             continue
     if not lines or lines[0].get("kind") != "start":
         return None
+    lines = [line | {"kind": _FORMER_KINDS.get(line["kind"], line["kind"])} for line in lines]
     seconds: dict[str, float] = {}
     for line in lines:
         if line["kind"] == "time":
