@@ -254,12 +254,12 @@ def _read_figures(
         return _Figures()
     module = hlo_module.parse(answer.program.text)
     inputs = input_roles.select_used(answer.program.text, lowered.inputs, lowered.num_donated)
-    events = timeline.play(module, mesh, chip)
-    time = None if chip is None else step_time.estimate(module, chip, events)
+    simulated = timeline.simulate(module, mesh, chip)
+    time = None if chip is None else step_time.estimate(module, chip, simulated)
     return _Figures(
         memory.report(answer.program, module, inputs, chip, mesh),
         time,
-        tuple(collective_traffic.uses(events)),
+        tuple(collective_traffic.uses(simulated)),
         tuple(_notes_on_unknowns(module, time)),
     )
 

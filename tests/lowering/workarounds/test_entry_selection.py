@@ -56,6 +56,25 @@ def test_entries_along_another_dim_are_picked():
     )
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_indices_smaller_than_a_row_is_long_do_not_wrap_around(dtype, mode):
+    """`jnp` indexes with 32 bits, but `lax.gather` accepts any integers."""
+    table = np.arange(2 * 70000, dtype=np.float32).reshape(2, 70000)
+    numbers = jax.lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+    function = lambda t, i: jax.lax.gather(t, i, numbers, (1, 1), mode=mode)  # noqa: E731
+    indices = np.array([[[5]], [[7]]], dtype)
+    np.testing.assert_array_equal(in_other_words(function)(table, indices), [[5], [70007]])
+
+
+def test_an_entry_that_is_not_changed_keeps_its_sign():
+    numbers = jax.lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    function = lambda *args: jax.lax.scatter_add(*args, numbers)  # noqa: E731
+    arguments = -np.zeros((2, 3), np.float32), np.array([[[1]], [[2]]]), np.ones((2, 1), np.float32)
+    found, wanted = in_other_words(function)(*arguments), function(*arguments)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
 def test_infinite_neighbours_are_not_picked():
     table = np.where(TABLE > 0.5, np.inf, np.where(TABLE < -0.5, np.nan, TABLE))
     np.testing.assert_array_equal(in_other_words(pick)(table, INDICES), pick(table, INDICES))

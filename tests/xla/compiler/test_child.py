@@ -55,27 +55,19 @@ def test_asking_a_child_that_has_exited_raises_not_sent(start):
         one.ask({"do": "sum", "numbers": [1]}, os.urandom(1 << 20))
 
 
-def test_a_timeout_ends_the_child(start):
-    one = start()
-    ticks = []
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        one.ask({"do": "sleep", "seconds": 600}, timeout_s=1.2, tick=ticks.append)
-    assert time.monotonic() - began < 60
-    assert ticks == sorted(ticks)
-    assert len(ticks) >= 2
-    assert not one.is_alive
-
-
 def test_an_interrupted_wait_ends_the_child(start):
     """Otherwise the next question would receive the answer to this one."""
     one = start()
+    ticks = []
 
-    def interrupt(_):
-        raise KeyboardInterrupt
+    def interrupt(seconds):
+        ticks.append(seconds)
+        if len(ticks) == 3:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         one.ask({"do": "sleep", "seconds": 600}, tick=interrupt)
+    assert ticks == sorted(ticks)
     assert not one.is_alive
 
 

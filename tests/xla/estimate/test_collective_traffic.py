@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from tpudist.xla import mesh, topology
 from tpudist.xla.estimate import collective_traffic, timeline
+from tpudist.xla.estimate.transfers import Transfer
 from tpudist.xla.hardware import chips, links
 from tpudist.xla.hlo import hlo_module
 
@@ -229,7 +230,7 @@ def _uses(text, devices, chip=V5E, **axes):
 
 
 def _uses_on(text, mesh, chip):
-    return collective_traffic.uses(timeline.play(hlo_module.parse(text), mesh, chip))
+    return collective_traffic.uses(timeline.simulate(hlo_module.parse(text), mesh, chip))
 
 
 def test_every_transfer_has_its_network_axes_and_bytes():
@@ -312,6 +313,28 @@ ENTRY %main (p: f32[524288]) -> f32[1048576] {{
     assert first.seconds == second.seconds == pytest.approx(2 * 2**20 / LINK)
     assert first.exposed_s == pytest.approx(first.seconds)
     assert second.exposed_s == pytest.approx(second.seconds)
+
+
+@pytest.mark.parametrize(
+    ("transfers", "exposed_s"),
+    [
+        # Links and seconds of the transfers in order of issue. The device waits from 5 s on.
+        ([("b", 20), ("a", 10), ("ab", 10)], [15, 0, 10]),
+        # The last one shares no link with the first, but waits for it through the second.
+        ([("b", 20), ("ab", 10), ("a", 10)], [15, 10, 10]),
+    ],
+)
+def test_exposed_times_add_up_to_the_wait_for_transfers_on_several_links(transfers, exposed_s):
+    clock, events = timeline._Clock(), []
+    for number, (link_names, seconds) in enumerate(transfers):
+        busy_s = dict.fromkeys(link_names, float(seconds))
+        transfer = Transfer("permute", 0, 0.0, "ici", (), seconds, busy_s, "", None)
+        events.append(timeline.Event(instruction=None, count=1, transfer=transfer))
+        clock.begin(number, events[-1])
+    clock.time = 5.0
+    clock.wait(len(transfers) - 1)
+    assert [event.exposed_s for event in events] == exposed_s
+    assert clock.time == 5 + sum(exposed_s)
 
 
 def test_transfers_take_no_time_without_a_known_chip():

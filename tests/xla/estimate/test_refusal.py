@@ -51,9 +51,12 @@ def test_the_figures_in_a_message_are_parsed(text, needed, available):
     assert f"({share:.1%}) too much" in str(found)
 
 
-def test_a_message_without_figures_is_returned_unchanged():
-    found = refusal.explain("RESOURCE_EXHAUSTED: no")
-    assert (found.needed_bytes, found.largest) == (0, ())
+@pytest.mark.parametrize(
+    "reports", ["", "\nBufferAssignment:\nallocation 0: size 100, preallocated-temp:\n"]
+)
+def test_a_message_without_figures_is_returned_unchanged(reports):
+    found = refusal.explain("RESOURCE_EXHAUSTED: no" + reports)
+    assert (found.needed_bytes, found.over_bytes) == (0, 0)
     assert str(found) == "The compiler rejected the program: RESOURCE_EXHAUSTED: no"
 
 
@@ -178,7 +181,7 @@ def test_arguments_that_are_too_large_have_the_users_names():
     assert [first.name, second.name] == ["batch.images", "table"]
     assert first.unpadded_bytes == 4 * 40_000 * 100_000
     assert found.argument_bytes == pytest.approx(found.needed_bytes, rel=1e-3)
-    assert "The largest has 14.92 GiB: batch.images." in str(found)
+    assert "The largest allocation has 14.92 GiB: batch.images." in str(found)
 
 
 @pytest.mark.libtpu

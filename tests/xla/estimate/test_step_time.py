@@ -110,7 +110,7 @@ def _one(_):
 
 
 def _estimate(module, mesh, chip):
-    return step_time.estimate(module, chip, timeline.play(module, mesh, chip))
+    return step_time.estimate(module, chip, timeline.simulate(module, mesh, chip))
 
 
 @pytest.mark.parametrize("generation", sorted(chips.CHIPS))

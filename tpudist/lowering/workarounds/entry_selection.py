@@ -3,7 +3,7 @@
 `jnp.take_along_axis(logits, targets[..., None], axis=-1)` is a gather, for which each device would
 need complete rows. Instead, the position of each entry is compared with the index, and a masked sum
 returns the entry. XLA fuses this with the operation that computes the rows, and gathers nothing.
-The result is bitwise identical, because all other terms of the sum are zero.
+All other terms of the sum are zero, so the result is bitwise identical; only -0.0 becomes 0.0.
 """
 
 import math
@@ -54,11 +54,13 @@ def pick(
     size = table.shape[dim]
     rows = tuple(1 if i == dim else n for i, n in enumerate(table.shape))
     index = indices.reshape(rows)
+    if index.dtype.itemsize < 4:
+        index = index.astype(jnp.int32)  # positions in a long row would wrap around in 8 bits
     if mode == _Mode.CLIP:
         index = jnp.clip(index, 0, size - 1)
     is_selected = jax.lax.broadcasted_iota(index.dtype, table.shape, dim) == index
     if updates:
-        return table + jnp.where(is_selected, updates[0].reshape(rows), 0)
+        return jnp.where(is_selected, table + updates[0].reshape(rows), table)
     entry = jnp.sum(jnp.where(is_selected, table, 0), axis=dim, keepdims=True, dtype=table.dtype)
     if mode == _Mode.FILL_OR_DROP:
         fill = eqn.params["fill_value"]

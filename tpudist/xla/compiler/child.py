@@ -93,7 +93,6 @@ class Child:
         request: Request,
         payload: bytes = b"",
         *,
-        timeout_s: float | None = None,
         tick: Callable[[float], None] | None = None,
     ) -> Answer:
         """Sends a request and waits for the answer. Any exception ends the process.
@@ -101,17 +100,15 @@ class Child:
         Args:
             request: JSON object of the request.
             payload: Bytes of the request.
-            timeout_s: Seconds to wait for the answer; None for no limit.
             tick: Called about twice per second with the seconds since the request.
 
         Raises:
             NotSent: If the process ended before it read the request.
             Died: If the process ended instead of answering.
-            TimeoutError: If there is no answer in time.
         """
         try:
             self._send(request, payload)
-            return self._receive(timeout_s, tick)
+            return self._receive(tick)
         except BaseException:
             # The next answer of this process would belong to this request, so end it.
             self.close()
@@ -140,7 +137,7 @@ class Child:
             self._process.wait()
             raise NotSent(self._exit_reason(), self._last_output()) from None
 
-    def _receive(self, timeout_s: float | None, tick: Callable[[float], None] | None) -> Answer:
+    def _receive(self, tick: Callable[[float], None] | None) -> Answer:
         assert self._process.stdout is not None
         started = time.monotonic()
         pipe = self._process.stdout.fileno()
@@ -150,13 +147,9 @@ class Child:
         def read(num_bytes: int) -> bytes:
             parts, missing = [], num_bytes
             while missing:
-                waited = time.monotonic() - started
-                left = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - waited)
-                if left <= 0:
-                    raise TimeoutError(f"no answer in {timeout_s:g} s")
                 if tick:
-                    tick(waited)
-                if not selector.select(left):
+                    tick(time.monotonic() - started)
+                if not selector.select(_TICK_S):
                     continue
                 part = os.read(pipe, min(missing, 1 << 20))
                 if not part:

@@ -13,7 +13,6 @@ import re
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -80,7 +79,6 @@ def compile_elsewhere(
     devices: Sequence[jax.Device] | np.ndarray,
     compiler_options: CompilerOptions | None = None,
     *,
-    timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> CompiledProgram:
     """Compiles a program with the TPU compiler in another process.
@@ -89,13 +87,11 @@ def compile_elsewhere(
         lowered: Program for the devices of `topology.devices`.
         devices: Devices of its mesh, in the order of the mesh (`mesh.devices.flat`).
         compiler_options: Same as in `jax.stages.Lowered.compile`; override those of `jax.jit`.
-        timeout_s: Seconds that the compiler may take, without the start of its process.
         progress: Called about twice per second with the current activity and its seconds.
 
     Raises:
         HbmExceeded: If the program needs more memory than a device has.
         CompilerDied: If the compiler aborted.
-        TimeoutError: If the compiler took longer than `timeout_s`.
         ValueError: If the compiler rejects an option or the program, or `devices` are not from
             `topology.devices`.
         RuntimeError: If the compiler failed for another reason.
@@ -110,7 +106,7 @@ def compile_elsewhere(
     slice_name, num_slices = described
     request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
     request["num_slices"] = num_slices
-    reply, reports = _ask(request, _bytecode(lowered), timeout_s, progress)
+    reply, reports = _ask(request, _bytecode(lowered), progress)
     split = reply.get("text_bytes", 0)
     text, buffers = reports[:split].decode(), reports[split:].decode()
     if "error" in reply:
@@ -162,7 +158,7 @@ def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
         # JAX fails if both the flag and the variable above set the number of devices.
         "XLA_FLAGS": _FORCED_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")),
     }
-    reply, _ = _ask(request, _bytecode(lowered), None, None, environment)
+    reply, _ = _ask(request, _bytecode(lowered), environment=environment)
     if "error" in reply:
         _log.warning("it could not be compiled in another process: %s", reply["message"])
 
@@ -233,12 +229,9 @@ _lock = threading.Lock()
 def _ask(
     request: dict[str, Any],
     program: bytes,
-    timeout_s: float | None,
-    progress: Progress | None,
-    environment: Mapping[str, str] = types.MappingProxyType(_ENVIRONMENT),
+    progress: Progress | None = None,
+    environment: Mapping[str, str] = _ENVIRONMENT,
 ) -> child.Answer:
-    started = time.monotonic()
-
     def tick(seconds: float) -> None:
         if progress:
             progress("compiling", seconds)
@@ -248,20 +241,14 @@ def _ask(
         was_idle = compiler is not None
         if compiler is None:
             if progress:
-                progress("starting the compiler", time.monotonic() - started)
+                progress("starting the compiler", 0.0)
             compiler = child.Child(_CHILD, environment)
         try:
-            answer = compiler.ask(request, program, timeout_s=timeout_s, tick=tick)
+            answer = compiler.ask(request, program, tick=tick)
         except child.Died as error:
             if was_idle and isinstance(error, child.NotSent):
                 continue  # it reached its idle limit and ended in the meantime
             raise CompilerDied(_describe_death(error, request)) from None
-        except TimeoutError:
-            raise TimeoutError(
-                f"The compiler did not finish a program for {_name_slice(request)} within "
-                f"{timeout_s:g} s and was stopped. Allow more time, or plan a smaller program: "
-                "scan over layers instead of writing them out."
-            ) from None
         _give_back(compiler)
         return answer
 

@@ -36,7 +36,7 @@ class CollectiveUse:
     exposed_s: float
 
 
-def uses(played: timeline.Timeline) -> list[CollectiveUse]:
+def uses(simulated: timeline.Timeline) -> list[CollectiveUse]:
     """Returns the transfers of a step from its timeline, in the order in which they run.
 
     Each instruction appears once, with its count. A conditional counts as its slowest branch.
@@ -56,6 +56,6 @@ def uses(played: timeline.Timeline) -> list[CollectiveUse]:
             seconds=event.count * transfer.seconds,
             exposed_s=event.count * event.exposed_s,
         )
-        for event in played.events
+        for event in simulated.events
         if (transfer := event.transfer) is not None and transfer.network != "hbm"
     ]

@@ -8,7 +8,7 @@ from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.hlo import hlo_module, liveness
 from tpudist.xla.hlo.buffers import Buffer
 
-_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?\b"
+_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?\b"  # groups: the number, and the prefix of its unit
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Messages of libtpu versions, newest first. Each has the bytes needed and the bytes available; see
 # openxla.org/xla/errors/error_1000.
@@ -27,9 +27,10 @@ class Refusal:
     """The memory of a program that does not fit, in bytes per device.
 
     Attributes:
-        needed_bytes: Memory that the program needs, including arguments; 0 if unknown. Without the
-            compiler's buffers it comes from the message, rounded to hundredths of its unit.
-        available_bytes: Memory that a program can use, from the message.
+        needed_bytes: Memory that the program needs, including arguments; 0 if the message has an
+            unknown form. Without the compiler's buffers it comes from the message, rounded to
+            hundredths of its unit.
+        available_bytes: Memory that a program can use, from the message; 0 if `needed_bytes` is 0.
         over_bytes: Bytes that do not fit.
         largest: Largest allocations, largest first; empty if the compiler lists none.
         text: The compiler's message.
@@ -50,17 +51,17 @@ class Refusal:
         sentences = [
             f"The program needs {format_bytes(self.needed_bytes)} of each device, which has "
             f"{format_bytes(self.available_bytes)}: {format_bytes(self.over_bytes)} ({share:.1%}) "
-            f"too much."
+            "too much."
         ]
         if self.argument_bytes:
             sentences.append(
-                f"{format_bytes(self.argument_bytes)} of it are arguments and outputs."
+                f"Arguments and outputs are {format_bytes(self.argument_bytes)} of it."
             )
         if self.largest:
             first = self.largest[0]
             origin = " ".join(x for x in (first.op_name, first.source and f"({first.source})") if x)
             size = format_bytes(first.num_bytes)
-            sentences.append(f"The largest has {size}: {origin or first.name}.")
+            sentences.append(f"The largest allocation has {size}: {origin or first.name}.")
         return " ".join(sentences)
 
 
@@ -73,38 +74,41 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
         names: The user's names of the program's arguments, in order.
     """
     before_buffers, _, buffers = text.partition("\nBufferAssignment:")
-    text, _, module = before_buffers.partition("\nHloModule ")
-    needed, available, over = _figures(text)
-    if exact := liveness.total_bytes(buffers):  # exact, while the message is rounded
-        needed, over = exact, exact - available
+    message, _, module = before_buffers.partition("\nHloModule ")
+    needed, available = _figures(message)
+    # The buffers are exact, while the message is rounded. But only the message says how much memory
+    # there is, so without it nothing is known about the excess.
+    if available:
+        needed = liveness.total_bytes(buffers) or needed
     parsed = hlo_module.parse(f"HloModule {module}") if "\nENTRY " in module else None
     arguments = liveness.arguments(buffers, parsed, names)
-    largest = _parse_list(text) or arguments + liveness.largest(buffers, parsed, names)
+    largest = _parse_list(message) or arguments + liveness.largest(buffers, parsed, names)
     largest.sort(key=lambda x: -x.num_bytes)
     return Refusal(
         needed,
         available,
-        max(over, 0),
+        max(needed - available, 0),
         tuple(largest[:_NUM_LARGEST]),
-        text,
+        message,
         sum(x.num_bytes for x in arguments),
     )
 
 
-def _figures(text: str) -> tuple[int, int, int]:
+def _figures(message: str) -> tuple[int, int]:
+    """Returns the bytes needed and available; zeros for a message of an unknown form."""
     for form in _FORMS:
-        if match := form.search(text):
+        if match := form.search(message):
             needed, available = (
                 round(float(number) * _UNITS[unit])
                 for number, unit in (match.group(1, 2), match.group(3, 4))
             )
-            return needed, available, needed - available
-    return 0, 0, 0
+            return needed, available
+    return 0, 0
 
 
-def _parse_list(text: str) -> list[Buffer]:
+def _parse_list(message: str) -> list[Buffer]:
     """Parses the numbered list "Largest program allocations in hbm" of older messages."""
-    _, _, rest = text.partition("Largest program allocations in hbm")
+    _, _, rest = message.partition("Largest program allocations in hbm")
     return [_allocation(match["size"], match["rest"]) for match in _LISTED.finditer(rest)]
 
 

@@ -88,9 +88,9 @@ class TimeEstimate:
     unknown_kernels: tuple[str, ...] = ()
 
 
-def estimate(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstimate:
+def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEstimate:
     """Estimates the step of a compiled program from its timeline."""
-    events = played.events
+    events = simulated.events
     hbm_bytes = _total(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
     # Asynchronous copies have no price. A copy from or to the host has only one end in HBM.
     hbm_bytes += _total(
@@ -98,7 +98,7 @@ def estimate(module: Module, chip: Chip, played: timeline.Timeline) -> TimeEstim
         lambda e: hbm_traffic.num_bytes(module, e.instruction),
     )
     memory_bound_s = hbm_bytes / instruction_time.Rates.of(chip).hbm_bytes_per_s
-    step_s = max(played.seconds, memory_bound_s)
+    step_s = max(simulated.seconds, memory_bound_s)
 
     def sum_compute(*kinds: str) -> float:
         return _total(events, lambda e: e.price.seconds if e.price and e.price.kind in kinds else 0)

@@ -12,9 +12,9 @@ from collections.abc import Hashable
 
 from jax.sharding import Mesh
 
-from tpudist.xla.estimate import instruction_time, transfers
+from tpudist.xla.estimate import instruction_time
 from tpudist.xla.estimate.instruction_time import Price
-from tpudist.xla.estimate.transfers import Transfer
+from tpudist.xla.estimate.transfers import Transfer, TransferFinder
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Computation, Instruction
@@ -50,47 +50,48 @@ class Timeline:
     events: tuple[Event, ...]
 
 
-def play(module: Module, mesh: Mesh, chip: Chip | None) -> Timeline:
+def simulate(module: Module, mesh: Mesh, chip: Chip | None) -> Timeline:
     """Simulates one step of `module` on the devices of `mesh`; without a chip, all times are 0."""
-    player = _Player(module, transfers.Finder(module, mesh, chip), chip)
-    seconds = player.play(module.entry, 1.0)
-    return Timeline(seconds, tuple(player.events))
+    simulation = _Simulation(module, TransferFinder(module, mesh, chip), chip)
+    seconds = simulation.run(module.entry, 1.0)
+    return Timeline(seconds, tuple(simulation.events))
 
 
-class _Player:
-    def __init__(self, module: Module, finder: transfers.Finder, chip: Chip | None):
+class _Simulation:
+    def __init__(self, module: Module, finder: TransferFinder, chip: Chip | None):
         self._module = module
         self._finder = finder
         self._rates = instruction_time.Rates.of(chip) if chip else None
         self.events: list[Event] = []
 
-    def play(self, computation: Computation, count: float) -> float:
+    def run(self, computation: Computation, count: float) -> float:
         """Simulates a computation that runs `count` times per step; returns seconds per run."""
-        run = _Run()
+        clock = _Clock()
         for instruction in computation.instructions.values():
-            self._step(run, instruction, count)
-        for key in list(run.in_flight):  # transfers that nothing in this computation waits for
-            run.wait(key)
-        return run.time
+            self._step(clock, instruction, count)
+        for key in list(clock.in_flight):  # transfers that nothing in this computation waits for
+            clock.wait(key)
+        return clock.time
 
-    def _step(self, run: "_Run", instruction: Instruction, count: float) -> None:
+    def _step(self, clock: "_Clock", instruction: Instruction, count: float) -> None:
         role = self._finder.role(instruction)
         if role is not None and role.phase == "done":
-            run.wait(role.key)
+            clock.wait(role.key)
             return
         event = Event(instruction, count)
+        # The start of a transfer only begins it: the device goes on to the next instruction.
         if role is None or role.phase == "whole":
-            run.time += self._compute(event)
+            clock.time += self._compute(event)
         if role is not None and role.transfer is not None:
             event.transfer = role.transfer
             event.is_async = role.phase == "start"
-            run.begin(role.key, event)
+            clock.begin(role.key, event)
             if role.phase == "whole":
-                run.wait(role.key)
+                clock.wait(role.key)
         if event.price is not None or event.transfer is not None:
             self.events.append(event)
         if role is None:
-            run.time += self._play_callees(instruction, count)
+            clock.time += self._run_callees(instruction, count)
 
     def _compute(self, event: Event) -> float:
         if self._rates is None:
@@ -100,72 +101,84 @@ class _Player:
             event.price = price
         return price.seconds
 
-    def _play_callees(self, instruction: Instruction, count: float) -> float:
+    def _run_callees(self, instruction: Instruction, count: float) -> float:
         """Simulates the computations that an instruction calls; returns their seconds."""
         opcode = instruction.opcode
         if opcode == "while":
             trips = self._module.trip_counts[instruction.name]
             trips = 1 if trips is None else trips
             body = self._module.computations[instruction.callee("body") or ""]
-            return trips * self.play(body, count * trips)
+            return trips * self.run(body, count * trips)
         if opcode in ("call", "async-start", "call-start"):
             callees = self._module.callees_in_schedule(instruction, lambda _: 0.0)
-            return sum(self.play(callee, count) for callee in callees)
+            return sum(self.run(callee, count) for callee in callees)
         if opcode != "conditional":
             return 0.0
-        return self._play_slowest_branch(instruction, count)
+        return self._run_slowest_branch(instruction, count)
 
-    def _play_slowest_branch(self, conditional: Instruction, count: float) -> float:
-        # Each branch adds its events to a list of its own; only the list of the slowest one stays.
-        before, slowest = self.events, (-1.0, [])
+    def _run_slowest_branch(self, conditional: Instruction, count: float) -> float:
+        """Simulates each branch, and keeps only the events of the slowest; returns its seconds."""
+        before, outcomes = self.events, []
         for _, name in conditional.called:
-            self.events = []
             if branch := self._module.computations.get(name):
-                seconds = self.play(branch, count)
-                if seconds > slowest[0]:
-                    slowest = seconds, self.events
-        self.events = before + slowest[1]
-        return max(slowest[0], 0.0)
+                self.events = []
+                outcomes.append((self.run(branch, count), self.events))
+        seconds, events = max(outcomes, key=lambda outcome: outcome[0], default=(0.0, []))
+        self.events = before + events
+        return seconds
 
 
-class _Run:
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A transfer that has been issued: its interval, and the transfer that it waits for.
+
+    Attributes:
+        event: Event of the transfer.
+        begin: Time at which it gets its links.
+        end: Time at which its result has arrived.
+        blocker: Transfer that releases the last of its links at `begin`; None if all were free when
+            it was issued.
+    """
+
+    event: Event
+    begin: float
+    end: float
+    blocker: "_Flight | None"
+
+
+class _Clock:
     """One run of one computation: the current time, and the transfers in flight."""
 
     def __init__(self):
         self.time = 0.0
-        self.in_flight: dict[Hashable, tuple[float, Event]] = {}  # end and event
-        # Begin, end and event of each transfer, by begin. Transfers that have ended are dropped.
-        self._begun: list[tuple[float, float, Event]] = []
-        self._free_at: dict[Hashable, float] = {}  # when each link is free again
+        self.in_flight: dict[Hashable, _Flight] = {}
+        # When each link is free again, and the transfer that uses it until then.
+        self._last_use: dict[Hashable, tuple[float, _Flight]] = {}
 
     def begin(self, key: Hashable, event: Event) -> None:
         """Begins a transfer as soon as all its links are free."""
         assert event.transfer is not None
-        busy_s = event.transfer.busy_s
-        begin = max([self.time, *(self._free_at.get(link, 0.0) for link in busy_s)])
-        for link, seconds in busy_s.items():
-            self._free_at[link] = begin + seconds
-        end = begin + event.transfer.seconds
-        self.in_flight[key] = (end, event)
-        self._begun = [*(b for b in self._begun if b[1] > self.time), (begin, end, event)]
+        begin, blocker = self.time, None
+        for link in event.transfer.busy_s:
+            free_at, user = self._last_use.get(link, (0.0, None))
+            if free_at > begin:
+                begin, blocker = free_at, user
+        flight = _Flight(event, begin, begin + event.transfer.seconds, blocker)
+        for link, seconds in event.transfer.busy_s.items():
+            self._last_use[link] = (begin + seconds, flight)
+        self.in_flight[key] = flight
 
     def wait(self, key: Hashable) -> None:
         """Advances the time to the end of a transfer, and attributes the wait to transfers."""
-        if key not in self.in_flight:
+        flight = self.in_flight.pop(key, None)
+        if flight is None:
             return
-        end, event = self.in_flight.pop(key)
-        start_of_wait, self.time = self.time, max(self.time, end)
-        # Divide the wait backward from `end`. This transfer used its links since its begin. Before
-        # that it waited for earlier transfers on one of its links, the latest one first. `end`
-        # moves down with each part, so no time counts twice and the parts add up to the wait.
-        for begin, other_end, other in reversed(self._begun):
-            if other is event or (other_end <= end and _share_links(other, event)):
-                part_begin = max(begin, start_of_wait)
-                other.exposed_s += max(0.0, min(other_end, end) - part_begin)
-                end = min(end, part_begin)
-
-
-def _share_links(first: Event, second: Event) -> bool:
-    assert first.transfer is not None
-    assert second.transfer is not None
-    return not first.transfer.busy_s.keys().isdisjoint(second.transfer.busy_s)
+        start_of_wait, end = self.time, flight.end
+        self.time = max(start_of_wait, end)
+        # Divide the wait backward from its end. The transfer itself causes the wait since its
+        # begin. Before, its blocker does since the blocker's begin, and so on. A blocker releases
+        # the link at the begin of the transfer that it blocks, so the parts add up to the wait.
+        while flight is not None and end > start_of_wait:
+            begin = max(flight.begin, start_of_wait)
+            flight.event.exposed_s += end - begin
+            flight, end = flight.blocker, begin

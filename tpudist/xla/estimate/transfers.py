@@ -64,7 +64,7 @@ class Role:
     transfer: Transfer | None = None
 
 
-class Finder:
+class TransferFinder:
     """Finds transfers in a program, and estimates their time on the devices of a mesh.
 
     Args:
