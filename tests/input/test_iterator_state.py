@@ -53,6 +53,15 @@ class Counter:
         return _CounterIterator(self._log)
 
 
+class _Scalar:
+    """A number as an array of another library, such as PyTorch."""
+
+    ndim = 0
+
+    def item(self):
+        return 1
+
+
 class _CounterIterator:
     def __init__(self, log):
         self._log, self._next = log, 0
@@ -68,7 +77,7 @@ class _CounterIterator:
         return np.arange(4) + 4 * (self._next - 1)
 
     def get_state(self):
-        return {"next": b"%d" % self._next, "of": np.int64(6)}
+        return {"next": b"%d" % self._next, "of": np.int64(6), "with": _Scalar()}
 
     def set_state(self, state):
         self._next = int(state["next"])
@@ -654,6 +663,40 @@ def _order_of_closure(rng):
     return batches
 
 
+def _order_of_default(seed=None):
+    own = np.random.default_rng(seed)
+
+    def batches(*, rng=own):
+        for _ in range(4):
+            yield rng.permutation(8)
+
+    return batches
+
+
+class _DrawsWhenRead(list):
+    def __init__(self, seed=None):
+        self.rng = np.random.default_rng(seed)
+        super().__init__(self.rng.permutation(32).reshape(4, 8))
+
+
+class _LikeAGenerator:
+    """Such as a generator that Cython has compiled."""
+
+    def __init__(self, generator):
+        self._generator = generator
+        self.gi_code = generator.gi_code
+
+    @property
+    def gi_frame(self):
+        return self._generator.gi_frame
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._generator)
+
+
 def _order_of_new_generator():
     for epoch in range(4):
         yield np.random.default_rng(epoch).permutation(8)
@@ -668,7 +711,13 @@ def _order_of_new_generator():
         (lambda: _order_of_local, True),
         (lambda: _order_of_closure(np.random.default_rng()), True),
         (lambda: _order_of_closure(np.random.default_rng().spawn(1)[0]), True),
+        (_order_of_default, True),
+        (lambda: _DrawsWhenRead().__iter__, True),
+        (lambda: lambda: _LikeAGenerator(_order_of_local()), True),
         (lambda: lambda: _order_of_local(0), False),
+        (lambda: _order_of_default(seed=0), False),
+        (lambda: _DrawsWhenRead(0).__iter__, False),
+        (lambda: lambda: _LikeAGenerator(_order_of_local(0)), False),
         (lambda: _order_of_new_generator, False),
         (lambda: _order_of_closure(np.random.Generator(np.random.PCG64(0))), False),
         (lambda: _order_of_closure(np.random.default_rng(0).spawn(1)[0]), False),

@@ -8,6 +8,7 @@ import timeit
 import types
 import weakref
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,7 @@ def _times_global(x):
 
 
 _jitted = jax.jit(_times_global)
+_filter_jitted = eqx.filter_jit(_times_global)
 
 
 def _times_rate_of(config, x):
@@ -291,9 +293,11 @@ _FUNCTIONS = {
     "a global": lambda x: x * RATE,
     "a global of a function that is called": lambda x: _times_global(x),
     "a global in a jit": lambda x: _jitted(x),
+    "a global in a filter_jit": lambda x: _filter_jitted(x),
     "a global in a checkpoint": lambda x: jax.checkpoint(_times_global)(x),
     "a global in a branch": lambda x: jax.lax.cond(True, _times_global, _times_global, x),
     "a partial": functools.partial(_times_global),
+    "a method of a wrapper": types.MethodType(eqx.filter_jit(lambda _, x: x * RATE), 1),
     "a jit": jax.jit(lambda x: x * RATE),
     "a global in run": tpudist.function(lambda x: tpudist.get_strategy().run(_times_global, (x,))),
 }

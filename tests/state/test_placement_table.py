@@ -2,6 +2,7 @@
 
 import html
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,21 @@ def test_arrays_of_numpy_in_an_nnx_object_are_counted():
     found = {x.name: (x.split, x.bytes_per_device) for x in table.arrays}
     where = "in NumPy, on no device"
     assert found == {"model.rows": (where, 32), "model.bare": (where, 12)}
+
+
+def test_tracers_and_arrays_of_other_libraries_are_on_no_device():
+    other = types.SimpleNamespace(shape=(3,), dtype=np.dtype("int8"))
+    found = []
+
+    def step(x):
+        found.extend(tpudist.describe_placement({"traced": x, "other": other}).arrays)
+        return x
+
+    jax.make_jaxpr(step)(jnp.ones(2))
+    assert [(x.name, x.split, x.bytes_per_device) for x in found] == [
+        ("other", "abstract, on no device", 3),
+        ("traced", "abstract, on no device", 8),
+    ]
 
 
 def test_a_large_model_is_one_screen():

@@ -1045,6 +1045,22 @@ def test_a_parameter_of_tf_variable_without_a_meaning_is_a_warning(mirrored, kwa
         assert make(mirrored, **kwargs).tolist() == START
 
 
+class _Wrapper:
+    def __init__(self, wrapped):
+        self._wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self._wrapped, name)
+
+
+def test_slices_may_be_any_object_with_values_and_indices(mirrored):
+    variable = make(mirrored)
+    variable.scatter_add(_Wrapper(tpudist.IndexedSlices(jnp.ones(1), jnp.array([1]))))
+    assert variable.value().tolist() == [1.0, 3.0]
+    with pytest.raises(TypeError, match=r"takes tpudist.IndexedSlices.*received _Wrapper"):
+        variable.scatter_add(_Wrapper(None))  # type: ignore[arg-type]
+
+
 def test_arguments_for_graph_operations_give_a_warning(mirrored):
     v, local = make(mirrored), on_read(mirrored, SUM)
     slices = tpudist.IndexedSlices([1.0], [0])

@@ -9,9 +9,6 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import jax
-import numpy as np
-
 from tpudist.array_types import PyTree
 
 State: TypeAlias = dict[str, Any]  # with values of JSON
@@ -172,8 +169,8 @@ def set_user_state(iterator: StatefulIterator, state: Any) -> None:
 def _encode_bytes(value: object) -> object:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
-        return value.item()
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a scalar of any library
+        return value.item()  # type: ignore[attr-defined]
     raise TypeError(f"it holds a {type(value).__name__}")
 
 

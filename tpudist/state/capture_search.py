@@ -113,7 +113,7 @@ class _Search:
                 init = inspect.getattr_static(value, "__init__", None)
                 if isinstance(init, types.FunctionType):
                     self._visit_function(node.part(".__init__", init), init)
-        elif callable(inner := inspect.getattr_static(value, "__wrapped__", None)):
+        elif callable(inner := _inner_function_of(value)):
             # A transformation of JAX, such as `jax.jit(fn)`. `custom_vjp` has its rules as further
             # attributes.
             self.visit(node.part(".__wrapped__", inner))
@@ -148,8 +148,7 @@ class _Search:
         else:
             function = node.part(".__func__", value.__func__)
             if not isinstance(function.value, types.FunctionType):  # a method under `jax.jit`
-                inner = inspect.getattr_static(function.value, "__wrapped__", None)
-                function = function.part(".__wrapped__", inner)
+                function = function.part(".__wrapped__", _inner_function_of(function.value))
             if isinstance(function.value, types.FunctionType):
                 code = function.value.__code__
                 name = code.co_varnames[0] if code.co_argcount else "self"
@@ -354,6 +353,14 @@ class _Search:
 
 def _attributes_of(value: object) -> Mapping[str, object]:
     return getattr(value, "__dict__", {})  # an object with slots has none
+
+
+def _inner_function_of(value: object) -> object:
+    """Returns the function of a wrapper such as `jax.jit(fn)`; None for other objects."""
+    inner = inspect.getattr_static(value, "__wrapped__", None)
+    if isinstance(inner, property) and not library_code.is_program_class(type(value)):
+        return getattr(value, "__wrapped__", None)  # of Equinox, such as `filter_jit(fn)`
+    return inner
 
 
 def _contents_of(cell: types.CellType) -> object:

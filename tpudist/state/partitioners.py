@@ -151,7 +151,7 @@ def _counts(shape: Sequence[int], axis: int, count: int) -> list[int]:
 
 
 def _element_bytes(dtype: VariableDType, bytes_per_string: int) -> int:
-    if isinstance(dtype, str) and dtype == "string":
+    if dtype == "string":  # also true for `tf.string`
         return bytes_per_string
     parsed = jnp.dtype(dtype)  # which knows bfloat16
     return bytes_per_string if parsed.kind in "OSU" else np.dtype(parsed).itemsize

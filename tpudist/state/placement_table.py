@@ -114,7 +114,7 @@ def _arrays_in(tree: PyTree) -> Iterator[tuple[str, _Array]]:
             yield name, x.array
         elif isinstance(x, nnx_contents.OBJECT_TYPES):
             yield from _arrays_of_object(name, x)
-        elif isinstance(x, _Array):
+        elif hasattr(x, "dtype"):  # an array of any library
             yield name, x
 
 
@@ -133,7 +133,8 @@ def _arrays_of_object(name: str, value: nnx_contents.Object) -> Iterator[tuple[s
 
 def _place(name: str, x: _Array) -> PlacedArray:
     is_numpy = isinstance(x, np.ndarray | np.generic)
-    sharding = None if is_numpy else x.sharding
+    # NumPy's arrays, tracers and arrays of other libraries have no sharding.
+    sharding = getattr(x, "sharding", None)
     if sharding is None:
         split = "in NumPy, on no device" if is_numpy else "abstract, on no device"
         part, num_devices = tuple(x.shape), 0

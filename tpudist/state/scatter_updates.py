@@ -5,7 +5,7 @@ or greatest is taken. For `scatter_update` it is undefined which of them replace
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from tpudist.xla.traces import is_traced
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 
 
-@runtime_checkable
 class SparseDelta(Protocol):
     """`tpudist.IndexedSlices`, or another object with rows and their indices."""
 
@@ -254,7 +253,8 @@ class ScatterUpdates(VariableBase):
                 "slices of several replicas. Make the variable with aggregation NONE or "
                 "ONLY_FIRST_REPLICA."
             )
-        if not isinstance(sparse_delta, SparseDelta):
+        # Not `isinstance`, which does not see the attributes of a wrapper with `__getattr__`.
+        if not (hasattr(sparse_delta, "values") and hasattr(sparse_delta, "indices")):
             raise TypeError(
                 f"scatter_{operation} of variable '{self.name}' takes tpudist.IndexedSlices(values,"
                 f" indices), but received {type(sparse_delta).__name__}."

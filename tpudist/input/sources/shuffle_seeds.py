@@ -1,7 +1,8 @@
 """Finds the unseeded random generators of a dataset, whose order no other run can draw again.
 
 The search is a help, not a proof: a seed of more than 96 bits looks like no seed, and a generator
-may be missed. Then the checksum of the last batch reports the other order when a run resumes.
+may be missed. Only NumPy's are searched, not Python's `random`. If one is missed, the checksum of
+the last batch reports the other order when a run resumes.
 """
 
 import dis
@@ -47,18 +48,15 @@ def _has_no_seed(generator: np.random.Generator | np.random.RandomState) -> bool
     return isinstance(entropy, int) and entropy >= _MIN_DRAWN_ENTROPY
 
 
-def _function_of(value: object) -> object:
-    return value.__func__ if isinstance(value, types.MethodType) else value
+def _function_of(value: object) -> Any:
+    return getattr(value, "__func__", value)  # of a method
 
 
 def _code_of(value: object) -> Iterator[types.CodeType]:
-    function: Any = _function_of(value)
-    if callable(function):
-        function = inspect.unwrap(function)
-    if isinstance(function, types.FunctionType):
-        yield function.__code__
-    elif isinstance(function, types.GeneratorType):
-        yield function.gi_code
+    function = inspect.unwrap(_function_of(value))
+    for name in ("__code__", "gi_code"):  # of a function, and of a generator or an object like one
+        if isinstance(code := getattr(function, name, None), types.CodeType):
+            yield code
 
 
 def _shuffles(code: types.CodeType, values: Mapping[str, object]) -> bool:
@@ -90,8 +88,8 @@ def _values_of(source: object, iterator: object) -> dict[str, object]:
     """
     values: dict[str, object] = {}
     local_values: dict[str, object] = {}
-    frame = iterator.gi_frame if isinstance(iterator, types.GeneratorType) else None
-    if frame is not None:  # None for a generator at its end
+    frame = getattr(iterator, "gi_frame", None)  # None for a generator at its end
+    if frame is not None:
         values |= _globals_of(frame.f_code, frame.f_globals)
         local_values = dict(frame.f_locals)
     for function in map(_function_of, (source, getattr(type(source), "__iter__", None))):
@@ -101,8 +99,11 @@ def _values_of(source: object, iterator: object) -> dict[str, object]:
                 values |= inspect.getclosurevars(function).nonlocals
             except ValueError:  # a variable of the closure that has no value yet
                 pass
-            values |= {f"default {i}": x for i, x in enumerate(function.__defaults__ or ())}
-    owner = source.__self__ if isinstance(source, types.MethodType) else None
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            defaults = function.__defaults__ or ()
+            values |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+            values |= function.__kwdefaults__ or {}
+    owner = getattr(source, "__self__", None)  # of a method, also of one in C
     for x in (source, iterator, owner, local_values.get("self")):
         # Objects with slots have no `__dict__`; a module has too much in it.
         values |= getattr(x, "__dict__", {}) if not isinstance(x, types.ModuleType) else {}
