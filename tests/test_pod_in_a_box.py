@@ -1,6 +1,7 @@
 """A user's own program under faults, by the fixture `tpudist_pod`."""
 
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_a_program_that_survives_does_so(tpudist_pod, tmp_path):
 
 @pytest.mark.slow
 def test_disconnected_hosts_report_the_failure(tpudist_pod, program):
-    if why := isolated_hosts.why_not():
+    if why := isolated_hosts.why_unsupported():
         pytest.skip(why)
     soon = "from tpudist.processes import peer_connections\npeer_connections.DEAD_PEER_S = 6.0\n"
     program.write_text(soon + PROGRAM)
@@ -240,6 +241,22 @@ def test_what_does_not_fit_is_refused(options, said, program):
         Pod(program, **options)
     with pytest.raises(ValueError, match="a fault must be one of raise, kill"):
         Fault("explode", 0, 0)
+
+
+@pytest.mark.parametrize("launch", [(), None])
+def test_a_pod_that_cannot_start_raises_the_cause(launch, program, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+    with pytest.raises(FileNotFoundError, match="/missing/python"):
+        Pod(program, launch=launch)
+
+
+@pytest.mark.slow
+def test_one_test_can_have_two_pairs_of_hosts():
+    if why := isolated_hosts.why_unsupported():
+        pytest.skip(why)
+    with isolated_hosts.make_isolated_hosts() as first:
+        with isolated_hosts.make_isolated_hosts() as second:
+            assert first.prefix(0) != second.prefix(0)
 
 
 @pytest.mark.slow

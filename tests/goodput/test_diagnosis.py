@@ -5,13 +5,13 @@ import json
 import pytest
 
 from tpudist.goodput.diagnosis import LOST, REPLAYED, WAITED, diagnose
-from tpudist.goodput.run_history import Start, read_run
+from tpudist.goodput.run_history import Lifetime, read_run
 
 
 def start(process=0, began=0.0, ended=100.0, well=True, seconds=None, lines=(), calls=1000):
     last = {"kind": "time", "time": ended, "seconds": {}, "calls": calls}
     lines = [{"kind": "start", "time": began}, *lines, last]
-    return Start(process, began, ended, well, seconds or {"step": ended - began}, lines)
+    return Lifetime(process, began, ended, well, seconds or {"step": ended - began}, lines)
 
 
 def begun(times):

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from places import ROOT
 from tpudist.goodput import goodput
 from tpudist.goodput.diagnosis import diagnose
-from tpudist.goodput.run_history import NoLedger, read_run
+from tpudist.goodput.run_history import NoRecords, read_run
 
 PROGRAM = """
 import os, sys, time
@@ -85,7 +86,7 @@ def test_phases_add_up_to_the_time_of_the_process(finished):
     assert start.seconds["checkpoint"] > 0
     assert start.seconds["compile"] > 0
     assert start.seconds["step"] > 1.3
-    kinds = [x["kind"] for x in start.lines]
+    kinds = [x["kind"] for x in start.records]
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
     assert start.of_kind("save")[0]["calls"] == 4
@@ -118,9 +119,9 @@ def test_incomplete_lines_are_ignored(tmp_path):
 
 
 def test_a_folder_without_records_raises_an_error_with_the_remedy(tmp_path):
-    with pytest.raises(NoLedger, match="record_goodput"):
+    with pytest.raises(NoRecords, match="record_goodput"):
         read_run(tmp_path)
-    with pytest.raises(NoLedger, match="The folder .*missing does not exist"):
+    with pytest.raises(NoRecords, match="The folder .*missing does not exist"):
         read_run(tmp_path / "missing")
 
 
@@ -134,7 +135,7 @@ def test_nothing_is_recorded_without_a_request():
 
 def test_a_thread_that_was_left_behind_closes_no_phase_of_the_next_one(tmp_path, monkeypatch):
     """A thread that waits for a lost process leaves its phase after the next thread has begun."""
-    recorder = goodput._Recorder(tmp_path / "records", 0, 1)
+    recorder = goodput._Recorder((tmp_path / "records").open("x"), 0, 1)
     monkeypatch.setattr(goodput, "_recorder", recorder)
     opened = goodput.phase(goodput.Phase.WAIT)
     opened.__enter__()
@@ -143,7 +144,18 @@ def test_a_thread_that_was_left_behind_closes_no_phase_of_the_next_one(tmp_path,
         opened.__exit__()
         next_thread.submit(goodput.phase(goodput.Phase.INPUT).__enter__).result()
         recorder.close()
-    assert recorder._stack == [goodput.Phase.STARTUP, goodput.Phase.INPUT]
+    assert [phase for phase, _ in recorder._stack] == [goodput.Phase.STARTUP, goodput.Phase.INPUT]
+
+
+def test_two_programs_that_are_both_process_0_write_their_own_files(tmp_path, monkeypatch):
+    """The other program creates its file after this one has looked for a free name."""
+    monkeypatch.setattr(goodput, "_recorder", None)
+    (tmp_path / "goodput").mkdir()
+    (tmp_path / "goodput/process-0-0000.jsonl").touch()
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    goodput.record_goodput(tmp_path)
+    goodput._recorder.close()
+    assert len(list((tmp_path / "goodput").iterdir())) == 2
 
 
 def test_a_long_run_records_the_same_number_of_calls_per_octave():

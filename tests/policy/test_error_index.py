@@ -29,7 +29,7 @@ INTERNAL = {
     "NewVariable": "the function is traced again",
     "NotSums": "the replicas run again",
     "NextElement": "the function is traced again",
-    "NoLedger": "WrongUse",
+    "NoRecords": "WrongUse",
     "NotSent": "another process is asked",
     "OtherStrategy": "the function is begun again",
     "PlanOutdated": "the function is traced again",

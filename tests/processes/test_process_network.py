@@ -31,7 +31,7 @@ PROGRAM = """
 
 @pytest.fixture
 def two_hosts():
-    if why := networks.why_not():
+    if why := networks.why_unsupported():
         pytest.skip(why)
     with networks.make_two_hosts() as hosts:
         yield hosts

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from processes import Host
 from tpudist.pytest_plugin import isolated_hosts
-from tpudist.pytest_plugin.isolated_hosts import IsolatedHosts, why_not
+from tpudist.pytest_plugin.isolated_hosts import IsolatedHosts, why_unsupported
 
-__all__ = ["TwoHosts", "make_two_hosts", "why_not"]
+__all__ = ["TwoHosts", "make_two_hosts", "why_unsupported"]
 
 
 class TwoHosts:

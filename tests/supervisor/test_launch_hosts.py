@@ -121,7 +121,7 @@ def test_the_secret_of_several_hosts_is_the_same_on_each(monkeypatch):
 
 @pytest.fixture
 def two_hosts():
-    if why := networks.why_not():
+    if why := networks.why_unsupported():
         pytest.skip(why)
     with networks.make_two_hosts() as made:
         yield made

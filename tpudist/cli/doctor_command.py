@@ -59,11 +59,11 @@ def run(options: Options) -> int:
         raise WrongUse("The options are for checks of this machine. Omit them, or omit the folder.")
     from tpudist.cli.diagnosis_table import describe_diagnosis
     from tpudist.goodput.diagnosis import diagnose
-    from tpudist.goodput.run_history import NoLedger, read_run
+    from tpudist.goodput.run_history import NoRecords, read_run
 
     try:
         diagnosis = diagnose(read_run(options.run))
-    except NoLedger as error:
+    except NoRecords as error:
         raise WrongUse(str(error)) from error
     print_parts(*describe_diagnosis(diagnosis))
     return 0

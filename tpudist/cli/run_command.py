@@ -61,7 +61,7 @@ def run(options: Options) -> NoReturn:
         # because processes that the program starts need it as well.
         os.environ.update(emulation.environment_of(options.emulate))
     if options.goodput is not None:
-        os.environ[goodput.VARIABLE] = options.goodput
+        os.environ[goodput.FOLDER_VARIABLE] = options.goodput
     if options.verify:
         os.environ[first_verification.VARIABLE] = "1"
     # `execvp` discards Python's buffers. From here on this process is the program: no `finally` and

@@ -8,6 +8,7 @@ one second. `run_history` reads the files, and `diagnosis` explains them.
 
 import atexit
 import collections
+import contextlib
 import enum
 import functools
 import itertools
@@ -19,18 +20,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TextIO, TypeVar
 
 import jax
 
 # Subfolder of a run's folder, with one file for each start of each process.
-FOLDER = "goodput"
-INTERVAL_S = 1.0
+SUBFOLDER = "goodput"
+# Environment variable with the folder of a run, which starts the recording.
+FOLDER_VARIABLE = "TPUDIST_GOODPUT"
+_INTERVAL_S = 1.0
 # Long pauses between two calls are recorded individually: those above this limit, and above
 # `_GAP_FACTOR` times the median pause.
-GAP_S = 0.2
+_GAP_S = 0.2
 _GAP_FACTOR = 4.0
-VARIABLE = "TPUDIST_GOODPUT"
 # Environment variable with the time, in seconds since 1970, at which this program replaced another
 # one in the same process (`exec`).
 REPLACED_AT = "TPUDIST_REPLACED_AT"
@@ -56,26 +58,31 @@ class Phase(enum.Enum):
 
 
 class _Recorder:
-    """Recorder of this process. `_lock` protects the file and the sums of `_seconds`."""
+    """Recorder of this process. `_lock` protects the file, and the sums of seconds."""
 
-    def __init__(self, file: Path, process: int, num_processes: int):
-        self._file = file.open("x", buffering=1)
+    def __init__(self, file: TextIO, process: int, num_processes: int):
+        self._file = file
         self._thread_id = threading.get_ident()
-        # Open phases, and when each was entered. The first one is STARTUP, and STEP after the first
-        # call.
-        self._stack, self._entered = [Phase.STARTUP], []
+        # Open phases, and when each was entered. Only the recorded thread changes the list. The
+        # writer's thread reads its end, so it is never empty: the first phase is STARTUP, and STEP
+        # after the first call.
+        self._stack = [(Phase.STARTUP, 0.0)]
         self._lock = threading.Lock()
         self._seconds: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
         began = _time_of_start()
         self._seconds[Phase.STARTUP] = time.time() - began
-        self._last = time.perf_counter()
+        self._last = time.perf_counter()  # `_seconds` reach to this moment
         self._written: dict[Phase, float] = dict.fromkeys(Phase, 0.0)
+        # Recent calls: their numbers and beginnings, and the pauses before them. Calls below
+        # `_num_noted` are in a "gap" record.
         self._begins: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
         self._pauses: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._num_noted = 0
         # End and seconds of recent outermost phases, which `move` leaves out.
         self._inner: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
-        self.calls, self._resumes_at = 0, -1
+        self.calls = 0
+        # Number of the call before which a change of processes is over; -1: none is going on.
+        self._resumes_at = -1
         self._closing = threading.Event()
         self.note(
             "start",
@@ -98,27 +105,25 @@ class _Recorder:
         """Records the time of this thread from now on."""
         self._count()
         self._thread_id = threading.get_ident()
-        self._stack, self._entered = [Phase.STARTUP], []
+        self._stack = [(Phase.STARTUP, 0.0)]
         self._resumes_at = self.calls + 1 if self.calls else -1
 
     def enter(self, phase: Phase) -> None:
         """Opens a phase."""
         self._count()
-        self._stack.append(phase)
-        self._entered.append(self._last)
+        self._stack.append((phase, self._last))
 
     def leave(self) -> None:
         """Closes the innermost phase."""
         self._count()
-        self._stack.pop()
-        if len(self._stack) == 1:
-            self._inner.append((self._last, self._last - self._entered[0]))
-        self._entered.pop()
+        _, entered = self._stack.pop()
+        if len(self._stack) == 1:  # an outermost phase, which contains the phases inside it
+            self._inner.append((self._last, self._last - entered))
 
     def move(self, seconds: float, phase: Phase) -> None:
-        """Moves the last `seconds`, without closed phases among them, to another phase.
+        """Counts the last `seconds` for another phase, without the phases that ended in them.
 
-        Only after a call it is known whether it compiled.
+        Whether a call compiled is known only after it.
         """
         self._count()
         began = self._last - seconds
@@ -126,7 +131,7 @@ class _Recorder:
         # The first step begins in the startup phase, so some of its time may have been counted
         # there. No phase becomes negative.
         with self._lock:
-            for source in (self._stack[-1], Phase.STARTUP):
+            for source in (self._stack[-1][0], Phase.STARTUP):
                 moved = max(0.0, min(seconds, self._seconds[source]))
                 self._seconds[source] -= moved
                 self._seconds[phase] += moved
@@ -134,20 +139,19 @@ class _Recorder:
 
     def begin_call(self) -> None:
         """Records that a program of all replicas is about to be dispatched."""
-        if self._stack[0] is Phase.STARTUP:
+        if self._stack[0][0] is Phase.STARTUP:
             self._count()
-            self._stack[0] = Phase.STEP
+            self._stack[0] = (Phase.STEP, self._last)
         if self.calls == self._resumes_at:  # the first call of this thread has ended
             self.note("resume")
-        began = time.time()
+        call, began = self.calls, time.time()
         pause = began - self._begins[-1][1] if self._begins else 0.0
-        self._begins.append((self.calls, began))
+        self._begins.append((call, began))
         self.calls += 1
-        if pause > GAP_S and self._pauses:
+        if pause > _GAP_S and self._pauses:
             if pause > _GAP_FACTOR * statistics.median(self._pauses):
                 self._note_begins()
         self._pauses.append(pause)
-        call = self.calls - 1
         # Two consecutive calls per stride: `diagnosis` needs a call and the next one.
         if call % stride_of(call) < 2:
             self.note("call", call=call, began=began)
@@ -162,7 +166,7 @@ class _Recorder:
     def close(self) -> None:
         """Writes the last records."""
         self._closing.set()
-        self._thread.join(2 * INTERVAL_S)
+        self._thread.join(2 * _INTERVAL_S)
         self.write()
         self.note("end")
         with self._lock:
@@ -178,11 +182,11 @@ class _Recorder:
     def _count(self) -> None:
         now = time.perf_counter()
         with self._lock:
-            self._seconds[self._stack[-1]] += now - self._last
+            self._seconds[self._stack[-1][0]] += now - self._last
             self._last = now
 
     def _write_often(self) -> None:
-        while not self._closing.wait(INTERVAL_S):
+        while not self._closing.wait(_INTERVAL_S):
             self.write()
 
     def write(self) -> None:
@@ -256,8 +260,8 @@ def count_as(phase_of_calls: Phase) -> Callable[[Callable[P, T]], Callable[P, T]
 
 def begin_call() -> None:
     """Records that a program of all replicas is about to be dispatched."""
-    if _recorder is not None and _recorder.is_here:
-        _recorder.begin_call()
+    if recorder := current_recorder():
+        recorder.begin_call()
 
 
 def note(kind: str, **facts: object) -> None:
@@ -286,7 +290,7 @@ def flush() -> None:
 
 def record_if_asked() -> None:
     """Starts recording if the environment variable `TPUDIST_GOODPUT` names a folder."""
-    if folder := os.environ.get(VARIABLE):
+    if folder := os.environ.get(FOLDER_VARIABLE):
         record_goodput(folder)
 
 
@@ -309,11 +313,12 @@ def record_goodput(folder: str | os.PathLike[str]) -> None:
     if _recorder is not None:
         return
     process, num_processes = jax.process_index(), jax.process_count()
-    ledger = Path(folder) / FOLDER
-    ledger.mkdir(parents=True, exist_ok=True)
+    records = Path(folder) / SUBFOLDER
+    records.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
-        file = ledger / f"process-{process}-{number:04}.jsonl"
-        if not file.exists():
+        # Earlier starts have the first numbers; so may other programs that are process 0, too.
+        with contextlib.suppress(FileExistsError):
+            file = (records / f"process-{process}-{number:04}.jsonl").open("x", buffering=1)
             _recorder = _Recorder(file, process, num_processes)
             return
 

@@ -1,4 +1,7 @@
-"""Reads the files in which the processes of a run have recorded their time (`goodput`)."""
+"""Reads the files in which the processes of a run have recorded their time (`goodput`).
+
+A run consists of attempts: all of its processes start, and after a failure all start again.
+"""
 
 import dataclasses
 import json
@@ -6,19 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpudist.goodput.goodput import FOLDER
+from tpudist.goodput.goodput import SUBFOLDER
 
 # Kinds of records in the files of earlier versions -> their names now.
 _FORMER_KINDS = {"goes on": "resume"}
 
+Record = Mapping[str, Any]  # one line of a file
 
-class NoLedger(ValueError):
+
+class NoRecords(ValueError):
     """The folder has no records to explain."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """One process, from one start to its end. Times are in seconds since 1970.
+class Lifetime:
+    """One process, from its start to its end. Times are in seconds since 1970.
 
     Attributes:
         process: Number of the process.
@@ -26,7 +31,7 @@ class Start:
         ended: Last time at which it is known to have run.
         ended_well: Whether the program ended normally.
         seconds: Seconds in each phase, by the name of the phase.
-        lines: All records of the process.
+        records: All records of the process.
     """
 
     process: int
@@ -34,11 +39,11 @@ class Start:
     ended: float
     ended_well: bool
     seconds: Mapping[str, float]
-    lines: Sequence[Mapping[str, Any]]
+    records: Sequence[Record]
 
-    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+    def of_kind(self, kind: str) -> list[Record]:
         """Returns the records of one kind."""
-        return [x for x in self.lines if x["kind"] == kind]
+        return [x for x in self.records if x["kind"] == kind]
 
     @property
     def num_calls(self) -> int:
@@ -46,54 +51,58 @@ class Start:
         return max((x["calls"] for x in self.of_kind("time")), default=0)
 
 
-def read_run(folder: str | Path) -> list[dict[int, Start]]:
-    """Returns for each start of a run, in order, the records of its processes by their numbers.
+Attempt = Mapping[int, Lifetime]  # by the number of the process
+
+
+def read_run(folder: str | Path) -> list[Attempt]:
+    """Returns the attempts of a run in order.
 
     Raises:
-        NoLedger: If the folder does not exist, or has no records.
+        NoRecords: If the folder does not exist, or has no records.
     """
-    ledger = Path(folder) / FOLDER
-    files = sorted(ledger.glob("process-*-*.jsonl"))
-    starts = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
-    if not starts:
+    subfolder = Path(folder) / SUBFOLDER
+    files = sorted(subfolder.glob("process-*-*.jsonl"))
+    lifetimes = sorted(filter(None, map(_read, files)), key=lambda x: x.began)
+    if not lifetimes:
         if not Path(folder).exists():
-            raise NoLedger(f"The folder {folder} does not exist in {Path.cwd()}.")
-        raise NoLedger(
-            f"{ledger} has no records of processes. To write them, call "
+            raise NoRecords(f"The folder {folder} does not exist in {Path.cwd()}.")
+        raise NoRecords(
+            f"{subfolder} has no records of processes. To write them, call "
             f"tpudist.record_goodput({str(folder)!r}) in the program, or set "
             f"TPUDIST_GOODPUT={folder}."
         )
-    # The numbers in the file names do not tell which starts belong together, because a process that
-    # ends early may have no file. So starts are grouped by time: a second start of the same process
-    # begins the next start of the run.
-    run: list[dict[int, Start]] = [{}]
-    for start in starts:
-        if start.process in run[-1]:
+    # The numbers in the file names do not tell which files belong to one attempt, because a process
+    # that ends early may have no file. So they are grouped by time: a second start of the same
+    # process begins the next attempt.
+    run: list[dict[int, Lifetime]] = [{}]
+    for lifetime in lifetimes:
+        if lifetime.process in run[-1]:
             run.append({})
-        run[-1][start.process] = start
-    return [dict(sorted(x.items())) for x in run]
+        run[-1][lifetime.process] = lifetime
+    return [dict(sorted(attempt.items())) for attempt in run]
 
 
-def _read(file: Path) -> Start | None:
-    lines = []
+def _read(file: Path) -> Lifetime | None:
+    records = []
     for text in file.read_text(errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            records.append(json.loads(text))
         except ValueError:  # the last line of a process that was killed while it wrote
             continue
-    if not lines or lines[0].get("kind") != "start":
+    if not records or records[0].get("kind") != "start":
         return None
-    lines = [line | {"kind": _FORMER_KINDS.get(line["kind"], line["kind"])} for line in lines]
+    records = [x | {"kind": _FORMER_KINDS.get(x["kind"], x["kind"])} for x in records]
     seconds: dict[str, float] = {}
-    for line in lines:
-        if line["kind"] == "time":
-            for name, value in line["seconds"].items():
+    for record in records:
+        if record["kind"] == "time":
+            for name, value in record["seconds"].items():
                 seconds[name] = seconds.get(name, 0.0) + value
-    return Start(
-        process=lines[0]["process"],
-        began=lines[0]["began"],
-        ended=max(x["time"] for x in lines if x["kind"] in ("start", "time")),
-        ended_well=lines[-1]["kind"] == "end",
+    return Lifetime(
+        process=records[0]["process"],
+        began=records[0]["began"],
+        # The phases add up to the time until the last "time"; later records have no seconds.
+        ended=max(x["time"] for x in records if x["kind"] in ("start", "time")),
+        ended_well=records[-1]["kind"] == "end",
         seconds=seconds,
-        lines=lines,
+        records=records,
     )

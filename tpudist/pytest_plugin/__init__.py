@@ -40,7 +40,8 @@ __all__ = ["Ended", "Fault", "Pod", "PodError", "draw_faults", "emulated_devices
 OPTION = "--tpudist-devices"
 SETTING = "tpudist_devices"
 UPDATE_OPTION = "--tpudist-update-ledger"
-UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"  # copied from testing/ledger.py, which imports JAX
+# `testing.ledger.UPDATE`, whose module imports JAX.
+UPDATE_VARIABLE = "TPUDIST_UPDATE_LEDGER"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -122,7 +123,7 @@ def tpudist_pod() -> Iterator[Callable[..., Pod]]:
             **options: Any,
         ) -> Pod:
             if separate_hosts:
-                if why := isolated_hosts.why_not():
+                if why := isolated_hosts.why_unsupported():
                     pytest.skip(f"tpudist_pod(separate_hosts=True): {why}")
                 options["hosts"] = stack.enter_context(isolated_hosts.make_isolated_hosts())
             pod = Pod(program, *args, **options)

@@ -6,8 +6,10 @@ import random
 import signal
 import sys
 import time
+from typing import Literal, get_args
 
-KINDS = ("raise", "kill", "stop", "slow", "leave")
+Kind = Literal["raise", "kill", "stop", "slow", "leave"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +24,13 @@ class Fault:
         seconds: Delay of `slow`, in seconds.
     """
 
-    kind: str
+    kind: Kind
     process: int
     at_call: int
     seconds: float = 0.2
 
     def __post_init__(self):
-        """Checks the kind.
+        """Checks the kind and the numbers.
 
         Raises:
             ValueError: If the kind is unknown, or a number is negative.
@@ -40,18 +42,22 @@ class Fault:
 
     def strike(self, call: int) -> None:
         """Injects the fault if this is its call."""
-        if self.kind == "slow" and call >= self.at_call:
-            time.sleep(self.seconds)
-        elif call != self.at_call:
+        is_here = call >= self.at_call if self.kind == "slow" else call == self.at_call
+        if not is_here:
             return
-        elif self.kind == "raise":
-            raise RuntimeError(
-                f"The test injected a fault at call {call} of process {self.process}."
-            )
-        elif self.kind == "leave":
-            sys.exit(0)
-        elif self.kind != "slow":
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        match self.kind:
+            case "slow":
+                time.sleep(self.seconds)
+            case "raise":
+                raise RuntimeError(
+                    f"The test injected a fault at call {call} of process {self.process}."
+                )
+            case "leave":
+                sys.exit(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def draw_faults(seed: int, num_processes: int, num_calls: int, count: int = 1) -> list[Fault]:
@@ -62,6 +68,9 @@ def draw_faults(seed: int, num_processes: int, num_calls: int, count: int = 1) -
         num_processes: Number of processes.
         num_calls: Number of calls; each fault happens before one of them.
         count: Number of faults.
+
+    Raises:
+        ValueError: If there are more faults than processes.
     """
     rng = random.Random(seed)
     # Without repetition: the second fault of a process that was killed would never happen.

@@ -5,6 +5,8 @@ because Gloo connects to it.
 """
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
 import socket
@@ -12,21 +14,22 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+_numbers = itertools.count()  # of the pairs of this process
+
 
 class IsolatedHosts:
     """Two hosts and the cable between them, which `make_isolated_hosts` creates.
 
     Args:
         name: Prefix of the names of the hosts.
-        network: Prefix of their addresses: three numbers.
 
     Attributes:
         addresses: Address of each host.
     """
 
-    def __init__(self, name: str, network: str):
-        self._names = [f"{name}0", f"{name}1"]
-        self.addresses = [f"{network}.1", f"{network}.2"]
+    def __init__(self, name: str):
+        self._names = [f"{name}-0", f"{name}-1"]
+        self.addresses = ["10.0.0.1", "10.0.0.2"]  # no other pair can see them
 
     def prefix(self, process: int) -> Sequence[str]:
         """Returns the words before a command that run it on the host of a process."""
@@ -46,7 +49,12 @@ class IsolatedHosts:
         for name in self._names:
             _ip("-n", name, "link", "set", "cable", "down")
 
-    def _make(self) -> None:
+    def create(self) -> None:
+        """Creates the hosts and the cable.
+
+        Raises:
+            subprocess.CalledProcessError: If that is not possible here.
+        """
         for name, address in zip(self._names, self.addresses, strict=True):
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
@@ -62,9 +70,9 @@ class IsolatedHosts:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
         self.plug_in()
 
-    def _remove(self) -> None:
-        # Errors are ignored, because `_make` may have failed halfway. The cable ends with either of
-        # its namespaces.
+    def remove(self) -> None:
+        """Removes the hosts and the cable; ignores errors, because `create` may have failed."""
+        # The cable ends with either of its namespaces.
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(_names_folder(name), ignore_errors=True)
@@ -78,17 +86,17 @@ def _names_folder(name: str) -> Path:
 @contextlib.contextmanager
 def make_isolated_hosts() -> Iterator[IsolatedHosts]:
     """Creates two hosts with a cable, and removes them after the block."""
-    # The process id makes names and addresses different in tests that run at the same time.
-    number = os.getpid() % 65536
-    hosts = IsolatedHosts(f"tpudist{number}", f"10.{number >> 8}.{number & 255}")
+    # Names differ between tests that run at the same time, and between two pairs of one test.
+    hosts = IsolatedHosts(f"tpudist-{os.getpid()}-{next(_numbers)}")
     try:
-        hosts._make()
+        hosts.create()
         yield hosts
     finally:
-        hosts._remove()
+        hosts.remove()
 
 
-def why_not() -> str:
+@functools.cache
+def why_unsupported() -> str:
     """Returns the reason why two hosts are impossible here; empty if they are possible."""
     if not shutil.which("ip"):
         return "the command ip is missing"

@@ -23,6 +23,7 @@ from tpudist.pytest_plugin.isolated_hosts import IsolatedHosts
 
 _MAX_OUTPUT = 4000  # characters of the output of each process in an error
 _POLL_S = 0.02
+_EXIT_S = 5.0  # limit for the end of killed processes, which takes milliseconds
 
 
 class PodError(AssertionError):
@@ -97,13 +98,13 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             )
         self._folder = tempfile.TemporaryDirectory(prefix="tpudist-pod-")
         self._env = {**(env or {}), "PYTHONUNBUFFERED": "1"}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # with `launch`: 0 is the launcher
         self._count, self._hosts, self._is_launched = num_processes, hosts, launch is not None
         # Ends the processes of a test that hangs outside of the methods below, which have limits of
         # their own.
-        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer = threading.Timer(timeout_s, self._time_out)
         self._timer.daemon = True
-        self._timeout_s, self._is_over, self._is_closed = timeout_s, False, False
+        self._timeout_s, self._has_timed_out, self._is_closed = timeout_s, False, False
         try:
             self._start_all(
                 [os.fspath(program), *args], devices, faults, programs or {}, absent, launch
@@ -156,7 +157,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                 return self._processes[process].pid
         else:
             # The environment has the number of the process; a replacement has a number of its own.
-            for pid in _children(self._processes[0].pid):
+            # The variable is `processes.generations.SUPERVISOR`, whose module imports JAX.
+            for pid in self._children_of_launcher():
                 if _variable(pid, "TPUDIST_SUPERVISOR").split()[-1:] == [str(process)]:
                     return pid
         raise PodError(self._describe(f"Process {process} is not running."))
@@ -180,7 +182,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             popen = self._processes.get(0 if self._is_launched else process)
             # Reads again after `poll`: the process may have printed the text and ended since the
             # first read.
-            if popen is None or popen.poll() is not None and text not in self.output(process):
+            if popen is None or (popen.poll() is not None and text not in self.output(process)):
                 raise PodError(self._describe(f"Process {process} did not print {text!r}."))
             if time.monotonic() > deadline:
                 raise PodError(self._describe(f"Process {process} did not print {text!r} in time."))
@@ -199,7 +201,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             if time.monotonic() > deadline:
                 raise PodError(self._describe(f"{running} did not end within {timeout_s:g} s."))
             time.sleep(_POLL_S)
-        if self._is_over:
+        if self._has_timed_out:
             raise PodError(
                 self._describe(f"All processes were killed after {self._timeout_s:g} s.")
             )
@@ -293,8 +295,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             raise ValueError("The processes are on one host. Pass separate_hosts=True.")
         return self._hosts
 
-    def _end(self) -> None:
-        self._is_over = True
+    def _time_out(self) -> None:
+        self._has_timed_out = True
         self._kill_all()
 
     def _kill_all(self) -> None:
@@ -308,16 +310,20 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
             return
         self._is_closed = True
         self._timer.cancel()
-        children = _children(self._processes[0].pid) if self._is_launched else []
+        children = self._children_of_launcher()
         self._kill_all()
         for process in self._processes.values():
             process.wait()
-        # The children of `tpudist launch` have groups of their own. They end shortly after it, once
-        # they notice that their parent is the init process.
-        for pid in children:
-            while os.path.exists(f"/proc/{pid}") and _parent(pid) == 1:
-                time.sleep(_POLL_S)
+        # The children of `tpudist launch` have groups of their own. Linux kills them when it ends.
+        deadline = time.monotonic() + _EXIT_S
+        while any(map(_is_running, children)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self._folder.cleanup()
+
+    def _children_of_launcher(self) -> list[int]:
+        if not self._is_launched or 0 not in self._processes:
+            return []
+        return _children(self._processes[0].pid)
 
 
 def _children(pid: int) -> list[int]:
@@ -329,11 +335,12 @@ def _children(pid: int) -> list[int]:
     return sorted(children, reverse=True)
 
 
-def _parent(pid: int) -> int:
+def _is_running(pid: int) -> bool:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # a zombie, which its new parent has yet to reap
 
 
 def _variable(pid: int, name: str) -> str:
