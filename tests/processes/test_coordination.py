@@ -17,6 +17,7 @@ def test_a_board_keeps_the_first_text_of_each_key():
     board = Board("alone")
     assert board.read("a") is None
     assert [board.post("a", "1"), board.post("a", "2"), board.post("b/0", "3")] == [1, 0, 1]
+    assert not board.post("a", board.read("a"))  # the same object
     assert board.read("a") == "1"
     assert board.read_all("b") == {"0": "3"}
     assert board.read_all("a") == {}

@@ -45,7 +45,7 @@ def test_a_lagging_process_is_named_and_ends_the_run_after_a_timeout(clock, warn
         Judge(2),
         clock,
         60,
-        lambda i: {0: make_report(i, 5), 1: make_report(i, 4, at="  File x, line 3")},
+        lambda i: {0: make_report(i, 5), 1: make_report(i, 4, stack="  File x, line 3")},
     )
     assert 30 < seconds < 32
     assert verdict.exit_code == 75
@@ -80,6 +80,18 @@ def test_an_order_of_one_process_causes_no_lag(clock, warnings):
     assert run(Judge(2), clock, 2000, reports) == (None, None)
 
 
+def test_processes_that_end_or_differ_are_found_among_equal_ones(clock):
+    def reports(last):
+        return {**{i: make_report(i, 5) for i in (0, 1, 10, 2)}, 3: last}
+
+    assert Judge(5).judge(reports(make_report(0, 5))) is None
+    ended = Judge(5).judge(reports(make_report(0, 4, state="ended")))
+    assert "Process 3 ended after 4 shared call(s), but process 0 has started 5" in ended.message
+    order = {"runs": [[8, 0, 1]], "names": {"8": "another"}}
+    differs = Judge(5).judge(reports(make_report(0, orders={"a": order})))
+    assert "Process 0: Strategy.run of 'f'; Process 3: another" in differs.message
+
+
 @pytest.mark.parametrize(("state", "limit"), [("STOPPED", 20), ("RUNNING", 90), (None, 90)])
 def test_a_silent_process_ends_the_run_after_a_limit(clock, warnings, monkeypatch, state, limit):
     kernel_state = state and process_state.State[state]
@@ -88,6 +100,20 @@ def test_a_silent_process_ends_the_run_after_a_limit(clock, warnings, monkeypatc
     assert limit < seconds < limit + 2
     assert verdict.failed == 1
     assert "Process 1" in warnings()[0]
+
+
+def test_a_process_of_a_large_run_is_not_blamed_between_its_reports(clock, warnings):
+    """Of 5,000 processes, each reports every 5.5 s, which is silence in a small run."""
+    error = "jax.errors.JaxRuntimeError: Connection closed by peer"
+
+    def reports(i):
+        failed = make_report(0, state="failed", why=error, exit_code=1)
+        return {0: failed, 1: make_report(i // 11)}
+
+    clock.now += 4
+    _, verdict = run(Judge(5000), clock, 60, reports)
+    assert verdict.failed == 0
+    assert not warnings()
 
 
 def test_a_process_in_a_debugger_is_waited_for(clock, warnings, monkeypatch):

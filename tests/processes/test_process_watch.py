@@ -170,6 +170,18 @@ def test_sigterm_ends_a_program_that_does_not_poll(index):
 
 
 @pytest.mark.slow
+def test_sigterm_is_the_reason_of_the_end_even_if_process_0_does_not_answer():
+    with start_loop("time.sleep(100)") as running:
+        wait_until_ready(running)
+        running.signal(0, signal.SIGSTOP)
+        start = time.monotonic()
+        running.signal(1, signal.SIGTERM)
+        assert running.workers[1].process.wait(60) == 143
+        assert time.monotonic() - start < 30
+        running.signal(0, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_jax_handles_sigterm_if_the_program_polls():
     loop = """
 from jax.experimental import multihost_utils

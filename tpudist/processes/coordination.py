@@ -218,7 +218,9 @@ class Board:
             ConnectionError: If the service cannot be reached, as at the end of a run.
         """
         if self.num_processes == 1:
-            return self._local_texts.setdefault(key, text) is text
+            is_new = key not in self._local_texts
+            self._local_texts.setdefault(key, text)
+            return is_new
         try:
             self._client().key_value_set(f"{self._folder}/{key}", text)
         except Exception as error:  # jaxlib's type varies; the text has the status

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar, cast
@@ -20,16 +21,17 @@ from tpudist.xla import internals
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SUPERVISOR = "TPUDIST_SUPERVISOR"
+SUPERVISOR_VARIABLE = "TPUDIST_SUPERVISOR"
 """Environment variable `host port secret index`, which a supervisor sets for its processes."""
-COMPILE_CACHE = "TPUDIST_COMPILE_CACHE"
+COMPILE_CACHE_VARIABLE = "TPUDIST_COMPILE_CACHE"
 """Environment variable: folder where processes of a host keep compiled programs for later ones."""
-FOLDER = "TPUDIST_FOLDER"
+FOLDER_VARIABLE = "TPUDIST_FOLDER"
 """Environment variable: working directory in which the supervisor started the program."""
 
 _at_end: list[Callable[[], None]] = []
+_left_behind: list[threading.Thread] = []
 _program_thread: threading.Thread = threading.main_thread()
-_report: Callable[[int, str], None] | None = None
+_report_lost: Callable[[int, str], None] | None = None
 
 
 class GenerationEnded(BaseException):
@@ -58,7 +60,10 @@ def cache(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def at_end(call: Callable[[], None]) -> None:
-    """Registers `call()` for the end of each generation."""
+    """Registers `call()` for the end of each generation.
+
+    Only for the life of the process, as at the top level of a module: nothing is unregistered.
+    """
     _at_end.append(call)
 
 
@@ -67,28 +72,9 @@ def program_thread() -> threading.Thread:
     return _program_thread
 
 
-def is_supervised() -> bool:
-    """Whether a supervisor manages this process and the others of its generation."""
-    return _report is not None
-
-
-def report_lost(process: int, why: str) -> bool:
-    """Reports to the supervisor that a process is lost; returns False without a supervisor."""
-    if _report is None:
-        return False
-    _report(process, why)
-    return True
-
-
-def supervise(report_lost: Callable[[int, str], None]) -> None:
-    """Declares that a supervisor manages this process.
-
-    Args:
-        report_lost: Called with the number of a process and a reason; the supervisor then ends
-            that process.
-    """
-    global _report
-    _report = report_lost
+def loss_reporter() -> Callable[[int, str], None] | None:
+    """Returns what `run_program` received for this generation; None without a supervisor."""
+    return _report_lost
 
 
 def connect(address: str, num_processes: int, process_id: int) -> Callable[[], None]:
@@ -103,7 +89,8 @@ def connect(address: str, num_processes: int, process_id: int) -> Callable[[], N
         process_id: Number of this process in it.
 
     Returns:
-        A function that makes this process a member. Call it after `leave`.
+        A function that makes this process a member. Call it after `leave`. There are two steps
+        because connecting may wait forever for a process that dies meanwhile.
 
     Raises:
         jax.errors.JaxRuntimeError: If no service listens at `address`.
@@ -111,10 +98,16 @@ def connect(address: str, num_processes: int, process_id: int) -> Callable[[], N
     return internals.connect_coordination_service(address, num_processes, process_id)
 
 
-def run_program(thread: threading.Thread) -> None:
-    """Starts the thread that runs the program in this generation."""
-    global _program_thread
-    _program_thread = thread
+def run_program(thread: threading.Thread, report_lost: Callable[[int, str], None]) -> None:
+    """Starts the thread that runs the program in this generation, under a supervisor.
+
+    Args:
+        thread: Thread that runs the program.
+        report_lost: Called with the number of a process of this generation and a reason; the
+            supervisor then ends that process.
+    """
+    global _program_thread, _report_lost
+    _program_thread, _report_lost = thread, report_lost
     thread.start()
 
 
@@ -124,6 +117,7 @@ def leave(left_behind: Collection[threading.Thread]) -> None:
     Args:
         left_behind: Threads that still wait for other processes in C++. Nobody joins them.
     """
+    # First what uses the runtime, such as the watch: it would report the end of the service.
     for call in _at_end:
         call()
     for thread in left_behind:
@@ -145,17 +139,16 @@ def forget(thread: threading.Thread) -> None:
 @atexit.register
 def _park_threads() -> None:
     waiting = [x for x in _left_behind if x.is_alive()]
-    if waiting and hasattr(signal, "pthread_kill"):  # Windows has no such function
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-        libc.signal(_PARK, ctypes.cast(libc.pause, ctypes.c_void_p))
-        for thread in waiting:
-            signal.pthread_kill(thread.ident or 0, _PARK)
-
-
-_left_behind: list[threading.Thread] = []
-# A real-time signal, because neither Python nor libc gives these a meaning. macOS has no SIGRTMAX.
-_PARK = getattr(signal, "SIGRTMAX", 64) - 3
+    if not waiting or sys.platform == "win32":  # without signals for single threads
+        return
+    # Python and libc give no meaning to a real-time signal. macOS has none; the program, which may
+    # have used SIGUSR2, has ended.
+    number = signal.SIGRTMAX - 3 if sys.platform == "linux" else signal.SIGUSR2
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+    for thread in waiting:
+        signal.pthread_kill(thread.ident or 0, number)
 
 
 def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:

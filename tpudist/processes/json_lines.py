@@ -20,8 +20,8 @@ _CONNECT_S = 10.0
 _SECRET_BYTES = 32  # hexadecimal digits: 128 bits
 
 
-class JsonLines:
-    """One connection, to which any thread may write and one thread reads.
+class JsonConnection:
+    """One connection, to which any thread may write lines, and from which one thread reads.
 
     Args:
         connection: Connected socket; this object closes it.
@@ -35,7 +35,7 @@ class JsonLines:
         self._lock = threading.Lock()  # lines of two threads must not mix
 
     @classmethod
-    def of_descriptor(cls, descriptor: int) -> "JsonLines":
+    def of_descriptor(cls, descriptor: int) -> "JsonConnection":
         """Returns the connection of an inherited descriptor; see `skip_to`."""
         return cls(socket.socket(fileno=descriptor))
 
@@ -53,7 +53,10 @@ class JsonLines:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def send_bytes(self, data: bytes | np.ndarray) -> None:
-        """Sends bytes, after a line that contains their number."""
+        """Sends bytes, after a line that contains their number.
+
+        No other thread may send meanwhile: its line would be read as a part of the bytes.
+        """
         self._socket.sendall(data)
 
     def read_bytes(self, count: int) -> bytes:
@@ -103,7 +106,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Ends the connection for both sides."""
-        # `close` alone does not wake a thread that reads; `shutdown` does.
+        # `close` alone does not wake a thread that reads; `shutdown` does. `_file` is closed with
+        # the last reference to it: a thread that reads has its lock.
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # it has ended
@@ -128,7 +132,7 @@ class Listener:
     """
 
     def __init__(
-        self, host: str, secret: str, serve: Callable[[JsonLines], None], *, port: int = 0
+        self, host: str, secret: str, serve: Callable[[JsonConnection], None], *, port: int = 0
     ):
         self._secret, self._serve = secret, serve
         family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
@@ -162,10 +166,10 @@ class Listener:
             except OSError:
                 return
             if hmac.compare_digest(greeting, self._secret.encode()):
-                self._serve(JsonLines(connection))
+                self._serve(JsonConnection(connection))
 
 
-def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) -> JsonLines:
+def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) -> JsonConnection:
     """Connects to a `Listener`.
 
     Raises:
@@ -173,7 +177,7 @@ def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) ->
     """
     connection = socket.create_connection((host, port), timeout=timeout_s)
     connection.sendall(secret.encode())
-    return JsonLines(connection)
+    return JsonConnection(connection)
 
 
 def make_secret() -> str:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from tpudist.processes import process_state, run_order
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_USER_ERROR
@@ -18,19 +18,21 @@ from tpudist.processes.process_silence import SILENT_S, WARN_S, describe_silence
 _log = logging.getLogger("tpudist")
 
 INTERVAL_S = 0.5
-"""Seconds between two reports of a process."""
+"""Seconds between two reports of a process in a small run; see `report_interval_s`."""
+_REPORTS_PER_S = 1000  # that process 0 can read
 HANG_VARIABLE = "TPUDIST_HANG_TIMEOUT_S"
 HANG_S = 600.0
 """Seconds that others may wait for one process until all end; `HANG_VARIABLE` overrides it."""
 HOLD_S = 2.0
 """Seconds for which a failed collective is not reported: another process may be the cause."""
 # The exception of a collective whose peer is gone. It is a symptom, so the cause gets `HOLD_S` to
-# become known: a process that raised reports within `INTERVAL_S`, a stopped one is silent.
+# become known: a process that raised reports within an interval, a stopped one is silent.
 _COLLECTIVE_ERROR = "JaxRuntimeError"
 # Each warning doubles the time until the next one. After this many seconds without a warning the
 # time starts at `WARN_S` again, so that a process that is always slow is reported now and then.
 _BETWEEN_WARNINGS_S = 120.0
-# Seconds between two calls of `judge` from which on this process itself was stopped, or busy.
+# If two calls of `judge` are this far apart, this process itself was stopped or busy, so its
+# knowledge of the others is old.
 _SELF_STOPPED_S = SILENT_S / 4
 _FIRST_REPORT_S = 10.0  # within which each process that creates a strategy has reported
 START_AGAIN = "Restart all processes from the last checkpoint."
@@ -42,6 +44,11 @@ _RULE = (
 Reports = Mapping[int, Report]
 
 
+def report_interval_s(count: int) -> float:
+    """Returns the seconds between two reports of each of `count` processes."""
+    return INTERVAL_S + count / _REPORTS_PER_S
+
+
 class Judge:
     """Compares the reports of `count` processes.
 
@@ -50,15 +57,17 @@ class Judge:
     """
 
     def __init__(self, count: int):
-        self._count = count
+        self._count, self._interval_s = count, report_interval_s(count)
         # Last beat of each process, and when it was first seen. The clocks of hosts may differ, so
         # beats are only compared for equality.
-        self._heard: dict[int, tuple[float, float]] = {}
-        # Number of shared calls of each process, and since when that is what others wait for.
-        self._moved: dict[int, tuple[dict[str, int], float]] = {}
-        self._last = time.monotonic()
-        self._ended_since = self._failed_since = math.inf
-        self._next_warning_s, self._warned_s = WARN_S, -math.inf
+        self._beats: dict[int, tuple[int, float]] = {}
+        # For each process, its numbers of shared calls, and since when another process is ahead of
+        # it while it has these.
+        self._behind_since: dict[int, tuple[dict[str, int], float]] = {}
+        self._judged_s = time.monotonic()
+        self._ended_since_s = self._failed_since_s = math.inf
+        # Seconds of waiting from which on to warn, and the time of the last warning.
+        self._warn_after_s, self._warned_s = WARN_S, -math.inf
         self._hang_s = hang_timeout()
 
     def judge(self, reports: Reports) -> Verdict | None:
@@ -69,10 +78,8 @@ class Judge:
         failed = [i for i, report in reports.items() if report["state"] == "failed"]
         if failed and (verdict := self._explain_failure(failed[0], reports, silences)):
             return verdict
-        for index, report in reports.items():
-            for other in range(index):
-                if other in reports and (why := _compare(other, reports[other], index, report)):
-                    return Verdict(why, EXIT_USER_ERROR)
+        if difference := _find_difference(reports):
+            return Verdict(difference, EXIT_USER_ERROR)
         if self._have_ended(reports):
             return Verdict(ALL_ENDED, 0)
         return self._judge_silences(silences, reports) or self._judge_lag(silences, reports)
@@ -80,7 +87,7 @@ class Judge:
     def _judge_silences(
         self, silences: Sequence[tuple[int, float]], reports: Reports
     ) -> Verdict | None:
-        # All of them, because the longest one may be in a debugger, which has no limit.
+        # Not only the longest silence: that process may be in a debugger, and have no limit.
         for index, waited_s in silences:
             if waited_s <= WARN_S:
                 break
@@ -109,9 +116,9 @@ class Judge:
         """Logs a warning, and later ones after twice the time each."""
         now = time.monotonic()
         if now - self._warned_s > _BETWEEN_WARNINGS_S:
-            self._next_warning_s = WARN_S
-        if waited_s > self._next_warning_s:
-            self._next_warning_s, self._warned_s = 2 * waited_s, now
+            self._warn_after_s = WARN_S
+        if waited_s > self._warn_after_s:
+            self._warn_after_s, self._warned_s = 2 * waited_s, now
             _log.warning("%s", text)
 
     def _explain_failure(
@@ -120,39 +127,40 @@ class Judge:
         """Returns the verdict for a failed process; None while another may still be the cause."""
         why = reports[index]["why"]
         if _COLLECTIVE_ERROR in why:
-            self._failed_since = min(self._failed_since, time.monotonic())
+            self._failed_since_s = min(self._failed_since_s, time.monotonic())
             if silences and silences[0][1] >= HOLD_S:
                 silent, waited_s = silences[0]
                 silence = describe_silence(silent, waited_s, reports[silent]["place"])
                 return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
             # Long enough for a process that went silent just before to be silent for `HOLD_S`.
-            if time.monotonic() - self._failed_since < HOLD_S + 2 * INTERVAL_S:
+            if time.monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
                 return None
         message = f"Process {index} failed, so this process cannot continue:\n{why}"
         return Verdict(message, reports[index].get("exit_code", EXIT_USER_ERROR), failed=index)
 
     def _have_ended(self, reports: Reports) -> bool:
         if not all(x["state"] == "ended" for x in reports.values()):
-            self._ended_since = math.inf
+            self._ended_since_s = math.inf
             return False
-        self._ended_since = min(self._ended_since, time.monotonic())
+        self._ended_since_s = min(self._ended_since_s, time.monotonic())
         # A process that has not reported for so long creates no strategy, so it takes part in
         # nothing that the others do.
-        is_long_ago = time.monotonic() - self._ended_since > _FIRST_REPORT_S
+        is_long_ago = time.monotonic() - self._ended_since_s > _FIRST_REPORT_S
         return len(reports) == self._count or is_long_ago
 
     def _find_silences(self, reports: Reports) -> list[tuple[int, float]]:
-        """Returns each running process and the seconds since its last report, longest first."""
+        """Returns each running process and the seconds of its silence, longest first."""
         now = time.monotonic()
-        if now - self._last > _SELF_STOPPED_S:
-            # This process was stopped itself, so it could not have heard anybody.
-            self._heard.clear()
-        self._last = now
+        if now - self._judged_s > _SELF_STOPPED_S:
+            self._beats.clear()
+        self._judged_s = now
         for index, report in reports.items():
-            if self._heard.get(index, (None, now))[0] != report["beat"]:
-                self._heard[index] = report["beat"], now
+            if index not in self._beats or self._beats[index][0] != report["beat"]:
+                self._beats[index] = report["beat"], now
+        # The limits are those of a small run. In a large one, a healthy process may report later.
+        due_s = self._interval_s - INTERVAL_S
         running = [i for i, report in reports.items() if report["state"] == "running"]
-        silences = [(i, now - self._heard[i][1]) for i in running]
+        silences = [(i, max(0.0, now - self._beats[i][1] - due_s)) for i in running]
         return sorted(silences, key=lambda x: -x[1])
 
     def _find_laggard(self, reports: Reports, silent: Collection[int]) -> tuple[int, float] | None:
@@ -165,18 +173,20 @@ class Judge:
             i: {name: run_order.length(x["runs"]) for name, x in report["orders"].items()}
             for i, report in reports.items()
         }
+        longest: dict[str, int] = {}
+        for x in lengths.values():
+            for name, length in x.items():
+                longest[name] = max(longest.get(name, 0), length)
         # A process lags if another has begun more calls of an order that both follow. Its time
         # starts again with each call that it begins: a slow process is not a hung one.
         for i, own_lengths in lengths.items():
-            is_behind = any(
-                other.get(name, 0) > count
-                for other in lengths.values()
-                for name, count in own_lengths.items()
-            )
-            if not is_behind or self._moved.get(i, (None, now))[0] != own_lengths:
-                self._moved[i] = own_lengths, now
+            is_behind = any(longest[name] > length for name, length in own_lengths.items())
+            known = self._behind_since.get(i)
+            if not is_behind or known is None or known[0] != own_lengths:
+                self._behind_since[i] = own_lengths, now
         heard = [i for i, x in reports.items() if x["state"] == "running" and i not in silent]
-        return max(((i, now - self._moved[i][1]) for i in heard), key=lambda x: x[1], default=None)
+        waits = [(i, now - self._behind_since[i][1]) for i in heard]
+        return max(waits, key=lambda x: x[1], default=None)
 
 
 def hang_timeout() -> float:
@@ -222,20 +232,39 @@ def _describe_lag(index: int, seconds: float, reports: Reports) -> str:
 
 
 def _name_of_call(order: OrderReport, position: int) -> str:
-    """Returns the description of the call at or after a position, if it is remembered."""
+    """Returns the description of the call at a position, or of the oldest call still known."""
     number = next((n for n, start, times in order["runs"] if position < start + times), None)
     return order["names"].get(str(number), "a shared call")
 
 
 def _describe_stack(report: Report) -> str:
-    stack = report.get("at", "").rstrip()
+    stack = report.get("stack", "").rstrip()
     return f" It is at:\n{stack}" if stack else ""
 
 
-def _compare(i: int, report_i: Report, j: int, report_j: Report) -> str:
+def _find_difference(reports: Reports) -> str:
     """Returns how two processes differ, or "" if no difference is known yet."""
-    for name in report_i["orders"].keys() & report_j["orders"].keys():
-        order_i, order_j = report_i["orders"][name], report_j["orders"][name]
+    # Almost all processes report the same orders, so only one process of each order is compared.
+    # All pairs of these, not neighbors: two processes may remember runs that a third has forgotten.
+    compared: dict[Hashable, int] = {}
+    for index in sorted(reports):
+        report = reports[index]
+        runs = tuple((name, *map(tuple, x["runs"])) for name, x in report["orders"].items())
+        key = report["state"] == "ended", runs
+        if key in compared:
+            continue
+        for other in compared.values():
+            if difference := _compare(other, reports[other], index, report):
+                return difference
+        compared[key] = index
+    return ""
+
+
+def _compare(i: int, report_i: Report, j: int, report_j: Report) -> str:
+    for name, order_i in report_i["orders"].items():
+        order_j = report_j["orders"].get(name)
+        if order_j is None:
+            continue
         difference = run_order.first_difference(order_i["runs"], order_j["runs"])
         if difference is not None:
             position, number_i, number_j = difference
@@ -244,22 +273,23 @@ def _compare(i: int, report_i: Report, j: int, report_j: Report) -> str:
                 f"{order_i['names'][str(number_i)]}; Process {j}: "
                 f"{order_j['names'][str(number_j)]}. {_RULE}"
             )
-        for (k, ended), (m, active) in (
-            ((i, report_i), (j, report_j)),
-            ((j, report_j), (i, report_i)),
-        ):
-            if ended["state"] != "ended":
-                continue
-            num_ended, num_active = (
-                run_order.length(x["orders"][name]["runs"]) for x in (ended, active)
-            )
-            if num_ended < num_active:
-                return (
-                    f"Process {k} ended after {num_ended} shared call(s), but process {m} has "
-                    f"started {num_active}. {_describe_last_calls(active)}{_RULE} Loops must have "
-                    f"the same length, as loops over distributed datasets do."
-                )
+        if text := _compare_end(name, i, report_i, j, report_j):
+            return text
+        if text := _compare_end(name, j, report_j, i, report_i):
+            return text
     return ""
+
+
+def _compare_end(name: str, ended: int, report: Report, active: int, other: Report) -> str:
+    """Returns that a process ended before another began its last calls, or ""."""
+    num_ended, num_active = (run_order.length(x["orders"][name]["runs"]) for x in (report, other))
+    if report["state"] != "ended" or num_ended >= num_active:
+        return ""
+    return (
+        f"Process {ended} ended after {num_ended} shared call(s), but process {active} has "
+        f"started {num_active}. {_describe_last_calls(other)}{_RULE} Loops must have the same "
+        f"length, as loops over distributed datasets do."
+    )
 
 
 def _describe_last_calls(report: Report) -> str:

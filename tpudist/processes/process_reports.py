@@ -35,18 +35,18 @@ class Report(TypedDict):
         why: Traceback of a failed process.
         exit_code: Exit code for all processes if this one has failed.
         orders: Name of each order that the process follows -> its report.
-        beat: A number that differs in each report. A report that does not change is old.
+        beat: Number of the report. A report that does not change is old.
         place: Host and pid; see `process_state`.
-        at: Stack of the program, if no shared call has begun for a while.
+        stack: Stack of the program, if no shared call has begun for a while.
     """
 
     state: Literal["running", "ended", "failed"]
     why: str
     exit_code: int
     orders: Mapping[str, OrderReport]
-    beat: float
+    beat: int
     place: str
-    at: NotRequired[str]
+    stack: NotRequired[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Verdict:
         exit_code: Exit code of all processes.
         failed: Index of the process that failed; None if processes differ, or all have ended.
         all_threads: Whether to print the stacks of all threads.
-        silent: Whether process 0 is silent, so that nobody waits for it at the end.
+        process_0_is_silent: Whether process 0 does not answer, so that nobody waits for it.
     """
 
     message: str
     exit_code: int
     failed: int | None = None
     all_threads: bool = False
-    silent: bool = False
+    process_0_is_silent: bool = False
 
     def encode(self) -> str:
         """Returns the verdict as JSON."""

@@ -11,30 +11,31 @@ The texts go through JAX's coordination service, which runs in process 0:
 | key | writer | meaning |
 |---|---|---|
 | `tpudist/watch/report/<i>` | process i, repeatedly | its state; see `Report` |
-| `tpudist/watch/verdict/<i>` | process 0, once | why process i must end, or that all have ended |
-| `tpudist/watch/lines` | process 0, once | where to connect; see `peer_connections` |
+| `tpudist/watch/verdict/<i>` | process 0, repeatedly | why process i must end, or: all have ended |
+| `tpudist/watch/peers` | process 0, once | where to connect; see `peer_connections` |
 | `tpudist/watch/gone/<i>` | process i, last | it has its verdict and exits |
+
+A process acts on the first verdict that it reads. Process 0 may write a later one with another
+cause, for example after a process that failed has also lost its connection.
 """
 
 import atexit
 import functools
+import itertools
 import json
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
 from tpudist.goodput import goodput
-from tpudist.processes import generations, preemption_service, process_state, run_order
+from tpudist.processes import generations, process_state, run_order
 from tpudist.processes.coordination import KeyValueClient
-from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED, EXIT_USER_ERROR
+from tpudist.processes.exit_codes import EXIT_PEER_LOST
 from tpudist.processes.peer_connections import PeerConnections
 from tpudist.processes.process_exit import (
     exit_now,
@@ -43,9 +44,10 @@ from tpudist.processes.process_exit import (
     raise_in_program,
     stack_of_program,
 )
-from tpudist.processes.process_judge import HOLD_S, INTERVAL_S, START_AGAIN, Judge
+from tpudist.processes.process_judge import HOLD_S, START_AGAIN, Judge, report_interval_s
 from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
 from tpudist.processes.process_silence import WARN_S, describe_silence
+from tpudist.processes.program_outcome import ProgramOutcome
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.run_order import RunOrder
 from tpudist.xla import internals
@@ -54,8 +56,10 @@ _log = logging.getLogger("tpudist")
 
 GRACE_S = 2.0
 """Seconds between the exception that is raised in a process that must end, and its end."""
-_REPORTS_PER_S = 1000  # that process 0 can read: with more processes, each reports less often
-_WAIT_MS = 1000
+_CONNECT_MS = 20_000  # for process 0 to listen
+_SLICE_MS = 1000  # a wait in C++ does not notice `_closing`, so it is cut into slices
+_GONE_S = 0.5  # process 0 waits this much longer than `GRACE_S` for the others, which end then
+_EXIT_S = 0.2  # for processes to exit after they have announced it
 _FOLDER = "tpudist/watch"
 
 
@@ -79,38 +83,39 @@ class Watch:
         message: Reason for this process to end; empty while all is well.
     """
 
-    # Three threads take part. The program's thread only adds to orders; `_report_often` reads them
-    # and, in process 0, judges; `_listen` waits for the verdict. Nothing is locked: each attribute
-    # has one writer, except `_state`, which only leaves "running" (an exception and the exit
-    # handler both run in the main thread).
+    # Four threads take part. The program's thread only adds to orders; `_report_repeatedly` reads
+    # them and, in process 0, judges; `_listen` waits for the verdict; and a thread of
+    # `PeerConnections` calls `_on_lost`. Nothing is locked: each attribute has one writer, or is
+    # only set once.
 
     def __init__(self):
         self.message = ""
-        self._exit_code = EXIT_USER_ERROR
         client: KeyValueClient = internals.coordination_client()
         self._client, self._index = client, jax.process_index()
         self._count = jax.process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
-        self._state: Literal["running", "ended", "failed"] = "running"
-        self._why, self._failure_code = "", EXIT_USER_ERROR
-        self._place, self._place_of_first = process_state.here(), ""
-        self._lengths: dict[str, int] = {}
-        self._moved_s = time.monotonic()
-        self._next_warning_s = WARN_S
+        self._outcome = ProgramOutcome(self._index)
+        self._exit_code = 0
+        # Of the generation of this watch. A watch that was left behind must not report a loss with
+        # the numbers of a later one.
+        self._report_lost = generations.loss_reporter()
+        self._beats = itertools.count()
+        self._place, self._place_of_process_0 = process_state.here(), ""
+        self._reported_lengths: dict[str, int] = {}
+        self._progress_s = time.monotonic()  # when this process last began a shared call
+        self._warn_after_s = WARN_S
         self._ended_together = threading.Event()
         self._closing = threading.Event()
         # In every process, though only process 0 judges: a wrong setting raises in each of them.
         self._judge = Judge(self._count)
         self._peers = PeerConnections(self._index, self._on_lost)
-        self._interval_s = INTERVAL_S + self._count / _REPORTS_PER_S
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._interval_s = report_interval_s(self._count)
         self._threads = [
-            threading.Thread(target=self._report_often, name="tpudist watch", daemon=True),
+            threading.Thread(target=self._report_repeatedly, name="tpudist watch", daemon=True),
             threading.Thread(target=self._listen, name="tpudist watch, verdict", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
-        preemption_service.SigtermHandler(self._on_sigterm)
         atexit.register(self._at_exit)
 
     def follow(self, name: str, order: RunOrder, describe: Callable[[int], str]) -> None:
@@ -127,12 +132,11 @@ class Watch:
         """Stops watching, because the processes of the run change."""
         self._closing.set()
         atexit.unregister(self._at_exit)
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._excepthook
+        self._outcome.close()
 
     # Reports.
 
-    def _report_often(self) -> None:
+    def _report_repeatedly(self) -> None:
         while True:
             report = self._make_report()
             try:
@@ -149,19 +153,19 @@ class Watch:
             names = {str(number): describe(number) for number in {run[0] for run in runs}}
             orders[name] = {"runs": runs, "names": names}
         report: Report = {
-            "state": self._state,
-            "why": self._why,
-            "exit_code": self._failure_code,
+            "state": self._outcome.state,
+            "why": self._outcome.why,
+            "exit_code": self._outcome.exit_code,
             "orders": orders,
-            "beat": time.time(),
+            "beat": next(self._beats),
             "place": self._place,
         }
         lengths = {name: run_order.length(x["runs"]) for name, x in orders.items()}
-        if lengths != self._lengths:
-            self._lengths, self._moved_s = lengths, time.monotonic()
-        elif time.monotonic() - self._moved_s > WARN_S / 2:
+        if lengths != self._reported_lengths:
+            self._reported_lengths, self._progress_s = lengths, time.monotonic()
+        elif time.monotonic() - self._progress_s > WARN_S / 2:
             # Others that wait get a warning after `WARN_S`, which is to contain the stack.
-            report["at"] = stack_of_program()
+            report["stack"] = stack_of_program()
         return report
 
     def _send(self, report: Report) -> None:
@@ -178,10 +182,11 @@ class Watch:
 
     def _ask_supervisor(self, verdict: Verdict) -> bool:
         """Asks a supervisor, if any, to end the process that failed, so that others continue."""
-        if verdict.exit_code != EXIT_PEER_LOST:
+        if verdict.exit_code != EXIT_PEER_LOST or self._report_lost is None:
             return False
         assert verdict.failed is not None, "a peer was lost"
-        return generations.report_lost(verdict.failed, verdict.message)
+        self._report_lost(verdict.failed, verdict.message)
+        return True
 
     def _pronounce(self, verdict: Verdict) -> None:
         for i in range(self._count):
@@ -191,11 +196,11 @@ class Watch:
 
     def _connect_peers(self) -> None:
         """Connects the processes; without that, a killed process is only noticed by its silence."""
-        host, key = internals.coordinator_host(), f"{_FOLDER}/lines"
+        host, key = internals.coordinator_host(), f"{_FOLDER}/peers"
         try:
             if self._index:
-                text = self._client.blocking_key_value_get(key, 20 * _WAIT_MS)
-                address, self._place_of_first = json.loads(text)
+                text = self._client.blocking_key_value_get(key, _CONNECT_MS)
+                address, self._place_of_process_0 = json.loads(text)
                 self._peers.connect(host, address)
             else:
                 address = self._peers.listen(host)
@@ -204,7 +209,11 @@ class Watch:
             _log.info("Process %d has no connection to the others: %s", self._index, error)
 
     def _on_lost(self, index: int) -> None:
-        """Reports another process that was killed, unless this one ends already."""
+        """Reports another process that was killed, unless this one ends already.
+
+        A process that exits after a verdict ends its connection without a farewell (`exit_now`),
+        like one that was killed. By then this process has the verdict, too.
+        """
         if self.message or self._closing.is_set() or self._has_left():
             return
         verdict = Verdict(
@@ -226,7 +235,7 @@ class Watch:
     def _listen(self) -> None:
         """Waits for a verdict, and ends this process unless all have ended well."""
         # A supervisor notices a death itself, and the other processes continue.
-        if not generations.is_supervised():
+        if self._report_lost is None:
             self._connect_peers()
         verdict = self._wait_for_verdict()
         if verdict is None:
@@ -245,10 +254,10 @@ class Watch:
         key = f"{_FOLDER}/verdict/{self._index}"
         while not self._closing.is_set():
             try:
-                return Verdict.decode(self._client.blocking_key_value_get(key, _WAIT_MS))
+                return Verdict.decode(self._client.blocking_key_value_get(key, _SLICE_MS))
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" in str(error):
-                    verdict = self._judge_first()
+                    verdict = self._judge_process_0()
                     if verdict and not self._ask_supervisor(verdict):
                         return verdict
                     continue
@@ -264,29 +273,33 @@ class Watch:
                 )
         return None
 
-    def _judge_first(self) -> Verdict | None:
+    def _judge_process_0(self) -> Verdict | None:
         """Returns a verdict if process 0 is silent, which it cannot report itself."""
         waited_s = self._peers.silence_s()
         if waited_s <= WARN_S:
-            self._next_warning_s = WARN_S
+            self._warn_after_s = WARN_S
             return None
-        silence = describe_silence(0, waited_s, self._place_of_first)
+        silence = describe_silence(0, waited_s, self._place_of_process_0)
         if waited_s > silence.limit_s:
-            return Verdict(f"{silence.text} {START_AGAIN}", EXIT_PEER_LOST, failed=0, silent=True)
-        if waited_s > self._next_warning_s:
-            self._next_warning_s = 2 * waited_s
+            return Verdict(
+                f"{silence.text} {START_AGAIN}", EXIT_PEER_LOST, failed=0, process_0_is_silent=True
+            )
+        if waited_s > self._warn_after_s:
+            self._warn_after_s = 2 * waited_s
             _log.warning("%s", silence.warning)
         return None
 
     def _end(self, verdict: Verdict) -> None:
         """Raises in the program, which may handle it for `GRACE_S`; then ends the process."""
         # If this process has failed itself, Python has printed the traceback already.
-        if verdict.failed != self._index or self._state != "failed":
+        if verdict.failed != self._index or self._outcome.state != "failed":
             print_error(f"[tpudist p{self._index}] {verdict.message}")
-        self._exit_code, self.message = verdict.exit_code, verdict.message
+        self._outcome.has_verdict = True
+        self._exit_code = verdict.exit_code  # first: `_at_exit` may end the process after a message
+        self.message = verdict.message
         goodput.flush()
         goodput.note("verdict", message=verdict.message)
-        if self._state == "running":
+        if self._outcome.state == "running":
             print_error(f"Process {self._index} was at:\n{stack_of_program()}")
             if verdict.all_threads:
                 print_all_threads()
@@ -294,20 +307,52 @@ class Watch:
             error = ProcessesDifferError if differ else ProcessFailedError
             raise_in_program(error, verdict.message)
         time.sleep(GRACE_S)  # a thread that waits in C++ does not notice the exception
-        if verdict.silent:  # process 0 would have to read the farewell
+        if verdict.process_0_is_silent:  # it would have to read the farewell
             exit_now(self._exit_code)
         self._leave()
+
+    # The end of this process.
+
+    def _at_exit(self) -> None:
+        """Waits for the other processes to end, or for the verdict that they cannot.
+
+        Runs before JAX's exit handler, which would wait for minutes without naming anybody: atexit
+        is last in, first out, and JAX registered its handler when it connected the processes.
+        """
+        if self._has_left():
+            self._close()
+            return
+        if self._outcome.state == "running":
+            self._outcome.state = "ended"
+        self._wait_for_the_others()
+        if self._ended_together.is_set():
+            self._close()
+        elif self.message:
+            self._leave()
+        else:  # process 0 does not answer
+            exit_now(self._outcome.exit_code)
+
+    @goodput.count_as(goodput.Phase.WAIT)
+    def _wait_for_the_others(self) -> None:
+        wait = ReportedWait(5.0)
+        # A failed process stays until its report has been judged (`HOLD_S`, and some intervals)
+        # and the others have got the verdict; then it does not depend on them.
+        most_s = HOLD_S + 3 * self._interval_s + GRACE_S
+        while not self._ended_together.wait(0.02):
+            if self.message or (self._outcome.state == "failed" and wait.waited_s > most_s):
+                break
+            wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")
+
+    def _has_left(self) -> bool:
+        """Whether the program itself has left the run, by `jax.distributed.shutdown`."""
+        return internals.coordination_client() is not self._client
 
     def _close(self) -> None:
         """Ends the threads. A thread in C++ when Python ends would abort the process."""
         self._closing.set()
         self._peers.close()
         for thread in self._threads:
-            thread.join(3 * _WAIT_MS / 1000)
-
-    def _has_left(self) -> bool:
-        """Whether the program itself has left the run, by `jax.distributed.shutdown`."""
-        return internals.coordination_client() is not self._client
+            thread.join(3 * _SLICE_MS / 1000)
 
     def _leave(self) -> NoReturn:
         """Ends this process; process 0 ends last."""
@@ -318,63 +363,13 @@ class Watch:
             if self._index:
                 self._client.key_value_set(f"{_FOLDER}/gone/{self._index}", "", True)
             else:
-                deadline = time.monotonic() + GRACE_S + 0.5
+                deadline = time.monotonic() + GRACE_S + _GONE_S
                 while time.monotonic() < deadline:
                     gone = self._client.key_value_dir_get(f"{_FOLDER}/gone/")
                     if len(gone) >= self._count - 1:
                         break
                     time.sleep(0.05)
-                time.sleep(0.2)
+                time.sleep(_EXIT_S)
         except Exception:  # the service is gone; jaxlib's type varies
             pass
         exit_now(self._exit_code)
-
-    # The end of this process.
-
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, where: TracebackType | None
-    ) -> None:
-        self._excepthook(kind, error, where)
-        if self._state == "running" and not self.message:
-            # The end of the text, which has the exception: a report is a value of the service.
-            self._why = "".join(traceback.format_exception(kind, error, where))[-6000:]
-            self._state = "failed"
-
-    def _on_sigterm(self) -> None:
-        """Reports SIGTERM, because the others do not learn of the `SystemExit` that follows."""
-        if self._state == "running" and not self.message:
-            print_error(
-                f"[tpudist p{self._index}] SIGTERM. This program does not handle it, so "
-                f"the process ends now. With PreemptionCheckpointHandler it would first save its "
-                f"state."
-            )
-            self._why = "SIGTERM: it received a request to end."
-            self._failure_code = EXIT_PREEMPTED
-            self._state = "failed"
-
-    def _at_exit(self) -> None:
-        """Waits for the other processes to end, or for the verdict that they cannot.
-
-        Runs before JAX's exit handler, which would wait for minutes without naming anybody.
-        """
-        if self._has_left():
-            self._close()
-            return
-        if self._state == "running":
-            self._state = "ended"
-        self._wait_for_the_others()
-        if self._ended_together.is_set():
-            self._close()
-            return
-        self._leave()
-
-    @goodput.count_as(goodput.Phase.WAIT)
-    def _wait_for_the_others(self) -> None:
-        wait = ReportedWait(5.0)
-        # A failed process stays until its report has been judged (`HOLD_S`, and some intervals)
-        # and the others have got the verdict; then it does not depend on them.
-        most_s = HOLD_S + 3 * self._interval_s + GRACE_S
-        while not self._ended_together.wait(0.02):
-            if self.message or (self._state == "failed" and wait.waited_s > most_s):
-                break
-            wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")

@@ -15,10 +15,17 @@ class ReportedWait:
         first_report_s: Seconds until the first report. Each later one comes after twice the time,
             so that a log does not fill.
         timeout_s: Seconds after which the wait is over.
+        write: Called with each report; by default it is logged as a warning.
     """
 
-    def __init__(self, first_report_s: float, timeout_s: float = math.inf):
+    def __init__(
+        self,
+        first_report_s: float,
+        timeout_s: float = math.inf,
+        write: Callable[[str], None] = lambda text: _log.warning("%s", text),
+    ):
         self.timeout_s = timeout_s
+        self._write = write
         self._start = time.monotonic()
         self._next_report_s = first_report_s
 
@@ -33,7 +40,7 @@ class ReportedWait:
         return self.waited_s >= self.timeout_s
 
     def report(self, describe: Callable[[], str]) -> None:
-        """Logs the wait if a report is due.
+        """Reports the wait if it is time.
 
         Args:
             describe: Called without arguments, only if a report is due; returns what waits for
@@ -43,4 +50,4 @@ class ReportedWait:
         if waited_s >= self._next_report_s:
             self._next_report_s *= 2
             limit = f" of {self.timeout_s:g}" if self.timeout_s < math.inf else ""
-            _log.warning("%s: %.0f s%s.", describe(), waited_s, limit)
+            self._write(f"{describe()}: {waited_s:.0f} s{limit}.")

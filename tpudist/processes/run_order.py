@@ -6,7 +6,6 @@ counted when it is requested. Each has a number that is the same in all processe
 """
 
 import collections
-import itertools
 from collections.abc import Sequence
 
 Run = tuple[int, int, int]
@@ -38,6 +37,8 @@ class RunOrder:
 
     def last_runs(self) -> list[Run]:
         """Returns the latest runs, oldest first."""
+        # `copy` is one operation under the GIL, so no run appears or vanishes meanwhile. Only the
+        # last one may grow.
         return [(number, start, times) for number, start, times in self._runs.copy()]
 
 
@@ -48,9 +49,17 @@ def length(runs: Sequence[Run]) -> int:
 
 def first_difference(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int, int] | None:
     """Returns the first position that both remember and where they differ, with both numbers."""
-    # Runs are in order of position, so the first pair that overlaps and differs is the earliest.
-    for (a, a_start, a_times), (b, b_start, b_times) in itertools.product(runs, others):
-        start = max(a_start, b_start)
-        if a != b and start < min(a_start + a_times, b_start + b_times):
-            return start, a, b
+    # Both are in order of position. Each turn compares the two runs at one place, and goes past the
+    # run that ends first, so the first pair that overlaps and differs is the earliest.
+    i = j = 0
+    while i < len(runs) and j < len(others):
+        (number, start, times), (other_number, other_start, other_times) = runs[i], others[j]
+        end, other_end = start + times, other_start + other_times
+        position = max(start, other_start)
+        if number != other_number and position < min(end, other_end):
+            return position, number, other_number
+        if end <= other_end:
+            i += 1
+        if other_end <= end:
+            j += 1
     return None

@@ -1,6 +1,7 @@
 """GenerationControl: decides which processes form a generation, and leads them through it.
 
-A generation is a set of processes with one JAX runtime. Messages, as JSON lines:
+A generation is a set of processes with one JAX runtime. Its members have ranks; the index of a
+process is the number with which it was started, and never changes. Messages, as JSON lines:
 
 | message | direction | meaning |
 |---|---|---|
@@ -12,7 +13,7 @@ A generation is a set of processes with one JAX runtime. Messages, as JSON lines
 | `stop_at=c` | to members | continue up to commit c, and stop there |
 | `stopped=g`, `finished=g` | from a member | the program has stopped, or has returned |
 | `leaving` | from a member | it received a request to end |
-| `lost=rank, why` | from a member | the watch says that this process does not continue |
+| `lost=rank, generation=g, why` | from a member | its watch: this process does not continue |
 | `leave`, `done` | to members | end: without the others, or because the program has returned |
 """
 
@@ -29,11 +30,12 @@ from typing import Any
 from tpudist.processes import process_state
 from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.process_judge import HANG_VARIABLE, hang_timeout
+from tpudist.processes.reported_wait import ReportedWait
 from tpudist.supervisor.member import Member, choose_members
 from tpudist.xla import internals
 
 MAX_WITHOUT_PROGRESS = 8
-"""Number of generations without a commit after which the run is given up."""
+"""Number of generations in a row without a commit, after which the run is given up."""
 LATE_S = 3.0
 """Seconds until a spare replaces a process that has not arrived at the start of the run."""
 REPORT_S = 5.0
@@ -67,12 +69,12 @@ class GenerationControl:
         report: Called with lines about the course of the run.
 
     Attributes:
-        members: All connected processes.
-        present: Processes of this generation, by rank.
+        connected: All connected processes, also those that wait for a later generation.
+        members: Processes of this generation, by rank.
         phase: State of this generation.
         is_done: Whether the program has returned in all processes.
         ends_all: Whether all processes end at the next commit.
-        gave_up: Reason why there is no other generation, or "".
+        gave_up: Reason why there is no other generation, or "". Who reads it ends the run.
 
     Raises:
         ValueError: If the variable of the hang timeout is not a positive number.
@@ -80,8 +82,8 @@ class GenerationControl:
 
     def __init__(self, host: str, count: int, report: Callable[[str], None]):
         self._host, self._count, self._report = host, count, report
+        self.connected: list[Member] = []
         self.members: list[Member] = []
-        self.present: list[Member] = []
         self.phase = Phase.GATHERING
         self.is_done = self.ends_all = False
         self.gave_up = ""
@@ -92,17 +94,17 @@ class GenerationControl:
         self._services: list[tuple[object, list[Member]]] = []
         self._best_commit, self._num_without_progress = -1, 0
         self._limit_s = hang_timeout()
-        self._changed_s = math.nan  # when the last loss or change began
+        self._changed_s: float | None = None  # when the last loss or change began
         self._enough_since_s = math.inf  # since when enough processes for a start are connected
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Starts the time of a wait again."""
-        self._since_s, self._next_report_s = time.monotonic(), REPORT_S
+        self._wait = ReportedWait(REPORT_S, self._limit_s, self._report)
 
     def add(self, member: Member) -> None:
         """Adds a process that has connected."""
-        self.members.append(member)
+        self.connected.append(member)
         if self.is_done:
             member.send(done=True)
         elif self.phase is Phase.GATHERING:
@@ -114,11 +116,11 @@ class GenerationControl:
 
     def remove(self, member: Member) -> None:
         """Removes a process whose connection has ended."""
-        if member not in self.members:
+        if member not in self.connected:
             return
-        self.members.remove(member)
-        member.line.close()
-        if not self.is_done and member in self.present:
+        self.connected.remove(member)
+        member.connection.close()
+        if not self.is_done and member in self.members:
             self._changed_s = time.monotonic()
             self._begin_generation(f"process {member.index} was lost")
         self._drop_services()
@@ -130,22 +132,22 @@ class GenerationControl:
         if "hello" in message:
             self._welcome_again(member, message["host"], message["port"])
         elif "ready" in message:
-            member.ready, member.commit = message["ready"], message["commit"]
+            member.ready_for, member.commit = message["ready"], message["commit"]
             self._go_if_ready()
         elif "began" in message:
-            member.began = message["began"]
-            if all(x.began == self._generation for x in self.present):
+            member.running = message["began"]
+            if all(x.running == self._generation for x in self.members):
                 self._on_begun()
         elif "paused" in message and message["paused"] == self._generation:
-            member.paused = message["commit"]
+            member.paused_at = message["commit"]
             self._stop_if_paused()
         elif "stopped" in message and message["stopped"] == self._generation:
             member.has_stopped = True
             self._begin_if_stopped()
         elif "finished" in message and message["finished"] == self._generation:
             member.has_finished = member.has_stopped = True
-            member.paused = message["commit"]
-            if all(x.has_finished for x in self.present):
+            member.paused_at = message["commit"]
+            if all(x.has_finished for x in self.members):
                 self._finish()
             else:
                 self._stop_if_paused()
@@ -156,10 +158,10 @@ class GenerationControl:
             )
             member.is_leaving = True
             self._change_when_possible()
-        elif "lost" in message:
-            rank = message["lost"]
-            if rank < len(self.present):
-                self._kill(self.present[rank], message["why"])
+        elif "lost" in message and message.get("generation") == self._generation:
+            # A rank, not the index of a member. In the next generation it is another process, and
+            # the watch repeats its report until the sender has left this one.
+            self._kill(self.members[message["lost"]], message["why"])
         elif "failed" in message and message["failed"] == self._generation:
             why = f"process {member.index} cannot join the others: {message['why']}"
             self._report(why)
@@ -168,7 +170,7 @@ class GenerationControl:
     def end_all(self) -> None:
         """Ends all processes at the next commit, where they save their state."""
         self.ends_all = True
-        for member in self.members:
+        for member in self.connected:
             member.is_leaving = True
         self._change_when_possible()
 
@@ -177,22 +179,19 @@ class GenerationControl:
         self._begin_if_all_came()
         late = self._find_late()
         if self.phase is Phase.GATHERING:
-            indices = {x.index for x in self.members}
-            missing = sorted(set(range(self._count)) - indices) if self.members else []
+            indices = {x.index for x in self.connected}
+            missing = sorted(set(range(self._count)) - indices) if self.connected else []
         else:
             missing = [x.index for x in late]
-        waited_s, limit_s = time.monotonic() - self._since_s, self._limit_s
-        if not missing or waited_s < min(self._next_report_s, limit_s):
+        if not missing:
             return
-        numbers = ", ".join(map(str, missing))
-        if waited_s < limit_s:
-            # After 5, 10, 20 s and so on: a long wait prints few lines.
-            self._next_report_s *= 2
-            self._report(
-                f"waiting for process(es) {numbers} to join generation "
-                f"{max(self._generation, 1)}: {waited_s:.0f} s of {limit_s:g}."
+        numbers, generation = ", ".join(map(str, missing)), max(self._generation, 1)
+        if not self._wait.is_over:
+            self._wait.report(
+                lambda: f"waiting for process(es) {numbers} to join generation {generation}"
             )
             return
+        limit_s = self._limit_s
         for member in late:
             self._kill(member, f"It did not join the others within {limit_s:g} s.")
         if not late:
@@ -203,9 +202,9 @@ class GenerationControl:
 
     def _find_late(self) -> list[Member]:
         if self.phase is Phase.COLLECTING:
-            return [x for x in self.present if x.ready != self._generation]
+            return [x for x in self.members if x.ready_for != self._generation]
         if self.phase is Phase.JOINING:
-            return [x for x in self.present if x.began != self._generation]
+            return [x for x in self.members if x.running != self._generation]
         return []
 
     def _welcome_again(self, member: Member, host: str, port: int) -> None:
@@ -216,23 +215,23 @@ class GenerationControl:
         member.send(welcome=True)
         if self.is_done:
             member.send(done=True)
-        elif member not in self.members:
+        elif member not in self.connected:
             member.send(leave=True)
-        elif member in self.present:
+        elif member in self.members:
             member.send(stop=self._generation, why="")
 
     def _begin_if_all_came(self) -> None:
         """Begins the first generation with the first processes, or with spares for late ones."""
-        if self.phase is not Phase.GATHERING or len(self.members) < self._count:
+        if self.phase is not Phase.GATHERING or len(self.connected) < self._count:
             return
         self._enough_since_s = min(self._enough_since_s, time.monotonic())
-        are_first = {x.index for x in self.members}.issuperset(range(self._count))
+        are_first = {x.index for x in self.connected}.issuperset(range(self._count))
         if are_first or time.monotonic() - self._enough_since_s > LATE_S:
             self._begin_generation("")
 
     def _drop_services(self) -> None:
         """Drops coordination services to which no process is connected."""
-        connected = set(self.members)
+        connected = set(self.connected)
         self._services = [x for x in self._services if connected.intersection(x[1])]
 
     def _kill(self, member: Member, why: str) -> None:
@@ -242,9 +241,9 @@ class GenerationControl:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # The thread that reads from the line then calls `remove`, as after any other loss. So a
-        # process on another host is removed even if nobody can end it.
-        member.line.close()
+        # The thread that reads from the connection then calls `remove`, as after any other loss. So
+        # a process on another host is removed even if nobody can end it.
+        member.connection.close()
 
     # Changes that can wait: a process joins, or received a request to end. They happen between two
     # steps, so that no step is repeated. The members may be in different steps, so first all pause
@@ -255,81 +254,83 @@ class GenerationControl:
         """Ends this generation between two steps, if the next one would have other processes."""
         if self.phase is not Phase.RUNNING:
             return
-        chosen = choose_members(self.members, self.present, self._count)
-        is_larger = len(chosen) > len(self.present)
-        if chosen != self.present and (is_larger or any(x.is_leaving for x in self.present)):
+        chosen = choose_members(self.connected, self.members, self._count)
+        is_larger = len(chosen) > len(self.members)
+        if chosen != self.members and (is_larger or any(x.is_leaving for x in self.members)):
             self.phase = Phase.PAUSING
-            for member in self.present:
+            for member in self.members:
                 member.send(pause=True, generation=self._generation)
             self._stop_if_paused()
 
     def _stop_if_paused(self) -> None:
-        if self.phase is not Phase.PAUSING or any(x.paused is None for x in self.present):
+        commits = [x.paused_at for x in self.members if x.paused_at is not None]
+        if self.phase is not Phase.PAUSING or len(commits) < len(self.members):
             return
         self.phase = Phase.STOPPING
-        last = max(x.paused or 0 for x in self.present) + 1
-        for member in self.present:
+        last = max(commits) + 1
+        for member in self.members:
+            # A program that has returned takes no other step, so it will not report "stopped".
             member.has_stopped = member.has_finished
             member.send(stop_at=last, generation=self._generation, ends_all=self.ends_all)
         self._begin_if_stopped()
 
     def _begin_if_stopped(self) -> None:
-        if self.phase is Phase.STOPPING and all(x.has_stopped for x in self.present):
+        if self.phase is Phase.STOPPING and all(x.has_stopped for x in self.members):
             self._changed_s = time.monotonic()
             self._begin_generation("processes joined, or received a request to end")
 
     # Generations.
 
     def _begin_generation(self, why: str) -> None:
-        """Begins a generation; `why` is the reason that the processes record."""
-        # Members that leave are removed before the choice. A spare that waits is in `members`, but
-        # not in `present`, and gets no message until it is chosen.
-        for member in [x for x in self.members if x.is_leaving]:
+        """Begins a generation; `why` is the reason that the processes record, or ""."""
+        # Processes that leave are removed before the choice. A spare that waits is connected, but
+        # not a member, and gets no message until it is chosen.
+        for member in [x for x in self.connected if x.is_leaving]:
             member.send(leave=True)
-            self.members.remove(member)
-        before = self.present
-        self.present = choose_members(self.members, before, self._count)
+            self.connected.remove(member)
+        before = self.members
+        self.members = choose_members(self.connected, before, self._count)
         self._generation += 1
         self.restart_clock()
         # Also to members of the last generation that are not in this one: they stop and wait.
-        for member in {*before, *self.present}.intersection(self.members):
-            member.paused, member.has_stopped, member.has_finished = None, False, False
+        for member in {*before, *self.members}.intersection(self.connected):
+            member.paused_at, member.has_stopped, member.has_finished = None, False, False
             member.send(stop=self._generation, why=why)
-        self.phase = Phase.COLLECTING if self.present else Phase.WAITING
+        self.phase = Phase.COLLECTING if self.members else Phase.WAITING
 
     def _go_if_ready(self) -> None:
         """Starts a coordination service, and lets all members connect to it."""
         if self.phase is not Phase.COLLECTING:
             return
-        if any(x.ready != self._generation for x in self.present):
+        if any(x.ready_for != self._generation for x in self.members):
             return
         # The newest commit in any memory is the state of the run: no step is lost that one of the
         # remaining processes has committed.
-        newest = max(x.commit for x in self.present)
+        newest = max(x.commit for x in self.members)
         if newest > self._best_commit:
             self._best_commit, self._num_without_progress = newest, 0
         else:
             self._num_without_progress += 1
             if self._num_without_progress > MAX_WITHOUT_PROGRESS:
                 self.gave_up = (
-                    f"giving up: processes were lost {self._num_without_progress} times without a "
-                    f"commit in between."
+                    f"giving up: {self._num_without_progress} generations of processes in a row "
+                    f"made no commit."
                 )
                 return
         self.phase = Phase.JOINING
         address = f"{self._host}:{_free_port(self._host)}"
-        service = internals.start_coordination_service(address, len(self.present))
-        self._services.append((service, list(self.present)))
+        service = internals.start_coordination_service(address, len(self.members))
+        self._services.append((service, list(self.members)))
         # All processes that have the newest state send it, so that the load is shared.
-        donors = [x.address for x in self.present if x.commit == newest >= 0]
-        cluster = [f"{host}:{port}" for host, port in (x.address for x in self.present)]
-        for rank, member in enumerate(self.present):
+        donors = [x.address for x in self.members if x.commit == newest >= 0]
+        cluster = [f"{host}:{port}" for host, port in (x.address for x in self.members)]
+        for rank, member in enumerate(self.members):
             host, port = donors[rank % len(donors)] if donors else ("", 0)
             donor = {"host": host, "port": port, "commit": newest} if donors else None
             member.send(
                 go=self._generation,
                 rank=rank,
-                count=len(self.present),
+                count=len(self.members),
                 service=address,
                 donor=donor,
                 cluster=cluster,
@@ -339,11 +340,12 @@ class GenerationControl:
         if self.phase is not Phase.JOINING:
             return
         self.phase = Phase.RUNNING
-        if self._generation > 1 or len(self.present) != self._count:
-            duration_s = time.monotonic() - self._changed_s
-            after = f" after {duration_s:.2f} s" if not math.isnan(duration_s) else ""
-            numbers = ", ".join(str(x.index) for x in self.present)
-            commit = max(x.commit for x in self.present)
+        if self._generation > 1 or len(self.members) != self._count:
+            after = ""
+            if self._changed_s is not None:
+                after = f" after {time.monotonic() - self._changed_s:.2f} s"
+            numbers = ", ".join(str(x.index) for x in self.members)
+            commit = max(x.commit for x in self.members)
             event = (
                 f"continue from commit {commit}{after}"
                 if commit >= 0
@@ -355,7 +357,7 @@ class GenerationControl:
 
     def _finish(self) -> None:
         self.is_done = True
-        for member in self.members:
+        for member in self.connected:
             member.send(done=True)
 
 

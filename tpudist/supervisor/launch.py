@@ -168,9 +168,9 @@ class _Attempt:
             # A spare's index is outside of this cluster. `survive` sets TF_CONFIG again for each
             # generation that the process joins.
             "TF_CONFIG": json.dumps(task),
-            generations.SUPERVISOR: f"{self._membership.address} {index}",
-            generations.COMPILE_CACHE: self._cache,
-            generations.FOLDER: os.getcwd(),
+            generations.SUPERVISOR_VARIABLE: f"{self._membership.address} {index}",
+            generations.COMPILE_CACHE_VARIABLE: self._cache,
+            generations.FOLDER_VARIABLE: os.getcwd(),
         }
         if devices := self._launch.devices_per_process:
             env |= emulation.environment_of(devices)

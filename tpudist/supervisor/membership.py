@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 
 from tpudist.processes import json_lines
-from tpudist.processes.json_lines import JsonLines, Listener
+from tpudist.processes.json_lines import JsonConnection, Listener
 from tpudist.supervisor.generation_control import GenerationControl, Phase
 from tpudist.supervisor.member import Member
+from tpudist.xla import versions
 
 SUPERVISORS_S = 20.0
-"""Seconds for which this host waits at the end, until other hosts have learned of it."""
+"""Most seconds that this host waits at the end for other hosts to learn the result."""
 _CHECK_S = 0.5
 
 
@@ -32,7 +33,7 @@ class Membership:
 
     Attributes:
         address: `host port secret`, for the processes.
-        is_used: Whether any process has ever connected.
+        is_used: Whether any process has ever connected, so that the program calls `survive`.
 
     Raises:
         OSError: If `host` is not an address of this host, or the port is taken.
@@ -62,6 +63,8 @@ class Membership:
         self.address = f"{host} {self._listener.port} {secret}"
         threading.Thread(target=self._check_often, name="tpudist membership", daemon=True).start()
 
+    # Single attributes, which need no lock.
+
     @property
     def is_done(self) -> bool:
         """Whether the program has returned in all processes."""
@@ -85,8 +88,8 @@ class Membership:
         self._closing.set()
         self._listener.close()
         with self._lock:
-            for member in self._control.members:
-                member.line.close()
+            for member in self._control.connected:
+                member.connection.close()
 
     def is_member(self, index: int) -> bool:
         """Whether the process that was started as number `index` has ever connected."""
@@ -96,28 +99,28 @@ class Membership:
     def has_finished(self, index: int) -> bool:
         """Whether the program has returned in the process that was started as number `index`."""
         with self._lock:
-            return any(x.index == index and x.has_finished for x in self._control.present)
+            return any(x.index == index and x.has_finished for x in self._control.members)
 
     def waits_for_others(self) -> int | None:
         """Returns the number of processes that cannot continue without others, or None."""
         with self._lock:
             is_waiting = self._control.phase is Phase.WAITING
-            return len(self._control.members) if is_waiting else None
+            return len(self._control.connected) if is_waiting else None
 
     def end_all(self) -> None:
         """Ends all processes at the next commit, where they save their state."""
         with self._lock:
             self._control.end_all()
 
-    def _serve(self, line: JsonLines) -> None:
+    def _serve(self, connection: JsonConnection) -> None:
         """Serves one connection, in its own thread, until it ends."""
-        hello = line.read()
+        hello = connection.read()
         if hello is not None and "supervisor" in hello:
-            self._serve_supervisor(line)
+            self._serve_supervisor(connection)
         if hello is None or "hello" not in hello:
             return
         member = Member(
-            line,
+            connection,
             hello["hello"],
             hello["place"],
             (hello["host"], hello["port"]),
@@ -131,27 +134,28 @@ class Membership:
             self._control.add(member)
         # The loop ends with the connection: after an exit, a kill, a network failure or `close` of
         # this side. So every loss of a process is handled at one place, `remove`.
-        for message in line:
+        for message in connection:
             with self._lock:
                 self._control.receive(member, message)
         with self._lock:
             self._control.remove(member)
 
-    def _serve_supervisor(self, line: JsonLines) -> None:
+    def _serve_supervisor(self, connection: JsonConnection) -> None:
         """Answers each request of the supervisor of another host (`RemoteMembership`)."""
         with self._lock:
             self._num_supervisors += 1
         with contextlib.suppress(OSError):
-            for request in line:
+            for request in connection:
                 if request["end_all"] and not self.ends_all:
                     self.end_all()
                 with self._lock:
-                    line.send(
+                    connection.send(
+                        version=versions.version_of("tpudist"),
                         is_used=self.is_used,
                         is_done=self.is_done,
                         gave_up=self.gave_up,
                         arrived=sorted(self._arrived),
-                        finished=[x.index for x in self._control.present if x.has_finished],
+                        finished=[x.index for x in self._control.members if x.has_finished],
                     )
         with self._lock:
             self._num_supervisors -= 1

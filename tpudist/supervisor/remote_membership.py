@@ -1,14 +1,19 @@
 """RemoteMembership: the membership as the supervisors of hosts other than the first one see it."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tpudist.processes import json_lines
+from tpudist.processes.reported_wait import ReportedWait
+from tpudist.supervisor.hosts import SECRET
+from tpudist.xla import versions
 
 CONNECT_S = 300.0
 _POLL_S = 0.1
+_RETRY_S = 0.2
 _REPORT_S = 5.0
 
 
@@ -28,7 +33,8 @@ class RemoteMembership:
         ends_all: Whether this host has requested that all processes end.
 
     Raises:
-        TimeoutError: If the supervisor does not answer; the message has its address.
+        ConnectionError: If the supervisor has another secret, or another version of tpudist.
+        TimeoutError: If no supervisor answers at the address.
     """
 
     def __init__(self, host: str, port: int, secret: str, report: Callable[[str], None]):
@@ -36,10 +42,13 @@ class RemoteMembership:
         self.ends_all = False
         self._lost = ""
         self._closing = threading.Event()
-        self._line = _connect(host, port, secret, report)
+        self._connection = _connect(host, port, secret, report)
         self._state: dict[str, Any] = {}
-        self._line.send(supervisor=True)
-        self._update()
+        try:
+            self._greet(host, port)
+        except ConnectionError:
+            self._connection.close()
+            raise
         self._thread = threading.Thread(target=self._update_often, args=(host,), daemon=True)
         self._thread.start()
 
@@ -78,12 +87,30 @@ class RemoteMembership:
         """Stops the updates."""
         self._closing.set()
         self._thread.join(2.0)
-        self._line.close()
+        self._connection.close()
+
+    def _greet(self, host: str, port: int) -> None:
+        # A supervisor drops a connection that begins with another secret.
+        is_accepted = False
+        with contextlib.suppress(OSError):
+            self._connection.send(supervisor=True)
+            is_accepted = self._update()
+        if not is_accepted:
+            raise ConnectionError(
+                f"The supervisor at {host}:{port} does not accept this host. Set {SECRET} to the "
+                f"same text on all hosts, and start the same command on each."
+            )
+        ours, theirs = versions.version_of("tpudist"), self._state.get("version")
+        if theirs != ours:  # the messages of two versions may differ
+            raise ConnectionError(
+                f"The supervisor at {host}:{port} has tpudist {theirs or 'of an earlier version'}, "
+                f"but this host has {ours}. Install the same version on all hosts."
+            )
 
     def _update(self) -> bool:
         """Sends the request of this host and reads the state; returns whether it was answered."""
-        self._line.send(end_all=self.ends_all)
-        state = self._line.read()
+        self._connection.send(end_all=self.ends_all)
+        state = self._connection.read()
         if state is None:
             return False
         # One assignment of a new dict: the thread of the launcher sees the old state or the new
@@ -109,23 +136,17 @@ class RemoteMembership:
 
 def _connect(
     host: str, port: int, secret: str, report: Callable[[str], None]
-) -> json_lines.JsonLines:
-    start, next_report_s = time.monotonic(), _REPORT_S
+) -> json_lines.JsonConnection:
+    wait = ReportedWait(_REPORT_S, CONNECT_S, report)
     while True:
         try:
             return json_lines.connect(host, port, secret)
         except OSError as error:
-            waited_s = time.monotonic() - start
-            if waited_s > CONNECT_S:
+            if wait.is_over:
                 raise TimeoutError(
                     f"No supervisor answered at {host}:{port} for {CONNECT_S:g} s ({error}). "
                     f"Start the same command on {host}, the first host, and make sure that this "
                     f"host can reach its port."
                 ) from error
-            # After 5, 10, 20 s and so on: a long wait prints few lines.
-            if waited_s > next_report_s:
-                next_report_s *= 2
-                report(
-                    f"waiting for the first host, {host}:{port}: {waited_s:.0f} s of {CONNECT_S:g}."
-                )
-            time.sleep(0.2)
+            wait.report(lambda: f"waiting for the first host, {host}:{port}")
+            time.sleep(_RETRY_S)

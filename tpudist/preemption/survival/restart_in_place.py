@@ -15,9 +15,9 @@ from tpudist.goodput import goodput
 from tpudist.preemption.survival import state_transfer
 from tpudist.preemption.survival.survivor import StateCopy
 from tpudist.processes import generations
-from tpudist.processes.json_lines import JsonLines
+from tpudist.processes.json_lines import JsonConnection
 
-_KEPT = "TPUDIST_KEPT"  # variable with the two descriptors, -1 for no state
+_KEPT_VARIABLE = "TPUDIST_KEPT"  # has the two descriptors, -1 for no state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,11 @@ class PreviousProgram:
     """Remains of the program that ran in this process before.
 
     Attributes:
-        line: Connection to the supervisor.
+        connection: Connection to the supervisor.
         state: Newest state of the program, if it had one.
     """
 
-    line: JsonLines
+    connection: JsonConnection
     state: StateCopy | None
 
 
@@ -42,20 +42,23 @@ def why_not_supported() -> str:
 
 def take_previous() -> PreviousProgram | None:
     """Returns the remains of the previous program, once; None if this is the first program."""
-    descriptors = os.environ.pop(_KEPT, None)
+    descriptors = os.environ.pop(_KEPT_VARIABLE, None)
     if descriptors is None:
         return None
-    line, state = map(int, descriptors.split())
-    os.set_inheritable(line, False)
+    connection, state = map(int, descriptors.split())
+    # Otherwise a child of the program would keep the connection open after the program's end. The
+    # descriptor of the state is closed below.
+    os.set_inheritable(connection, False)
     return PreviousProgram(
-        JsonLines.of_descriptor(line),
+        JsonConnection.of_descriptor(connection),
         state_transfer.read_from_memory(state) if state >= 0 else None,
     )
 
 
-def restart(line: JsonLines, state: StateCopy | None) -> NoReturn:
+def restart(connection: JsonConnection, state: StateCopy | None) -> NoReturn:
     """Replaces this program by a new start of itself. All other threads end where they are."""
-    descriptors = [line.fileno(), -1 if state is None else state_transfer.write_to_memory(state)]
+    state_descriptor = -1 if state is None else state_transfer.write_to_memory(state)
+    descriptors = [connection.fileno(), state_descriptor]
     for name in os.listdir("/proc/self/fd"):
         # Libraries may have made their descriptors inheritable; these would keep devices open.
         if int(name) > 2:
@@ -63,10 +66,10 @@ def restart(line: JsonLines, state: StateCopy | None) -> NoReturn:
                 os.set_inheritable(int(name), int(name) in descriptors)
             except OSError:  # closed meanwhile
                 pass
-    os.environ[_KEPT] = " ".join(map(str, descriptors))
+    os.environ[_KEPT_VARIABLE] = " ".join(map(str, descriptors))
     goodput.close()
     os.environ[goodput.REPLACED_AT] = repr(time.time())
     sys.stdout.flush()
     sys.stderr.flush()
-    os.chdir(os.environ.get(generations.FOLDER, "."))
+    os.chdir(os.environ.get(generations.FOLDER_VARIABLE, "."))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

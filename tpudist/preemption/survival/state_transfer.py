@@ -10,20 +10,20 @@ import numpy as np
 
 from tpudist.preemption.survival.survivor import StateCopy
 from tpudist.processes import json_lines
-from tpudist.processes.json_lines import JsonLines
+from tpudist.processes.json_lines import JsonConnection
 
 _ALIGNMENT = 64  # bytes; the alignment with which XLA can use host memory without a copy
 
 
-def send(line: JsonLines, state: StateCopy) -> None:
+def send(connection: JsonConnection, state: StateCopy) -> None:
     """Sends a state.
 
     Raises:
         OSError: If the other process has gone.
     """
-    line.send(**_describe(state))
+    connection.send(**_describe(state))
     for x in state.arrays.values():
-        line.send_bytes(_bytes_of(x))
+        connection.send_bytes(_bytes_of(x))
 
 
 def fetch(host: str, port: int, secret: str, generation: int) -> StateCopy:
@@ -32,19 +32,19 @@ def fetch(host: str, port: int, secret: str, generation: int) -> StateCopy:
     Raises:
         OSError: If the process has gone, or has another generation.
     """
-    line = json_lines.connect(host, port, secret)
+    connection = json_lines.connect(host, port, secret)
     try:
-        line.send(generation=generation)
-        header = line.read()
+        connection.send(generation=generation)
+        header = connection.read()
         if header is None or "commit" not in header:
             raise ConnectionError(f"{host}:{port} has no state of generation {generation}.")
 
-        def read(kind: np.dtype, count: int) -> np.ndarray:
-            return np.frombuffer(line.read_bytes(kind.itemsize * count), kind)
+        def read(dtype: np.dtype, num_elements: int) -> np.ndarray:
+            return np.frombuffer(connection.read_bytes(dtype.itemsize * num_elements), dtype)
 
         return _assemble(header, read)
     finally:
-        line.close()
+        connection.close()
 
 
 # The file: a line of JSON (`_describe`), then each array, aligned. The reader maps the file, so
@@ -70,11 +70,13 @@ def read_from_memory(descriptor: int) -> StateCopy:
     header = memory.readline()
     offset = len(header)
 
-    def read(kind: np.dtype, count: int) -> np.ndarray:
+    def read(dtype: np.dtype, num_elements: int) -> np.ndarray:
         nonlocal offset
         start = _align(offset)
-        offset = start + kind.itemsize * count
-        return np.frombuffer(memory, kind, count, start) if count else np.empty(0, kind)
+        offset = start + dtype.itemsize * num_elements
+        if not num_elements:  # `frombuffer` rejects an offset at the end of the memory
+            return np.empty(0, dtype)
+        return np.frombuffer(memory, dtype, num_elements, start)
 
     return _assemble(json.loads(header), read)
 
@@ -91,8 +93,8 @@ def _describe(state: StateCopy) -> dict[str, Any]:
 def _assemble(header: Mapping[str, Any], read: Callable[[np.dtype, int], np.ndarray]) -> StateCopy:
     arrays = {}
     for name, dtype, shape in header["arrays"]:
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = read(np.dtype(dtype), count).reshape(shape)
+        num_elements = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = read(np.dtype(dtype), num_elements).reshape(shape)
     return StateCopy(header["commit"], header["leaves"], header["aliases"], arrays)
 
 

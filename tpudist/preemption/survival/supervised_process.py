@@ -33,7 +33,7 @@ from tpudist.preemption.survival.survivor import Copies, StateCopy, Survivor
 from tpudist.processes import generations, json_lines, process_state
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from tpudist.processes.generations import GenerationEnded
-from tpudist.processes.json_lines import JsonLines, Listener
+from tpudist.processes.json_lines import JsonConnection, Listener
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
@@ -118,12 +118,12 @@ class SupervisedProcess:
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         previous = restart_in_place.take_previous()
         self._is_restarted = previous is not None
-        self._line: JsonLines = (
-            previous.line
+        self._connection: JsonConnection = (
+            previous.connection
             if previous
             else json_lines.connect(host, int(port), self._secret, CONNECT_S)
         )
-        self._server = Listener(self._line.local_host(), self._secret, self._serve_state)
+        self._server = Listener(self._connection.local_host(), self._secret, self._serve_state)
         self._generation: ProgramGeneration | None = None
         self._state: StateCopy | None = previous.state if previous else None
         # Generation and state that other processes may fetch. Fixed when a generation begins, so
@@ -139,13 +139,12 @@ class SupervisedProcess:
             SystemExit: If this process is not needed any more, or received a request to end.
         """
         _use_compile_cache()
-        generations.supervise(lambda process, why: self._send(lost=process, why=why))
         before = signal.signal(signal.SIGTERM, lambda *_: self._events.put(_TerminationRequested()))
         self._send(
             hello=int(self._index),
             again=self._is_restarted,
             place=process_state.here(),
-            host=self._line.local_host(),
+            host=self._connection.local_host(),
             port=self._server.port,
             allowed=self._allowed,
         )
@@ -177,15 +176,15 @@ class SupervisedProcess:
 
     def _send(self, **message: Any) -> None:
         try:
-            self._line.send(**message)
+            self._connection.send(**message)
         except OSError:  # `_listen` notices the end
             pass
 
     def _listen(self) -> None:
         if self._is_restarted:
             with contextlib.suppress(OSError):  # if it has ended, the loop below ends at once
-                self._line.skip_to("welcome")
-        for message in self._line:
+                self._connection.skip_to("welcome")
+        for message in self._connection:
             generation = self._generation
             # These are for the thread of the program. The main thread may be busy for some time.
             if "pause" in message or "stop_at" in message:
@@ -215,7 +214,7 @@ class SupervisedProcess:
             self._order = order["stop"]
             if self._generation is not None and not self._may_restart_jax(self._generation):
                 self._end_program(self._generation, order["why"])
-                restart_in_place.restart(self._line, self._state)
+                restart_in_place.restart(self._connection, self._state)
             self._end_generation(order["why"])
             self._offer = self._order, self._state
             commit = self._state.commit if self._state else -1
@@ -306,7 +305,11 @@ class SupervisedProcess:
         )
         self._generation = generation
         self._send(began=number)
-        generations.run_program(generation.thread)
+
+        def report_lost(process: int, why: str) -> None:
+            self._send(lost=process, generation=number, why=why)
+
+        generations.run_program(generation.thread, report_lost)
 
     # The program.
 
@@ -355,16 +358,16 @@ class SupervisedProcess:
         if self._generation is ended.generation:
             raise ended.error
 
-    def _serve_state(self, line: JsonLines) -> None:
+    def _serve_state(self, connection: JsonConnection) -> None:
         """Sends the state to another member of the same generation."""
-        request = line.read()
+        request = connection.read()
         number, state = self._offer
         if request is not None and request.get("generation") == number and state is not None:
             try:
-                state_transfer.send(line, state)
+                state_transfer.send(connection, state)
             except OSError:  # the other process has gone
                 pass
-        line.close()
+        connection.close()
 
 
 def _may_come_from_collective(error: BaseException | None) -> bool:
@@ -378,7 +381,7 @@ def _may_come_from_collective(error: BaseException | None) -> bool:
 
 def _use_compile_cache() -> None:
     """Shares compiled programs between generations with equally many processes."""
-    folder = os.environ.get(generations.COMPILE_CACHE)
+    folder = os.environ.get(generations.COMPILE_CACHE_VARIABLE)
     if folder and not Setting.COMPILATION_CACHE_DIR.read():
         Setting.COMPILATION_CACHE_DIR.set(folder)
         Setting.MIN_CACHED_COMPILE_TIME.set(0)

@@ -64,7 +64,7 @@ def survive(
             if it was not needed at the end of the run.
     """
     allowed = _check_options(every, processes, in_process)
-    supervisor = os.environ.get(generations.SUPERVISOR)
+    supervisor = os.environ.get(generations.SUPERVISOR_VARIABLE)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
     _require_no_devices()
