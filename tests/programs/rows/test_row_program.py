@@ -245,6 +245,7 @@ Y = jnp.arange(FULL) % 3
         lambda x, y: x.sum() + (1.0 if len(x) else 0.0),
         lambda x, y: jnp.where(len(x) > 0, x.mean(0), 0.0),
         lambda x, y: jnp.sum(x) * (2 if len(x) else 3) * (3 if len(x) else 2),
+        lambda x, y: (x > 9).sum(0) + (10**7 if len(x) == 1 else 10**7 + 1) - 10**7,
         jax.jit(lambda x, y: jnp.sum(x) / max(x.shape[0], 1)),
         lambda x, y: jax.lax.scan(lambda c, r: (c + r.sum() / max(len(x), 1), r), 0.0, x)[0],
         lambda x, y: jax.grad(
@@ -282,11 +283,31 @@ def test_numbers_of_two_batches_may_differ_if_either_batch_is_small():
         lambda n: np.sqrt(n),
         lambda n: np.log(n),
         lambda n: n / 7 + 0.5,
+        lambda n: -np.sqrt(n),
+        lambda n: -1 / np.sqrt(n),
+        lambda n: -np.log(n),
     ],
 )
 def test_a_number_computed_from_the_number_of_rows_is_exact(number):
     padded = follow(lambda x: x.sum() * number(x.shape[0]) + x)
     assert padded.outcomes(range(2, FULL + 1)) == ["exact"] * (FULL - 1)
+
+
+def test_an_integer_may_be_negative_for_few_rows():
+    padded = follow(lambda x: (x > 0).astype(int) + (x.shape[0] - 5), jnp.zeros((10, 1)))
+    assert padded.outcomes([3, 4, 6]) == ["exact"] * 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.reduce_and(x.astype(jnp.uint8) + 1, (0,)),
+        lambda x: jnp.max(-1 - jnp.abs(x) + 1j * x, 0),
+        lambda x: jnp.min(1 + jnp.abs(x) - 1j * x, 0),
+    ],
+)
+def test_the_padding_of_a_reduction_is_neutral_in_each_dtype(function):
+    assert follow(function).outcomes([2, 5]) == ["exact"] * 2
 
 
 def test_a_number_of_each_of_two_batches_is_exact():
@@ -406,6 +427,7 @@ TWO = jnp.array([0, 2])
         lambda x: x.T[TWO, 1:],
         lambda x: x[TWO, 1:],
         lambda x: x[:3].sum(),
+        lambda x: jnp.concatenate([jnp.tile(x.T, (1, 0)), x.T], 1),
         jax.grad(lambda x: jnp.square(x[1:]).sum()),
         jax.grad(lambda x: jnp.square(x.at[1:].set(2 * x[:-1])).sum()),
         jax.grad(lambda x: jnp.square(x.at[:-1].multiply(x[1:])).sum()),

@@ -21,20 +21,15 @@ from tpudist.programs.rows.labels import (
     LabelledEquation,
     LabelledProgram,
     UnknownFunction,
+    are_close,
     are_equal,
     bodies_of,
     find_difference,
     is_corner,
-    predict,
+    predict_number,
+    predict_param,
 )
-from tpudist.programs.rows.row_sizes import (
-    TOLERANCE,
-    Piecewise,
-    Point,
-    RowNumber,
-    RowSize,
-    size_at,
-)
+from tpudist.programs.rows.row_sizes import Piecewise, Point, RowNumber, RowSize, size_at
 from tpudist.programs.user_lines import users_line_of
 
 
@@ -113,7 +108,7 @@ class _Confirmation:
         if isinstance(value, UnknownFunction) or callable(value):
             return True
         if isinstance(value, RowSize):
-            return predict(value, self._counts) == actual
+            return predict_param(value, self._counts) == actual
         if type(value) is tuple and isinstance(actual, tuple) and len(value) == len(actual):
             return all(map(self._is_parameter, value, actual))
         return are_equal(value, actual)
@@ -122,11 +117,8 @@ class _Confirmation:
         """Returns whether a constant or literal is the labelled value for these counts."""
         if value is actual or isinstance(value, UnknownFunction) or isinstance(actual, Tracer):
             return True
-        if isinstance(value, Piecewise | RowNumber):
-            number = predict(value, self._counts)
-            return bool(np.isclose(number, float(actual), rtol=TOLERANCE, atol=0))
-        if isinstance(value, RowSize):
-            return predict(value, self._counts) == int(actual)
+        if isinstance(value, Piecewise | RowNumber | RowSize):
+            return are_close(predict_number(value, self._counts), actual)
         try:
             if isinstance(value, Corner):
                 return is_corner(np.asarray(actual), np.asarray(value.value))

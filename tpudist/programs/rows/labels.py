@@ -19,6 +19,7 @@ from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_sizes import (
+    TOLERANCE,
     Dim,
     Piecewise,
     Point,
@@ -299,17 +300,36 @@ class _Labeller:
         return unknown if fitted is None else fitted
 
 
-def predict(value: object, counts: Point) -> Any:
-    """Returns a labelled value for these counts; an `UnknownFunction` or `Corner` stays."""
+def predict_number(value: object, counts: Point) -> Any:
+    """Returns a labelled constant or literal for these counts.
+
+    Numbers are Python numbers. An `UnknownFunction`, a `Corner` and any other value stay.
+    """
     if isinstance(value, RowSize):
-        return size_at(value, counts)
+        return value.at(counts)
     if isinstance(value, RowNumber):
         return float(value.at(counts))
     if isinstance(value, Piecewise):
-        return Piecewise(predict(value.general, counts), value.pieces).at(counts)
-    if type(value) is tuple:
-        return tuple(predict(x, counts) for x in value)
+        # First the general formula: `Piecewise.at` would return it as a NumPy number.
+        return Piecewise(predict_number(value.general, counts), value.pieces).at(counts)
     return value
+
+
+def predict_param(value: object, counts: Point) -> Any:
+    """Returns a labelled parameter for these counts; an `UnknownFunction` stays."""
+    if isinstance(value, RowSize):
+        return size_at(value, counts)
+    if type(value) is tuple:
+        return tuple(predict_param(x, counts) for x in value)
+    return value
+
+
+def are_close(predicted: Any, actual: Any) -> bool:
+    """Returns whether two scalars are equal: floats up to `TOLERANCE`, all others exactly."""
+    a, b = np.asarray(predicted), np.asarray(actual)
+    if a.dtype.kind in "iub" and b.dtype.kind in "iub":
+        return bool(a == b)
+    return bool(np.isclose(float(a), float(b), rtol=TOLERANCE, atol=0, equal_nan=True))
 
 
 def varies(value: object) -> bool:

@@ -24,16 +24,25 @@ Count = int | jax.Array
 Scalar = float | np.ndarray | np.generic | jax.Array
 
 TOLERANCE = 3e-6
-"""Relative difference of equal numbers: float32 constants have an error of up to 6e-8 each, and a
-user's formula is computed in several operations."""
+"""Largest relative difference of equal numbers.
+
+A float32 constant has an error of up to 6e-8, and a user's formula rounds several times. Constants
+of bfloat16 differ more, so no formula fits them.
+"""
+_ROUNDING = 2.5e-7  # relative error of a float32 constant after `_FORMS`, which about triple it
+_NEGLIGIBLE = 1e-6  # below `TOLERANCE`: a term of a formula may not be dropped
 # Forms of a number: one of these functions makes it a polynomial, and the second one undoes the
-# first. They are what users write: n, 1 / n, sqrt(n), 1 / sqrt(n), log(n).
+# first. They are what users write: n, 1 / n, sqrt(n), 1 / sqrt(n), log(n), and their negatives. A
+# square has two roots, so `fit_number` accepts a form only if it returns the values.
 _FORMS: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda v: v, lambda p: p),
     (lambda v: 1 / v, lambda p: 1 / p),
     (lambda v: v * v, lambda p: _numpy_of(p).sqrt(p)),
+    (lambda v: v * v, lambda p: -_numpy_of(p).sqrt(p)),
     (lambda v: 1 / (v * v), lambda p: 1 / _numpy_of(p).sqrt(p)),
+    (lambda v: 1 / (v * v), lambda p: -1 / _numpy_of(p).sqrt(p)),
     (np.exp, lambda p: _numpy_of(p).log(p)),
+    (lambda v: np.exp(-v), lambda p: -_numpy_of(p).log(p)),
 )
 
 
@@ -215,11 +224,12 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
     """Returns the float with these values at these points; None if it has no known form."""
     if not all(map(math.isfinite, values)):
         return None
+    table = np.array([_powers_at(p) for p in points])
     for forward, back in _FORMS:
         with np.errstate(all="ignore"):
             coefficients = _fit(forward(np.asarray(values, np.float64)), points)
-        if coefficients is not None:
-            return RowNumber(functools.partial(_number_at, coefficients, back))
+            if coefficients is not None and _are_close(back(table @ coefficients), values):
+                return RowNumber(functools.partial(_number_at, coefficients, back))
     for i in range(len(points[0])):  # a polynomial divided by one number of rows: 1 - 1 / n
         coefficients = _fit(
             np.asarray([v * p[i] for v, p in zip(values, points, strict=True)]), points
@@ -234,20 +244,32 @@ def _fit(values: np.ndarray, points: tuple[Point, ...]) -> tuple[float, ...] | N
     if not np.isfinite(values).all():
         return None
     table = np.array([_powers_at(p) for p in points])
-    # The fit amplifies the rounding errors of float32. Numbers in a program are mostly simple
-    # fractions of the counts, so the nearest such fraction (denominator up to a million) is used
-    # if it is as close as the tolerance.
-    rounded = [float(Fraction(float(v)).limit_denominator(10**6)) for v in values]
-    exact = rounded if np.allclose(rounded, values, rtol=TOLERANCE, atol=0) else values
+    # The first points determine the coefficients. The others only confirm them.
+    simple = [_simplify(float(v)) for v in values]
     coefficients = np.array(
-        [sum(float(a) * v for a, v in zip(row, exact, strict=False)) for row in _inverse(points)]
+        [sum(float(a) * v for a, v in zip(row, simple, strict=False)) for row in _inverse(points)]
     )
-    if not np.allclose(table @ coefficients, values, rtol=TOLERANCE, atol=0):
+    if not _are_close(table @ coefficients, values):
         return None
     # A term that never matters at the points is rounding, and would grow beyond them.
     largest = np.abs(table * coefficients).max(axis=0)
-    coefficients[largest < 1e-6 * largest.max()] = 0
+    coefficients[largest < _NEGLIGIBLE * largest.max()] = 0
     return tuple(coefficients)
+
+
+def _simplify(value: float) -> float:
+    """Returns the fraction with the smallest denominator that float32 hardly tells from a value."""
+    # A fit amplifies the rounding errors of float32, so it needs the numbers before rounding. These
+    # are mostly simple fractions: 14.99999925 is 15.
+    for exponent in range(7):
+        simple = float(Fraction(value).limit_denominator(10**exponent))
+        if math.isclose(simple, value, rel_tol=_ROUNDING):
+            return simple
+    return value
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    return np.allclose(a, b, rtol=TOLERANCE, atol=0)
 
 
 def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Count]) -> Scalar:

@@ -22,11 +22,12 @@ from tpudist.programs.rows.labels import (
     LabelledEquation,
     LabelledProgram,
     UnknownFunction,
+    are_close,
     bodies_of,
     find_difference,
-    predict,
+    predict_number,
 )
-from tpudist.programs.rows.row_sizes import TOLERANCE, Piece, Piecewise, Point
+from tpudist.programs.rows.row_sizes import Piece, Piecewise, Point
 
 Place = tuple[core.JaxprEqn | core.Jaxpr, str, int]
 """The place of a scalar: an equation or a program, the part of it, and the number in that part."""
@@ -98,7 +99,7 @@ def _pair_at_sites(
 
 def _is_other_number(value: object, actual: object, counts: Point) -> bool:
     """Returns whether a scalar is a plain number, but not the number that its label predicts."""
-    predicted = predict(value, counts)
+    predicted = predict_number(value, counts)
     if isinstance(predicted, Corner | UnknownFunction | Tracer) or isinstance(actual, Tracer):
         return False
     try:
@@ -107,7 +108,7 @@ def _is_other_number(value: object, actual: object, counts: Point) -> bool:
         return False
     if any(x.ndim or x.dtype.kind not in "fiub" for x in numbers):
         return False
-    return not np.isclose(*(float(x) for x in numbers), rtol=TOLERANCE, atol=0, equal_nan=True)
+    return not are_close(predicted, actual)
 
 
 @dataclasses.dataclass

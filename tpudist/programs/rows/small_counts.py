@@ -21,7 +21,7 @@ from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Program
-from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict
+from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict_number
 from tpudist.programs.rows.row_sizes import Point, size_at
 from tpudist.programs.rows.trace_steps import (
     JAX_FOLDER,
@@ -153,7 +153,7 @@ def find_deviation(labelled: LabelledProgram, program: Program, counts: Point) -
     if shapes != [tuple(jaxprs.shape_of(x)) for x in outputs]:
         return "the shapes of its results"
     for i, output in enumerate(outputs):
-        literal = predict(labelled.out_literals.get(i), counts)
+        literal = predict_number(labelled.out_literals.get(i), counts)
         number = format_number(output.val) if isinstance(output, core.Literal) else None
         if number != (None if literal is None else format_number(literal)):
             return f"a result, which is {'computed' if number is None else number}"

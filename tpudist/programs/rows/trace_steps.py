@@ -28,7 +28,8 @@ from tpudist.programs.rows.labels import (
     LabelledProgram,
     UnknownFunction,
     bodies_of,
-    predict,
+    predict_number,
+    predict_param,
 )
 from tpudist.programs.rows.row_sizes import Point, RowNumber, RowSize, size_at
 
@@ -99,11 +100,11 @@ class Predicted:
         dims = (*equation.in_dims, *equation.out_dims)
         shapes = tuple(tuple(size_at(dim, self._counts) for dim in each) for each in dims)
         literals = tuple(
-            (i, format_number(predict(_unwrap(value), self._counts)))
+            (i, format_number(predict_number(_unwrap(value), self._counts)))
             for i, value in equation.literals.items()
         )
         params = {
-            name: predict(value, self._counts)
+            name: predict_param(value, self._counts)
             for name, value in equation.params.items()
             if name not in equation.bodies
         }
@@ -225,11 +226,13 @@ def _unwrap(value: object) -> object:
 
 
 def format_number(value: object) -> str:
-    """Formats a scalar with five digits; "array" for an array, "?" for an unknown value."""
+    """Formats a scalar, a float with five digits; "array" for an array, "?" if it is unknown."""
     if isinstance(value, Tracer | UnknownFunction | RowSize | RowNumber):
         return "?"
     array = np.asarray(value)
-    return f"{float(array):.5g}" if array.ndim == 0 and array.dtype.kind in "fiub" else "array"
+    if array.ndim or array.dtype.kind not in "fiub":
+        return "array"
+    return f"{float(array):.5g}" if array.dtype.kind == "f" else str(int(array))
 
 
 def site_of(eqn: core.JaxprEqn) -> tuple[Site | None, str]:

@@ -13,15 +13,19 @@ from tpudist.programs.rows.row_sizes import is_rows
 
 
 def _lowest(dtype: DTypeLike) -> Any:
+    """Returns the neutral element of a maximum."""
     if dtype == jnp.bool_:
         return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(-jnp.inf, -jnp.inf)  # JAX compares the real parts first
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _highest(dtype: DTypeLike) -> Any:
-    if dtype == jnp.bool_:
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+    """Returns the neutral element of a minimum."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max
+    return True if dtype == jnp.bool_ else -_lowest(dtype)
 
 
 _NEUTRAL: dict[str, Callable[[Any], Any]] = {
@@ -31,7 +35,7 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "min": _highest,
     "or": lambda dtype: 0,
     "xor": lambda dtype: 0,
-    "and": lambda dtype: True if dtype == jnp.bool_ else -1,
+    "and": lambda dtype: ~jnp.zeros((), dtype),  # all bits set
     "logsumexp": _lowest,
 }
 

@@ -62,7 +62,10 @@ def _tile(operation: Operation) -> Sequence[Any]:
         if is_rows(size):
             if is_rows(repeats[i]):
                 operation.refuse("rows are repeated as often as there are rows")
-            x = _join(operation, [(x, size)] * repeats[i], dim) if repeats[i] else x[:0]
+            if repeats[i]:
+                x = _join(operation, [(x, size)] * repeats[i], dim)
+            else:
+                x = lax.slice_in_dim(x, 0, 0, axis=dim)
     plain = [
         1 if i >= offset and is_rows(operation.in_dims[0][i - offset]) else times
         for i, times in enumerate(operation.equation.eqn.params["reps"])
