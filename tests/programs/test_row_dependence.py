@@ -40,6 +40,10 @@ CASES = {
         ),
         [True, False],
     ),
+    "while of x turns": (
+        lambda x, y: jax.lax.while_loop(lambda c: c[0] < x[0], lambda c: (c[0] + 1, -c[1]), (0, y)),
+        [True, True],
+    ),
 }
 
 

@@ -49,8 +49,9 @@ def _follow_equation(
             inputs = operands[loop.num_cond_consts :]
             carry = slice(loop.num_body_consts, None)
             results = _follow_loop(loop.body, inputs, carry, dependent)
-            _follow(loop.cond, [*operands[: loop.num_cond_consts], *results], dependent)
-            return results
+            cond_inputs = [*operands[: loop.num_cond_consts], *results]
+            (stops,) = _follow(loop.cond, cond_inputs, dependent)
+            return [stops or depends for depends in results]
     return [True] * len(eqn.outvars)
 
 
