@@ -24,7 +24,7 @@ INTERNAL = {
     "GenerationEnded": "ends a thread that was left behind",
     "HbmExceeded": "`plan.refusal`",
     "LocalState": "the function is traced again",
-    "MakesConstants": "the operation of the library stays",
+    "LargeConstantError": "the operation of the library stays",
     "MakesVariables": "the function is traced again",
     "NewVariable": "the function is traced again",
     "NotSums": "the replicas run again",

@@ -115,3 +115,15 @@ def test_small_constants_are_inlined_and_large_constants_raise():
     np.testing.assert_array_equal(found, X + small.sum() + small[1])
     with pytest.raises(TypeError, match="makes large constants"):
         jaxpr_rewrite.rewrite(closed, is_sine, lambda eqn, x: x + jnp.asarray(large).sum(0))
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [lambda x: x, lambda x: x + np.arange(4, dtype=np.float32), jax.lax.optimization_barrier],
+)
+def test_a_function_is_added_to_the_end_of_each_branch(finish):
+    function = PROGRAMS["cond"]
+    closed = jax.make_jaxpr(function)(X)
+    new = jaxpr_rewrite.rewrite_branches(closed, lambda eqn: True, finish)
+    (found,) = jax.jit(core.jaxpr_as_fun(new))(X)
+    np.testing.assert_allclose(found, finish(jnp.sin(X)), rtol=1e-6)

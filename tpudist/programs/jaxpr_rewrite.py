@@ -1,5 +1,6 @@
 """Replaces equations of a jaxpr at all depths, and keeps everything else as it is."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ _MAX_ELEMENTS = 16
 _Names = Mapping[core.Var, Atom]
 
 
-class MakesConstants(TypeError):
+class LargeConstantError(TypeError):
     """The function for an equation creates arrays that are too large for literals.
 
     Attributes:
@@ -47,10 +48,13 @@ def rewrite(
         closed: The jaxpr.
         selects: Called with an equation; returns whether to replace it.
         replacement: Called with the equation and its operands; returns as many results as the
-            equation, with the same shapes and dtypes. For an equation without operands, it receives
-            the arrays that are inputs of the program with the equation.
+            equation, with the same shapes and dtypes. If the equation has no operands, the function
+            receives the arrays among the program's inputs instead.
+
+    Raises:
+        LargeConstantError: If `replacement` creates large arrays.
     """
-    return _Rewrite(selects, replacement, {}).program(closed)
+    return _Replacements(selects, replacement).program(closed)
 
 
 def rewrite_branches(
@@ -62,17 +66,22 @@ def rewrite_branches(
 
     Each branch has one result, whose shape and dtype `finish` keeps. Equations in loops, branches
     and calls are rewritten too.
+
+    Raises:
+        LargeConstantError: If `finish` creates large arrays.
     """
-    return _BranchEnds(selects, finish, {}).program(closed)
+    return _BranchEnds(selects, finish).program(closed)
 
 
 @dataclasses.dataclass
-class _Rewrite:
+class _Rewriter(abc.ABC):
+    """Rewrites a program and the programs inside. A subclass decides about each equation."""
+
     selects: Callable[[core.JaxprEqn], bool]
-    replacement: Callable[..., Any]
+    function: Callable[..., Any]
     # Rewritten programs by the id of the original, so that a program in several places stays one
     # program, which is lowered once. The original is kept, so that its id is not used twice.
-    known: dict[int, tuple[Program, Program]]
+    known: dict[int, tuple[Program, Program]] = dataclasses.field(default_factory=dict)
 
     def program(self, program: Program) -> Program:
         if id(program) not in self.known:
@@ -88,10 +97,14 @@ class _Rewrite:
         opened = opened.replace(eqns=[eqn for new in rewritten for eqn in new])
         return _with_jaxpr(program, opened)
 
+    @abc.abstractmethod
     def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
-        if self.selects(eqn):
-            return self._replace(eqn, eqn.invars or inputs)
-        return [self._rewrite_inside(eqn)]
+        """Returns the equations in the place of one.
+
+        Args:
+            eqn: The equation.
+            inputs: The inputs of its program, without references.
+        """
 
     def _rewrite_inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         if not isinstance(jaxprs.structure_of(eqn), Call | Cond | Scan | While):
@@ -109,37 +122,84 @@ class _Rewrite:
             return value if same else type(value)(items)
         return value
 
+
+class _Replacements(_Rewriter):
+    """Replaces the selected equations."""
+
+    def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
+        if self.selects(eqn):
+            return self._replace(eqn, eqn.invars or inputs)
+        return [self._rewrite_inside(eqn)]
+
     def _replace(self, eqn: core.JaxprEqn, operands: Sequence[Atom]) -> list[core.JaxprEqn]:
         shapes = [jax.ShapeDtypeStruct(jaxprs.shape_of(x), jaxprs.dtype_of(x)) for x in operands]
         # Traced in the mesh of the equation, and once for each equation: two equations must not
         # define the same variables. The copies make each result a variable of its own, also if it
         # is an operand or occurs twice.
         with eqn.ctx.manager:
-            closed = jax.make_jaxpr(lambda *x: jax.tree.map(jnp.copy, self.replacement(eqn, *x)))(
+            closed = jax.make_jaxpr(lambda *x: jax.tree.map(jnp.copy, self.function(eqn, *x)))(
                 *shapes
             )
-        traced = closed.jaxpr
-        names: dict[core.Var, Atom] = {}
-        names.update(zip(traced.invars, operands, strict=True))
-        equations = []
-        # A jaxpr in the middle of another one has no place for constants. Small ones become
-        # literals, and equations that join them.
-        for variable, const in zip(traced.constvars, closed.consts, strict=True):
-            data = _fetch(const) if _is_array(const) else None
-            if data is None or not 0 < data.size <= _MAX_ELEMENTS:
-                raise MakesConstants(eqn.primitive)
-            if data.ndim:
-                with eqn.ctx.manager:
-                    built = jax.make_jaxpr(lambda c=const, d=data: _build(c, d))().jaxpr
-                equations += built.eqns
-                names[variable] = built.outvars[0]
-            else:
-                names[variable] = core.Literal(data[()], variable.aval)
-        for result, output in zip(traced.outvars, eqn.outvars, strict=True):
+        constants, names = _inline_constants(closed, eqn)
+        names.update(zip(closed.jaxpr.invars, operands, strict=True))
+        for result, output in zip(closed.jaxpr.outvars, eqn.outvars, strict=True):
             assert isinstance(result, core.Var), "a copy is a variable"
             names[result] = output
-        equations += traced.eqns
-        return [_rename(x, names, eqn.source_info) for x in equations]
+        return [_rename(x, names, eqn.source_info) for x in (*constants, *closed.jaxpr.eqns)]
+
+
+class _BranchEnds(_Rewriter):
+    """Adds a function to the end of each branch of the selected `cond`s."""
+
+    def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
+        new = self._rewrite_inside(eqn)
+        if not isinstance(jaxprs.structure_of(new), Cond) or not self.selects(new):
+            return [new]
+        branches = tuple(self._finish(x, new) for x in new.params["branches"])
+        return [new.replace(params=new.params | {"branches": branches})]
+
+    def _finish(self, branch: Program, eqn: core.JaxprEqn) -> Program:
+        opened = jaxprs.open_jaxpr(branch)
+        (last,) = opened.outvars
+        # All branches and the `cond` must agree in the weak type. Random keys and other extended
+        # types of JAX have none.
+        weak = getattr(last.aval, "weak_type", False)
+        result = jax.ShapeDtypeStruct(jaxprs.shape_of(last), jaxprs.dtype_of(last), weak_type=weak)
+        with eqn.ctx.manager:
+            closed = jax.make_jaxpr(self.function)(result)
+        constants, names = _inline_constants(closed, eqn)
+        names.update(zip(closed.jaxpr.invars, opened.outvars, strict=True))
+        end = [_rename(x, names, eqn.source_info) for x in (*constants, *closed.jaxpr.eqns)]
+        results = [_name_of(x, names) for x in closed.jaxpr.outvars]
+        return _with_jaxpr(branch, opened.replace(eqns=[*opened.eqns, *end], outvars=results))
+
+
+def _inline_constants(
+    closed: jaxprs.ClosedJaxpr, eqn: core.JaxprEqn
+) -> tuple[list[core.JaxprEqn], dict[core.Var, Atom]]:
+    """Returns equations that build the constants of a program, and the name of each constant.
+
+    A jaxpr in the middle of another one has no place for constants. Small ones become literals, and
+    equations that join them.
+
+    Args:
+        closed: The program with the constants.
+        eqn: The equation in whose place the program will be.
+    """
+    equations: list[core.JaxprEqn] = []
+    names: dict[core.Var, Atom] = {}
+    for variable, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        data = _fetch(const) if _is_array(const) else None
+        if data is None or not 0 < data.size <= _MAX_ELEMENTS:
+            raise LargeConstantError(eqn.primitive)
+        if data.ndim:
+            with eqn.ctx.manager:
+                built = jax.make_jaxpr(lambda c=const, d=data: _build(c, d))().jaxpr
+            equations += built.eqns
+            names[variable] = built.outvars[0]
+        else:
+            names[variable] = core.Literal(data[()], variable.aval)
+    return equations, names
 
 
 def _is_array(const: object) -> bool:
@@ -162,28 +222,6 @@ def _build(const: ArrayLike, data: np.ndarray) -> jax.Array:
     return array
 
 
-class _BranchEnds(_Rewrite):
-    def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
-        new = self._rewrite_inside(eqn)
-        if not isinstance(jaxprs.structure_of(new), Cond) or not self.selects(new):
-            return [new]
-        branches = tuple(self._finish(x, new) for x in new.params["branches"])
-        return [new.replace(params=new.params | {"branches": branches})]
-
-    def _finish(self, branch: Program, eqn: core.JaxprEqn) -> Program:
-        opened = jaxprs.open_jaxpr(branch)
-        (last,) = opened.outvars
-        # Random keys and other extended types of JAX have no weak type.
-        weak = getattr(last.aval, "weak_type", False)
-        result = jax.ShapeDtypeStruct(jaxprs.shape_of(last), jaxprs.dtype_of(last), weak_type=weak)
-        with eqn.ctx.manager:
-            end = jax.make_jaxpr(self.replacement)(result).jaxpr
-        names = dict(zip(end.invars, opened.outvars, strict=True))
-        equations = [_rename(x, names, eqn.source_info) for x in end.eqns]
-        opened = opened.replace(eqns=[*opened.eqns, *equations], outvars=end.outvars)
-        return _with_jaxpr(branch, opened)
-
-
 def _with_jaxpr(program: Program, opened: core.Jaxpr) -> Program:
     """Returns a program of the same class with another jaxpr."""
     return opened if isinstance(program, core.Jaxpr) else program.replace(jaxpr=opened)
@@ -191,20 +229,20 @@ def _with_jaxpr(program: Program, opened: core.Jaxpr) -> Program:
 
 def _rename(eqn: core.JaxprEqn, names: _Names, source_info: Any) -> core.JaxprEqn:
     """Returns an equation with other variables, at another source line."""
-
-    def rename(x: Any) -> Any:
-        return x if isinstance(x, core.Literal) else names.get(x, x)
-
     return eqn.replace(
-        invars=[rename(x) for x in eqn.invars],
-        outvars=[rename(x) for x in eqn.outvars],
-        params={name: _move(value, source_info) for name, value in eqn.params.items()},
+        invars=[_name_of(x, names) for x in eqn.invars],
+        outvars=[_name_of(x, names) for x in eqn.outvars],
+        params={name: _with_source(value, source_info) for name, value in eqn.params.items()},
         source_info=source_info,
     )
 
 
-def _move(value: Any, source_info: Any) -> Any:
-    """Returns a parameter; a program is moved to another source line."""
+def _name_of(x: Any, names: _Names) -> Any:
+    return x if isinstance(x, core.Literal) else names.get(x, x)
+
+
+def _with_source(value: Any, source_info: Any) -> Any:
+    """Returns a parameter of an equation; a program gets another source line."""
     if not jaxprs.is_program(value):
         return value
     opened = jaxprs.open_jaxpr(value)

@@ -33,7 +33,7 @@ def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
         selects = functools.partial(_is_expandable, kept)
         try:
             expanded = jaxpr_rewrite.rewrite(closed, selects, _compute)
-        except (_CannotTrace, jaxpr_rewrite.MakesConstants) as error:
+        except (_CannotTrace, jaxpr_rewrite.LargeConstantError) as error:
             kept.add(error.primitive)
             continue
         if expanded is closed:
