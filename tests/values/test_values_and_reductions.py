@@ -215,6 +215,14 @@ def test_a_reduction_that_makes_no_sense_is_refused(mirrored, op, axis, error, m
         mirrored.reduce(op, x, axis=axis)
 
 
+def test_an_assigned_value_brings_its_numbers_of_rows(mirrored):
+    x, y = distribute(mirrored, np.ones((8, 2), np.float32)), distribute(mirrored, np.ones((8, 2)))
+    y = tpudist.PerReplica(y.array, (2, 1) * 4)
+    x[...] = y
+    assert (x.rows, x.dim, x.other_rows) == ((2, 1) * 4, 0, ())
+    assert float(mirrored.reduce("sum", x, axis=0)) == 12
+
+
 def test_a_scalar_has_no_examples(mirrored):
     for x in (distribute(mirrored, np.arange(8.0)), 3.0):
         with pytest.raises(ValueError, match="`axis` = 0 out of range for `value` with rank 0"):

@@ -208,7 +208,8 @@ class PerReplica(DistributedValues):
                 "you can replace all parts: variable[...] = value."
             )
         if isinstance(value, PerReplica):
-            self.array = value.array
+            self.array, self.rows = value.array, value.rows
+            self.dim, self.other_rows = value.dim, value.other_rows
             return
         every = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
         self.array = jax.device_put(every, array.sharding)
