@@ -150,6 +150,21 @@ def test_a_step_that_cannot_run_on_one_device_is_compared_with_rows_exchanged():
         assert_same_as_one_device(step, (X[:8], Y[:8]), strategy=STRATEGY)
 
 
+class FewRowsOnManyDevices(layers.Layer):
+    def call(self, x):
+        if jax.device_count() == 1 and x.shape[0] == 5:
+            raise ValueError("five rows on one device")
+        return x
+
+
+def test_a_partial_batch_that_one_device_rejects_is_skipped_alone():
+    report = STRATEGY.verify(make(FewRowsOnManyDevices).fit, (X, Y), {"batch_size": 8})
+    assert report.ok
+    assert set(report.compared) == {"batches"}
+    assert [*report.skipped] == ["tail"]
+    assert "five rows on one device" in report.skipped["tail"]
+
+
 def test_rows_repeated_on_all_replicas_are_reported_and_the_pass_is_not_counted():
     rows = np.tile(X[:4], (N, 1)), np.tile(Y[:4], (N, 1))
     dataset = STRATEGY.experimental_distribute_dataset(tpudist.NumpyDataset(rows).batch(4 * N))

@@ -12,7 +12,7 @@ SAFETY = 4.0
 Twice as large in an array of one element, whose rounding errors cannot average out.
 """
 
-MOST_BY_ROUNDING = 1e5
+_MOST_BY_ROUNDING = 1e5
 """Largest difference that rounding of sums may explain, as a multiple of that of the inputs."""
 
 SAME_FACTOR = 0.02
@@ -64,6 +64,11 @@ class Finding:
     tolerance: float
     differs: bool = False
     is_number: bool = False
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether rounding errors in sums may explain the difference."""
+        return self.max_error < _MOST_BY_ROUNDING * self.tolerance
 
 
 @np.errstate(invalid="ignore")  # differences of infinities

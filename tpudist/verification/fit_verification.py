@@ -8,7 +8,7 @@ computed from the number of devices differ.
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -28,8 +28,10 @@ Batch: TypeAlias = Any
 Outcome: TypeAlias = tuple[Any, State]
 """The logs of a step and the new state."""
 
-NUM_STEPS = 2
-_SEEDS = (0, 1)
+# The first step of Adam and the like has moments of zero; the second step uses its state.
+_NUM_STEPS = 2
+# An error may contain a whole array or program.
+_MAX_ERROR_CHARS = 300
 
 _NUMBER = (
     "the loss, a metric or a layer is multiplied or divided by the number of devices or replicas.",
@@ -115,10 +117,26 @@ def verify(
     title = f"{fn.__name__} of {model.name}"
     if n == 1:
         return VerificationReport(title, 1, notes=("The strategy has one device.",))
-    with open_steps(model, strategy, one_device, args, kwargs, NUM_STEPS) as steps:
+    with open_steps(model, strategy, one_device, args, kwargs, _NUM_STEPS) as steps:
         if not steps.batches:
             return VerificationReport(title, n, skipped={"batches": "there is none."})
         return _Verifier(steps, n).report(title, rows)
+
+
+class _Step(NamedTuple):
+    """One step on the strategy's devices.
+
+    Attributes:
+        state: The state before it.
+        batch: The rows of its batch.
+        outcome: What the devices computed.
+        closed: The program.
+    """
+
+    state: State
+    batch: Batch
+    outcome: Outcome
+    closed: ClosedJaxpr
 
 
 class _Verifier:
@@ -130,55 +148,79 @@ class _Verifier:
 
     def report(self, title: str, rows: int | None) -> VerificationReport:
         state, batch, notes = self._steps.state, None, []
-        replicas = self._steps.split_rows(self._steps.batches[0])
-        # Half of the shards or fewer are different. A single repeated shard may be chance in small
-        # data, such as constant inputs.
-        if replicas and 2 * len(set(replicas)) <= len(replicas):
+        shards = self._steps.split_rows(self._steps.batches[0])
+        # An error only if at most half of the shards are distinct: in small data, such as constant
+        # inputs, one repeated shard may be chance.
+        if shards and 2 * len(set(shards)) <= len(shards):
             self._differences["x"] = Difference("x", "input", None, 0.0, 0.0, *_EQUAL_ROWS)
         for placed in self._steps.batches:
             batch = self._steps.fetch_rows(placed)
             if rows is not None and _count_rows(batch) > rows:
                 batch = placed = _cut(batch, rows)
                 notes = [f"Only {rows} rows of a batch were used."]
-            state = self._compare("batches", state, batch, placed)
+            state = self._compare_full(self._run_on_devices(state, batch, placed))
         self._compare_tail(state, batch)
         found = tuple(self._differences.values())
         return VerificationReport(
             title, self._n, found, self._compared, self._skipped, tuple(notes)
         )
 
-    def _compare(self, key: str, state: State, batch: Batch, placed: Batch) -> Any:
-        """Compares one step from `state`; returns the state after it."""
-        many = self._steps.on_devices(state, placed)  # raises an error of the step itself
-        closed = self._steps.trace_on_devices(state, batch)
-        run: Any
+    def _run_on_devices(self, state: State, batch: Batch, placed: Batch) -> _Step:
+        outcome = self._steps.on_devices(state, placed)  # raises an error of the step itself
+        return _Step(state, batch, outcome, self._steps.trace_on_devices(state, batch))
+
+    def _compare_full(self, step: _Step) -> State:
+        """Compares a step with a full batch; returns the state for the next step."""
         try:
-            one, run = self._steps.compile_on_one(state, batch)
+            one, run = self._steps.compile_on_one(step.state, step.batch)
         except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            text = f"{type(error).__name__}: {_shorten(error)}"
             self._skipped["batches"] = f"the step cannot run on one device ({text})"
-            if random_streams.draws_random_numbers(closed):
-                self._skipped["exchanged rows"] = "the step draws random numbers for each row."
-                return many[1]
-            # Instead, the same step runs with rows exchanged between devices: sums stay the same.
-            key, one, run = "exchanged rows", None, self._steps.on_devices
-            # Deals the rows to the devices like cards, so that each gets rows of all the others.
-            order = np.argsort(np.arange(_count_rows(batch)) % self._n, kind="stable")
-            many = run(state, jax.tree.map(lambda x: x[order] if x.ndim else x, batch))
-        epsilon = runs.find_epsilon(closed)
-        inputs = [_disturb(seed, epsilon, (state, batch)) for seed in _SEEDS]
+            return self._compare_exchanged(step)
+        return self._compare("batches", step, run, one)
+
+    def _compare_exchanged(self, step: _Step) -> State:
+        """Compares a step with the same step whose rows are exchanged between devices.
+
+        A step over all rows does not depend on which device has which rows, up to rounding.
+        """
+        if random_streams.draws_random_numbers(step.closed):
+            self._skipped["exchanged rows"] = "the step draws random numbers for each row."
+            return step.outcome[1]
+        # Deals the rows to the devices like cards, so that each gets rows of all the others.
+        order = np.argsort(np.arange(_count_rows(step.batch)) % self._n, kind="stable")
+        exchanged = jax.tree.map(lambda x: x[order] if x.ndim else x, step.batch)
+        run = self._steps.on_devices
+        return self._compare(
+            "exchanged rows", step._replace(outcome=run(step.state, exchanged)), run
+        )
+
+    def _compare(
+        self, key: str, step: _Step, run: Callable[..., Outcome], one: ClosedJaxpr | None = None
+    ) -> State:
+        """Compares a step with another run of it; returns the state for the next step.
+
+        Args:
+            key: The comparison.
+            step: The step on the devices.
+            run: The other run, called with the state and the batch.
+            one: The program of the other run, if that is on one device.
+        """
+        state, batch = step.state, step.batch
+        epsilon = runs.find_epsilon(step.closed)
+        inputs = [_disturb(seed, epsilon, (state, batch)) for seed in runs.SEEDS]
         expected, disturbed = run(state, batch), [(x[0], run(*x)) for x in inputs]
-        found = self._find(state, many, expected, disturbed, epsilon)
-        if one and found and all(_may_be_rounding(x) for x in found):
+        found = self._find(step, expected, disturbed, epsilon)
+        if one is not None and found and all(x.may_be_rounding for x in found):
             # JAX 0.10 cannot evaluate the body of a `shard_map` separately. The findings stay then.
             with contextlib.suppress(ValueError):
-                pairs = zip(_SEEDS, inputs, strict=True)
+                pairs = zip(runs.SEEDS, inputs, strict=True)
                 disturbed += [(x[0], run(*x, seed=seed)) for seed, x in pairs]
-                found = self._find(state, many, expected, disturbed, epsilon)
+                found = self._find(step, expected, disturbed, epsilon)
         self._compared[key] = self._compared.get(key, 0) + len(jax.tree.leaves(expected))
-        line = self._steps.find_line(closed, one) if one and found else ""
+        line = self._steps.find_line(step.closed, one) if one is not None and found else ""
         self._explain("partial batch" if key == "tail" else key, found, line)
-        # From the state of one device, so that the differences of steps do not add up.
+        # From the state of the other run, so that the differences of steps do not add up.
         return expected[1]
 
     def _compare_tail(self, state: State, batch: Batch) -> None:
@@ -190,26 +232,28 @@ class _Verifier:
         else:
             tail = _cut(batch, num_rows)
             try:
-                self._compare("tail", state, tail, tail)
+                step = self._run_on_devices(state, tail, tail)
+                one, run = self._steps.compile_on_one(state, tail)
+                self._compare("tail", step, run, one)
             except Exception as error:  # such as a model of a fixed batch size
-                self._skipped["tail"] = f"the step failed ({' '.join(str(error).split())[:300]})."
+                self._skipped["tail"] = f"the step failed ({_shorten(error)})."
 
     def _find(
         self,
-        state: State,
-        many: Outcome,
-        one: Outcome,
+        step: _Step,
+        expected: Outcome,
         disturbed: Sequence[Outcome],
         epsilon: float,
     ) -> list[Finding]:
-        logs = jax.tree_util.tree_flatten_with_path(one[0])[0]
+        logs = jax.tree_util.tree_flatten_with_path(expected[0])[0]
         names = [f"logs{jax.tree_util.keystr(path)}" for path, _ in logs] + self._steps.names
 
         def read_before(state: State) -> list[Any]:
             return [None] * len(logs) + jax.tree.leaves(state)
 
         noise = [zip(read_before(x), jax.tree.leaves(y), strict=True) for x, y in disturbed]
-        arrays = read_before(state), *map(jax.tree.leaves, (one, many)), zip(*noise, strict=True)
+        outcomes = map(jax.tree.leaves, (expected, step.outcome))
+        arrays = read_before(step.state), *outcomes, zip(*noise, strict=True)
         found = [
             comparison.compare(Values(names[i], i, before, x, own_noise, y), epsilon)
             for i, (before, x, y, own_noise) in enumerate(zip(*arrays, strict=True))
@@ -228,8 +272,8 @@ class _Verifier:
             self._differences.setdefault(x.leaf, new)
 
 
-def _may_be_rounding(x: Finding) -> bool:
-    return x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_ERROR_CHARS]
 
 
 def _disturb(seed: int, epsilon: float, arrays: tuple[State, Batch]) -> Any:

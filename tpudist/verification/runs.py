@@ -20,7 +20,7 @@ from tpudist.verification.compared_values import aggregate
 from tpudist.verification.relations import Program
 from tpudist.xla.mesh import ReplicaMesh
 
-_SEEDS = (0, 1)
+SEEDS = (0, 1)
 """Seeds of the disturbed runs on one device."""
 
 Call = tuple[tuple, dict[str, Any]]
@@ -88,7 +88,7 @@ class Runs:
         """
         # Two runs: the effect of rounding is the larger one, because one choice of signs may
         # cancel.
-        changes = [Disturbance(seed, epsilon) for seed in _SEEDS]
+        changes = [Disturbance(seed, epsilon) for seed in SEEDS]
         disturbed = [self._run(x, rows, rewrite) for x in changes]
         return OneDevice(self._run(lambda x: x, rows, rewrite), disturbed)
 
@@ -105,13 +105,13 @@ class Runs:
         compute = random_streams.compute_fixed if fixes_draws else operations.compute_operation
         return [
             self._run(Disturbance(seed, epsilon), rows, rounding_errors.disturb(compute, seed))
-            for seed in _SEEDS
+            for seed in SEEDS
         ]
 
     def on_replicas_rounded(self, call: Call) -> list[Rehearsal]:
         """Returns runs on the replicas, in which sums have rounding errors and bits are fixed."""
         compute = random_streams.compute_fixed
-        return [self.on_replicas(call, rounding_errors.disturb(compute, seed)) for seed in _SEEDS]
+        return [self.on_replicas(call, rounding_errors.disturb(compute, seed)) for seed in SEEDS]
 
     def programs(self, *, by_rows: bool) -> tuple[Program, Program]:
         """Returns the programs of a replica and of one device.

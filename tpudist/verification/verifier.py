@@ -218,7 +218,7 @@ class _Verifier:
         found, number = find(one.disturbed)
         # Runs with rounding errors in each sum compile more programs, so they are made only if all
         # differences are small enough to be rounding.
-        if found and all(x.max_error < comparison.MOST_BY_ROUNDING * x.tolerance for x in found):
+        if found and all(x.may_be_rounding for x in found):
             found, _ = find([*one.disturbed, *run_rounded()])
         found = averages.drop_right(found, self._pairing.averages)
         self._findings.setdefault(key, []).extend(found)
