@@ -272,8 +272,9 @@ def test_data_without_batches_trains_no_step_and_warns_once(strategy, data, capl
     if data == "iterator":
         dataset = iter(strategy.experimental_distribute_dataset(dataset))
     measured = lambda model, optimizer: evaluate(strategy, step, model, [])  # noqa: E731
-    found, _ = run(strategy, data=dataset, evaluate=measured)
+    found, out = run(strategy, data=dataset, evaluate=measured)
     assert (found.num_steps, found.held_out) == (0, [(0, {})])
+    assert "step 0/8  held out" in out
     if data is list:
         caplog.clear()
         assert run(strategy, data=[], num_steps=None, num_epochs=2)[0].num_steps == 0
@@ -424,7 +425,7 @@ def test_sigterm_exits_with_its_code_after_the_save(strategy, tmp_path):
 
 def test_run_folder_records_goodput_on_request(strategy, tmp_path, monkeypatch):
     noted = []
-    monkeypatch.setattr(loop.time_records, "record_goodput", noted.append)
+    monkeypatch.setattr(loop.goodput, "record_goodput", noted.append)
     run(strategy, folder=RunFolder(tmp_path, goodput=True))
     assert noted == [tmp_path]
 
@@ -541,6 +542,20 @@ def test_options_without_effect_are_rejected(strategy, name):
     options, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
         run(strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("checkpoint_every", r"Pass folder=RunFolder\(folder, checkpoint_every=...\)"),
+        ("items", r"Pass report=ReportOptions\(items=...\)"),
+        ("exit_when_preempted", r"Pass stop=StopOptions\(exit_when_preempted=...\)"),
+        ("every", "unexpected keyword argument 'every'"),
+    ],
+)
+def test_an_option_that_has_moved_names_its_place(strategy, option, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        run(strategy, **{option: 1})
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, 1.5])

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import TYPE_CHECKING, Never, SupportsFloat
 
 import jax
 
-from tpudist.goodput import goodput as time_records
+from tpudist.goodput import goodput
 from tpudist.processes.exit_codes import EXIT_PREEMPTED
 from tpudist.strategy.strategy import Strategy
 from tpudist.training import metrics_writers
@@ -18,12 +18,18 @@ from tpudist.training.display import Display, make_display
 from tpudist.training.history import History
 from tpudist.training.interrupt import StopOnInterrupt
 from tpudist.training.metrics_writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter
-from tpudist.training.passes import Passes, count_steps
+from tpudist.training.passes import Passes
 from tpudist.training.run_checkpoints import RunCheckpoints
 from tpudist.training.step_schedule import StepSchedule
 from tpudist.training.step_state import StepState
 from tpudist.training.steps import make_should_stop
-from tpudist.training.train_options import ReportOptions, RunFolder, StopOptions, check_interval
+from tpudist.training.train_options import (
+    ReportOptions,
+    RunFolder,
+    StopOptions,
+    check_interval,
+    moved_option_error,
+)
 
 if TYPE_CHECKING:
     from tpudist.checkpoint import Checkpoint
@@ -48,6 +54,7 @@ def train(
     report: ReportOptions | None = None,
     stop: StopOptions | None = None,
     options: RunOptions | None = None,
+    **moved: Never,
 ) -> History:
     """Runs `step(*state, batch)` on each batch of `data`, and returns the history of the run.
 
@@ -92,6 +99,8 @@ def train(
         stop: Conditions for an early end.
         options: Options for compiling and calling the step. `RunOptions(donate_argnums=...)` lets a
             pytree state be overwritten in place.
+        moved: Nothing. An option that is now in `folder`, `report` or `stop` raises an error that
+            names its place.
 
     Returns:
         The history: how the run ended, losses, evaluations and times. Its `state` is the state
@@ -108,13 +117,15 @@ def train(
             are damaged.
         SystemExit: See `StopOptions.exit_when_preempted`.
     """
+    if moved:
+        raise moved_option_error(next(iter(moved)))
     begun_s = time.perf_counter()
     _check_evaluation(evaluate, evaluate_every)
     report, stop = report or ReportOptions(), stop or StopOptions()
     if folder is not None and not isinstance(folder, RunFolder):
         folder = RunFolder(folder)
     passes = Passes(strategy, data)
-    total = count_steps(passes, num_steps, num_epochs)
+    total = passes.count_steps(num_steps, num_epochs)
     history, step_state = History(), StepState(state, None if folder is None else folder.saved)
     # Checkpoints contain these three attributes in addition to the state.
     saved = step_state.saved
@@ -149,12 +160,12 @@ def train(
         for writer in own_writers:
             writer.close()
         own_display.close()
-    history.state, saved.step = step_state.value, history.num_steps
+    history.state = step_state.value
+    saved.step = history.num_steps
     history.total_s = time.perf_counter() - begun_s
-    if display is own_display:
+    if display is own_display:  # a display of the caller prints its own end
         schedule.print_end()
-    # Last: the history is complete, and the summary is printed, before the supervisor restarts
-    # this.
+    # Last, so that the history is complete and printed when the supervisor restarts this process.
     if history.ended == "preempted" and stop.exit_when_preempted:
         raise SystemExit(EXIT_PREEMPTED)
     return history
@@ -165,7 +176,7 @@ def _open_checkpoints(
 ) -> RunCheckpoints:
     """Restores the newest checkpoint of the folder."""
     if folder.goodput:
-        time_records.record_goodput(folder.path)
+        goodput.record_goodput(folder.path)
     checkpoints = RunCheckpoints(
         saved,
         history,
@@ -188,7 +199,7 @@ def _check_evaluation(evaluate: object, evaluate_every: int | None) -> None:
 
 
 def _choose_display(progress: bool | Display, total: int) -> tuple[Display, Display]:
-    """Returns the display of the run, and the one that `train` must close."""
+    """Returns the display of the run, and the one to close: a silent one if the first is yours."""
     if isinstance(progress, Display):
         return progress, make_display(total, quiet=True)
     display = make_display(total, quiet=not progress or jax.process_index() != 0)

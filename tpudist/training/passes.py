@@ -10,6 +10,9 @@ from tpudist.input.sources.no_batches import NoBatches
 from tpudist.strategy.strategy import Strategy
 from tpudist.training.train_options import check_interval
 
+# Cardinalities of data without a length, as in tf.data.
+_INFINITE, _UNKNOWN = -1, -2
+
 
 class Passes:
     """Batches, one pass through the data after the other.
@@ -21,20 +24,18 @@ class Passes:
     Attributes:
         batches: Iterator of the current pass.
         cardinality: Batches of a pass; as in tf.data, -1 if it is infinite, -2 if it is unknown.
-        counts_epochs: Whether the number of steps was computed from `cardinality`.
 
     Raises:
         TypeError: If `data` contains no batches.
         ValueError: If `data` is not batched, or another strategy distributed it.
     """
 
-    counts_epochs = False
-
     def __init__(self, strategy: Strategy, data: Any):
         self._dataset: DistributedDataset | None = None
+        self._counts_epochs = False  # whether `count_steps` has used `cardinality`
         if isinstance(data, DistributedIterator):
             self.batches = data
-            self.cardinality = -2  # an iterator has no length
+            self.cardinality = _UNKNOWN  # an iterator has no length
             return
         if isinstance(data, DistributedDataset):
             dataset = data
@@ -54,11 +55,41 @@ class Passes:
         self.cardinality = dataset.cardinality
         self.batches = iter(dataset)
 
-    def next_batch(self, step: int, num_steps: int) -> tuple[Any, float]:
+    def count_steps(self, num_steps: int | None, num_epochs: int | None) -> int:
+        """Returns the total number of steps of a run.
+
+        With `num_epochs`, `next_batch` later checks that each pass has `cardinality` batches.
+
+        Raises:
+            ValueError: If neither or both numbers are given, one is not a whole number of at least
+                1, or the data has no length.
+        """
+        if (num_steps is None) == (num_epochs is None):
+            both = "neither num_steps nor num_epochs" if num_steps is None else "both"
+            raise ValueError(
+                f"train() received {both}. Pass exactly one of them: num_steps=1000, or "
+                f"num_epochs=3."
+            )
+        if num_steps is not None:
+            check_interval("train", "num_steps", num_steps)
+            return num_steps
+        check_interval("train", "num_epochs", num_epochs)
+        assert num_epochs is not None
+        if self.cardinality < 0:
+            reason = "never ends" if self.cardinality == _INFINITE else "has no known length"
+            raise ValueError(
+                f"train(num_epochs={num_epochs}): the data {reason}, so the number of steps is "
+                f"unknown. Pass num_steps instead, or data with a length."
+            )
+        self._counts_epochs = True
+        # Without batches, the first step raises NoBatches.
+        return num_epochs * max(self.cardinality, 1)
+
+    def next_batch(self, num_started: int, num_steps: int) -> tuple[Any, float]:
         """Returns the next batch, and the seconds that the caller waited for it.
 
         Args:
-            step: Number of steps that were started.
+            num_started: Number of steps that were started, for messages.
             num_steps: Total number of steps of the run, for messages.
 
         Raises:
@@ -77,13 +108,13 @@ class Passes:
             if not self.batches.position.step:
                 raise NoBatches
             raise ValueError(
-                f"train(data=...): the iterator ended after {step} of {num_steps} steps and "
+                f"train(data=...): the iterator ended after {num_started} of {num_steps} steps and "
                 f"cannot start again. Pass the dataset itself, which can be iterated again, or "
-                f"use num_steps={step}."
+                f"use num_steps={num_started}."
             )
         num_batches = self.batches.position.step
         # 0 batches are an error of their own (NoBatches), which the next pass below raises.
-        if self.counts_epochs and num_batches not in (0, self.cardinality):
+        if self._counts_epochs and num_batches not in (0, self.cardinality):
             raise ValueError(
                 f"train(num_epochs=...): len(data) is {self.cardinality}, but a pass through it "
                 f"has {num_batches} batches. To count epochs, len(data) must be the number of "
@@ -93,11 +124,11 @@ class Passes:
         try:
             return self._take()
         except StopIteration:
-            if not step:
+            if not num_started:
                 raise NoBatches from None
             raise ValueError(
-                f"train(data=...): the data has no more batches after {step} steps, with "
-                f"{num_steps - step} steps left. Pass data that has batches in every pass."
+                f"train(data=...): the data has no more batches after {num_started} steps, with "
+                f"{num_steps - num_started} steps left. Pass data that has batches in every pass."
             ) from None
 
     def _take(self) -> tuple[Any, float]:
@@ -106,30 +137,3 @@ class Passes:
         waited_s = batches.waited_s
         batch = next(batches)
         return batch, batches.waited_s - waited_s
-
-
-def count_steps(passes: Passes, num_steps: int | None, num_epochs: int | None) -> int:
-    """Returns the total number of steps of a run.
-
-    Raises:
-        ValueError: If neither or both numbers are given, one is not a whole number of at least 1,
-            or the data has no length.
-    """
-    if (num_steps is None) == (num_epochs is None):
-        both = "neither num_steps nor num_epochs" if num_steps is None else "both"
-        raise ValueError(
-            f"train() received {both}. Pass exactly one of them: num_steps=1000, or num_epochs=3."
-        )
-    name, number = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
-    check_interval("train", name, number)
-    assert number is not None
-    if num_epochs is None:
-        return number
-    if passes.cardinality < 0:
-        why = "never ends" if passes.cardinality == -1 else "has no known length"
-        raise ValueError(
-            f"train(num_epochs={num_epochs}): the data {why}, so the number of steps is unknown. "
-            f"Pass num_steps instead, or data with a length."
-        )
-    passes.counts_epochs = True
-    return number * max(passes.cardinality, 1)  # without batches, the first step raises NoBatches

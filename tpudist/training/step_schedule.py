@@ -75,9 +75,12 @@ class StepSchedule:
         self._format = report.format_metrics or format_metrics
         # Started minus `history.num_steps`, the finished ones, are the steps in `_running`.
         self._num_started = history.num_steps
-        self._is_checked = False  # whether the metrics of a step have been checked
+        self._metrics_are_checked = False
+        # Metrics of a step, and the seconds that it waited for its batch.
         self._running: deque[tuple[Mapping[str, SupportsFloat], float]] = deque()
         self._timer = StepTimer(history, num_steps)
+        # The checkpoints exist before this object, because they restore the history. So they get
+        # their callback here.
         if checkpoints is not None:
             checkpoints.before_save = self._sync_writers
 
@@ -110,9 +113,9 @@ class StepSchedule:
         """Runs the remaining steps, with evaluations and checkpoints between them; then saves."""
         try:
             self._run_steps(evaluate, evaluate_every, should_stop)
-        # Raised by the request for the next batch, after the handler has saved: no step is half
-        # done.
         except Preempted:
+            # Raised by the request for the next batch, after the handler has saved: no step is half
+            # done.
             self._history.ended = "preempted"
         self._collect()
         self._save()
@@ -125,17 +128,20 @@ class StepSchedule:
         evaluate_every: int,
         should_stop: Callable[[], bool],
     ) -> None:
-        history, checkpoints, first = self._history, self._checkpoints, self._num_started
+        history, checkpoints, first_step = self._history, self._checkpoints, self._num_started
+        has_batches = True
         self._display.set_phase("compiling")
         while True:
-            done, is_last = self._num_started, self._num_started >= self._num_steps
+            # The last of these steps may still run. `_evaluate` and `_save` wait for them.
+            started = self._num_started
+            is_last = started >= self._num_steps or not has_batches
             # Before each step rather than after it: a run that was stopped between a step and its
             # evaluation then evaluates first when it resumes. `was_measured` is part of the
             # checkpoint, so no evaluation runs twice.
-            is_due = is_last or (done > 0 and done % evaluate_every == 0)
-            if evaluate is not None and is_due and not history.was_measured(done):
+            is_due = is_last or (started > 0 and started % evaluate_every == 0)
+            if evaluate is not None and is_due and not history.was_measured(started):
                 self._evaluate(evaluate)
-            if checkpoints is not None and checkpoints.is_due(done):
+            if checkpoints is not None and checkpoints.is_due(started):
                 self._collect()
                 self._save()
             if is_last or history.ended == "diverged":
@@ -146,12 +152,12 @@ class StepSchedule:
             try:
                 self._start_step()
             except NoBatches:
-                self._num_steps = 0  # the next pass through this loop evaluates, and returns
+                has_batches = False  # the next pass through this loop evaluates, and returns
                 continue
             # The first step waits for compilation. If later steps were started meanwhile, their
             # times would contain it.
-            self._collect(0 if done == first else MAX_RUNNING_STEPS)
-            if done == first:
+            self._collect(0 if started == first_step else MAX_RUNNING_STEPS)
+            if started == first_step:
                 self._display.set_phase("training")
 
     def _start_step(self) -> None:
@@ -161,9 +167,9 @@ class StepSchedule:
         args = (*self._state.parts, batch)
         result = self._strategy.run(self._step, args=args, options=self._options)
         metrics = self._state.update(result)
-        if not self._is_checked:
+        if not self._metrics_are_checked:
             step_results.check_metrics(metrics)
-            self._is_checked = True
+            self._metrics_are_checked = True
         for value in metrics.values():
             if isinstance(value, jax.Array):
                 # The transfer follows the step on the device, so `float(value)` in `_collect` only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from tpudist.options import shorten
@@ -75,6 +75,22 @@ class StopOptions:
 
     should_stop: Callable[[], bool] | None = None
     exit_when_preempted: bool = True
+
+
+def moved_option_error(name: str) -> TypeError:
+    """Returns the error for an argument that `train` does not have, or has no longer."""
+    places = (
+        (RunFolder, "folder=RunFolder(folder, {}=...)"),
+        (ReportOptions, "report=ReportOptions({}=...)"),
+        (StopOptions, "stop=StopOptions({}=...)"),
+    )
+    for options, place in places:
+        if name in (field.name for field in fields(options)):
+            return TypeError(
+                f"train({name}=...): this option is now part of another argument. Pass "
+                f"{place.format(name)}."
+            )
+    return TypeError(f"train() got an unexpected keyword argument {name!r}.")
 
 
 def check_interval(owner: str, name: str, value: int | None) -> None:
