@@ -133,6 +133,7 @@ def test_an_invalid_slice_is_a_usage_error(capsys, topology, message):
         (["--microbatches", "1", "2"], "--microbatches 1 2: several values need --search"),
         (["--microbatches", "0"], "--microbatches is 0. It must be above 0"),
         (["--geometries", "fsdp=2"], "--geometries needs --search"),
+        (["--search", "--geometries", "fsdp"], "--geometries 'fsdp': 'fsdp' is not an axis"),
         (
             ["--price-per-chip-hour", "1.2"],
             "needs the length of the run. Add it, such as --steps 10000",

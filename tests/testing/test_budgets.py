@@ -251,6 +251,8 @@ def test_files_of_installed_packages_have_the_same_name_everywhere(tmp_path):
     )
     assert ledger.function_of(None, tmp_path) == ""
     assert ledger.function_of("/elsewhere/on/this/machine.py:3", tmp_path) == "machine.py"
+    (tmp_path / "old.py").write_text("# coding: latin-1\ndef wörk():\n    pass\n", "latin-1")
+    assert ledger.function_of(f"{tmp_path}/old.py:3", tmp_path) == "old.py::wörk"
 
 
 def test_a_ledger_has_one_collective_per_line_and_is_sorted(tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -31,6 +32,13 @@ def print_text(text: str) -> None:
 def print_message(message: str) -> None:
     """Prints a message to standard error."""
     _print(message, sys.stderr)
+
+
+def hide_home(text: str) -> str:
+    """Returns a text for a public issue: with "~" for the home directory, which names the user."""
+    home = Path.home()
+    # In some containers it is "/", with which all paths begin.
+    return text if home == home.parent else text.replace(str(home), "~")
 
 
 class _Console(Console):

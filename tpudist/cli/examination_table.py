@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from tpudist.cli.console import hide_home
 from tpudist.display.text_tables import Cell, Column, TextTable
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 from tpudist.supervisor.doctor.examination import is_well
@@ -19,7 +19,7 @@ def describe_answers(answers: Sequence[Answer]) -> list[TextTable | str]:
     columns = (Column(is_short=True), Column("check", is_short=True), "result")
     rows = [(Cell(x.verdict.value, _STYLES[x.verdict]), x.asked, x.found) for x in answers]
     table = TextTable(columns, rows)
-    counts = {v: sum(x.verdict is v for x in answers) for v in Verdict}
+    counts = {verdict: sum(x.verdict is verdict for x in answers) for verdict in Verdict}
     warnings = (
         "1 warning" if counts[Verdict.WARNING] == 1 else f"{counts[Verdict.WARNING]} warnings"
     )
@@ -42,8 +42,7 @@ def format_report(answers: Sequence[Answer], versions: str) -> str:
     rows = [f"- {x.verdict.value}: {x.asked}: {' '.join(x.found.split())}" for x in answers]
     details = [f"\n{x.asked}:\n\n```text\n{x.details.rstrip()}\n```" for x in answers if x.details]
     text = "\n".join([f"Versions: {versions}", "", *rows, *details])
-    # The report is for a public issue, and the home directory has the name of the user.
-    return text.replace(str(Path.home()), "~")
+    return hide_home(text)
 
 
 def _remedies(answers: Sequence[Answer]) -> list[TextTable | str]:

@@ -212,11 +212,13 @@ def _plan(options: Options, source: _StepSource) -> int:
     return FITS if plan.fits else DOES_NOT_FIT
 
 
+def _parse_geometry(text: str) -> dict[str, int]:
+    return {} if text == "none" else arguments.parse_axes(text, "--geometries")
+
+
 def _search(options: Options, source: _StepSource) -> int:
     with source.explain_errors():
-        geometries = [
-            {} if axes == "none" else arguments.parse_axes(axes) for axes in options.geometries
-        ]
+        geometries = [_parse_geometry(axes) for axes in options.geometries]
         result = planner.search(
             source.make_step,
             options.topology,
@@ -297,8 +299,8 @@ def check(options: Options) -> Slice:
         slice_ = parse(options.topology)
         # The parts of --replica-axes become one text, because an axis must not occur twice among
         # them.
-        texts = [",".join(options.replica_axes), *options.geometries]
-        geometries = [arguments.parse_axes(axes) for axes in texts if axes != "none"]
+        geometries = [arguments.parse_axes(",".join(options.replica_axes))]
+        geometries += [_parse_geometry(axes) for axes in options.geometries]
         if options.step is None:
             logical_axes.refuse_other_axes(axis for axes in geometries for axis in axes)
         arguments.check_positive(

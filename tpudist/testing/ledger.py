@@ -210,8 +210,9 @@ def _function(file: str, line: int) -> str:
 @functools.lru_cache(maxsize=256)
 def _functions(file: str) -> list[tuple[int, int, str]]:
     try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):  # "<stdin>", or a deleted file
+        # Bytes, so that Python uses the encoding that the file declares.
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # "<stdin>", a deleted file, or not Python
         return []
     functions = []
 

@@ -28,7 +28,7 @@ from tpudist.training.train_options import (
     RunFolder,
     StopOptions,
     check_interval,
-    moved_option_error,
+    refuse_moved,
 )
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ def train(
             are damaged.
         SystemExit: See `StopOptions.exit_when_preempted`.
     """
-    if moved:
-        raise moved_option_error(next(iter(moved)))
+    refuse_moved(moved)
     begun_s = time.perf_counter()
     _check_evaluation(evaluate, evaluate_every)
     report, stop = report or ReportOptions(), stop or StopOptions()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -77,20 +77,21 @@ class StopOptions:
     exit_when_preempted: bool = True
 
 
-def moved_option_error(name: str) -> TypeError:
-    """Returns the error for an argument that `train` does not have, or has no longer."""
+def refuse_moved(names: Iterable[str]) -> None:
+    """Raises `TypeError` for arguments that `train` does not have, or has no longer."""
     places = (
         (RunFolder, "folder=RunFolder(folder, {}=...)"),
         (ReportOptions, "report=ReportOptions({}=...)"),
         (StopOptions, "stop=StopOptions({}=...)"),
     )
-    for options, place in places:
-        if name in (field.name for field in fields(options)):
-            return TypeError(
-                f"train({name}=...): this option is now part of another argument. Pass "
-                f"{place.format(name)}."
-            )
-    return TypeError(f"train() got an unexpected keyword argument {name!r}.")
+    for name in names:
+        for options, place in places:
+            if name in (field.name for field in fields(options)):
+                raise TypeError(
+                    f"train({name}=...): this option is now part of another argument. Pass "
+                    f"{place.format(name)}."
+                )
+        raise TypeError(f"train() got an unexpected keyword argument {name!r}.")
 
 
 def check_interval(owner: str, name: str, value: int | None) -> None:

@@ -142,8 +142,9 @@ def test_the_report_compares_measurements_with_plans_and_contains_a_calibration(
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_failures_are_listed_without_paths_of_the_home_directory(monkeypatch):
-    monkeypatch.setattr(accelerator_report, "_HOME", "/home/someone")
+@pytest.mark.parametrize(("home", "shown"), [("/home/someone", "~"), ("/", "/home/someone")])
+def test_failures_are_listed_without_paths_of_the_home_directory(monkeypatch, home, shown):
+    monkeypatch.setenv("HOME", home)
     bad = measured("sums", status="failed: ValueError: in /home/someone/x.py", seconds=1.0)
     report = accelerator_report.build_report(
         [section("numbers", bad, problem="its time is over", chip=None)], {}, "now"
@@ -151,9 +152,8 @@ def test_failures_are_listed_without_paths_of_the_home_directory(monkeypatch):
     assert not report["ok"]
     assert report["calibration"] is None
     text = accelerator_report.format_report(report)
-    assert (
-        "2 problem(s):\n- numbers: its time is over\n- sums: failed: ValueError: in ~/x.py" in text
-    )
+    failure = f"- sums: failed: ValueError: in {shown}/x.py"
+    assert f"2 problem(s):\n- numbers: its time is over\n{failure}" in text
 
 
 @pytest.mark.slow

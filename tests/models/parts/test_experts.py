@@ -127,6 +127,11 @@ def test_each_token_is_computed_by_its_own_experts_if_capacity_suffices():
     np.testing.assert_array_equal(MLP(x, weights, ROOMY)[1].dropped, 0)
 
 
+def test_the_capacity_has_no_slot_more_because_of_rounding():
+    config = dataclasses.replace(ROOMY, num_experts=4, experts_per_token=2, expert_capacity=1.1)
+    assert experts.capacity(100, config) == 55
+
+
 @pytest.mark.slow
 def test_choices_beyond_the_capacity_are_counted_and_contribute_nothing():
     config = dataclasses.replace(ROOMY, experts_per_token=1, expert_capacity=1.0)

@@ -8,6 +8,7 @@ import pytest
 from pretrained_folders import config_of
 from tpudist.models import TransformerConfig
 from tpudist.models.parts.rotary_stretch import RotaryScaling
+from tpudist.models.pretrained import rotary_config
 from tpudist.models.pretrained.config_export import make_config
 from tpudist.models.pretrained.hub_config import parse_config
 
@@ -184,6 +185,11 @@ def test_invalid_transformer_fields_are_rejected(fields, message):
 def test_invalid_rotary_scaling_is_rejected(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RotaryScaling(*arguments)
+
+
+def test_yarn_without_a_factor_and_lengths_is_rejected():
+    with pytest.raises(ValueError, match="a factor above 0; got 0"):
+        rotary_config.parse_rotary({"rope_scaling": {"rope_type": "yarn"}})
 
 
 def test_the_presets_are_models_of_known_families():

@@ -105,6 +105,18 @@ def test_parameters_have_the_stored_or_the_requested_dtype():
     assert (half.embedding.dtype, half.config.dtype) == (jnp.float16, "float32")
 
 
+def test_a_variable_has_the_widest_dtype_of_its_layers(tmp_path):
+    folder = copy("llama", tmp_path)
+    name = "model.layers.0.post_attention_layernorm.weight"
+    rounded = values_of(load_pretrained(folder))["blocks.mlp_norm"][0].astype(np.float16)
+    change_tensors(folder, **{name.replace(".", "__"): rounded})
+    model = load_pretrained(folder)
+    assert model.blocks.mlp_norm.dtype == jnp.float32
+    want = values_of(load_pretrained(RECORDED / "llama"))["blocks.mlp_norm"].copy()
+    want[0] = rounded
+    np.testing.assert_array_equal(values_of(model)["blocks.mlp_norm"], want)
+
+
 def test_loading_in_a_narrower_dtype_rounds():
     wide, narrow = (load_pretrained(RECORDED / "llama", dtype=d) for d in (None, "bfloat16"))
     for name, value in values_of(narrow).items():

@@ -58,7 +58,7 @@ def search(make_step=make_step, topology=None, **given):
 
 
 def _all(geometries, remat=("none", "full"), microbatches=(1, 2)):
-    found = candidates.candidates(None, [], geometries, remat, microbatches)
+    found = candidates.make_candidates(None, [], geometries, remat, microbatches)
     return [one.name for one in found]
 
 

@@ -9,10 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpudist.cli.console import hide_home
+
 FORMAT = 1  # raise it if a field changes its meaning; `planner.read_calibration` reads the file
 LARGE_BYTES = 2**20
 """Collectives of at least this size are compared with their estimate for the calibration."""
-_HOME = str(Path.home())
+# Columns of the text, and lengths at which messages of errors are cut.
+_NAME_WIDTH = 44
+_MAX_STATUS, _MAX_PROBLEM = 200, 300
+# Figure -> its unit and significant digits.
+_UNITS = (
+    ("tflop_per_s", "TFLOP/s", 3),
+    ("gbyte_per_s", "GB/s", 3),
+    ("save_gbyte_per_s", "GB/s to save", 3),
+    ("restore_gbyte_per_s", "GB/s to restore", 3),
+    ("relative_distance", "relative distance", 2),
+)
 
 
 def build_report(
@@ -37,9 +49,8 @@ def build_report(
         "calibration": _calibrate(sections, devices),
     }
     # Through JSON, so that the report in memory equals the file: `default=float` turns NumPy
-    # scalars into numbers. The home directory is replaced because users attach reports to public
-    # issues.
-    return json.loads(json.dumps(report, default=float).replace(_HOME, "~"))
+    # scalars into numbers.
+    return json.loads(hide_home(json.dumps(report, default=float)))
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
@@ -99,16 +110,7 @@ def _format_item(item: Mapping[str, Any]) -> str:
             f"{figures['seconds'] * 1e6:.0f} us, by hand {figures['by_hand_s'] * 1e6:.0f} us"
         )
     status = item["status"] if item["status"] != "ok" or not shown else ", ".join(shown)
-    return f"{item['name']:<44} {' '.join(status.split())[:200]}"
-
-
-_UNITS = (
-    ("tflop_per_s", "TFLOP/s", 3),
-    ("gbyte_per_s", "GB/s", 3),
-    ("save_gbyte_per_s", "GB/s to save", 3),
-    ("restore_gbyte_per_s", "GB/s to restore", 3),
-    ("relative_distance", "relative distance", 2),
-)
+    return f"{item['name']:<{_NAME_WIDTH}} {' '.join(status.split())[:_MAX_STATUS]}"
 
 
 def _format_plans(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,7 +119,7 @@ def _format_plans(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ratios = [x["ratio"] for x in rows]
     middle = statistics.median(ratios)
     title = f"planner: estimated over measured time of {len(rows)} programs, median {middle:.2f}"
-    return [title, *(f"  {x['name']:<44} {x['ratio']:.2f}" for x in rows)]
+    return [title, *(f"  {x['name']:<{_NAME_WIDTH}} {x['ratio']:.2f}" for x in rows)]
 
 
 def _items(sections: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -131,7 +133,7 @@ def _problems(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{section['name']}: {section['problem']}"
         for item in section["items"]:
             if item["status"].startswith("failed"):
-                yield f"{item['name']}: {' '.join(item['status'].split())[:300]}"
+                yield f"{item['name']}: {' '.join(item['status'].split())[:_MAX_PROBLEM]}"
 
 
 def _calibrate(

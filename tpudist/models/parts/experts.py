@@ -93,9 +93,10 @@ def check(config: ExpertSettings) -> None:
 def capacity(length: int, config: ExpertSettings) -> int:
     """Returns the number of slots of each expert for a row of `length` tokens."""
     share = length * config.experts_per_token / config.num_experts
-    # A token chooses an expert at most once, so more slots than tokens would stay empty.
-    # Rounded up, so that a capacity of 1 has a slot for every choice of evenly spread tokens.
-    return min(length, math.ceil(config.expert_capacity * share))
+    # Rounded up, so that a capacity of 1 has a slot for every choice of evenly spread tokens; but
+    # 1.1 * 50 is 55.00000000000001 in floating point. And a token chooses an expert at most once,
+    # so more slots than tokens would stay empty.
+    return min(length, math.ceil(round(config.expert_capacity * share, 6)))
 
 
 def mlp(

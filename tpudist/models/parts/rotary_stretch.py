@@ -23,8 +23,9 @@ class RotaryScaling:
     """Stretching of rotary positions."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"]
-    """linear: all pairs by the factor; dynamic: by a base that grows with the length of a sequence;
-    llama3 and yarn: slow pairs by the factor, fast pairs not, pairs between by a part of it."""
+    """Which pairs of dims are slowed. linear: all, by the factor; dynamic: all, by a base that
+    grows with the length of a sequence; llama3 and yarn: slow pairs by the factor, fast pairs not
+    at all, pairs between by a part of it."""
     factor: float
     """Factor by which sequences become longer."""
     original_length: int = 0
@@ -74,16 +75,17 @@ def scale_frequencies(
         return frequencies / factor
     if scaling.kind == "dynamic":
         longer = max(length, scaling.original_length) / scaling.original_length
-        base = base * (factor * longer - (factor - 1)) ** (half / (half - 1))
+        # The angle of a single pair (half 1) does not depend on the base.
+        base = base * (factor * longer - (factor - 1)) ** (half / max(half - 1, 1))
         return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.kind == "llama3":
         # Full turns of a pair within the original length: fast pairs have many, slow ones less than
         # one.
         turns = scaling.original_length * frequencies / (2 * math.pi)
-        fast = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        share_of_fast = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
     else:
-        fast = 1 - _ramp_of_yarn(scaling, base, half)
-    return frequencies / factor * (1 - fast) + frequencies * fast
+        share_of_fast = 1 - _ramp_of_yarn(scaling, base, half)
+    return frequencies / factor * (1 - share_of_fast) + frequencies * share_of_fast
 
 
 def _ramp_of_yarn(scaling: RotaryScaling, base: float, half: int) -> jax.Array:

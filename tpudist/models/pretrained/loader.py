@@ -8,6 +8,7 @@ for the complete model. On CPU devices, that share becomes the memory of the dev
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections import defaultdict
@@ -27,7 +28,7 @@ from tpudist.context import get_strategy, has_strategy
 from tpudist.models.pretrained.checkpoint_folder import read_tensors
 from tpudist.models.pretrained.config_export import differences
 from tpudist.models.pretrained.hub_config import read_config
-from tpudist.models.pretrained.safetensors_file import DTYPES, StoredTensor
+from tpudist.models.pretrained.safetensors_file import DTYPE_OF_NAME, StoredTensor
 from tpudist.models.pretrained.tensor_places import (
     OUTPUT,
     Bounds,
@@ -42,6 +43,8 @@ from tpudist.processes import process_agreement
 
 # Buffers of angles in older checkpoints; no library reads them.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_MAX_THREADS = 8  # copies are limited by the memory, not by the cores
+_COMPARED_ELEMENTS = 2**22  # a few MB; the complete matrices need not be in memory
 
 
 def load_pretrained(
@@ -60,7 +63,8 @@ def load_pretrained(
             in the files that `model.safetensors.index.json` names. Supported families: `llama`,
             `mistral`, `qwen2`, `qwen3`, `gemma`, `gemma2` and `gemma3_text`.
         dtype: Dtype of the parameters: "float32", "bfloat16" or "float16"; by default the stored
-            dtype of each. The model also computes in it, unless `config` has another dtype.
+            dtype of each, or the widest if its layers differ. The model also computes in it, unless
+            `config` has another dtype.
         config: Result of `read_config(folder)` with other options that do not change results, such
             as `remat` or `dtype`.
 
@@ -81,15 +85,21 @@ def load_pretrained(
     for place in _match(folder, config, tensors):
         groups[place.variable].append(place)
     model = _make_abstract(config, parameter_dtype, tensors)
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as threads:
-        # One variable at a time, so that the host has only one of them twice.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
+        # One variable at a time: only of this one, the host has both the pages of the files and its
+        # own copy.
         for places in groups.values():
             variable = variable_of(model, places[0])
-            shape = variable.get_raw_value()
+            target = variable.get_raw_value()
             stored = [tensors[place.tensor] for place in places]
-            chosen = DTYPES[stored[0].dtype] if parameter_dtype is None else parameter_dtype
-            variable.set_raw_value(_load(threads, places, stored, shape, chosen))
+            variable_dtype = parameter_dtype or _widest_dtype(stored)
+            variable.set_raw_value(_load(threads, places, stored, target, variable_dtype))
     return model
+
+
+def _widest_dtype(stored: Sequence[StoredTensor]) -> np.dtype:
+    # By JAX, because NumPy cannot promote float16 and bfloat16.
+    return functools.reduce(jnp.promote_types, (DTYPE_OF_NAME[x.dtype] for x in stored))
 
 
 def _choose_config(
@@ -139,10 +149,9 @@ def _digest(tensors: dict[str, StoredTensor]) -> str:
 
 def _parse_dtype(dtype: DTypeLike) -> np.dtype:
     try:
-        # NumPy alone does not know the name "bfloat16".
-        # The names of dtypes are attributes of `jax.numpy`.
+        # NumPy does not know the name "bfloat16"; `jax.numpy` has all names as attributes.
         parsed = np.dtype(getattr(jnp, dtype) if isinstance(dtype, str) else dtype)
-        if parsed in DTYPES.values():
+        if parsed in DTYPE_OF_NAME.values():
             return parsed
     except (AttributeError, TypeError):
         pass
@@ -161,7 +170,9 @@ def _match(
     missing = [place.tensor for place in places if place.tensor not in tensors]
     unknown = [name for name in tensors if name not in known and not name.endswith(_IGNORED_SUFFIX)]
     if config.tied and OUTPUT in unknown:
-        _check_tied(folder, tensors[OUTPUT], tensors.get(places[0].tensor))
+        # A missing embedding is the first error, below.
+        if (embedding := tensors.get(places[0].tensor)) is not None:
+            _check_tied(folder, tensors[OUTPUT], embedding)
         unknown.remove(OUTPUT)
     if missing or unknown:
         parts = [
@@ -180,19 +191,19 @@ def _match(
                 f"{place.tensor} in {tensor.file} is {list(tensor.shape)}, but config.json "
                 f"requires {list(place.shape)}. Use weights and a configuration of one model."
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPE_OF_NAME:
             raise ValueError(
                 f"{place.tensor} in {tensor.file} has dtype {tensor.dtype}, but tpudist loads "
-                f"only {', '.join(DTYPES)}. For quantized weights, use another library."
+                f"only {', '.join(DTYPE_OF_NAME)}. For quantized weights, use another library."
             )
     yield from places
 
 
-def _check_tied(folder: Path, output: StoredTensor, embedding: StoredTensor | None) -> None:
+def _check_tied(folder: Path, output: StoredTensor, embedding: StoredTensor) -> None:
     """Checks that a stored matrix of logits equals the embedding, if the model is tied."""
-    if embedding is not None and output.shape == embedding.shape:
+    if output.shape == embedding.shape:
         first, second = output.map(), embedding.map()
-        rows = max(1, 2**22 // max(1, first.shape[1]))  # compared in pieces of a few MB
+        rows = max(1, _COMPARED_ELEMENTS // max(1, first.shape[1]))
         pieces = range(0, len(first), rows)
         if all(np.array_equal(first[i : i + rows], second[i : i + rows]) for i in pieces):
             return

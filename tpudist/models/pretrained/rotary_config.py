@@ -66,6 +66,7 @@ def parse_scaling(
         or parameters.get("original_max_position_embeddings")
         or length
     )
+    # A missing factor becomes 0, which `RotaryScaling` rejects with a message about the factor.
     if kind == "linear":
         return RotaryScaling("linear", float(factor or 0))
     if kind == "dynamic":
@@ -77,9 +78,10 @@ def parse_scaling(
             raise config_error(key, parameters, reason)
         return RotaryScaling("llama3", float(factor), original, float(low), float(high))
     if kind == "yarn":
-        return _parse_yarn(
-            parameters, float(length / original if factor is None else factor), original
-        )
+        if factor is None:
+            # As in the package `transformers`.
+            factor = length / original if original else 0
+        return _parse_yarn(parameters, float(factor), original)
     return None
 
 
@@ -97,10 +99,11 @@ def _parse_yarn(parameters: dict[str, Any], factor: float, original: int) -> Rot
 
 def _magnitude_of_yarn(parameters: dict[str, Any], factor: float) -> float:
     def magnitude(weight: float) -> float:
-        # Equation of the YaRN paper: sqrt(1 / t) = 0.1 ln(s) + 1.
+        # Equation of the YaRN paper: sqrt(1 / t) = 0.1 ln(s) + 1. DeepSeek multiplies the
+        # logarithm by `mscale`.
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    # As in the package `transformers`; `mscale` and `mscale_all_dim` come from DeepSeek.
+    # As in the package `transformers`.
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     weight, total_weight = parameters.get("mscale"), parameters.get("mscale_all_dim")

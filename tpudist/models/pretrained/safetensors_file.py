@@ -18,12 +18,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES: dict[str, np.dtype] = {
+DTYPE_OF_NAME: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StoredTensor:
 
     def map(self) -> np.ndarray:
         """Returns the elements as mapped pages of the file, which the system starts to read."""
-        dtype = DTYPES[self.dtype]
+        dtype = DTYPE_OF_NAME[self.dtype]
         size = math.prod(self.shape) * dtype.itemsize
         # A mapping must start at a multiple of the page size: map from the page before.
         before = self.start % mmap.ALLOCATIONGRANULARITY
@@ -52,8 +52,7 @@ class StoredTensor:
             pages = mmap.mmap(
                 opened.fileno(), before + size, access=mmap.ACCESS_READ, offset=self.start - before
             )
-        # A constant of Python's `mmap` module.
-        if hasattr(mmap, "MADV_WILLNEED"):  # only on some systems
+        if hasattr(mmap, "MADV_WILLNEED"):  # Python has this constant only on some systems
             pages.madvise(mmap.MADV_WILLNEED)
         return np.frombuffer(pages, np.uint8, size, before).view(dtype).reshape(self.shape)
 
@@ -91,13 +90,13 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     """Returns the bytes of a file before its first tensor.
 
     Args:
-        tensors: Name, dtype in the words of the format, and shape of each tensor, in their order.
+        tensors: Name, dtype as the format names it, and shape of each tensor, in their order.
     """
     # Some libraries refuse a file without this entry, which names PyTorch as the writer.
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
-        start, end = end, end + int(np.prod(shape)) * DTYPES[dtype].itemsize
+        start, end = end, end + math.prod(shape) * DTYPE_OF_NAME[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors to 8 bytes

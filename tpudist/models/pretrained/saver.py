@@ -17,8 +17,8 @@ from tpudist.models.pretrained.checkpoint_folder import CONFIG, INDEX, WEIGHTS, 
 from tpudist.models.pretrained.config_export import differences, make_config
 from tpudist.models.pretrained.hub_config import read_config
 from tpudist.models.pretrained.safetensors_file import (
-    DTYPES,
-    NAMES,
+    DTYPE_OF_NAME,
+    NAME_OF_DTYPE,
     StoredTensor,
     make_header,
     read_header,
@@ -102,12 +102,12 @@ def _new_files(
     for place in tensor_places(model.config):
         stored = variable_of(model, place).get_raw_value().dtype if dtype is None else dtype
         file_dtype = np.dtype(stored)
-        if file_dtype not in NAMES:
+        if file_dtype not in NAME_OF_DTYPE:
             raise ValueError(
                 f"A file of weights cannot contain parameters of dtype {file_dtype.name}. Use "
-                f"one of {', '.join(known.name for known in NAMES)}."
+                f"one of {', '.join(known.name for known in NAME_OF_DTYPE)}."
             )
-        names[place.tensor] = NAMES[file_dtype]
+        names[place.tensor] = NAME_OF_DTYPE[file_dtype]
         size = int(np.prod(place.shape, dtype=np.int64)) * file_dtype.itemsize
         # A tensor larger than the limit gets a file of its own.
         if groups[-1] and sizes[-1] + size > max_file_bytes:
@@ -166,7 +166,7 @@ def _write(
             if place is None:  # copied from the folder `like`
                 opened.write(memoryview(tensor.map()).cast("B"))
                 continue
-            values = np.empty(place.shape, DTYPES[tensor.dtype])
+            values = np.empty(place.shape, DTYPE_OF_NAME[tensor.dtype])
             view = place.view_as_variable(values)
             for part, index in _gather(model, place):
                 for task in copy_tasks(part, view[index]):
@@ -230,10 +230,12 @@ def _finish_folder(
 
 def _write_config_and_index(model: Transformer, folder: Path, files: dict[str, Header]) -> None:
     tensors = [tensor for _, content in files.values() for tensor, _ in content]
-    [first, *_] = [DTYPES[tensor.dtype].name for tensor in tensors]
+    [first, *_] = [DTYPE_OF_NAME[tensor.dtype].name for tensor in tensors]
     _write_json(folder / CONFIG, make_config(model.config, first))
     if len(files) > 1:
-        sizes = (DTYPES[t.dtype].itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
+        sizes = (
+            DTYPE_OF_NAME[t.dtype].itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors
+        )
         weight_map = {
             place.tensor: name
             for name, (_, content) in files.items()

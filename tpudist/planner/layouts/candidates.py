@@ -39,6 +39,7 @@ class Candidate:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_devices": ()}  # they belong to this process
 
+    # The generated hash would fail: `replica_axes` is a dict.
     def __hash__(self) -> int:
         return hash((self.topology, self.name))
 
@@ -70,7 +71,7 @@ class Candidate:
         return tuple(changes)
 
 
-def candidates(
+def make_candidates(
     topology: str | None,
     devices: Sequence[jax.Device],
     geometries: Sequence[Mapping[str, int]] | None,
@@ -100,15 +101,15 @@ def candidates(
                 f"microbatches has {number!r}. Each number must be an integer of at least 1."
             )
     remat = list(dict.fromkeys(remat))
-    # The first candidates are fast if they fit. If one does not, the compiler refuses it early, so
-    # the attempt is cheap, and it shows which others cannot fit either (`needs_no_less`).
     unique: dict[str, Candidate] = {}
-    for axes, name, number in itertools.product(geometries, remat, microbatches):
+    for axes, policy, num_parts in itertools.product(geometries, remat, microbatches):
         # Axes of size 1 change nothing, so `{"fsdp": 8, "tensor": 1}` is the same candidate as
         # `{"fsdp": 8}`; `unique` keeps the first of equal names.
         sizes = {axis: size for axis, size in axes.items() if size != 1}
-        candidate = Candidate(topology, sizes, name, number, devices)
+        candidate = Candidate(topology, sizes, policy, num_parts, devices)
         unique.setdefault(candidate.name, candidate)
+    # The first candidates are fast if they fit. If one does not, the compiler refuses it early, so
+    # the attempt is cheap, and it shows which others may not fit either (`needs_no_less`).
     return sorted(unique.values(), key=lambda x: _guess_time(x, remat))
 
 
@@ -125,14 +126,17 @@ def usual_geometries(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def needs_no_less(candidate: Candidate, other: Candidate, remat: Sequence[str]) -> bool:
-    """Returns whether a candidate surely needs at least as much memory as another.
+    """Returns whether a candidate presumably needs at least as much memory as another.
+
+    The search uses it only for its order, because it may be wrong: more splits by `tensor` mean
+    fewer replicas, so a device may have more of the activations.
 
     Args:
         candidate: Candidate that was not compiled yet.
         other: Candidate that was compiled.
         remat: All names of rematerialization, from the least to the most.
     """
-    # Memory falls, or stays, with each of three settings: more splits along each axis, more
+    # Memory usually falls, or stays, with each of three settings: more splits along each axis, more
     # rematerialization, more microbatches. So a candidate that has no more of any of them needs no
     # less. If one setting is larger and another smaller, nothing follows.
     axes = {*candidate.replica_axes, *other.replica_axes}
@@ -145,6 +149,7 @@ def needs_no_less(candidate: Candidate, other: Candidate, remat: Sequence[str]) 
 
 def _guess_time(candidate: Candidate, remat: Sequence[str]) -> float:
     """Returns a guess of the step time, relative to plain data parallelism."""
+    # Policies between the least and the most get a share of the factor.
     time = _FULL_REMAT ** (remat.index(candidate.remat) / max(1, len(remat) - 1))
     time *= _MICROBATCHES_DOUBLED ** math.log2(candidate.microbatches)
     for axis, size in candidate.replica_axes.items():

@@ -40,8 +40,8 @@ _BYTES_EACH = 3 * 1024**3
 MakeStep = Callable[[Candidate], Sequence[Any]]
 
 
-class _OutOfTime(Exception):
-    """The time budget is spent, or another worker failed."""
+class _Abandoned(Exception):
+    """The candidate is abandoned: the time is spent, or another worker failed."""
 
 
 def search(
@@ -96,7 +96,7 @@ def search(
     _check_request(time_budget_s, max_workers)
     figure_checks.check(tokens_per_step, model_flops)
     devices = jax.devices() if topology is None else topologies.devices(topology)
-    tried = candidates.candidates(topology, devices, geometries, remat, microbatches)
+    ranked = candidates.make_candidates(topology, devices, geometries, remat, microbatches)
     arguments = {
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
@@ -105,9 +105,9 @@ def search(
     }
     started = time.monotonic()
     with show_progress(progress) as report, tempfile.TemporaryDirectory() as folder:
-        layouts = _Search(
+        running = _Search(
             make_step,
-            tried,
+            ranked,
             list(remat),
             arguments,
             # With `cache=False`, a temporary folder: several candidates may have the same program,
@@ -116,11 +116,11 @@ def search(
             started + time_budget_s,
             report,
         )
-        layouts.run(max_workers or _count_workers(len(tried)))
+        running.run(max_workers or _count_workers(len(ranked)))
     return SearchResult(
         topology=topology or f"{len(devices)} x {devices[0].device_kind}",
         num_devices=len(devices),
-        outcomes=rank(layouts.outcomes()),
+        outcomes=rank(running.outcomes()),
         seconds=time.monotonic() - started,
         time_budget_s=time_budget_s,
     )
@@ -153,7 +153,7 @@ class _Search:
     def __init__(
         self,
         make_step: MakeStep,
-        tried: list[Candidate],
+        ranked: list[Candidate],
         remat: list[str],
         arguments: dict[str, Any],
         cache: bool | str | Path,
@@ -161,9 +161,9 @@ class _Search:
         report: Progress,
     ):
         self._make_step = make_step
-        self._tried = tried
+        self._all = ranked  # the most promising first
         # A list and not a queue: `_next_candidate` takes from its middle.
-        self._waiting = list(tried)  # the most promising first
+        self._waiting = list(ranked)
         self._remat = remat
         self._arguments = arguments
         self._cache = cache
@@ -184,28 +184,30 @@ class _Search:
                 for worker in [pool.submit(self._work) for _ in range(num_workers)]:
                     worker.result()
             except BaseException:  # such as an interrupt
-                # The pool waits for its threads. They look at this at their next report.
+                # Leaving the pool waits for its threads. They end at their next report, which
+                # checks this flag.
                 self._is_stopped = True
                 raise
 
     def outcomes(self) -> list[Outcome]:
         """Returns the outcomes of all candidates; those with an earlier program name it."""
-        first: dict[str, str] = {}  # program -> name of the first candidate with it
+        first_with_program: dict[str, str] = {}
         outcomes = []
-        for candidate in self._tried:
+        for candidate in self._all:
             not_reached = Outcome(candidate, NOT_REACHED, reason="not begun")
             outcome = self._outcomes.get(candidate.name, not_reached)
             if outcome.plan is not None:
-                same = first.setdefault(outcome.plan.program, candidate.name)
+                same = first_with_program.setdefault(outcome.plan.program, candidate.name)
                 if same != candidate.name:
                     outcome = dataclasses.replace(outcome, same_as=same)
             outcomes.append(outcome)
         return outcomes
 
     def _work(self) -> None:
-        while (candidate := self._next_candidate()) is not None:
+        while (numbered := self._next_candidate()) is not None:
+            number, candidate = numbered
             try:
-                outcome = self._plan(candidate)
+                outcome = self._plan(candidate, f"{number}/{len(self._all)} {candidate.name}")
             except BaseException:
                 # Now, not in `run`: the caller's thread may be waiting for another worker.
                 self._is_stopped = True
@@ -213,8 +215,8 @@ class _Search:
             with self._lock:
                 self._outcomes[candidate.name] = outcome
 
-    def _next_candidate(self) -> Candidate | None:
-        """Takes the most promising candidate that may fit; None at the end."""
+    def _next_candidate(self) -> tuple[int, Candidate] | None:
+        """Takes the most promising candidate that may fit, and counts it; None at the end."""
         with self._lock:
             # `_is_stopped` is only ever set, never cleared, so it needs no lock.
             if self._is_stopped or time.monotonic() > self._deadline or not self._waiting:
@@ -231,26 +233,27 @@ class _Search:
 
             candidate = next(filter(may_fit, self._waiting), self._waiting[0])
             self._waiting.remove(candidate)
-            return candidate
+            return len(self._all) - len(self._waiting), candidate
 
-    def _plan(self, candidate: Candidate) -> Outcome:
-        number = len(self._tried) - len(self._waiting)
-        where = f"{number}/{len(self._tried)} {candidate.name}"
+    def _plan(self, candidate: Candidate, label: str) -> Outcome:
         callback_errors: list[Exception] = []
 
         def report(activity: str, seconds: float) -> None:
             # `Strategy.plan` calls this between its stages, and while it waits for the compiler.
-            # An exception from here ends that wait: only so does the deadline act on a compilation.
+            # An exception from here ends that wait. There is no other way to stop a compilation at
+            # the deadline.
             if self._is_stopped or time.monotonic() > self._deadline:
-                raise _OutOfTime(activity)
+                raise _Abandoned(activity)
             try:
-                self._report(f"{where}: {activity}", seconds)
+                self._report(f"{label}: {activity}", seconds)
             except Exception as error:
                 callback_errors.append(error)
                 raise
 
-        def make_failure(error: Exception) -> Outcome:
-            if error in callback_errors:  # the user's `progress` may end the search
+        def fail_or_raise(error: Exception) -> Outcome:
+            # An exception of the user's `progress` ends the search; it is no failure of the
+            # candidate.
+            if error in callback_errors:
                 raise error
             _log.debug("%s failed", candidate.name, exc_info=error)
             return Outcome(candidate, FAILED, reason=format_error(error))
@@ -259,10 +262,10 @@ class _Search:
             report("making the step", 0.0)
             strategy, fn, args, *more = self._make_step(candidate)
             arguments = {**self._arguments, **(more[0] if more else {})}
-        except _OutOfTime as late:
+        except _Abandoned as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
         except (TypeError, ValueError, RuntimeError) as error:
-            return make_failure(error)
+            return fail_or_raise(error)
         try:
             plan = strategy.plan(
                 fn,
@@ -272,10 +275,10 @@ class _Search:
                 progress=report,
                 **arguments,
             )
-        except _OutOfTime as late:
+        except _Abandoned as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
         except Exception as error:
-            return make_failure(error)
+            return fail_or_raise(error)
         # The lowered programs of hundreds of candidates would fill the memory.
         plan = dataclasses.replace(plan, _source=None)
         return Outcome(candidate, FITS if plan.fits else TOO_LARGE, plan)
@@ -283,8 +286,11 @@ class _Search:
 
 def _count_workers(num_candidates: int) -> int:
     """Returns 1, or 2 if cores and memory suffice for a second compilation."""
-    cores = len(os.sched_getaffinity(0)) // _CORES_EACH
-    return max(1, min(2, cores, _available_bytes() // _BYTES_EACH, num_candidates))
+    # The cores of this process; only Linux knows a smaller number than those of the machine.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    memory = _available_bytes() // _BYTES_EACH
+    return max(1, min(2, cores // _CORES_EACH, memory, num_candidates))
 
 
 def _available_bytes() -> int:
@@ -294,4 +300,6 @@ def _available_bytes() -> int:
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # as on macOS: unknown, so one compilation
+        return 0
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

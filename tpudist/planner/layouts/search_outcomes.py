@@ -1,6 +1,7 @@
 """The outcomes of a search, one for each candidate."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.plan import Plan
@@ -27,7 +28,7 @@ class Outcome:
     """Result of one candidate.
 
     Attributes:
-        candidate: Candidate.
+        candidate: The layout that was planned.
         status: "fits", "too large", "failed" or "not reached".
         plan: Plan of the candidate; None if it failed or was not reached.
         reason: Reason of a failure, or of a candidate that was not reached.
@@ -51,7 +52,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class SearchOutcomes:
-    """The outcomes of a search; `search_result.SearchResult` documents the fields."""
+    """The fields and queries of `search_result.SearchResult`, which documents them.
+
+    It is a class of its own because `search_text` needs it, and `SearchResult` needs `search_text`
+    for its output.
+    """
 
     topology: str
     num_devices: int
@@ -67,3 +72,8 @@ class SearchOutcomes:
     def of(self, status: str) -> tuple[Outcome, ...]:
         """Returns the outcomes with a status."""
         return tuple(x for x in self.outcomes if x.status == status)
+
+
+def counts_tokens(fitting: Iterable[Outcome]) -> bool:
+    """Returns whether the tokens of all candidates are counted; then they compare per token."""
+    return all(x.plan and x.plan.tokens_per_s for x in fitting)

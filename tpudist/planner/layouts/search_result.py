@@ -14,6 +14,7 @@ from tpudist.planner.layouts.search_outcomes import (
     Outcome,
     Remedy,
     SearchOutcomes,
+    counts_tokens,
 )
 
 JSON_VERSION = 1
@@ -63,8 +64,7 @@ def rank(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """Returns the outcomes in the order of `SearchResult`, with remedies for those too large."""
     order = [FITS, TOO_LARGE, FAILED, NOT_REACHED]
     fitting = [x for x in outcomes if x.status == FITS]
-    # Steps of different numbers of tokens compare only per token, and only if all are counted.
-    by_tokens = all(x.plan and x.plan.tokens_per_s for x in fitting)
+    by_tokens = counts_tokens(fitting)
     outcomes = [
         dataclasses.replace(x, remedy=_find_remedy(x, fitting, by_tokens))
         if x.status == TOO_LARGE
@@ -88,8 +88,8 @@ def _sort_key(outcome: Outcome, by_tokens: bool) -> tuple[float, float]:
 
 def _find_remedy(outcome: Outcome, fitting: Sequence[Outcome], by_tokens: bool) -> Remedy | None:
     # Fewest changed settings first, because each is a change of the program; then the fastest.
-    changes = [(outcome.candidate.changes_to(x.candidate), x) for x in fitting]
-    if not changes:
+    options = [(outcome.candidate.changes_to(x.candidate), x) for x in fitting]
+    if not options:
         return None
-    fewest, best = min(changes, key=lambda pair: (len(pair[0]), _sort_key(pair[1], by_tokens)))
-    return Remedy(best.candidate.name, fewest)
+    changes, nearest = min(options, key=lambda pair: (len(pair[0]), _sort_key(pair[1], by_tokens)))
+    return Remedy(nearest.candidate.name, changes)

@@ -12,6 +12,7 @@ from tpudist.planner.layouts.search_outcomes import (
     TOO_LARGE,
     Outcome,
     SearchOutcomes,
+    counts_tokens,
 )
 from tpudist.planner.show.formats import (
     format_bytes,
@@ -167,16 +168,15 @@ def _cost(name: str, fitting: tuple[Outcome, ...]) -> str:
     outcome = next(x for x in fitting if x.candidate.name == name)
     if not outcome.step_s or not best.step_s:
         return ""
-    # Compared in the way in which `search_result.rank` sorts: per token if tokens are counted.
     times, per = [outcome.step_s, best.step_s], ""
-    if all(x.plan and x.plan.tokens_per_s for x in fitting):
+    if counts_tokens(fitting):
         tokens = [x.plan.tokens_per_step or 1 for x in (outcome, best) if x.plan]
         times = [time / number for time, number in zip(times, tokens, strict=True)]
         per = " per token" if tokens[0] != tokens[1] else ""
     slower = format_share(times[0] / times[1] - 1)
-    rank = f"{slower} slower{per} than the best"
+    comparison = f"{slower} slower{per} than the best"
     if outcome is best:
-        rank = "the best"
+        comparison = "the best"
     elif times[0] <= times[1]:
-        rank = f"as fast{per} as the best"
-    return f" ({format_seconds(outcome.step_s)} per step, {rank})"
+        comparison = f"as fast{per} as the best"
+    return f" ({format_seconds(outcome.step_s)} per step, {comparison})"
