@@ -28,7 +28,7 @@ from tpudist.training.train_options import (
     RunFolder,
     StopOptions,
     check_interval,
-    refuse_moved_options,
+    refuse_unknown_options,
 )
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def train(
             are damaged.
         SystemExit: See `StopOptions.exit_when_preempted`.
     """
-    refuse_moved_options(moved)
+    refuse_unknown_options(moved)
     begun_s = time.perf_counter()
     _check_evaluation(evaluate, evaluate_every)
     report, stop = report or ReportOptions(), stop or StopOptions()

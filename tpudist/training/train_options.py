@@ -77,7 +77,7 @@ class StopOptions:
     exit_when_preempted: bool = True
 
 
-def refuse_moved_options(names: Iterable[str]) -> None:
+def refuse_unknown_options(names: Iterable[str]) -> None:
     """Raises `TypeError` for arguments that `train` does not have, or has no longer."""
     places = (
         (RunFolder, "folder=RunFolder(folder, {}=...)"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -262,7 +263,7 @@ def _bounds(index: Sequence[slice], shape: Shape) -> Bounds:
 
 def _allocate(shape: list[int], dtype: np.dtype) -> np.ndarray:
     # XLA:CPU uses a NumPy array without a copy if it is aligned to 64 bytes.
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(dtype).reshape(shape)

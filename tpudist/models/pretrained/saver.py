@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -108,7 +109,7 @@ def _new_files(
                 f"one of {', '.join(known.name for known in NAME_OF_DTYPE)}."
             )
         names[place.tensor] = NAME_OF_DTYPE[file_dtype]
-        size = int(np.prod(place.shape, dtype=np.int64)) * file_dtype.itemsize
+        size = math.prod(place.shape) * file_dtype.itemsize
         # A tensor larger than the limit gets a file of its own.
         if groups[-1] and sizes[-1] + size > max_file_bytes:
             groups.append([])
@@ -233,9 +234,7 @@ def _write_config_and_index(model: Transformer, folder: Path, files: dict[str, H
     [first, *_] = [DTYPE_OF_NAME[tensor.dtype].name for tensor in tensors]
     _write_json(folder / CONFIG, make_config(model.config, first))
     if len(files) > 1:
-        sizes = (
-            DTYPE_OF_NAME[t.dtype].itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors
-        )
+        sizes = (DTYPE_OF_NAME[t.dtype].itemsize * math.prod(t.shape) for t in tensors)
         weight_map = {
             place.tensor: name
             for name, (_, content) in files.items()
