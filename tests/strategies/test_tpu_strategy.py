@@ -562,6 +562,9 @@ def test_a_value_outside_of_replica_functions_is_put_on_the_mesh():
     parts = split(strategy, x, [4, 1])
     assert isinstance(parts, tpudist.PerReplica)
     assert parts.array.sharding.spec == P("replica", ("logical_0", "logical_1"), None)
+    rows = (3,) * strategy.num_replicas_in_sync
+    pairs = tpudist.PerReplica(x.array, rows, other_rows=((1, rows),))
+    assert split(strategy, pairs, [4, 1]).extents == pairs.extents
     got, expected = (strategy.run(lambda x: (x @ w).sum(), (rows,)) for rows in (parts, x))
     np.testing.assert_allclose(got.array, expected.array, rtol=1e-5)
     with strategy.scope():

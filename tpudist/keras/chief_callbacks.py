@@ -1,14 +1,12 @@
-"""Chooses the callbacks of a process: only the first process writes files, and all read them."""
+"""Chooses the callbacks of a process: only the first writes files; all restore from them."""
 
-import zlib
 from typing import Any, TypeAlias
 
 import jax
 import keras
-import numpy as np
 
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.keras import keras_internals
+from tpudist.keras import keras_internals, process_batches
 from tpudist.processes import process_agreement
 from tpudist.processes.process_agreement import Intention
 
@@ -45,10 +43,10 @@ class _AgreeOnStart(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         model: Any = self.model
         checksum = 0
-        for value in [v.value for v in model.weights]:
+        for variable in model.weights:
             # A process has only some parts of a split variable, so its checksum could not be equal.
-            if value.is_fully_replicated:
-                checksum = zlib.crc32(np.ascontiguousarray(value).data, checksum)
+            if variable.value.is_fully_replicated:
+                checksum = process_batches.checksum(variable.value, checksum)
         facts = {
             "epoch": str(keras_internals.initial_epoch(model)),
             "weights": f"{checksum:08x}",
@@ -66,7 +64,7 @@ def choose(strategy: StrategyBase, model: keras.Model, callbacks: _Callbacks) ->
     mesh = strategy.replica_mesh
     if callbacks is None or not process_agreement.is_needed(mesh):
         return callbacks
-    # Keras uses a CallbackList as it is, so the program has chosen its callbacks itself.
+    # `fit` uses a CallbackList as it is. It cannot be filtered, so each process runs all of it.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     requested = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]

@@ -54,8 +54,8 @@ def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> Pa
         ValueError: If several patterns match, or the layout does not fit the shape.
     """
     specs: Mapping[str, PartitionSpec] = strategy._keras_layout_map
-    # As in Keras, a key that equals the path wins: it need not be a valid expression.
-    matches = [path] if path in specs else [x for x in specs if re.fullmatch(x, path)]
+    # As in Keras, a key that equals the path wins.
+    matches = [path] if path in specs else [x for x in specs if _is_match(x, path)]
     if not matches:
         return None
     if len(matches) > 1:
@@ -85,7 +85,15 @@ def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> Pa
 def list_idle_patterns(strategy: StrategyBase, paths: list[str]) -> list[str]:
     """Returns the patterns of the layout map that match none of `paths`."""
     patterns = strategy._keras_layout_map
-    return [x for x in patterns if not any(x == p or re.fullmatch(x, p) for p in paths)]
+    return [x for x in patterns if not any(_is_match(x, path) for path in paths)]
+
+
+def _is_match(pattern: str, path: str) -> bool:
+    """Returns whether a key of the map is a path, or an expression that matches the whole path."""
+    try:
+        return pattern == path or re.fullmatch(pattern, path) is not None
+    except re.error:  # the path of another variable, such as "dense(1/kernel"
+        return False
 
 
 def _resolve(strategy: StrategyBase, pattern: str, layout: Layout) -> PartitionSpec:

@@ -7,11 +7,13 @@ batches. Each process places its own rows; see `uneven_rows`.
 """
 
 import hashlib
+import pickle
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from keras import tree
@@ -36,8 +38,8 @@ def agree_on_seed(strategy: StrategyBase) -> None:
     intention = Intention(f"Keras in the scope of {strategy!r}")
     # Format: the own seed or "None", and a proposal, as in "None 1804289383". The proposal of the
     # first process counts. 31 bits fit all generators that Keras seeds.
-    texts = process_agreement.exchange(mesh, intention, f"{own} {secrets.randbits(31)}")
-    seeds = [text.split()[0] for text in texts]
+    answers = process_agreement.exchange(mesh, intention, f"{own} {secrets.randbits(31)}")
+    seeds = [answer.split()[0] for answer in answers]
     if len(set(seeds)) > 1:
         found = ", ".join(f"{s} in process {i}" for i, s in zip(mesh.processes, seeds, strict=True))
         raise ValueError(
@@ -46,7 +48,7 @@ def agree_on_seed(strategy: StrategyBase) -> None:
             "none."
         )
     if own is None:
-        keras.utils.set_random_seed(int(texts[0].split()[1]))
+        keras.utils.set_random_seed(int(answers[0].split()[1]))
 
 
 def require_order(strategy: StrategyBase, arguments: Mapping[str, Any]) -> None:
@@ -83,18 +85,18 @@ def iterate(strategy: StrategyBase, adapter: Any) -> Iterator[Batch]:
         yield from batches
         return
     name = type(adapter).__name__
-    state = hashlib.sha256(repr(np.random.get_state(legacy=False)).encode()).hexdigest()
+    # NumPy's generator draws the order of arrays. Not its `repr`, which depends on print options.
+    own_state = hashlib.sha256(pickle.dumps(np.random.get_state(legacy=False))).hexdigest()
     facts = {"data": name, "batches": str(adapter.num_batches)}
-    texts = process_agreement.exchange(mesh, Intention("an epoch of Keras", facts), state)
-    if len(set(texts)) > 1:
-        # NumPy's generators differ, and they draw the order of arrays. If they do not differ, the
-        # order is left as it is, so that it equals the order in a single process.
+    states = process_agreement.exchange(mesh, Intention("an epoch of Keras", facts), own_state)
+    # Equal generators are left as they are, so that the order equals that of a single process.
+    if len(set(states)) > 1:
         # 8 hexadecimal digits, because a seed of RandomState has 32 bits.
-        batches = _draw_from(np.random.RandomState(int(texts[0][:8], 16)), iter(batches))
+        batches = _draw_from(np.random.RandomState(int(states[0][:8], 16)), iter(batches))
     # Slices of equal arrays in an agreed order are equal, so the first batch is enough to compare.
-    is_array = keras_internals.is_of_arrays(adapter)
+    is_sliced = keras_internals.is_of_arrays(adapter)
     for number, batch in enumerate(batches):
-        if number == 0 or not is_array:
+        if number == 0 or not is_sliced:
             agree_on_batch(strategy, batch, f"batch {number} of an epoch of Keras")
         yield batch
     # A process whose data end earlier would otherwise leave the others waiting in a collective of
@@ -112,17 +114,20 @@ def agree_on_batch(
     """
     mesh = strategy.replica_mesh
     if process_agreement.is_needed(mesh):
-        leaves = [
-            np.asarray(x) for x in tree.flatten(batch) if hasattr(x, "__array__")
-        ]  # a sparse tensor has none
+        # Sparse tensors are not compared: NumPy cannot convert them.
+        leaves = [np.asarray(x) for x in tree.flatten(batch) if hasattr(x, "__array__")]
         facts = {f"array {i}": _describe(x) for i, x in enumerate(leaves)}
         process_agreement.agree(mesh, Intention(description, facts))
 
 
 def _describe(x: np.ndarray) -> str:
+    return f"{x.dtype}{list(x.shape)} of checksum {checksum(x):08x}"
+
+
+def checksum(array: np.ndarray | jax.Array, start: int = 0) -> int:
+    """Returns a checksum of the values of an array, continued from the checksum of others."""
     # A view of bytes, because arrays with dtypes of JAX, such as bfloat16, have no buffer.
-    checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data)
-    return f"{x.dtype}{list(x.shape)} of checksum {checksum:08x}"
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, start)
 
 
 def _draw_from(generator: np.random.RandomState, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -135,6 +140,6 @@ def _draw_from(generator: np.random.RandomState, batches: Iterator[Batch]) -> It
         finally:
             generator.set_state(np.random.get_state())
             np.random.set_state(global_state)
-        if batch is None:
+        if batch is None:  # the end: a batch is never None
             return
         yield batch

@@ -172,7 +172,7 @@ def _constrain(mesh: ReplicaMesh, value: jax.Array | PerReplica, spec: Partition
         return LocalPart(_constrain(mesh, local_part(value), spec))
     if isinstance(value, PerReplica):
         stacked = NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, *spec))
-        return PerReplica(_place(value.array, stacked), value.rows, value.dim)
+        return PerReplica(_place(value.array, stacked), value.rows, value.dim, value.other_rows)
     if not tracing:
         return _place(value, NamedSharding(mesh.mesh, spec))
     if mesh.devices_per_replica == 1:
