@@ -310,6 +310,13 @@ CASES = [
     ("tf.split(x, 3, axis=1)[1]", lambda: X[:, 1:2]),
     ("tf.split(x, 2)[0]", lambda: X[:1]),
     ("tf.split(t, [1, 2], axis=1)[1]", lambda: T[:, 1:]),
+    ("tf.split(t, [-1, 3], axis=-1)[1]", lambda: T[..., 1:]),
+    (
+        "tf.split(t + t, num_or_size_splits=[1, x.shape[0] - 2, -1], axis=1)[2]",
+        lambda: 2 * T[:, 1:],
+    ),
+    ("tf.reduce_sum(t.shape[1:])", lambda: np.int32(7)),
+    ("tf.square(t.shape)", lambda: np.array([4, 9, 16], np.int32)),
     ("tf.split(x, num_or_size_splits=x.shape[-1], axis=-1)[2]", lambda: X[:, 2:]),
     ("tf.reduce_mean(tf.split(x, 3, axis=-1), axis=0)", lambda: X.mean(1, keepdims=True)),
     ("tf.unstack(x)[1]", lambda: X[1]),

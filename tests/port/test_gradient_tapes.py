@@ -121,6 +121,7 @@ def test_gradients_by_the_variables_of_another_model():
         "predictions = 0\n" + TAPE + ASK + "return predictions",
         TAPE.replace("predictions", "y") + ASK,
         TAPE + "    if x:\n        half = loss / 2\n" + ASK + "if x:\n    print(half)",
+        TAPE.replace("(x)", "((half := x))") + ASK + "return half",
         "for _ in range(3):\n    " + TAPE.replace("\n", "\n    ") + ASK + "    y = predictions",
         "with tf.GradientTape() as outer:\n    "
         + TAPE.replace("\n", "\n    ")
@@ -140,6 +141,7 @@ def test_gradients_by_the_variables_of_another_model():
         "binds a name again",
         "binds an argument",
         "binds in a branch",
+        "binds in an expression",
         "in a loop",
         "in another tape",
     ],

@@ -46,6 +46,15 @@ def test_cells_are_ported_as_one_program_and_writefile_cells_as_separate_program
     assert code[5] == CELLS[5]
 
 
+def test_new_imports_come_into_the_first_cell_with_python_after_its_commands():
+    cells = ("!pip install x", "try:\n    import tensorflow as tf\nexcept ImportError:\n    raise")
+    ported = port_notebook(notebook(*cells, "strategy = tf.distribute.get_strategy()"))
+    code = code_of(ported.source)
+    assert code[0] == cells[0]
+    assert code[1].startswith("import tpudist\ntry:\n")
+    assert code[2] == "strategy = tpudist.get_strategy()"
+
+
 def test_leftovers_report_their_cell_and_line():
     ported = port_notebook(notebook(*CELLS))
     code = ["", *code_of(ported.source)]

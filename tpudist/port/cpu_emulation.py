@@ -73,11 +73,13 @@ class CpuEmulation(Transformer):
                 if isinstance(lead, cst.SimpleStatementLine) and lead not in self._leads:
                     self._leads.append(lead)
 
-    def _num_devices(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
+    def _num_devices(
+        self, value: cst.BaseExpression, *, follows_names: bool = True
+    ) -> cst.BaseExpression | None:
         """Returns the number in `[Device()] * number` or `[Device() for _ in range(number)]`."""
-        if isinstance(value, cst.Name):
+        if isinstance(value, cst.Name) and follows_names:
             values = self.program.values(value)
-            return self._num_devices(values[0]) if len(values) == 1 else None
+            return self._num_devices(values[0], follows_names=False) if len(values) == 1 else None
         if isinstance(value, cst.ListComp) and self._is_device(value.elt):
             loop, call = value.for_in, value.for_in.iter
             if (

@@ -177,17 +177,33 @@ class GradientTapes(Transformer):
         for binding in scope.assignments if scope is not None else ():
             if not isinstance(binding, metadata.Assignment) or binding.node not in inside:
                 continue
-            # `:=` binds a name inside of an expression, which usually reads it in the same
-            # statement.
-            if not isinstance(self.program.parent(binding.node), cst.NamedExpr):
-                is_read = any(access.node not in inside for access in binding.references)
-                found[binding.name] = found.get(binding.name, False) or is_read
+            reads = [access.node for access in binding.references if access.node not in inside]
+            if self._is_walrus(binding):
+                # The port itself names values by `:=`, and reads them in the same statement. A
+                # statement elsewhere that does so with this name does not read the one of the tape.
+                reads = [x for x in reads if not self._names_value(x, binding.name)]
+                if not reads:
+                    continue
+            found[binding.name] = found.get(binding.name, False) or bool(reads)
         return found
+
+    def _is_walrus(self, binding: metadata.Assignment) -> bool:
+        return isinstance(self.program.parent(binding.node), cst.NamedExpr)
+
+    def _names_value(self, read: cst.CSTNode, name: str) -> bool:
+        """Returns whether the statement that reads a name binds it by `:=`."""
+        around = self.program.around(read)
+        statement = next(
+            x for x in around if isinstance(x, cst.BaseSmallStatement | cst.BaseStatement)
+        )
+        bound = nodes_in(statement, cst.NamedExpr)
+        return any(isinstance(x.target, cst.Name) and x.target.value == name for x in bound)
 
     def _is_always_bound(self, statement: cst.With, name: str) -> bool:
         """Returns whether the recorded code always binds a name, not only in a branch or loop."""
-        nodes = {binding.node for binding in self._assignments(statement, name)}
-        return self._binds(statement.body, nodes)
+        # Python may skip a `:=`, as in `a and (b := c)`.
+        bindings = self._assignments(statement, name)
+        return self._binds(statement.body, {x.node for x in bindings if not self._is_walrus(x)})
 
     def _binds(self, block: cst.CSTNode, nodes: set[cst.CSTNode]) -> bool:
         """Returns whether every path through a block binds one of some nodes."""

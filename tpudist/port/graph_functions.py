@@ -15,7 +15,8 @@ from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.analysis.value_kinds import Numbers, ValueKinds
 
-_FUNCTION = ("tensorflow.function", "tensorflow.autograph.experimental.do_not_convert")
+_FUNCTION = "tensorflow.function"
+_DECORATORS = (_FUNCTION, "tensorflow.autograph.experimental.do_not_convert")
 
 
 class GraphFunctions(Transformer):
@@ -24,9 +25,9 @@ class GraphFunctions(Transformer):
     def __init__(self, program: Program):
         super().__init__(program)
         self._kinds = ValueKinds(program)
-        # The names in `object.name.attribute`: methods whose graph may be used. Not those of a
-        # module: `tf.train.Checkpoint` does not use a function called `train`.
-        self._owners = {
+        # `step` is here if the program has `self.step.get_concrete_function`, which uses the graph.
+        # Names in a module are not: `tf.train.Checkpoint` does not use a function called `train`.
+        self._names_with_attributes = {
             node.value.attr.value
             for node in program.nodes(cst.Attribute)
             if isinstance(node.value, cst.Attribute) and not program.name(node.value)
@@ -36,21 +37,16 @@ class GraphFunctions(Transformer):
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
         """Removes the decorator, with all its options."""
-        decorators = [
-            updated
-            for original, updated in zip(
-                original_node.decorators, updated_node.decorators, strict=True
-            )
-            if not self._is_function(original.decorator)
-        ]
-        if len(decorators) == len(updated_node.decorators) or not self._is_free(original_node):
+        names = [self._decorator_name(x) for x in original_node.decorators]
+        pairs = list(zip(names, updated_node.decorators, strict=True))
+        decorators = [decorator for name, decorator in pairs if name not in _DECORATORS]
+        if len(decorators) == len(pairs) or self._may_need_graph(original_node):
             return updated_node
         # A step that is defined inside would be a new function at each call, and `run` caches
         # programs by the identity of the function. `tpudist.function` traces the outer function
         # once instead.
-        if not decorators and self._makes_its_step(original_node):
-            [decorator] = updated_node.decorators
-            whole = decorator.with_changes(decorator=self.write("tpudist.function"))
+        if not decorators and _FUNCTION in names and self._makes_its_step(original_node):
+            whole = dict(pairs)[_FUNCTION].with_changes(decorator=self.write("tpudist.function"))
             return updated_node.with_changes(decorators=[whole])
         first = original_node.decorators[0].leading_lines
         if not decorators:  # comments on the decorator become comments on the function
@@ -63,7 +59,7 @@ class GraphFunctions(Transformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """Rewrites `tf.function(f)` to `f`, and `tf.print`."""
         name = self.program.callee(original_node)
-        if name == "tensorflow.function" and original_node.args:
+        if name == _FUNCTION and original_node.args:
             arg, *options = updated_node.args
             is_decorator = isinstance(self.program.parent(original_node), cst.Decorator)
             are_named = all(x.keyword is not None for x in options)
@@ -82,7 +78,7 @@ class GraphFunctions(Transformer):
             and self.roles.of(original_node) in (Role.HOST, Role.REPLICA, Role.BOTH)
             and isinstance(call, cst.Call)
             and not any(arg.star for arg in call.args)
-            and self._is_only_counted(original_node.target)
+            and self._is_plain_number(original_node.target)
         ):
             assert isinstance(updated_node.iter, cst.Call)
             if (numbers := self._numbers_of_range(call)) is not None:
@@ -141,22 +137,27 @@ class GraphFunctions(Transformer):
             return updated.with_changes(func=self.write("jax.debug.print"), args=args)
         return updated
 
-    def _is_function(self, decorator: cst.BaseExpression) -> bool:
-        called = decorator.func if isinstance(decorator, cst.Call) else decorator
-        return self.program.name(called) in _FUNCTION
+    def _decorator_name(self, node: cst.Decorator) -> str:
+        """Returns the imported name of a decorator, with or without options."""
+        decorator = node.decorator
+        return self.program.name(decorator.func if isinstance(decorator, cst.Call) else decorator)
 
-    def _is_free(self, function: cst.FunctionDef) -> bool:
-        """Returns whether nothing uses the graph of a function."""
-        if self.roles.of(function) is Role.DATASET:
-            return False
-        for read in self.program.references(function.name):
-            outer = self.program.parent(read)
-            if isinstance(outer, cst.Attribute) and outer.value is read:
-                return False
-        return function.name.value not in self._owners
+    def _may_need_graph(self, function: cst.FunctionDef) -> bool:
+        """Returns whether a pipeline calls a function, or code reads an attribute of it."""
+        return (
+            self.roles.of(function) is Role.DATASET
+            or function.name.value in self._names_with_attributes
+            or any(
+                isinstance(outer := self.program.parent(read), cst.Attribute)
+                and outer.value is read
+                for read in self.program.references(function.name)
+            )
+        )
 
     def _makes_its_step(self, function: cst.FunctionDef) -> bool:
         """Returns whether a function defines the step that it runs, and does nothing else."""
+        # `tpudist.function` is certain to work if each argument is an array or an iterator, nothing
+        # happens besides the steps, and nobody stores the function.
         params = function.params
         if (
             self.roles.of(function) is not Role.HOST
@@ -164,7 +165,7 @@ class GraphFunctions(Transformer):
             or params.star_kwarg is not None
             or any(p.default is not None for p in (*params.params, *params.kwonly_params))
             or not isinstance(self.program.parent(function), cst.Module)
-            or not all(self._is_called(x) for x in self.program.references(function.name))
+            or not all(self._is_callee(x) for x in self.program.references(function.name))
         ):
             return False
         steps = [x for x in function.body.body if isinstance(x, cst.FunctionDef)]
@@ -184,7 +185,7 @@ class GraphFunctions(Transformer):
         first = [self.program.function(arg.value) for arg in call.args[:1]]
         return method_name(call) == "run" and any(x in steps for x in first)
 
-    def _is_called(self, read: cst.CSTNode) -> bool:
+    def _is_callee(self, read: cst.CSTNode) -> bool:
         """Returns whether a function is called where its name is read, and not passed on."""
         outer = self.program.parent(read)
         return isinstance(outer, cst.Call) and outer.func is read
@@ -205,7 +206,7 @@ class GraphFunctions(Transformer):
                 return False
         return False
 
-    def _is_only_counted(self, target: cst.BaseAssignTargetExpression) -> bool:
+    def _is_plain_number(self, target: cst.BaseAssignTargetExpression) -> bool:
         """Returns whether the number of a round is used only as a number, not as a tensor."""
         if not isinstance(target, cst.Name):
             return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
-from tpudist.port.analysis.nodes import remove_statement
+from tpudist.port.analysis.nodes import is_notebook_mark, nodes_in, remove_statement
 from tpudist.port.analysis.program import Program
 from tpudist.port.keras_names import BACKEND, is_backend
 from tpudist.port.tensorflow_names import TPUDIST, is_in_keras
@@ -48,20 +48,16 @@ class ImportStatements(cst.CSTTransformer):
         """Rewrites a line of imports, and adds new ones to the first line with TensorFlow."""
         if not any(_is_of_tensorflow(part) for part in original_node.body):
             return updated_node
+        is_at_top = isinstance(self._program.parent(original_node), cst.Module)
         statements: list[str] = []
         for part in original_node.body:
-            if isinstance(part, cst.Import):
-                statements += self._import(part)
-            elif isinstance(part, cst.ImportFrom):
-                statements += self._import_from(part)
-            else:
-                statements.append(_code(part))
-        is_at_top = isinstance(self._program.parent(original_node), cst.Module)
-        # New imports take the place of the first import of TensorFlow at the top of the module. In
-        # a function or an `if`, the names would not be bound for the rest of the program.
-        if is_at_top and not self._is_placed:
-            self._is_placed = True
-            statements = sorted({*statements, *self.new_statements()}, key=_module_of)
+            imports = self._rewrite(part)
+            # New imports take the place of the first import of TensorFlow at the top of the module.
+            # In a function or an `if`, the names would not be bound for the rest of the program.
+            if is_at_top and not self._is_placed and _is_of_tensorflow(part):
+                self._is_placed = True
+                imports = sorted({*imports, *self.new_statements()}, key=_sort_key)
+            statements += imports
         if not statements:
             return remove_statement(self._program.parent(original_node), updated_node)
         lines = [cst.parse_statement(statement) for statement in dict.fromkeys(statements)]
@@ -93,6 +89,14 @@ class ImportStatements(cst.CSTTransformer):
             # `from tensorflow import keras` is no conflict, because it becomes `import keras`.
             if self._bound.get(name) not in (None, _MODULES.get(name, name), f"tensorflow.{name}")
         ]
+
+    def _rewrite(self, statement: cst.BaseSmallStatement) -> list[str]:
+        """Returns the statements that replace one of a line; other statements than imports stay."""
+        if isinstance(statement, cst.Import):
+            return list(self._import(statement))
+        if isinstance(statement, cst.ImportFrom):
+            return list(self._import_from(statement))
+        return [_code(statement)]
 
     def _import(self, statement: cst.Import) -> Iterator[str]:
         for alias in statement.names:
@@ -166,17 +170,17 @@ def _bound_at_top(program: Program) -> dict[str, str]:
 
 def _with_backend(body: Sequence) -> list:
     """Returns the statements of a module, with the backend before the first import of Keras."""
-    parts = _small_statements(body)
-    is_keras = any(_imports(part, "keras") for part in parts)
-    if not is_keras or any(is_backend(part) for part in parts):
+    parts = [part for x in body for part in nodes_in(x, cst.BaseSmallStatement)]
+    imports_keras = any(_imports(part, "keras") for part in parts)
+    if not imports_keras or any(is_backend(part) for part in parts):
         return list(body)
-    # TensorFlow imports Keras as well, so the backend must come before both.
+    # TensorFlow, keras_tuner and the like import Keras as well, so the backend must come first.
     place = next(
         i
         for i, statement in enumerate(body)
         if any(
             name.startswith(("keras", "tensorflow"))
-            for part in _small_statements([statement])
+            for part in nodes_in(statement, cst.BaseSmallStatement)
             for name in _modules_of(part)
         )
     )
@@ -189,31 +193,27 @@ def _with_backend(body: Sequence) -> list:
     backend = cst.parse_statement(BACKEND)
     if has_os:
         new = [backend.with_changes(leading_lines=[*blank, *leading])]
-        rest = blank
     else:
         new = [cst.parse_statement("import os").with_changes(leading_lines=leading)]
         new.append(backend.with_changes(leading_lines=blank))
-        rest = blank
-    first = body[place].with_changes(leading_lines=rest)
+    first = body[place].with_changes(leading_lines=blank)
     return [*body[:place], *new, first, *body[place + 1 :]]
 
 
 def _after_header(body: Sequence) -> int:
-    """Returns the place of new imports: after the docstring and imports from `__future__`."""
-    place = 0
-    # 20 is more than any header; the loop ends at the first statement that is not one line.
-    for i, statement in enumerate(body[:20]):
-        if not isinstance(statement, cst.SimpleStatementLine):
-            break
-        part = statement.body[0]
-        is_docstring = (
-            i == 0
-            and isinstance(part, cst.Expr)
-            and isinstance(part.value, cst.SimpleString | cst.ConcatenatedString)
+    """Returns the place of new imports: after the docstring and imports from `__future__`.
+
+    In a notebook it is in the first cell with Python code, so after its mark and after commands,
+    which may install what is imported.
+    """
+    for i, statement in enumerate(body):
+        part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else statement
+        is_docstring = isinstance(part, cst.Expr) and isinstance(
+            part.value, cst.SimpleString | cst.ConcatenatedString
         )
-        if is_docstring or _imports(part, "__future__"):
-            place = i + 1
-    return place
+        if not (is_docstring or _imports(part, "__future__") or is_notebook_mark(statement)):
+            return i
+    return len(body)
 
 
 def _imports(part: cst.CSTNode, module: str) -> bool:
@@ -244,8 +244,9 @@ def _module_name(module: cst.BaseExpression) -> str:
     return cst.Module([]).code_for_node(module)
 
 
-def _code(part: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(part).strip()
+def _code(statement: cst.BaseSmallStatement) -> str:
+    alone = statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+    return cst.Module([]).code_for_node(alone).strip()
 
 
 def _from(name: str, other: str) -> str:
@@ -253,6 +254,6 @@ def _from(name: str, other: str) -> str:
     return f"from {module} import {last}{other}" if module else f"import {last}{other}"
 
 
-def _module_of(statement: str) -> str:
-    """Returns the module of a statement: the key by which imports are sorted, as in isort."""
-    return statement.split()[1].lower()
+def _sort_key(statement: str) -> tuple[str, bool, str]:
+    """Returns the key by which imports are sorted: by module, `import x` before `from x import`."""
+    return statement.split()[1].lower(), statement.startswith("from "), statement

@@ -11,15 +11,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tpudist.port.analysis.nodes import CELL_MARK, LINE_MARK
 from tpudist.port.leftovers import Leftover
 from tpudist.port.port_program import CannotPort, Ported, port_program
 
-# Statements that replace cell borders and IPython commands during the port, which does not change
-# them.
-_CELL = re.compile(r"^__tpudist_cell__\((\d+)\)\n", re.MULTILINE)
-_LINE = re.compile(r"__tpudist_line__\((\d+)\)")
+_CELL_MARK = re.compile(rf"^{CELL_MARK}\((\d+)\)\n", re.MULTILINE)
+_LINE_MARK = re.compile(rf"{LINE_MARK}\((\d+)\)")
 _IPYTHON = re.compile(r"^([ \t]*)((?:!|\?|%%?[A-Za-z]).*)$", re.MULTILINE)
-_FILE = re.compile(r"\s*%%writefile\b.*\n")
+_WRITEFILE = re.compile(r"\s*%%writefile\b.*\n")
 
 
 def port_notebook(
@@ -48,23 +47,23 @@ def port_notebook(
             "It is not a valid notebook: its cells cannot be read. Save it as .ipynb again."
         ) from error
     # A cell with a cell magic (`%%bash`, `%%writefile`) is not Python of the program.
-    of_program = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
-    new, leftovers, stays = _port_cells(of_program, is_whole, on_pass)
+    program_texts = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
+    new_texts, leftovers, stays = _port_cells(program_texts, is_whole, on_pass)
     for i, text in texts.items():
-        if file := _FILE.match(text):
-            ported = port_program(text[file.end() :], is_whole=False)
-            new[i] = file[0] + ported.source
-            first = file[0].count("\n")
+        if command := _WRITEFILE.match(text):
+            ported = port_program(text[command.end() :], is_whole=False)
+            new_texts[i] = command[0] + ported.source
+            first = command[0].count("\n")
             leftovers += [
                 dataclasses.replace(leftover, line=leftover.line + first, cell=i + 1)
                 for leftover in ported.leftovers
             ]
             stays |= set(ported.stays)
-    for i, text in new.items():
+    for i, text in new_texts.items():
         if text != texts[i]:
             cells[i]["source"] = text.splitlines(keepends=True)
     leftovers.sort(key=lambda leftover: (leftover.cell or 0, leftover.line, leftover.name))
-    is_same = all(new.get(i, text) == text for i, text in texts.items())
+    is_same = all(text == texts[i] for i, text in new_texts.items())
     # Notebook editors indent by 1 blank, some tools by 2 or 4. The old indentation keeps the diff
     # small.
     indent = re.search(r'^\{\n( *)"', source)
@@ -87,36 +86,36 @@ def _port_cells(
     texts: dict[int, str], is_whole: bool, on_pass: Callable[[int, int], None]
 ) -> tuple[dict[int, str], list[Leftover], set[str]]:
     """Returns the cells of one program after the port, its leftovers, and the names that stay."""
-    lines: list[str] = []
+    commands: list[str] = []
 
     def hide(line: re.Match[str]) -> str:
-        lines.append(line[2])
-        return f"{line[1]}__tpudist_line__({len(lines) - 1})"
+        commands.append(line[2])
+        return f"{line[1]}{LINE_MARK}({len(commands) - 1})"
 
     program = "".join(
-        f"__tpudist_cell__({i})\n{text if _is_python(text) else _IPYTHON.sub(hide, text)}\n"
+        f"{CELL_MARK}({i})\n{text if _is_python(text) else _IPYTHON.sub(hide, text)}\n"
         for i, text in texts.items()
     )
-    # The cells are one program, because names of one cell are read in others. Calls with an unknown
-    # name mark the borders: no transformer changes them, and they survive as statements.
+    # The cells are one program, because names of one cell are read in others.
     ported = port_program(program, is_whole=is_whole, on_pass=on_pass)
-    _, *parts = _CELL.split(ported.source)
+    before, *parts = _CELL_MARK.split(ported.source)
     numbers = [int(number) for number in parts[::2]]
-    assert numbers == list(texts)  # no transformer removes such a statement
-    new = {
-        i: _LINE.sub(lambda line: lines[int(line[1])], text.removesuffix("\n"))
+    assert not before  # imports that the port adds come after the first mark
+    assert numbers == list(texts)  # no transformer removes a mark
+    new_texts = {
+        i: _LINE_MARK.sub(lambda line: commands[int(line[1])], text.removesuffix("\n"))
         for i, text in zip(numbers, parts[1::2], strict=True)
     }
     # Marks above statements move lines, so the borders are found again in the new source.
-    begins = [
+    borders = [
         (ported.source[: found.start()].count("\n") + 1, int(found[1]))
-        for found in _CELL.finditer(ported.source)
+        for found in _CELL_MARK.finditer(ported.source)
     ]
     leftovers = []
     for leftover in ported.leftovers:
-        begin, i = max(place for place in begins if place[0] <= leftover.line)
-        leftovers.append(dataclasses.replace(leftover, line=leftover.line - begin, cell=i + 1))
-    return new, leftovers, set(ported.stays)
+        line, i = max(border for border in borders if border[0] <= leftover.line)
+        leftovers.append(dataclasses.replace(leftover, line=leftover.line - line, cell=i + 1))
+    return new_texts, leftovers, set(ported.stays)
 
 
 def _is_python(text: str) -> bool:

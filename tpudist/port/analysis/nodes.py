@@ -14,6 +14,10 @@ import libcst as cst
 
 _N = TypeVar("_N", bound=cst.CSTNode)
 
+# Calls of these stand for cell borders and IPython commands while a notebook is ported. No
+# transformer changes them, because their names are unknown.
+CELL_MARK, LINE_MARK = "__tpudist_cell__", "__tpudist_line__"
+
 # Fields of nodes that contain no names.
 _BLANKS = {"comma", "lpar", "rpar", "semicolon", "equal", "header", "footer", "indent", "dot"}
 _BLANKS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "trailing_whitespace"}
@@ -90,6 +94,11 @@ def method_name(node: cst.CSTNode | None) -> str:
 def keyword_name(arg: cst.Arg) -> str:
     """Returns the keyword of an argument; empty if it has none."""
     return arg.keyword.value if arg.keyword else ""
+
+
+def is_notebook_mark(node: cst.CSTNode, *names: str) -> bool:
+    """Returns whether a statement is a call of one of some marks; without `names`, of any."""
+    return code_of(node).startswith(tuple(f"{name}(" for name in names or (CELL_MARK, LINE_MARK)))
 
 
 def has_text(value: cst.CSTNode | None, text: str) -> bool:

@@ -29,9 +29,10 @@ _OF_FIRST = set(
     "abs sign square floor ceil round negative identity stop_gradient reduce_sum reduce_max "
     "reduce_min reduce_prod reduce_mean cumsum cumprod transpose reshape broadcast_to expand_dims "
     "squeeze tile repeat reverse roll gather gather_nd relu relu6 clip_by_value sort add_n stack "
-    "concat split unstack maximum minimum add subtract multiply pow squared_difference matmul "
-    "zeros_like ones_like pad boolean_mask slice constant convert_to_tensor".split()
+    "concat split unstack zeros_like ones_like pad boolean_mask slice constant "
+    "convert_to_tensor".split()
 )
+_OF_BOTH = set("maximum minimum add subtract multiply pow squared_difference matmul".split())
 # Positions of the parameter dtype, from 0; operations that return floats without a dtype; and
 # keywords that determine the dtype.
 _DTYPE_PLACES = {
@@ -67,7 +68,6 @@ class ValueKinds:
     def __init__(self, program: Program):
         self._program = program
         self._numbers: dict[tuple[object, str], Numbers] = {}
-        self._lists: dict[tuple[object, str], bool] = {}
         self._active: set[tuple[object, str]] = set()  # names that are being examined
 
     def numbers(self, value: cst.BaseExpression, depth: int = 0) -> Numbers:
@@ -79,9 +79,12 @@ class ValueKinds:
         if isinstance(value, cst.Integer | cst.Comparison):
             return Numbers.INTEGERS
         if isinstance(value, cst.UnaryOperation):
-            return self.numbers(value.expression, depth + 1)
+            is_not = isinstance(value.operator, cst.Not)
+            return Numbers.INTEGERS if is_not else self.numbers(value.expression, depth + 1)
         if isinstance(value, cst.BinaryOperation):
-            return self._of_both(value, depth)
+            is_division = isinstance(value.operator, cst.Divide)
+            operands = [value.left, value.right]
+            return Numbers.FLOATS if is_division else self._of_operands(operands, depth)
         if isinstance(value, cst.Subscript):
             return self.numbers(value.value, depth + 1)
         if isinstance(value, cst.List | cst.Tuple):
@@ -98,26 +101,30 @@ class ValueKinds:
 
     def may_be_list(self, value: cst.BaseExpression) -> bool:
         """Returns whether an expression is a list or tuple, or a name that may be bound to one."""
-        if isinstance(value, cst.List | cst.Tuple | cst.ListComp):
-            return True
-        if isinstance(value, cst.BinaryOperation):
-            return self.may_be_list(value.left) or self.may_be_list(value.right)
-        if isinstance(value, cst.IfExp):
-            return self.may_be_list(value.body) or self.may_be_list(value.orelse)
-        if isinstance(value, cst.Call):
-            name = self._program.callee(value).removeprefix("tensorflow.")
-            if name in ("split", "unstack"):
-                return True
-            return function_name(value) in ("list", "tuple")
-        if isinstance(value, cst.Attribute):
-            return value.attr.value in ("losses", "values")
-        if isinstance(value, cst.Name):
-            key = (self._program.scope(value), value.value)
-            if key not in self._lists:
-                # The answer while the name is examined, for values that contain the name itself.
-                self._lists[key] = False
-                self._lists[key] = any(self.may_be_list(one) for one in self._values(value))
-            return self._lists[key]
+        # Names may be bound to each other in a circle, so each is followed once.
+        left, followed = [value], set()
+        while left:
+            match left.pop():
+                case cst.List() | cst.Tuple() | cst.ListComp():
+                    return True
+                # `model.losses` of Keras, `PerReplica.values`, and the shape of an array.
+                case cst.Attribute(attr=cst.Name("losses" | "values" | "shape")):
+                    return True
+                case cst.Call() as call:
+                    name = self._program.callee(call) or function_name(call)
+                    if name in ("tensorflow.split", "tensorflow.unstack", "list", "tuple"):
+                        return True
+                case cst.BinaryOperation(left=first, right=second):
+                    left += [first, second]
+                case cst.IfExp(body=first, orelse=second):
+                    left += [first, second]
+                case cst.Subscript(value=whole, slice=[cst.SubscriptElement(slice=cst.Slice())]):
+                    left.append(whole)
+                case cst.Name() as name:
+                    key = (self._program.scope(name), name.value)
+                    if key not in followed:
+                        followed.add(key)
+                        left += self._values(name)
         return False
 
     def _values(self, name: cst.Name) -> list[cst.BaseExpression]:
@@ -144,7 +151,8 @@ class ValueKinds:
             return self.is_number(value.left, depth) and self.is_number(value.right, depth)
         if isinstance(value, cst.Subscript):
             of_shape = isinstance(value.value, cst.Attribute) and value.value.attr.value == "shape"
-            return of_shape or self._program.callee(value.value) == "tensorflow.shape"
+            of_shape = of_shape or self._program.callee(value.value) == "tensorflow.shape"
+            return of_shape and isinstance(value.slice[0].slice, cst.Index)
         if isinstance(value, cst.Attribute):
             return value.attr.value == "num_replicas_in_sync"
         if isinstance(value, cst.Call):
@@ -164,15 +172,11 @@ class ValueKinds:
         """Returns the kind of several values, if it is the same."""
         return _join({self.numbers(value, depth + 1) for value in values})
 
-    def _of_both(self, value: cst.BinaryOperation, depth: int) -> Numbers:
+    def _of_operands(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
         """Returns the kind of an operation; TensorFlow requires operands of one dtype."""
-        if isinstance(value.operator, cst.Divide):
-            return Numbers.FLOATS
-        found = {self.numbers(value.left, depth + 1), self.numbers(value.right, depth + 1)}
-        if Numbers.FLOATS in found:
-            return Numbers.FLOATS
-        # A Python integer takes the dtype of the array.
-        return _join(found)
+        found = {self.numbers(value, depth + 1) for value in values}
+        # A Python integer takes the dtype of the array, so `0 * x` has the kind of `x`.
+        return Numbers.FLOATS if Numbers.FLOATS in found else _join(found)
 
     def _of_name(self, name: cst.Name, depth: int) -> Numbers:
         """Returns the kind of all values of a name."""
@@ -262,6 +266,8 @@ class ValueKinds:
             return self._of_all([x.value for x in call.args[1:]], depth)
         if last == "einsum" and len(call.args) > 1:
             return self.numbers(call.args[1].value, depth + 1)
+        if last in _OF_BOTH:
+            return self._of_operands([x.value for x in call.args[:2]], depth)
         if last in _OF_FIRST and call.args:
             return self.numbers(call.args[0].value, depth + 1)
         return Numbers.UNKNOWN

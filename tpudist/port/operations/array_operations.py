@@ -359,12 +359,11 @@ class ArrayOperations(Transformer):
         names |= {x: self.program.free_name(x, taken) for x in loop_names(template) & taken}
         for helper in HELPERS.keys() & names_in(parse_template(template)):
             names[helper] = self._helpers[helper] = self.program.free_name(helper)
-            self.imports.add("jnp")
-        filled = fill_template(template, values, keywords, names)
+        written = " ".join([template, *(HELPERS[x] for x in self._helpers)])
         for module in ("jnp", "jax", "np", "keras", "optax"):
-            if re.search(rf"\b{module}\.", template):
+            if re.search(rf"\b{module}\.", written):
                 self.imports.add(module)
-        return filled
+        return fill_template(template, values, keywords, names)
 
     def _is_of_tensorflow(self, node: cst.CSTNode) -> bool:
         """Returns whether a node is in an argument of `tf.data`, or in a remaining TensorSpec."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from tpudist.port.analysis.nodes import code_of, function_name, nodes_in
+from tpudist.port.analysis.nodes import CELL_MARK, function_name, is_notebook_mark, nodes_in
 
-# Functions by the name that templates use. Each needs `jnp`.
+# Functions by the name that templates use.
 HELPERS = {
     "clip_by_global_norm": '''
 def clip_by_global_norm(arrays, clip_norm):
@@ -16,7 +16,14 @@ def clip_by_global_norm(arrays, clip_norm):
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in arrays))
     scale = clip_norm / jnp.maximum(norm, clip_norm)
     return [array * scale for array in arrays], norm
-'''
+''',
+    "part_ends": '''
+def part_ends(sizes, length):
+    """Returns where parts of these sizes end; one may be -1, the rest. A number of parts stays."""
+    if np.ndim(sizes) == 0:
+        return sizes
+    return np.cumsum([length - sum(sizes) - 1 if n == -1 else n for n in sizes])[:-1]
+''',
 }
 _NUM_BLANKS = 2  # lines between functions
 
@@ -35,7 +42,7 @@ def with_helpers(module: cst.Module, names: dict[str, str]) -> cst.Module:
         function = function.with_changes(name=cst.Name(new))
         place = next(i for i, statement in enumerate(body) if _calls(statement, new))
         # No blank lines at the beginning of a file or a notebook cell.
-        is_first = place == 0 or _is_mark_of_cell(body[place - 1])
+        is_first = place == 0 or is_notebook_mark(body[place - 1], CELL_MARK)
         lines = [] if is_first else _with_blanks([])
         after = body[place]
         after = after.with_changes(leading_lines=_with_blanks(after.leading_lines))
@@ -48,11 +55,6 @@ def _with_blanks(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
     blanks = next((i for i, line in enumerate(lines) if line.comment), len(lines))
     missing = max(_NUM_BLANKS - blanks, 0)
     return [*[cst.EmptyLine(indent=False)] * missing, *lines]
-
-
-def _is_mark_of_cell(statement: cst.CSTNode) -> bool:
-    """Returns whether a statement marks the beginning of a notebook's cell."""
-    return code_of(statement).startswith("__tpudist_cell__(")
 
 
 def _calls(statement: cst.CSTNode, name: str) -> bool:

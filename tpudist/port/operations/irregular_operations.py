@@ -88,15 +88,15 @@ def _split(call: Call) -> str:
     sizes = call.args["num_or_size_splits"]
     if call.kinds.is_number(sizes):
         return "jnp.split(_value, _num_or_size_splits, _axis)"
-    if isinstance(sizes, cst.List | cst.Tuple):
-        numbers = [code_of(x.value) for x in sizes.elements]
-        if not all(x.isdigit() for x in numbers):
-            return ""
+    is_literal = isinstance(sizes, cst.List | cst.Tuple)
+    numbers = [code_of(x.value) for x in sizes.elements] if is_literal else [""]
+    if all(x.isdigit() for x in numbers):
         call.use("num_or_size_splits")
         ends = [sum(map(int, numbers[: i + 1])) for i in range(len(numbers) - 1)]
         return f"jnp.split(_value, {ends}, _axis)"
-    where = "np.cumsum(_num_or_size_splits)[:-1] if np.ndim(_num_or_size_splits) else "
-    return f"jnp.split(_value, {where}_num_or_size_splits, _axis)"
+    # A size may be -1, also in a name. Only the array tells the size of that part.
+    axis = "_axis" if "axis" in call.args else "0"
+    return f"jnp.split(_value, part_ends(_num_or_size_splits, _value.shape[{axis}]), _axis)"
 
 
 def _concat(call: Call) -> str:
