@@ -800,7 +800,27 @@ def test_progress_adds_up_when_a_worker_and_a_server_die(run, tmp_path, caplog):
     lines, v = tmp_path / "lines", run.make(np.zeros(1000, np.float32))
     server = v.home.server
     before = run.coordinator.progress().sample()
+    num_closures = 40 + len(run.coordinator.workers)
+
+    def read_lines():
+        return list(map(json.loads, lines.read_text().splitlines())) if lines.exists() else []
+
+    def wait_for_answer(num_finished):
+        """Waits for a sample after `num_finished` closures with new figures of the server."""
+
+        def has_answered():
+            return any(
+                line["finished"] - before.finished == num_finished
+                and line["servers"][server]["state"] == "answers"
+                for line in read_lines()
+            )
+
+        wait_until(has_answered, f"a sample after {num_finished} closures")
+
     with run.coordinator.progress(every_s=0.05, show=False, json_lines=lines):
+        # The thread of the display may start late, and a busy server may miss a sample.
+        wait_for_answer(0)
+        first = read_lines()[-1]
         for i in range(40):
             run.schedule(lambda: v.assign_add(np.ones(1000, np.float32)))
             if i == 15:
@@ -811,12 +831,13 @@ def test_progress_adds_up_when_a_worker_and_a_server_die(run, tmp_path, caplog):
                 wait_until(lambda: run.kill("ps", server), "the death of a server")
         run.coordinator.join()
         run.use_all_workers()
+        wait_for_answer(num_closures)
     np.testing.assert_array_equal(v.numpy(), 40)
-    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    written = read_lines()
     for line in written:
         check_sums(line)
-    first, last = written[0], written[-1]
-    assert last["finished"] - before.finished == 40 + len(run.coordinator.workers)
+    last = written[-1]
+    assert last["finished"] - before.finished == num_closures
     assert last["retries"]["server died"] > before.retries.get("server died", 0)
     assert last["workers"][0]["restarts"] == first["workers"][0]["restarts"] + 1
     assert last["servers"][server]["restarts"] == first["servers"][server]["restarts"] + 1
