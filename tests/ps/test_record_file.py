@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tpudist.ps import record_file
 from tpudist.ps.record_file import RecordError, RecordFile, encode, read_records
 
 RECORDS = [
@@ -72,6 +73,7 @@ def test_damaged_records_are_never_read(tmp_path_factory, where, change):
 
 
 def test_a_full_disk_leaves_the_file_unchanged(tmp_path, monkeypatch):
+    """Also if it is still full at the next record, and has room for the one after that."""
     path = tmp_path / "log"
     file = RecordFile(path)
     file.append(*RECORDS[0])
@@ -92,9 +94,27 @@ def test_a_full_disk_leaves_the_file_unchanged(tmp_path, monkeypatch):
             return getattr(self.file, name)
 
     monkeypatch.setattr(file, "_file", Full(file._file))
-    with pytest.raises(OSError, match="No space left"):
-        file.append(*RECORDS[1])
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            file.append(*RECORDS[1])
+        assert path.read_bytes() == before
     monkeypatch.undo()
+    file.append(*RECORDS[1])
     file.close()
-    assert path.read_bytes() == before
+    require_same(list(read_records(path)), RECORDS[:2])
     assert len(encode(*RECORDS[1])) > 30
+
+
+def test_the_last_record_can_be_removed(tmp_path):
+    file = RecordFile(tmp_path / "log")
+    file.append(*RECORDS[0])
+    assert file.append(*RECORDS[1]) == file.remove_last()
+    file.append(*RECORDS[2])
+    file.close()
+    require_same(list(read_records(tmp_path / "log")), [RECORDS[0], RECORDS[2]])
+
+
+def test_facts_that_no_reader_would_accept_raise_an_error(monkeypatch):
+    monkeypatch.setattr(record_file, "_MAX_TEXT", 99)
+    with pytest.raises(ValueError, match="at most 99 are allowed"):
+        encode({"closure": "x" * 100}, {})

@@ -1,5 +1,8 @@
 """Shard: values that a server sends, updates that it applies, and its log."""
 
+import os
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from tpudist.ps import shard_log
 from tpudist.ps.changes import Assignment, Gradients, RowChange, pack, unpack
-from tpudist.ps.record_file import RecordError
+from tpudist.ps.record_file import RecordError, RecordFile
 from tpudist.ps.server_optimizer import ServerOptimizer
 from tpudist.ps.shard import Definition, Shard
 
@@ -24,6 +27,10 @@ def make_shard(folder=None, incarnation=0, tx=None, size=4):
         ]
     )
     return shard
+
+
+def add(number):
+    return [Assignment(0, "add", np.full(4, number, np.float32))]
 
 
 def value(shard, number):
@@ -62,6 +69,7 @@ def test_a_closure_takes_effect_once():
     assert shard.push(2, 6, change) == -1  # all below 6 have finished
     np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 3)
     assert shard.report()["repeated"] == 2
+    assert shard.push(7, 6, []) == 3
     shard.push_direct(0, change)
     shard.push_direct(0, change)
     np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 4)
@@ -150,6 +158,17 @@ def test_rows_without_gradients_do_not_change(batches, viewed):
     np.testing.assert_allclose(table, jnp.stack(rows), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("viewed", [False, True])
+def test_gradients_of_rows_out_of_bounds_have_no_effect(viewed):
+    """A compiled step does not check indices. As in JAX, -1 is not the last row."""
+    shard = make_shard(tx=optax.sgd(1.0))
+    if viewed:
+        value(shard, 3)
+    gradient = np.ones((3, 2), np.float32)
+    shard.push(0, 0, [Gradients(0, (3,), (gradient,), (np.array([-1, 1, 5]),))])
+    np.testing.assert_array_equal(value(shard, 3)[:, 0], [1, 0, 1, 1, 1])
+
+
 def run_closures(shard, first, last):
     for i in range(first, last):
         rng = np.random.default_rng(i)
@@ -169,7 +188,7 @@ def run_closures(shard, first, last):
 @pytest.mark.parametrize("long", [False, True])
 def test_a_server_continues_from_its_log(tmp_path, monkeypatch, long):
     if long:  # the log is compacted several times
-        monkeypatch.setattr(shard_log, "MIN_BYTES", 2000)
+        monkeypatch.setattr(shard_log, "MIN_COMPACTED_BYTES", 2000)
     tx = TRANSFORMATIONS["adam"]
     alone = make_shard(tx=tx)
     run_closures(alone, 0, 20)
@@ -189,6 +208,68 @@ def test_a_server_continues_from_its_log(tmp_path, monkeypatch, long):
     shard.push_direct(0, [Assignment(0, "add", np.ones(4, np.float32))])  # it was applied
     np.testing.assert_array_equal(value(shard, 0), value(alone, 0))
     shard.close()
+
+
+def test_a_failed_compaction_loses_nothing(tmp_path, monkeypatch, caplog):
+    """The updates were logged, so calls succeed, and a later compaction starts from scratch."""
+    monkeypatch.setattr(shard_log, "MIN_COMPACTED_BYTES", 0)
+    shard, rename = make_shard(tmp_path), os.rename
+
+    def fail(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", fail)
+    assert [shard.push(i, 0, add(1)) for i in range(3)] == [0, 1, 2]
+    assert "Server 0 could not compact its log" in caplog.text
+    assert [x.name for x in tmp_path.iterdir()] == ["log-000000.records"]
+    monkeypatch.setattr(os, "rename", rename)
+    num_pushed = 3
+    while list(tmp_path.glob("log-000000.records")):
+        shard.push(num_pushed, 0, add(1))
+        num_pushed += 1
+    np.testing.assert_array_equal(value(make_shard(tmp_path, 1), 0), np.arange(4) + num_pushed)
+
+
+def test_a_direct_change_that_was_not_saved_can_be_repeated(tmp_path, monkeypatch):
+    tx = optax.sgd(0.1, momentum=0.9)
+    shard = make_shard(tmp_path, tx=tx)
+    ones = {0: np.ones(4, np.float32)}
+    with monkeypatch.context() as full:
+        full.setattr(shard_log.ShardLog, "compact", lambda *_: os.stat("/missing"))
+        with pytest.raises(FileNotFoundError):
+            shard.restore_optimizer(0, 0, (0,), ones)
+    shard.restore_optimizer(0, 0, (0,), ones)
+    again = make_shard(tmp_path, 1, tx)
+    np.testing.assert_array_equal(again.state_of_optimizer(0, (0,))[0], ones[0])
+
+
+def test_a_log_that_cannot_be_synced_raises_an_error_at_the_next_update(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(5, "Input/output error")
+
+    shard = make_shard(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        shard.push(0, 0, add(1))
+        while shard._log._thread.is_alive():
+            time.sleep(shard_log.SYNC_S)
+    with pytest.raises(OSError, match="cannot be written: .*Input/output error"):
+        shard.push(1, 0, add(1))
+    np.testing.assert_array_equal(value(shard, 0), np.arange(4) + 1)
+
+
+def test_records_that_an_earlier_version_revoked_do_not_count(tmp_path):
+    shard = make_shard(tmp_path)
+    shard.push(0, 0, add(1))
+    shard.push(1, 0, add(2))
+    shard.close()
+    (path,) = tmp_path.iterdir()
+    file = RecordFile(path)
+    file.append({"revoke": 2}, {})  # after the definitions of two variables
+    file.close()
+    again = make_shard(tmp_path, 1)
+    np.testing.assert_array_equal(value(again, 0), np.arange(4) + 2)
+    assert again.push(0, 0, add(1)) == 1
 
 
 def test_a_log_of_another_program_raises_an_error(tmp_path):

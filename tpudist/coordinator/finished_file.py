@@ -31,7 +31,7 @@ class FinishedFile:
         if path.exists():
             for facts, _ in read_records(path):
                 if "low" in facts:
-                    self.ledger.raise_to(facts["low"])
+                    self.ledger.add_below(facts["low"])
                 else:
                     self.ledger.add(facts["finished"])
                     if "withdrawn" in facts:
@@ -62,7 +62,7 @@ class FinishedFile:
     def skip_to(self, low: int) -> None:
         """Records that no closure with a lower number will run again."""
         if low > self.ledger.low:
-            self.ledger.raise_to(low)
+            self.ledger.add_below(low)
             if self._file is not None:
                 self._file.append({"low": low}, {})
 

@@ -1,13 +1,13 @@
-"""ClosureLedger: the set of finished closures, in memory for the unfinished ones only."""
+"""ClosureLedger: a set of closure numbers, in memory proportional to the closures in flight."""
 
 from collections.abc import Iterable
 
 
 class ClosureLedger:
-    """A set of whole numbers from 0, to which every number is added at some time.
+    """A set of numbers from 0, which are added in any order.
 
-    It stores the first missing number and the numbers above it, so its size is the number of
-    closures in flight and not the number of all closures.
+    No number is left out forever. So the set stores the first missing number and the numbers above
+    it, which belong to closures that overtook an unfinished one.
 
     Args:
         low: All numbers below this one are in the set.
@@ -34,22 +34,22 @@ class ClosureLedger:
         if number in self:
             return False
         self._above.add(number)
-        self._close_gap()
+        self._advance_low()
         return True
 
-    def _close_gap(self) -> None:
+    def _advance_low(self) -> None:
         # Invariant: `low` is not in `_above`. Each number is discarded once, so `add` is O(1) on
-        # average.
+        # average; `add_below` is O(numbers above).
         while self.low in self._above:
             self._above.discard(self.low)
             self.low += 1
 
-    def raise_to(self, low: int) -> None:
+    def add_below(self, low: int) -> None:
         """Adds all numbers below `low`."""
         if low > self.low:
             self.low = low
             self._above = {x for x in self._above if x >= low}
-            self._close_gap()
+            self._advance_low()
 
     def above(self) -> list[int]:
         """Returns the numbers above `low`, in order."""

@@ -1,11 +1,14 @@
-"""RecordFile: appends numbers, names and arrays to a file, and finds an incomplete end.
+"""RecordFile: appends records (JSON and named arrays) to a file, and removes an incomplete one.
 
 A record is a header with lengths and a checksum, a line of JSON, and the bytes of its arrays. It
 contains no code. Appended records survive the process; synced records survive the host.
+`coordinator.rpc` sends records as messages (`encode`, `decode`).
 """
 
+import collections
 import io
 import json
+import mmap
 import os
 import struct
 import weakref
@@ -45,8 +48,11 @@ class RecordFile:
 
     def __init__(self, path: Path):
         if path.exists():
-            os.truncate(path, max((end for end, _, _ in _read(path)), default=0))
+            # Records have no index, so all are read to find the end of the last complete one.
+            last = collections.deque((end for end, _, _ in _read(path)), maxlen=1)
+            os.truncate(path, last[0] if last else 0)
         self._file = path.open("ab", buffering=0)
+        self._last_bytes = 0  # of the record that was appended last
         self._is_synced = True
         weakref.finalize(self, self._file.close)
 
@@ -55,9 +61,10 @@ class RecordFile:
 
         Raises:
             OSError: If the disk is full. The incomplete record is removed.
+            ValueError: If the facts are too long.
         """
         record = encode(facts, arrays)
-        start = self._file.tell()
+        start = self._size()
         try:
             rest = memoryview(record)
             while rest:  # an unbuffered write may write only a part
@@ -66,7 +73,21 @@ class RecordFile:
             os.ftruncate(self._file.fileno(), start)
             raise
         self._is_synced = False
+        self._last_bytes = len(record)
         return len(record)
+
+    def remove_last(self) -> int:
+        """Removes the record that was appended last; returns its number of bytes."""
+        assert self._last_bytes, "no record was appended since the last one was removed"
+        # Unlike a record that cancels another one, this needs no room on a full disk.
+        num_bytes, self._last_bytes = self._last_bytes, 0
+        os.ftruncate(self._file.fileno(), self._size() - num_bytes)
+        self._is_synced = False
+        return num_bytes
+
+    def _size(self) -> int:
+        # Not `tell`: after a failed write, the position is behind the end.
+        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Returns when all records would survive a crash of the host."""
@@ -77,15 +98,23 @@ class RecordFile:
     def close(self) -> None:
         """Syncs and closes the file."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            with self._file:
+                self.sync()
 
 
 def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Returns the bytes of a record."""
+    """Returns the bytes of a record.
+
+    Raises:
+        ValueError: If the facts are too long.
+    """
     parts = {name: np.asarray(x) for name, x in arrays.items()}
     described = [[name, x.dtype.name, list(x.shape)] for name, x in parts.items()]
     text = json.dumps({"facts": facts, "arrays": described}).encode()
+    if len(text) > _MAX_TEXT:  # a reader would take it for damage
+        raise ValueError(
+            f"A record has {len(text)} bytes of JSON; at most {_MAX_TEXT} are allowed."
+        )
     data = b"".join(np.ascontiguousarray(x).tobytes() for x in parts.values())
     crc = zlib.crc32(data, zlib.crc32(text))
     return _HEADER.pack(_MAGIC, len(text), len(data), crc) + text + data
@@ -154,12 +183,13 @@ def _read_record(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, n
 
 def _has_record_after(path: Path, start: int) -> bool:
     """Returns whether a complete record begins at some byte from `start`."""
-    data = path.read_bytes()
-    position = data.find(_MAGIC, start)
-    while position >= 0:
-        with path.open("rb") as file:
+    # A cut-off record is taken for damage only if its arrays contain the bytes of a record with a
+    # valid checksum. Mapped, because the log may be larger than the free memory.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        position = data.find(_MAGIC, start)
+        while position >= 0:
             file.seek(position)
             if _read_record(file, len(data)) is not None:
                 return True
-        position = data.find(_MAGIC, position + 1)
+            position = data.find(_MAGIC, position + 1)
     return False

@@ -90,7 +90,7 @@ class _ServerState:
     def ask(self, engine: Engine, actor: Actor) -> None:
         """Calls the server, unless a call is in flight."""
         if self.call is None or self.call.actor != actor:
-            self.call = engine.call(actor, "measure")
+            self.call = engine.call(actor, "report_without_replay")
 
     def receive(self, facts: Mapping[str, Any], now_s: float) -> None:
         """Stores an answer."""

@@ -8,7 +8,7 @@ is read or written, so the momenta of other rows do not decay.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,22 @@ from tpudist.ps.changes import Gradients
 from tpudist.ps.independence import HasShape
 
 MIN_ROWS = 64
-"""Least number of rows of a compiled program; larger programs have powers of two."""
+"""Smallest number of rows for which a program is compiled. Larger numbers are rounded up to powers
+of two, so that few programs are compiled."""
+
+
+class _RowGradient(NamedTuple):
+    """A gradient of some rows of a variable.
+
+    Attributes:
+        rows: Distinct rows `[rows]`; padding is beyond the last row of the variable.
+        values: Gradients `[values, ...]`.
+        groups: Index in `rows` for each of `values`, int32 `[values]`; `len(rows)` for padding.
+    """
+
+    rows: Any  # np.ndarray, or jax.Array in the compiled program; also the others
+    values: Any
+    groups: Any
 
 
 class ServerOptimizer:
@@ -88,43 +103,38 @@ class ServerOptimizer:
                 dense[str(number)] = gradient
             else:
                 rows[str(number)] = _find_rows(np.asarray(indices), gradient, values[i].shape[0])
-        free = [i for i, number in enumerate(numbers) if number not in viewed]
-        shared = [i for i, number in enumerate(numbers) if number in viewed]
+        overwritable, shown = {}, {}
+        for number, value in zip(numbers, values, strict=True):
+            (shown if number in viewed else overwritable)[str(number)] = value
         update = self._update_in_place if in_place else self._update
-        new, new_state = update(
-            *({str(numbers[i]): values[i] for i in group} for group in (free, shared)),
-            state,
-            dense,
-            rows,
-        )
+        new, new_state = update(overwritable, shown, state, dense, rows)
         return [new[str(number)] for number in numbers], new_state
 
     def _compute(
         self,
-        free: dict[str, jax.Array],
-        shared: dict[str, jax.Array],
+        overwritable: dict[str, jax.Array],
+        shown: dict[str, jax.Array],
         state: PyTree,
         dense: dict[str, jax.Array],
-        rows: dict[str, tuple[jax.Array, jax.Array, jax.Array]],
+        rows: dict[str, _RowGradient],
     ) -> tuple[dict[str, jax.Array], PyTree]:
-        # `free` is donated, and `shared` is not: some other thread may read its arrays.
-        parameters = free | shared
+        # `overwritable` is donated, and `shown` is not: another thread may read its arrays.
+        parameters = overwritable | shown
         names = independence.names_of_state(state, parameters)
         gradients = dense | {
-            n: jax.ops.segment_sum(values, segments, len(where))
-            for n, (where, values, segments) in rows.items()
+            n: jax.ops.segment_sum(x.values, x.groups, len(x.rows)) for n, x in rows.items()
         }
 
         def take(x: jax.Array, name: str) -> jax.Array:
             if name not in rows:
                 return x
             # Padding reads 1: a 0 could divide by zero, and the result is dropped anyway.
-            return x.at[rows[name][0]].get(mode="fill", fill_value=1, unique_indices=True)
+            return x.at[rows[name].rows].get(mode="fill", fill_value=1, unique_indices=True)
 
         def put(old: jax.Array, new: jax.Array, name: str) -> jax.Array:
             if name not in rows:
                 return new
-            return old.at[rows[name][0]].set(new, mode="drop", unique_indices=True)
+            return old.at[rows[name].rows].set(new, mode="drop", unique_indices=True)
 
         selected = {n: take(x, n) for n, x in parameters.items()}
         updates, new_state = self._tx.update(gradients, jax.tree.map(take, state, names), selected)
@@ -133,24 +143,22 @@ class ServerOptimizer:
         return values, jax.tree.map(put, state, new_state, names)
 
 
-def _find_rows(
-    indices: np.ndarray, values: ArrayLike, num_rows: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the distinct rows, padded values, and the row of each value in the distinct rows.
-
-    Both are padded to powers of two, so that few programs are compiled: rows beyond the last one
-    have no effect, and padded values belong to no row.
-    """
+def _find_rows(indices: np.ndarray, values: ArrayLike, num_rows: int) -> _RowGradient:
+    """Returns a gradient with distinct rows, padded so that few programs are compiled."""
     indices, values = indices.reshape(-1), np.asarray(values)
+    # A compiled step does not check indices: updates out of bounds have no effect, as in JAX.
+    is_inside = (indices >= 0) & (indices < num_rows)
+    if not is_inside.all():
+        indices, values = indices[is_inside], values[is_inside]
     # A row with several gradients is updated once, by their sum: momenta must see one gradient.
     unique, inverse = np.unique(indices, return_inverse=True)
-    size, length = _round_up(len(unique)), _round_up(len(indices))
-    where = np.concatenate([unique, num_rows + np.arange(size - len(unique))]).astype(np.int32)
-    segments = np.full(length, size, np.int32)
-    segments[: len(indices)] = inverse
-    padded = np.empty((length, *values.shape[1:]), values.dtype)
+    num_unique, num_values = _round_up(len(unique)), _round_up(len(indices))
+    beyond = num_rows + np.arange(num_unique - len(unique))
+    groups = np.full(num_values, num_unique, np.int32)
+    groups[: len(indices)] = inverse
+    padded = np.empty((num_values, *values.shape[1:]), values.dtype)
     padded[: len(indices)] = values
-    return where, padded, segments
+    return _RowGradient(np.concatenate([unique, beyond]).astype(np.int32), padded, groups)
 
 
 def _round_up(count: int) -> int:

@@ -7,21 +7,25 @@ updates of each closure once. It knows no engine and no other server.
 # How an update takes effect exactly once, whatever dies:
 #
 # 1. `push` looks the closure's number up in the ledger. A retry, a second run of a slow closure and
-# a
-#    late message of a worker that was given up all carry the same number, and are ignored.
+#    a late message of a worker that was given up carry the same number, and are ignored.
 # 2. The update and its number are one record of the log, which is appended before the update is
 #    applied and before the worker gets an answer. A server that dies in between replays it.
 # 3. A worker that gets no answer repeats the closure. If the record was complete, the successor has
 #    the number in its ledger; if it was cut off, `RecordFile` removes it. There is no third case.
-# 4. If applying raises, `revoke` appends a record that cancels the first one.
+# 4. If applying raises an error, the record is removed from the log.
 #
 # The ledger may forget numbers below `low`: the coordinator guarantees that they do not come again.
 # The log is replayed lazily (`_catch_up`), because updates by an optimizer need its transformation,
 # which the program defines after the server has started.
+#
+# Lookups are not logged: the initial value of a row depends only on the seed and the id. So after a
+# crash, a table may lack rows that were only looked up, and rows may look older or less used than
+# they are. With `max_rows`, it may therefore have other rows.
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,21 +34,21 @@ import jax
 import numpy as np
 import optax
 
-from tpudist.array_types import Shape
 from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
-from tpudist.ps.shard_log import ShardLog
+from tpudist.ps.shard_log import LoggedVariable, Record, ShardLog
 from tpudist.ps.shard_traffic import ShardTraffic
 from tpudist.ps.shard_variables import ShardVariables
-from tpudist.ps.tables.shard_tables import ShardTables, state_arrays
+from tpudist.ps.tables.shard_tables import ShardTables
 from tpudist.ps.tables.table_options import TableOptions
 
 Constraint = Callable[[jax.Array], jax.Array]
+_log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A variable that a server shall hold.
+    """A variable to create on a server, or to find in its log.
 
     Attributes:
         number: Number of the variable, unique in the strategy.
@@ -65,8 +69,8 @@ class Values:
 
     Attributes:
         num_changed: Number of closures that have changed this server.
-        arrays: Variable -> version and value, only for variables with another version than
-            requested.
+        arrays: Number of a variable -> its version and value. Contains only variables whose
+            version differs from the requested one.
     """
 
     num_changed: int
@@ -80,21 +84,21 @@ class Shard:
 
     Args:
         index: Number of the server.
-        incarnation: Number of its predecessors, so that no version number occurs twice.
+        incarnation: Number of servers that had this index before. It makes version numbers unique
+            over all of them.
         folder: Folder of its log; None keeps no log.
-        sync_s: Maximum seconds until a logged update would survive a crash of the host.
     """
 
-    def __init__(self, index: int, incarnation: int, folder: Path | None, sync_s: float = 0.05):
+    def __init__(self, index: int, incarnation: int, folder: Path | None):
         self._index, self._incarnation = index, incarnation
         self._variables = ShardVariables(index, incarnation)
         self._traffic = ShardTraffic()
         self._tables = ShardTables()
         self._ledger = ClosureLedger()
         self._num_changed = self._num_repeated = 0
-        self._log = None if folder is None else ShardLog(folder, sync_s, incarnation)
-        self._is_behind = self._log is not None and self._log.has_records
-        self._direct = -1 if self._log is None else self._log.last_direct
+        self._log = None if folder is None else ShardLog(folder, incarnation)
+        self._must_replay = self._log is not None and self._log.has_records
+        self._last_direct = -1 if self._log is None else self._log.last_direct
 
     def define(self, variables: Sequence[Definition]) -> int:
         """Creates variables, or finds them in the log.
@@ -112,13 +116,13 @@ class Shard:
             if variable.constraint is not None:
                 self._variables.constrain(number, variable.constraint)
             if number in logged:
-                self._check(variable, *logged[number])
+                self._check_logged(variable, logged[number])
             elif number not in self._variables:
                 assert initial is not None, "only a variable in a log has no initial value"
                 self._variables.add(number, name, initial)
                 if self._log is not None:
                     self._log.define(number, name, initial)
-        return self._direct
+        return self._last_direct
 
     def define_optimizers(
         self, transformations: Mapping[int, optax.GradientTransformation]
@@ -175,10 +179,10 @@ class Shard:
     def report(self) -> dict[str, Any]:
         """Returns the figures of this server."""
         self._catch_up()
-        return self.measure()
+        return self.report_without_replay()
 
-    def measure(self) -> dict[str, Any]:
-        """Returns figures without replaying the log, for which optimizers may still be missing."""
+    def report_without_replay(self) -> dict[str, Any]:
+        """Returns the figures at any time: optimizers that a replay needs may be missing."""
         return {
             "server": self._index,
             "incarnation": self._incarnation,
@@ -213,10 +217,11 @@ class Shard:
         if closure in self._ledger:
             self._num_repeated += 1
             return -1
-        self._apply({"closure": closure, "low": low}, changes)
-        self._record(closure, low, changes)
+        before = self._num_changed
+        self._log_and_apply({"closure": closure, "low": low}, changes)
+        self._mark_applied(closure, low, changes)
         self._save_if_long()
-        return self._num_changed - 1
+        return before
 
     def push_and_pull(
         self, closure: int, low: int, changes: Sequence[Change], versions: Mapping[int, int]
@@ -228,21 +233,21 @@ class Shard:
         """Rejects all later updates of a closure; see `Servers.seal`."""
         self._catch_up()
         if closure not in self._ledger:
-            self._apply({"closure": closure, "low": 0}, ())
-            self._record(closure, 0, ())
+            self._log_and_apply({"closure": closure, "low": 0}, ())
+            self._mark_applied(closure, 0, ())
 
     def push_direct(self, number: int, changes: Sequence[Change]) -> None:
         """Applies updates from outside of closures; `number` counts them."""
         self._catch_up()
         self._traffic.take_changes(changes)
-        if number <= self._direct:
+        if number <= self._last_direct:
             return
-        self._apply({"direct": number}, changes)
-        self._direct = number
+        self._log_and_apply({"direct": number}, changes)
+        self._last_direct = number
         self._save_if_long()
 
     def evict_table(self, number: int, max_age: int | None, min_touches: int) -> int:
-        """Removes rows of a table; returns their number."""
+        """Removes rows of a table; returns their number, which is too low if the call is repeated."""
         self._catch_up()
         count = self._tables.evict(number, max_age, min_touches)
         if count and self._log is not None:
@@ -255,12 +260,10 @@ class Shard:
         """Adds rows to a table, or replaces all of its rows; see `push_direct`."""
         self._catch_up()
         self._traffic.take(*state.values())
-        if number <= self._direct:
+        if number <= self._last_direct:
             return
-        self._tables.restore(table, state_arrays(state), replace=replace)
-        self._direct = number
-        if self._log is not None:
-            self._save()  # contains the restored rows, and `number` with them
+        self._tables.restore(table, state, replace=replace)
+        self._save_direct(number)
 
     def restore_optimizer(
         self,
@@ -271,66 +274,64 @@ class Shard:
     ) -> None:
         """Replaces some arrays of an optimizer's state; see `push_direct`."""
         self._catch_up()
-        if number <= self._direct:
+        if number <= self._last_direct:
             return
         # Leaves that the checkpoint does not have keep their values.
         leaves = dict(enumerate(self._variables.state(optimizer, variables))) | dict(arrays)
         self._variables.restore_state(optimizer, variables, [*leaves.values()])
-        self._direct = number
-        if self._log is not None:
-            self._save()
+        self._save_direct(number)
 
     def close(self) -> None:
         """Closes the log."""
         if self._log is not None:
             self._log.close()
 
-    def _check(self, variable: Definition, name: str, shape: Shape, dtype: str) -> None:
-        initial = variable.initial
+    def _check_logged(self, variable: Definition, logged: LoggedVariable) -> None:
+        initial, logged_kind = variable.initial, f"{logged.dtype}{logged.shape}"
         kind = "" if initial is None else f"{initial.dtype}{initial.shape}"
-        if variable.name != name or kind not in ("", f"{dtype}{shape}"):
+        if variable.name != logged.name or kind not in ("", logged_kind):
             raise ValueError(
                 f"Variable {variable.number} is '{variable.name}' {kind}, but the log of server "
-                f"{self._index} has '{name}' {dtype}{shape} under this number. Another program "
+                f"{self._index} has '{logged.name}' {logged_kind} under this number. Another program "
                 f"wrote the log, or the program creates its variables in another order. Use "
                 f"another folder."
             )
 
-    def _apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
-        """Logs updates, and applies them."""
+    def _log_and_apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
         if self._log is None:
-            self._apply_unlogged(changes)
+            self._apply(changes)
             return
-        place = self._log.append(facts, changes)
+        self._log.append(facts, changes)
         try:
-            self._apply_unlogged(changes)
+            self._apply(changes)
         except Exception:
-            self._log.revoke(place)
+            self._log.remove_last()
             raise
 
-    def _apply_unlogged(self, changes: Sequence[Change]) -> None:
+    def _apply(self, changes: Sequence[Change]) -> None:
         # All or nothing: tables are checked first, because their updates cannot be undone, and
-        # `ShardVariables.apply` changes nothing if it raises.
+        # `ShardVariables.apply` changes nothing if it raises. Only an initializer of the user that
+        # raises for new rows escapes the check.
         of_tables = [x for x in changes if isinstance(x, TableChange)]
         self._tables.check(of_tables)
         self._variables.apply([x for x in changes if not isinstance(x, TableChange)])
         for change in of_tables:
             self._tables.apply(change)
 
-    def _record(self, closure: int, low: int, changes: Sequence[Change]) -> None:
+    def _mark_applied(self, closure: int, low: int, changes: Sequence[Change]) -> None:
         self._ledger.add(closure)
-        self._ledger.raise_to(low)
+        self._ledger.add_below(low)
         self._num_changed += bool(changes)
 
     def _catch_up(self) -> None:
         """Replays the log, once."""
-        if not self._is_behind:
+        if not self._must_replay:
             return
         assert self._log is not None
         # An error, such as a missing optimizer, must not leave half of the log applied: the next
         # call replays all of it again.
         self._replay(self._log)
-        self._is_behind = False
+        self._must_replay = False
 
     def _replay(self, log: ShardLog) -> None:
         self._ledger, self._num_changed = ClosureLedger(), 0
@@ -340,31 +341,43 @@ class Shard:
             if "define" in facts:
                 self._variables.add(facts["define"], facts["name"], arrays["value"])
             elif "table" in facts:
-                self._tables.restore(facts["table"], state_arrays(arrays))
+                self._tables.restore(facts["table"], arrays)
             elif "state_of" in facts:
                 leaves = [arrays[str(i)] for i in range(len(arrays))]
                 variables = tuple(facts["variables"])
                 self._variables.restore_state(facts["state_of"], variables, leaves)
             elif "low_of_base" in facts:
                 self._ledger = ClosureLedger(facts["low_of_base"], facts["above"])
-                self._num_changed, self._direct = facts["changed"], facts["direct"]
+                self._num_changed, self._last_direct = facts["changed"], facts["direct"]
             elif "direct" in facts:
-                self._apply_unlogged(changes)
-                self._direct = facts["direct"]
+                self._apply(changes)
+                self._last_direct = facts["direct"]
             elif facts["closure"] not in self._ledger:
-                self._apply_unlogged(changes)
-                self._record(facts["closure"], facts["low"], changes)
+                self._apply(changes)
+                self._mark_applied(facts["closure"], facts["low"], changes)
+
+    def _save_direct(self, number: int) -> None:
+        """Saves a direct change that is not a record of the log."""
+        before, self._last_direct = self._last_direct, number
+        if self._log is not None:
+            try:
+                self._save()  # contains the change, and `number` with it
+            except BaseException:
+                self._last_direct = before  # it must not count, so that it can be repeated
+                raise
 
     def _save_if_long(self) -> None:
         if self._log is not None and self._log.is_long():
-            self._save()
+            try:
+                self._save()
+            except OSError as error:  # the update itself is in the log, so the call has succeeded
+                _log.warning("Server %d could not compact its log: %s", self._index, error)
 
     def _save(self) -> None:
         """Compacts the log: replaces it by a description of the current contents."""
         assert self._log is not None
-        # `_replay` reads these records in order: state needs its variables, and the ledger comes
-        # last, so that an incomplete description would not be taken for a complete one.
-        records: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
+        # State of an optimizer needs its variables, so it follows them.
+        records: list[Record] = []
         for number, name, value in self._variables.values():
             records.append(({"define": number, "name": name}, {"value": value}))
         for number, variables, leaves in self._variables.states():
@@ -373,5 +386,5 @@ class Shard:
         for number in self._tables.numbers():
             records.append(({"table": number}, self._tables.state(number)))
         facts = {"low_of_base": self._ledger.low, "above": self._ledger.above()}
-        facts |= {"changed": self._num_changed, "direct": self._direct}
+        facts |= {"changed": self._num_changed, "direct": self._last_direct}
         self._log.compact([*records, (facts, {})])

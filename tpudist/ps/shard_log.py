@@ -4,6 +4,19 @@ A server that starts applies the logged updates again. If the log has grown much
 description, `compact` writes a new one.
 """
 
+# Kinds of records, by the key of their facts. `Shard` writes and reads the contents:
+#
+#     define         a new variable, with its initial value
+#     closure        the updates of a closure (`changes`), its number, and `low`
+#     direct         updates from outside of closures, and their number
+#     revoke         place of a record that does not count; only logs of earlier versions have it
+#
+# A description has `define`, and:
+#
+#     state_of       the state of an optimizer for some variables
+#     table          rows of a table
+#     low_of_base    the ledger, and the counts of the server
+
 from __future__ import annotations
 
 import os
@@ -11,24 +24,38 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpudist.ps import changes as changes_of_closures
-from tpudist.ps.changes import Change
+from tpudist.array_types import Shape
+from tpudist.ps.changes import Change, pack, unpack
 from tpudist.ps.record_file import RecordError, RecordFile, read_records
 
-MIN_BYTES = 64 << 20
+MIN_COMPACTED_BYTES = 64 << 20
 """Number of bytes below which a log is not compacted."""
+GROWTH = 3
+"""A log that is this many times as long as its description is compacted. So compaction writes at
+most half as many bytes as the updates do."""
+SYNC_S = 0.05
+"""Maximum seconds until a logged update would survive a crash of the host. An `fsync` for each
+update would take longer than the update."""
 
-# In one process, a killed server's thread may still run. Opening closes its log (`_opening` makes
-# that one step), so that two servers never write one file. Lock order: `_opening`, then a log's
-# `_lock`.
+# A killed server that is a thread may still run. Opening a log therefore closes an earlier object
+# for the same folder. `_opening` makes closing and opening one step, so two servers never write one
+# file. Lock order: `_opening`, then a log's `_lock`.
 _opening = threading.Lock()
 _open_logs: weakref.WeakValueDictionary[Path, ShardLog] = weakref.WeakValueDictionary()
 
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
+
+
+class LoggedVariable(NamedTuple):
+    """A variable that the log defines."""
+
+    name: str
+    shape: Shape
+    dtype: str
 
 
 class ShardLog:
@@ -38,7 +65,6 @@ class ShardLog:
 
     Args:
         folder: Folder of the log; one server has it.
-        sync_s: Maximum seconds until a logged update would survive a crash of the host.
         incarnation: Number of the server's predecessors.
 
     Raises:
@@ -46,24 +72,26 @@ class ShardLog:
 
     Attributes:
         has_records: Whether the log had records when it was opened.
-        definitions: Variables in those records: number -> name, shape, dtype.
+        definitions: Variables in those records, by number.
         last_direct: Number of the last direct change in those records; -1 if there was none.
     """
 
-    def __init__(self, folder: Path, sync_s: float, incarnation: int = 0):
+    def __init__(self, folder: Path, incarnation: int = 0):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder, self._incarnation = folder, incarnation
+        # Guards `_file` against the thread that syncs. Only the server's thread uses the counts.
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._is_closed = threading.Event()
+        self._sync_error: OSError | None = None
         with _opening:
             self._close_predecessor(folder.resolve())
-            self._open(sync_s)
+            self._open()
             _open_logs[folder.resolve()] = self
 
     def _close_predecessor(self, folder: Path) -> None:
         """Closes the log of the predecessor, which may be a thread: threads cannot be killed."""
         earlier = _open_logs.get(folder)
-        if earlier is None or earlier._ended.is_set():
+        if earlier is None or earlier._is_closed.is_set():
             return
         if earlier._incarnation > self._incarnation:
             raise RecordError(
@@ -73,7 +101,7 @@ class ShardLog:
             )
         earlier.close()
 
-    def _open(self, sync_s: float) -> None:
+    def _open(self) -> None:
         numbers = sorted(int(x.stem.split("-")[1]) for x in self._folder.glob("log-*.records"))
         self._number = numbers[-1] if numbers else 0
         for number in numbers[:-1]:  # `compact` crashed between renaming and deleting
@@ -82,60 +110,67 @@ class ShardLog:
             unfinished.unlink()
         self._file = RecordFile(self._path(self._number))
         self._num_bytes = self._path(self._number).stat().st_size
-        self.has_records = self._num_bytes > 0
-        self.definitions: dict[int, tuple[str, tuple[int, ...], str]] = {}
-        self.last_direct, self._num_records = -1, 0
-        for facts, arrays in read_records(self._path(self._number)):
-            self._num_records += 1
-            self.last_direct = max(self.last_direct, facts.get("direct", -1))
-            if "define" in facts:
-                value = arrays["value"]
-                self.definitions[facts["define"]] = facts["name"], value.shape, value.dtype.name
-        self._base_bytes = 0
+        self._base_bytes = 0  # of the description; unknown until the next one
+        self._scan()
         # Records survive the process without `fsync`, because the kernel has them. The thread syncs
-        # them every `sync_s`, so that only a crash of the host can lose the last ones.
-        # The thread has only a weak reference, so that it ends when the log is garbage.
-        target = weakref.WeakMethod(self._sync), self._ended, sync_s
+        # them, so that only a crash of the host can lose the last ones. It has only a weak
+        # reference, so that it ends when the log is garbage.
+        target = weakref.WeakMethod(self._sync), self._is_closed
         self._thread = threading.Thread(
             target=_sync_often, args=target, name="tpudist log", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end_thread, self._ended, self._thread).atexit = False
+        # Not at exit, when daemon threads no longer run and `join` would hang.
+        weakref.finalize(self, _end_thread, self._is_closed, self._thread).atexit = False
+
+    def _scan(self) -> None:
+        """Finds what must be known before the records are applied (`read`)."""
+        self.has_records, self.last_direct = self._num_bytes > 0, -1
+        self.definitions: dict[int, LoggedVariable] = {}
+        self._revoked: set[int] = set()  # places: numbers of records in the file, from 0
+        for facts, arrays in read_records(self._path(self._number)):
+            self.last_direct = max(self.last_direct, facts.get("direct", -1))
+            if "define" in facts:
+                value = arrays["value"]
+                self.definitions[facts["define"]] = LoggedVariable(
+                    facts["name"], value.shape, value.dtype.name
+                )
+            if "revoke" in facts:
+                self._revoked.add(facts["revoke"])
 
     def read(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[Change]]]:
-        """Yields the facts, arrays and updates of each record that was not revoked."""
-        # Two passes, because a record is revoked by a later one. `place` counts records.
-        path = self._path(self._number)
-        revoked = {facts.get("revoke") for facts, _ in read_records(path)}
-        for place, (facts, arrays) in enumerate(read_records(path)):
-            if place in revoked or "revoke" in facts:
-                continue
-            packed = facts.get("changes")
-            unpacked = [] if packed is None else changes_of_closures.unpack(packed, arrays)
-            yield facts, arrays, unpacked
+        """Yields the facts, arrays and updates of each record that counts."""
+        for place, (facts, arrays) in enumerate(read_records(self._path(self._number))):
+            if place not in self._revoked and "revoke" not in facts:
+                yield facts, arrays, unpack(facts.get("changes", ()), arrays)
 
     def define(self, number: int, name: str, value: np.ndarray) -> None:
         """Logs a new variable."""
         self._append({"define": number, "name": name}, {"value": value})
 
-    def append(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> int:
-        """Logs updates, which then survive a crash of the process; returns the record's place."""
-        packed, arrays = changes_of_closures.pack(changes)
-        return self._append({**facts, "changes": packed}, arrays)
+    def append(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:
+        """Logs updates, which then survive a crash of the process."""
+        packed, arrays = pack(changes)
+        self._append({**facts, "changes": packed}, arrays)
 
-    def revoke(self, place: int) -> None:
-        """Cancels a record, because its updates could not be applied."""
-        self._append({"revoke": place}, {})
+    def remove_last(self) -> None:
+        """Removes the record that was appended last, because its updates could not be applied."""
+        with self._lock:
+            self._num_bytes -= self._file.remove_last()
 
     def is_long(self) -> bool:
         """Returns whether the log should be compacted."""
-        # With a factor of 3, compaction writes at most half as many bytes as the updates.
-        return self._num_bytes > max(MIN_BYTES, 3 * self._base_bytes)
+        return self._num_bytes > max(MIN_COMPACTED_BYTES, GROWTH * self._base_bytes)
 
     def compact(self, records: Sequence[Record]) -> None:
-        """Continues in a new file, which begins with `records`."""
+        """Continues in a new file, which begins with a description.
+
+        Raises:
+            OSError: If it cannot be written. The log then continues in the old file, and `is_long`
+                returns False until that has grown by a factor of `GROWTH`.
+        """
         with self._lock:
-            if self._ended.is_set():
+            if self._is_closed.is_set():
                 raise ValueError(
                     f"The log in {self._folder} is closed: another server writes it now."
                 )
@@ -143,34 +178,49 @@ class ShardLog:
             # number, and a file gets its number only when it is complete and synced.
             path = self._path(self._number + 1)
             unfinished = path.with_suffix(".unfinished")
-            file = RecordFile(unfinished)
-            size = sum(file.append(facts, arrays) for facts, arrays in records)
-            file.close()
-            os.rename(unfinished, path)
-            self._sync_folder()
-            self._file.close()
-            self._path(self._number).unlink()
+            try:
+                file = RecordFile(unfinished)
+                size = sum(file.append(facts, arrays) for facts, arrays in records)
+                file.sync()
+                os.rename(unfinished, path)
+            except BaseException:
+                # The next try must not append to it, and a full disk needs the room.
+                unfinished.unlink(missing_ok=True)
+                self._base_bytes = self._num_bytes
+                raise
+            # The new file counts from here on, also if an error follows.
+            old, self._file = self._file, file
             self._number += 1
-            self._file = RecordFile(path)
-        self._num_bytes = self._base_bytes = size
-        self._num_records = len(records)
+            self._num_bytes = self._base_bytes = size
+            self._sync_folder()
+            old.close()
+            self._path(self._number - 1).unlink()
 
     def close(self) -> None:
         """Syncs and closes the log."""
-        self._ended.set()
+        self._is_closed.set()
         self._thread.join()
         with self._lock:
             self._file.close()
 
-    def _append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:
+    def _append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         with self._lock:
+            if self._sync_error is not None:
+                # After a failed `fsync`, the kernel may have dropped records: a later one that
+                # succeeds would not show that all of them are on the disk.
+                raise OSError(
+                    f"The log in {self._folder} cannot be written: {self._sync_error}. Restart "
+                    f"the program on a disk that works, or restore a checkpoint."
+                ) from self._sync_error
             self._num_bytes += self._file.append(facts, arrays)
-            self._num_records += 1
-            return self._num_records - 1
 
     def _sync(self) -> None:
         with self._lock:
-            self._file.sync()
+            try:
+                self._file.sync()
+            except OSError as error:
+                self._sync_error = error
+                raise
 
     def _sync_folder(self) -> None:
         handle = os.open(self._folder, os.O_RDONLY)
@@ -183,12 +233,6 @@ class ShardLog:
         return self._folder / f"log-{number:06d}.records"
 
 
-def _end_thread(ended: threading.Event, thread: threading.Thread) -> None:
-    ended.set()
-    if thread is not threading.current_thread():
-        thread.join()
-
-
 def close_logs(folder: Path) -> None:
     """Closes the logs in `folder` that killed servers of this process have left open.
 
@@ -199,13 +243,20 @@ def close_logs(folder: Path) -> None:
             log.close()
 
 
-def _sync_often(sync: weakref.WeakMethod, ended: threading.Event, every_s: float) -> None:
-    while not ended.wait(every_s):
+def _sync_often(sync: weakref.WeakMethod, is_closed: threading.Event) -> None:
+    while not is_closed.wait(SYNC_S):
         method = sync()
         if method is None:
             return
         try:
             method()
-        except ValueError:  # the file was closed
+        except (OSError, ValueError):  # `append` raises the first; the other: the file was closed
             return
-        del method
+        del method  # it would keep the log alive until the next round
+
+
+def _end_thread(is_closed: threading.Event, thread: threading.Thread) -> None:
+    is_closed.set()
+    # The last reference may have been `method` in `_sync_often`, in the thread itself.
+    if thread is not threading.current_thread():
+        thread.join()

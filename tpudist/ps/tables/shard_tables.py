@@ -101,8 +101,3 @@ class ShardTables:
                 f"each run, before you read or schedule."
             )
         return self._tables[number]
-
-
-def state_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns writable copies of the arrays of a record."""
-    return {name: np.array(x) for name, x in arrays.items()}
