@@ -105,11 +105,20 @@ def test_a_closure_that_is_put_back_runs_next(setting):
 def test_only_closures_that_never_started_can_be_withdrawn(setting):
     first, second = setting.put(), setting.put()
     assert setting.queue.get(0) is first
-    assert setting.queue.withdraw(first.output) is None
-    assert setting.queue.withdraw(second.output) == 1
+    assert not setting.queue.withdraw(first.output)
+
+    def fail(number):
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        setting.queue.withdraw(second.output, fail)
+    assert not second.output.done()
+    recorded = []
+    assert setting.queue.withdraw(second.output, recorded.append)
+    assert recorded == [1]
     assert second.output.done()
     setting.queue.put_back(first, 0, "its worker has died")
-    assert setting.queue.withdraw(first.output) is None  # it has begun, and may have had effect
+    assert not setting.queue.withdraw(first.output)  # it has begun, and may have had effect
     assert setting.queue.get(0) is first
     setting.queue.finish(first, 0, None)
     assert setting.queue.wait()
@@ -126,7 +135,7 @@ def test_withdrawing_a_closure_frees_its_place():
     first = setting.put()
     putting = setting.concurrency.start("schedule", setting.put)
     setting.concurrency.sleep(1.0)
-    assert setting.queue.withdraw(first.output) == 0
+    assert setting.queue.withdraw(first.output)
     assert putting.join(1.0)
     setting.close()
 
@@ -192,7 +201,7 @@ def test_a_closure_that_is_put_back_after_an_error_is_cancelled(setting):
         setting.queue.get(i)
     setting.queue.fail(first, 0, KeyError("the first"))
     setting.queue.put_back(second, 1, "worker 1 has died")
-    with pytest.raises(CancelledError, match="another closure failed"):
+    with pytest.raises(CancelledError, match="before it ran again: another closure failed"):
         second.output.get()
     with pytest.raises(KeyError):
         setting.queue.is_done()
@@ -255,9 +264,15 @@ def test_an_error_ends_put():
 
 
 def test_a_stopped_queue_rejects_put_and_get(setting):
-    waiting = setting.put()
+    running, waiting = setting.put(), setting.put()
+    assert setting.queue.get(0) is running
     threads = []
     setting.queue.stop()
+    assert not setting.queue.wait()  # as long as a closure runs
+    setting.queue.put_back(running, 0, "its worker was lost")
+    with pytest.raises(CancelledError, match="before it ran again: the run has ended"):
+        running.output.get()
+    assert setting.queue.wait()
     threads = setting.start(2)
     assert all(thread.join(10) for thread in threads)
     with pytest.raises(CancelledError, match="the run has ended"):

@@ -191,7 +191,7 @@ def test_one_worker_preemption_with_cancellation(run):
     assert run.kill("worker", worker)
     with pytest.raises(FloatingPointError, match="not positive"):
         run.coordinator.join()
-    with pytest.raises(CancelledError, match="canceled before it ran: another closure failed"):
+    with pytest.raises(CancelledError, match="before it ran again: another closure failed"):
         long.fetch()
     outputs = [run.schedule(lambda: 1) for _ in range(3)]
     assert run.coordinator.fetch(outputs) == [1, 1, 1]

@@ -104,6 +104,18 @@ def test_errors_name_their_closure_and_worker(run):
     run.join()
 
 
+def test_the_error_of_a_resource_is_raised_by_each_closure_without_older_notes(run):
+    def make():
+        raise KeyError("no file")
+
+    key = run.dispatcher.resources.add(make)
+    for _ in range(3):
+        run.schedule(lambda resource: None, ResourceRef(key))
+        with pytest.raises(KeyError, match="no file") as caught:
+            run.join()
+        assert len(caught.value.__notes__) == 1
+
+
 def test_each_worker_creates_its_resources_again_after_a_loss(run):
     made = []
 

@@ -1,4 +1,4 @@
-"""Garbage collection of a coordinator ends its threads and processes.
+"""A strategy has one coordinator, and its garbage collection ends its threads and processes.
 
 This is a separate file because the clusters of other tests may start threads during this test.
 """
@@ -6,12 +6,15 @@ This is a separate file because the clusters of other tests may start threads du
 import gc
 import os
 import threading
+import time
 
 import pytest
 
 import tpudist
 from process_trees import are_gone, descendants
 from server_faults import Cluster, wait_until
+from tpudist.coordinator.closure_queue import ClosureQueue
+from tpudist.coordinator.cluster_coordinator import ClusterCoordinator
 
 
 @pytest.fixture(params=["threads", pytest.param("ray", marks=pytest.mark.slow)])
@@ -71,3 +74,27 @@ def test_garbage_collection_of_a_coordinator_ends_its_threads_and_processes(engi
     wait_until(is_over, "the end of all threads", within_s=20)
     assert are_gone(started, within_s=20)
     assert len(started) == (engine == "ray")
+
+
+def test_threads_that_create_a_coordinator_at_once_share_a_complete_one(monkeypatch):
+    strategy = tpudist.ParameterServerStrategy(num_workers=2, num_servers=1)
+    begin = ClosureQueue.__init__
+    both, found = threading.Barrier(2), []
+
+    def begin_late(queue, *args, **options):
+        time.sleep(0.1)
+        begin(queue, *args, **options)
+
+    def create():
+        both.wait()
+        found.append((ClusterCoordinator(strategy), ClusterCoordinator(strategy).workers))
+
+    monkeypatch.setattr(ClosureQueue, "__init__", begin_late)
+    threads = [threading.Thread(target=create) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [workers for _, workers in found] == [[0, 1]] * 2
+    assert found[0][0] is found[1][0]
+    found[0][0].shutdown()

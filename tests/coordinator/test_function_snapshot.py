@@ -77,6 +77,20 @@ def test_equal_objects_of_different_types_differ():
     assert take(make(local.a)) is None
 
 
+def test_no_captured_value_equals_a_reference_or_a_missing_name(monkeypatch):
+    """A wrong "equal" would run the earlier function."""
+    shared = [1]
+    assert not any(equal(make(shared, shared), make(shared, order)) for order in range(20))
+
+    def read():
+        return STATE_THAT_IS_DEFINED_LATER  # noqa: F821
+
+    before = take(read)
+    for text in ("\0 none", "no global"):
+        monkeypatch.setitem(globals(), "STATE_THAT_IS_DEFINED_LATER", text)
+        assert not before.equals(take(read))
+
+
 def test_handles_compare_by_identity(handles):
     for handle in handles:
         assert equal(make(handle), make(handle))

@@ -218,16 +218,16 @@ class Session:
 
         monkeypatch.setattr(run.strategy.engine, "call", note)
 
-    def begin(self, number, num_scheduled=0):
+    def begin(self, number, read_ahead_limit=None):
         servers = self.run.strategy.servers.actors
-        return self.session.begin(number, 0, servers, Session.add, num_scheduled)
+        return self.session.begin(number, 0, servers, Session.add, read_ahead_limit)
 
-    def add(self, number, variables, num_scheduled=0):
+    def add(self, number, variables, read_ahead_limit=None):
         """What a closure sees of variables, each of which it adds 1 to."""
-        state = self.begin(number, num_scheduled)
+        state = self.begin(number, read_ahead_limit)
         found = [float(state.read(v)) for v in variables]
         for v in variables:
-            state.change(v.home, Assignment(v.home.number, "add", np.float32(1)))
+            state.record_change(v.home, Assignment(v.home.number, "add", np.float32(1)))
         self.asked.append(state.finish())
         return found
 
@@ -239,7 +239,7 @@ def test_what_waits_is_read_when_the_closure_before_has_ended(start, monkeypatch
     assert session.add(0, [v, w]) == [0, 10]
     assert session.asked == ["pull", "pull", "push", 0]
     session.asked.clear()
-    assert session.add(1, [v, w], num_scheduled=4) == [1, 11]
+    assert session.add(1, [v, w], read_ahead_limit=4) == [1, 11]
     assert session.asked == ["pull", "push_and_pull", 0]
     session.asked.clear()
     assert session.add(2, [v, w, x]) == [2, 12, 20]
@@ -252,7 +252,7 @@ def test_who_was_scheduled_later_sees_what_was_done_before(start, monkeypatch, s
     run = start(num_servers=1)
     v = run.make(0.0)
     session, other = Session(run, monkeypatch), Session(run, monkeypatch)
-    session.add(0, [v], num_scheduled=4)
+    session.add(0, [v], read_ahead_limit=4)
     v.assign(50.0)
     assert other.add(1, [v]) == [50]
     session.asked.clear()
@@ -266,7 +266,7 @@ def test_values_of_a_dead_server_are_read_again(start, monkeypatch, tmp_path):
     run = start(num_servers=1, log=tmp_path)
     v = run.make(0.0)
     session = Session(run, monkeypatch)
-    session.add(0, [v], num_scheduled=4)
+    session.add(0, [v], read_ahead_limit=4)
     (actor,) = run.strategy.servers.actors
     run.strategy.engine.kill(actor, "for a test")
     run.strategy.servers.replace(ActorDied(actor, "for a test"))

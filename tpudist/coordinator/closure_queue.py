@@ -1,17 +1,17 @@
 """ClosureQueue: the closures that wait for workers, and the first error.
 
-There is one bounded queue for all workers. An error empties it: waiting closures are cancelled and
+There is one bounded queue for all workers. An error empties it: waiting closures are canceled and
 running ones finish. Then the next `put`, `wait` or `is_done` raises the error, once, and the queue
 is usable again.
 
 Mirrors the queue of `tf.distribute.coordinator.ClusterCoordinator` and passes its tests. In
-addition it reports long waits, runs a closure that was put back next, bounds how far workers run
-ahead of the oldest unfinished closure, and starts slow closures a second time.
+addition it reports long waits, runs a closure that was put back before all waiting ones, bounds how
+far workers run ahead of the oldest unfinished closure, and starts slow closures a second time.
 """
 
 # States of a closure; `changed` guards all of them:
 #
-#     put -> waiting -> running -> finished (result, error or cancelled)
+#     put -> waiting -> running -> finished (result, error or canceled)
 #               ^          |
 #               +----------+  put_back: its worker or a server was lost
 #
@@ -21,7 +21,8 @@ ahead of the oldest unfinished closure, and starts slow closures a second time.
 #
 # Lock order: `changed` is taken first. `RemoteValue`s share it, so a result and the queue change at
 # the same moment. Callbacks under it (`next_number`, `is_wanted`) must not wait. The condition is
-# reentrant: a coordinator holds it while it stores or cancels a function, which takes it again.
+# reentrant, because `RemoteValue.cancel` and observers hold it while they call methods that take it
+# again.
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class ClosureQueue:
         changed: Condition that guards the queue and its RemoteValues.
         finished: Numbers of closures that will not run again.
         tally: Counts of closures, by worker.
-        withdrawn: Numbers of closures that are cancelled as soon as they are put.
-        num_scheduled: Upper bound of the numbers: every closure with a place has a lower one.
+        withdrawn: Numbers of closures that are canceled as soon as they are put.
+        end_number: Every closure that was put has a lower number.
         is_stopped: Whether workers receive no more closures.
     """
 
@@ -82,7 +83,7 @@ class ClosureQueue:
         self.finished = ClosureLedger()
         self.tally = ClosureTally()
         self.withdrawn: set[int] = set()
-        self.num_scheduled = 0
+        self.end_number = 0
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness, self._stragglers = max_staleness, stragglers
         self._waiting: collections.deque[Closure] = collections.deque()
@@ -106,7 +107,7 @@ class ClosureQueue:
         """
         with self.changed:
             self._wait(
-                lambda: len(self._waiting) < self._max_size or self._must_raise(),
+                lambda: len(self._waiting) < self._max_size or self._is_interrupted(),
                 lambda: f"schedule waits for one of the {self._max_size} places in the queue",
             )
             self._raise_if_error()
@@ -114,32 +115,39 @@ class ClosureQueue:
                 raise CancelledError(f"{closure} was scheduled after its run ended.")
             if next_number is not None:
                 closure.number = next_number()
-            self.num_scheduled = max(self.num_scheduled, closure.number + 1)
+            self.end_number = max(self.end_number, closure.number + 1)
             if closure.number in self.withdrawn:
-                closure.output._is_withdrawn = True
-                self._cancel(closure, "an earlier program with this log canceled it")
+                self._withdraw(closure, "an earlier program with this log canceled it")
             else:
                 self._waiting.append(closure)
             self.changed.notify_all()
 
-    def withdraw(self, output: RemoteValue) -> int | None:
+    def withdraw(
+        self, output: RemoteValue, record: Callable[[int], None] = lambda number: None
+    ) -> bool:
         """Cancels the waiting closure with this output, unless a worker has ever started it.
 
+        Args:
+            output: Output of the closure.
+            record: Called with its number before it is canceled. If it raises, the closure stays.
+
         Returns:
-            Number of the closure; None if none was cancelled.
+            Whether the closure was canceled.
         """
         with self.changed:
             # A closure with retries has run, and a server may have applied some of its updates.
             for closure in self._waiting:
                 if closure.output is output and not closure.retries:
+                    record(closure.number)
                     self._waiting.remove(closure)
-                    output._is_withdrawn = True
-                    self._cancel(closure, "cancel() of its RemoteValue was called")
-                    return closure.number
-            return None
+                    self._withdraw(closure, "cancel() of its RemoteValue was called")
+                    return True
+            return False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits at most `timeout_s` until all closures have finished; returns whether they have.
+
+        It does not wait any longer after the queue was stopped.
 
         Raises:
             Exception: If a closure failed; see the module.
@@ -147,12 +155,12 @@ class ClosureQueue:
         end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
         with self.changed:
             while self._wait(
-                lambda: self._is_done() or self._must_raise(),
+                lambda: self._is_done() or self._is_interrupted(),
                 lambda: f"join waits for {len(self._waiting)} closure(s) without a worker",
                 self._left_s(end_s),
             ):
                 if self._error is None:
-                    return True
+                    return self._is_done()
                 if not self._raise_if_error(self._left_s(end_s)):
                     break
             return False
@@ -218,6 +226,8 @@ class ClosureQueue:
 
     def disclaim(self, closure: Closure) -> None:
         """Undoes `claim`, because the result could not be recorded."""
+        # If another worker completed the closure meanwhile, its result was dropped: then the
+        # caller's `fail` or `put_back` decides.
         with self.changed:
             closure.is_claimed = False
 
@@ -225,7 +235,7 @@ class ClosureQueue:
         """Stores the result of a closure."""
         with self.changed:
             closure.is_claimed = True
-            since_s = closure.workers.get(worker, 0.0)
+            since_s = closure.workers.get(worker, 0.0)  # `_leave` raises an error if it is missing
             self._leave(closure, worker, "finish")
             del self._running[closure.number]
             duration_s = self._concurrency.now_s() - since_s
@@ -268,8 +278,9 @@ class ClosureQueue:
             del self._running[closure.number]
             _log.warning("%s runs again. %s", closure, why)
             closure.retries.append(why)
-            if self._error is not None or self.is_stopped:
-                self._cancel(closure, "another closure failed")
+            if self._is_interrupted():
+                cause = "the run has ended" if self._error is None else "another closure failed"
+                self._cancel(closure, cause, "before it ran again")
             else:
                 # `_waiting` stays sorted by number, so that its head is the oldest unfinished
                 # closure (`_may_start`). This exceeds `max_size` by at most the number of workers;
@@ -306,7 +317,6 @@ class ClosureQueue:
         now_s = self._concurrency.now_s()
         if self._may_start():
             closure = self._waiting.popleft()
-            closure.is_claimed = False
             self._running[closure.number] = closure
         else:
             slow = self._next_slow()
@@ -325,6 +335,7 @@ class ClosureQueue:
     def _wait_for_work(self, is_wanted: Callable[[], bool], end_s: float | None) -> None:
         # A worker without work sleeps until the next closure becomes slow. It must also wake if
         # that moment moves, because another closure started, or a median became known.
+        # Closures compare by identity.
         slow = self._next_slow()
         until_s = min((x for x in (slow and slow[0], end_s) if x is not None), default=None)
         self.changed.wait_for(
@@ -338,7 +349,7 @@ class ClosureQueue:
         return None if end_s is None else max(end_s - self._concurrency.now_s(), 0.0)
 
     def _next_slow(self) -> tuple[float, Closure] | None:
-        if self._stragglers is None or self._must_raise():
+        if self._stragglers is None or self._is_interrupted():
             return None
         return self._stragglers.find_next(self._running.values())
 
@@ -355,7 +366,8 @@ class ClosureQueue:
     def _is_done(self) -> bool:
         return not self.num_unfinished
 
-    def _must_raise(self) -> bool:
+    def _is_interrupted(self) -> bool:
+        """Returns whether an error or `stop` keeps waiting closures from running."""
         return self._error is not None or self.is_stopped
 
     def _leave(self, closure: Closure, worker: int, action: str) -> bool:
@@ -366,8 +378,12 @@ class ClosureQueue:
         self.changed.notify_all()
         return not closure.workers and not closure.is_claimed
 
-    def _cancel(self, closure: Closure, why: str) -> None:
-        closure.output._fail(CancelledError(f"{closure} was canceled before it ran: {why}."))
+    def _withdraw(self, closure: Closure, why: str) -> None:
+        closure.output._is_withdrawn = True
+        self._cancel(closure, why)
+
+    def _cancel(self, closure: Closure, why: str, when: str = "before it ran") -> None:
+        closure.output._fail(CancelledError(f"{closure} was canceled {when}: {why}."))
         if self.finished.add(closure.number):
             self.tally.cancelled += 1
         self.changed.notify_all()

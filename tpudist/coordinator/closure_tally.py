@@ -1,7 +1,7 @@
 """ClosureTally: counts of the closures that each worker ran, their durations and their errors.
 
 `ClosureQueue` updates the counts under its condition. So a thread that holds the condition sees
-counts that add up: finished closures returned a result, raised an error, or were cancelled.
+counts that add up: finished closures returned a result, raised an error, or were canceled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClosureTally:
 
     Attributes:
         workers: Counts by worker.
-        cancelled: Number of closures that were cancelled before they ran.
+        cancelled: Number of closures that were canceled before they ran, or before they ran again.
         retries: Number of repeated starts, by cause.
         errors: Number of closures that raised an error, by type of the error.
     """

@@ -119,7 +119,7 @@ class ClusterCoordinator:
                 strategy.coordinator = weakref.ref(coordinator)
             return coordinator
 
-    _options: CoordinatorOptions | None = None  # set by the first `__init__`
+    _options: CoordinatorOptions | None = None  # set by the first `__init__` that succeeds
 
     def __init__(
         self,
@@ -131,23 +131,29 @@ class ClusterCoordinator:
         speculate: float | None = None,
     ):
         options = CoordinatorOptions(closure_timeout_s, max_staleness, queue_size, speculate)
-        if self._options is not None:  # `__new__` returned the existing coordinator
-            if options not in (self._options, CoordinatorOptions()):
+        with _creation_lock:
+            if self._options is None:
+                self._start(strategy, options)
+                self._options = options
+            elif options not in (self._options, CoordinatorOptions()):
                 raise ValueError(
                     f"ClusterCoordinator: the options differ from those of the existing "
                     f"coordinator of {strategy!r}, which has only one. Pass the options when you "
                     f"first create it."
                 )
-            return
-        self._options, self.strategy = options, strategy
+
+    def _start(self, strategy: ServerStrategy, options: CoordinatorOptions) -> None:
+        self.strategy = strategy
         engine, servers = strategy.engine, strategy.servers
         self._queue = ClosureQueue(
-            queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers,
+            options.queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers,
             engine.concurrency,
-            max_staleness=max_staleness,
-            stragglers=None if speculate is None else Stragglers(speculate),
+            max_staleness=options.max_staleness,
+            stragglers=None if options.speculate is None else Stragglers(options.speculate),
         )
-        self._records = RunRecords(self._queue, servers, max_staleness, strategy.num_numbered)
+        self._records = RunRecords(
+            self._queue, servers, options.max_staleness, strategy.num_numbered
+        )
         # A RemoteValue may outlive the strategy, so it must not refer to the servers.
         self._withdraw = functools.partial(withdraw, self._queue, self._records.file)
         # A restarted program schedules its functions again from the first unfinished one.
@@ -156,12 +162,15 @@ class ClusterCoordinator:
             engine,
             self._queue,
             _WorkerMaker(strategy.make_session_factory()),
-            timeout_s=closure_timeout_s,
+            timeout_s=options.closure_timeout_s,
             on_lost=servers.replace,
             describe_run=self._records.describe_run,
             on_finished=self._records.record_finished,
         )
         self._functions = _make_function_store(engine.serializer, self._dispatcher.resources)
+        # Guards `_functions`. Not the queue's condition: serializing a function may take long, and
+        # workers need that condition. Lock order: this one first.
+        self._storing = engine.concurrency.condition()
         self._progress: set[CoordinatorProgress] = set()
         # No callback above refers to `self`: the garbage collection of `self` ends the run.
         self._ending = weakref.finalize(
@@ -206,7 +215,7 @@ class ClusterCoordinator:
         convert = functools.partial(_convert_argument, per_worker_values)
         positional = map_nest(convert, tuple(args or ()))
         named = map_nest(convert, dict(kwargs or {}))
-        with self._queue.changed:
+        with self._storing:
             stored = None if self._functions is None else self._functions.store(fn)
         output = RemoteValue(changed=self._queue.changed, withdraw=self._withdraw)
         closure = Closure(NOT_PLACED, fn, positional, named, output)
@@ -295,9 +304,10 @@ class ClusterCoordinator:
     def next_batch(self) -> int:
         """Returns the number of the next batch, counted from 0 over all workers.
 
-        Pass it to a function that reads the batch with this number. Then each batch takes effect
-        once, whichever worker runs the function. A restarted program resumes with the first batch
-        whose function, or an earlier one, had not finished.
+        Call it once for each scheduled function, in the order of `schedule`, and pass it to the
+        function, which reads the batch with this number. Then each batch takes effect once,
+        whichever worker runs the function. A restarted program resumes with the batch of the first
+        function that had not finished.
         """
         with self._queue.changed:
             number = self._next_batch
@@ -434,7 +444,7 @@ def _end(dispatcher: Dispatcher, file: FinishedFile, progress: set[CoordinatorPr
 
 
 def _convert_argument(per_worker_values: list[PerWorkerValue], x: object) -> object:
-    """Checks an argument, and collects values that differ between workers."""
+    """Checks an argument, collects values that differ between workers, and replaces iterators."""
     if isinstance(x, PerWorkerValue):
         per_worker_values.append(x)
     if isinstance(x, RemoteValue):

@@ -40,6 +40,10 @@ MAX_RETRIES = 10
 seems to end them, for example by exhausting the memory, and fails."""
 END_S = 30.0
 """Seconds for which the end of a run waits for running closures."""
+KILLED_S = 1.0
+"""Seconds in which the thread of a killed worker notices that."""
+NUM_FRAMES = 3
+"""Number of frames of a worker that a note of an error shows: the innermost ones."""
 _log = logging.getLogger("tpudist")
 
 
@@ -53,8 +57,8 @@ class Dispatcher:
             arguments, as for `Engine.spawn`.
         timeout_s: Maximum seconds for a closure, without the start of a new worker. A worker that
             takes longer is killed.
-        on_lost: Called when another actor than the worker died under a closure. The closure runs
-            again when it returns. By default the death is the closure's error.
+        on_lost: Called when a closure ended because another actor, such as a server, died. The
+            closure runs again when it returns. By default the death is the closure's error.
         describe_run: Called when a closure starts; returns the state of the run.
         on_finished: Called before a closure counts as finished.
 
@@ -79,9 +83,10 @@ class Dispatcher:
         self._describe_run = describe_run
         self._changed = queue.changed
         self.resources = WorkerResources(engine, queue.changed, timeout_s)
+        # `_changed` guards the attributes below, except `_running`: each thread changes one entry.
+        self._running: dict[Actor, Closure] = {}
         self._actors: dict[int, Actor] = {}
         self._threads: dict[int, Thread] = {}
-        self._running: dict[Actor, Closure] = {}
         self._active: set[int] = set()  # workers that were added and not removed
         self._num_replaced: collections.Counter[int] = collections.Counter()
         self._starting: set[int] = set()  # lost workers whose successors start
@@ -109,13 +114,14 @@ class Dispatcher:
         """Adds a worker; returns its number."""
         with self._changed:
             index = next(self._indices)
+            # In one step, so that `remove_worker` finds the thread of each active worker.
+            name = f"tpudist closures of worker {index}"
+            self._threads[index] = self._engine.concurrency.start(name, lambda: self._serve(index))
             self._active.add(index)
-        name = f"tpudist closures of worker {index}"
-        self._threads[index] = self._engine.concurrency.start(name, lambda: self._serve(index))
         return index
 
     def remove_worker(self, index: int, timeout_s: float = END_S) -> None:
-        """Removes a worker after its current closure.
+        """Removes a worker after its current closure, for which it waits at most `timeout_s`.
 
         Raises:
             ValueError: If the worker does not exist, or is the only one.
@@ -133,11 +139,13 @@ class Dispatcher:
     def close(self) -> None:
         """Ends all workers after their current closures, or kills them after `END_S`."""
         self._queue.stop()
+        with self._changed:
+            threads = dict(self._threads)
         for actor, closure in list(self._running.items()):
             if closure.is_claimed:  # Another worker has the result; nobody needs this one.
                 self._engine.kill(actor, f"another worker finished {closure}")
         limit_s = self._engine.concurrency.now_s() + END_S
-        for index, thread in self._threads.items():
+        for index, thread in threads.items():
             left_s = max(limit_s - self._engine.concurrency.now_s(), 0.0)
             if not thread.join(left_s):
                 with self._changed:
@@ -145,7 +153,7 @@ class Dispatcher:
                 if actor is not None:
                     _log.warning("%s does not finish its closure and is killed.", actor)
                     self._engine.kill(actor, "its run has ended")
-                thread.join(1.0)
+                thread.join(KILLED_S)
 
     # The thread of a worker.
 
@@ -197,7 +205,9 @@ class Dispatcher:
             why = f"it did not finish {closure} in time: {timeout}"
             self._engine.kill(actor, why)
             self._replace(index, closure, f"{actor} was given up: {why}", "too late")
-        except Exception as error:  # The function raised it.
+        except Exception as error:
+            # The function raised it, or a resource of the worker; or an argument cannot be sent, or
+            # the result cannot be recorded.
             _add_note(error, closure, actor)
             if closure.per_worker_values:
                 # It consumed elements, but no `Completion` says how many.
@@ -221,6 +231,7 @@ class Dispatcher:
         return completion
 
     def _actor_of(self, index: int) -> Actor:
+        # Only the thread of the worker calls this, so no other thread spawns the same worker.
         with self._changed:
             actor = self._actors.get(index)
         if actor is None:
@@ -253,12 +264,13 @@ class Dispatcher:
                 self.resources.forget_actor(actor)
             self._num_replaced[index] += 1
             self._starting.add(index)
+        # Before the new actor starts, which may need minutes: another worker may take the closure
+        # at once.
         self._put_back(closure, index, "worker", why, cause)
         with self._changed:
             is_needed = index in self._active and not self._queue.is_stopped
-        # The closure is back in the queue first, because another worker may take it at once, while
-        # the new actor may need minutes. An error here appears again when the actor is used.
         if is_needed:
+            # An error appears again when the actor is used.
             with contextlib.suppress(Exception):
                 self.resources.sync(index, self._actor_of(index))
         with self._changed:
@@ -291,5 +303,5 @@ def _add_note(error: BaseException, closure: Closure, actor: Actor) -> None:
     source = f"Raised in {closure}, on {actor}"
     # Python creates `__notes__` with the first note.
     if not any(note.startswith(source) for note in getattr(error, "__notes__", ())):
-        frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        frames = "".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:])
         error.add_note(f"{source}.\n{frames}".rstrip())

@@ -16,7 +16,7 @@ class FinishedFile:
 
     Attributes:
         ledger: Numbers that had finished when the file was opened. `ClosureQueue` adds to it.
-        withdrawn: Numbers, not below `ledger.low`, of closures that were cancelled and never ran.
+        withdrawn: Numbers, not below `ledger.low`, of closures that were canceled and never ran.
     """
 
     def __init__(self, path: Path | None):
@@ -38,7 +38,7 @@ class FinishedFile:
                         self.withdrawn.add(facts["finished"])
         # The restarted program schedules its functions again from number `low`. It repeats those
         # above `low` that had finished, because their results are lost; servers skip their updates
-        # by their numbers. Cancelled closures must stay cancelled.
+        # by their numbers. Canceled closures must stay canceled.
         self.ledger = ClosureLedger(self.ledger.low)
         self.withdrawn = {x for x in self.withdrawn if x >= self.ledger.low}
         # Write the compacted file under another name, and replace the old one at once: a program
@@ -54,7 +54,7 @@ class FinishedFile:
         self._file = RecordFile(path)
 
     def write(self, number: int, *, is_withdrawn: bool = False) -> None:
-        """Records that a closure has finished, or was cancelled before it ran."""
+        """Records that a closure has finished, or was canceled before it ran."""
         if self._file is not None:
             record = {"finished": number}
             self._file.append(record | ({"withdrawn": True} if is_withdrawn else {}), {})

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +29,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 _MISSING = object()
 _OF_GLOBALS = {dis.opmap[x] for x in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")}
 _Compiled = type(jax.jit(lambda: None))
-# Cache: disassembling takes longer than all other steps of a snapshot.
+# Cache: disassembling takes longer than all other steps of a snapshot. Equal code objects share an
+# entry, because they look up the same names.
 _globals_of_code: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = (
     weakref.WeakKeyDictionary()
 )
@@ -54,6 +56,7 @@ def take(function: Callable[..., Any], by_value: Collection[str] = ()) -> Functi
         by_value: Modules whose functions are serialized completely, and not by name.
     """
     parts: list[object] = []
+    # cloudpickle always serializes functions of `__main__` completely.
     walk = _Walk(parts, frozenset(by_value) | {"__main__"})
     return FunctionSnapshot(parts) if walk.add(function) else None
 
@@ -65,7 +68,22 @@ def _are_same(a: object, b: object) -> bool:
         return False
     if type(a) in (float, complex):
         return repr(a) == repr(b)  # 0.0 is equal to -0.0, and NaN not to itself
-    return a == b if type(a) in _PLAIN or type(a) is _Array else False
+    return type(a) in _COMPARED and a == b
+
+
+class _Mark(NamedTuple):
+    """A part of a snapshot that no captured value can equal.
+
+    Attributes:
+        kind: Kind of the container or function that begins here, or a name.
+        number: Number of its contents, or order of an object that was met before.
+    """
+
+    kind: object
+    number: int = 0
+
+
+_UNBOUND, _NO_GLOBAL = _Mark("unbound"), _Mark("no global")
 
 
 class _Array:
@@ -84,11 +102,14 @@ class _Array:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-# A snapshot is a flat list: the kinds, lengths and leaves that a depth-first walk meets. Two walks
-# give equal lists only if they met the same structure. An object that was met before is replaced by
-# its position, so cycles end, and two references to one list differ from two equal lists: changing
-# one of them would have another effect. Wrong "equal" would run stale code; wrong "different" only
-# costs a serialization, so every doubt returns False.
+_COMPARED = {*_PLAIN, _Array, _Mark}  # kinds that are compared by `==`
+
+
+# A snapshot is a flat list: the leaves that a depth-first walk meets, and marks with the kinds and
+# lengths of containers. Two walks give equal lists only if they met the same structure. An object
+# that was met before is replaced by a mark with its order, so cycles end, and two references to one
+# list differ from two equal lists: changing one of them would have another effect. Wrong "equal"
+# would run stale code; wrong "different" only costs a serialization, so every doubt returns False.
 
 
 class _Walk:
@@ -102,7 +123,7 @@ class _Walk:
     def add(self, x: Any) -> bool:
         """Appends a value and its contents; returns False if its kind is unknown."""
         kind = type(x)
-        if kind in _PLAIN:
+        if kind in _PLAIN or kind is _Mark:
             self._parts.append(x)
             return True
         if kind is np.ndarray:
@@ -111,43 +132,50 @@ class _Walk:
             self._parts.append(_Array(x))
             return True
         if id(x) in self._seen:
-            self._parts.append(self._seen[id(x)])
+            self._parts.append(_Mark("again", self._seen[id(x)]))
             return True
         self._seen[id(x)] = len(self._seen)
         self._alive.append(x)  # otherwise a later temporary could get the same `id`
+        contents = self._begin(x)
+        return contents is not None and all(map(self.add, contents))
+
+    def _begin(self, x: Any) -> Iterable[object] | None:
+        """Appends what identifies an object; returns its contents, or None if it is unknown."""
+        kind = type(x)
         if kind in (tuple, list):
-            self._parts += [kind, len(x)]
-            return all(map(self.add, x))
+            self._parts.append(_Mark(kind, len(x)))
+            return x
         if _is_named_tuple(x):
-            self._parts.append(len(x))
-            return self.add(kind) and all(map(self.add, x))
+            self._parts.append(_Mark("named tuple", len(x)))
+            return kind, *x
         if kind is dict:
-            self._parts += [kind, len(x)]
-            return all(self.add(key) and self.add(value) for key, value in x.items())
+            self._parts.append(_Mark(kind, len(x)))
+            return itertools.chain.from_iterable(x.items())
         if kind is functools.partial:
-            self._parts.append(kind)
-            return self.add(x.func) and self.add(x.args) and self.add(x.keywords)
+            self._parts.append(_Mark(kind))
+            return x.func, x.args, x.keywords
         if kind is types.MethodType:
-            self._parts.append(kind)
-            return self.add(x.__func__) and self.add(x.__self__)
-        # Compared by identity (`_are_same`), which is exact for both.
+            self._parts.append(_Mark(kind))
+            return x.__func__, x.__self__
+        # Immutable objects, and objects that a module defines, are compared by identity.
         if self._is_immutable(x) or self._is_of_module(x):
             self._parts.append(x)
-            return True
+            return ()
         # Variables, optimizers, tables and strategies have this property.
         if isinstance(handle := getattr(x, "handle_parts", None), tuple):
             self._parts += handle
-            return True
+            return ()
         if kind is types.FunctionType:
             # A loop that defines a function creates a new object from the same code each time.
-            self._parts += [x.__code__, *x.__annotations__, *x.__annotations__.values()]
-            return all(map(self.add, _contents(x)))
-        if kind is _Compiled:
+            annotations = x.__annotations__
+            self._parts += [_Mark(kind, len(annotations)), x.__code__]
+            self._parts += [*annotations, *annotations.values()]
+            return _contents(x)
+        if kind is _Compiled and type(x.__wrapped__) is types.FunctionType:
             # A jitted function: the same object, but what its Python function captures may change.
             self._parts.append(x)
-            wrapped = x.__wrapped__
-            return type(wrapped) is types.FunctionType and all(map(self.add, _contents(wrapped)))
-        return False
+            return _contents(x.__wrapped__)
+        return None
 
     def _is_immutable(self, x: object) -> bool:
         if isinstance(x, jax.Array):
@@ -185,7 +213,7 @@ def _is_named_tuple(x: Any) -> bool:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yields everything that is serialized with a function."""
+    """Yields everything that cloudpickle serializes with a function, except its code."""
     yield function.__name__
     yield function.__qualname__
     yield function.__module__
@@ -197,10 +225,10 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
         try:
             yield cell.cell_contents
         except ValueError:  # a variable that the enclosing function assigns later
-            yield "\0 unbound"
+            yield _UNBOUND
     # Only names that the code looks up are serialized with a function, not all of its module.
     for name in _names_of_globals(function.__code__):
-        yield function.__globals__.get(name, "\0 none")
+        yield function.__globals__.get(name, _NO_GLOBAL)
 
 
 def _names_of_globals(code: types.CodeType) -> tuple[str, ...]:

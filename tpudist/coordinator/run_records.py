@@ -1,4 +1,4 @@
-"""RunRecords: what a coordinator records about finished closures, and tells new ones."""
+"""RunRecords: the records of finished closures, and the state of the run that new ones receive."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ class RunRecords:
         with queue.changed:
             # Without a bound on staleness, a worker may fetch what the next closure reads together
             # with the answer to this closure's updates. That is useful only if a closure waits.
-            reads_ahead = self._max_staleness is None and queue.num_waiting
-            num_scheduled = queue.num_scheduled if reads_ahead else 0
+            reads_ahead = self._max_staleness is None and queue.num_waiting > 0
+            limit = queue.end_number if reads_ahead else None
             low = queue.finished.low
-        return RunStatus(low, self._servers.actors, num_scheduled)
+        # Outside of the condition, because `actors` waits for servers that are replaced.
+        return RunStatus(low, self._servers.actors, limit)
 
     def record_finished(self, closure: Closure, completion: Completion) -> None:
         """Records a completed closure, before its result is visible."""
         if closure.retries:
             # Another worker may still run it and send updates. From here on, servers reject them.
+            # `claim` came first, so nobody starts the closure again, and `retries` is final.
             self._servers.seal(closure.number)
         with self._queue.changed:
             self.file.write(closure.number)
@@ -65,8 +67,5 @@ class RunRecords:
 
 def withdraw(queue: ClosureQueue, file: FinishedFile, output: RemoteValue) -> bool:
     """Cancels the closure with this output if no worker has started it; returns whether it did."""
-    with queue.changed:
-        number = queue.withdraw(output)
-        if number is not None:
-            file.write(number, is_withdrawn=True)
-    return number is not None
+    # Written first: a program that restarts must not run a function that was reported as canceled.
+    return queue.withdraw(output, lambda number: file.write(number, is_withdrawn=True))

@@ -1,4 +1,8 @@
-"""Stragglers: the closures that run longer than is usual for their function."""
+"""Stragglers: the closures that run longer than is usual for their function.
+
+Running one a second time occupies a worker, so it is compared with its own function. The progress
+display only marks workers, so it compares them with each other (`progress_sample.is_slow`).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from tpudist.coordinator.closure import Closure
 
 MIN_S = 1.0
 """Seconds below which a closure is not slow: starting it again would cost more than waiting."""
-MIN_COUNT = 3
+MIN_DURATIONS = 3
 """Number of known durations of a function before one of its closures can be slow."""
-MAX_COUNT = 31
+NUM_DURATIONS = 31
 """Number of recent durations of a function whose median is its usual duration."""
 
 
@@ -31,13 +35,13 @@ class Stragglers:
     def record(self, closure: Closure, duration_s: float) -> None:
         """Records the duration of a finished closure."""
         key = _function_key(closure)
-        durations_s = self._durations_s.setdefault(key, collections.deque(maxlen=MAX_COUNT))
+        durations_s = self._durations_s.setdefault(key, collections.deque(maxlen=NUM_DURATIONS))
         durations_s.append(duration_s)
-        if len(durations_s) >= MIN_COUNT:
+        if len(durations_s) >= MIN_DURATIONS:
             self._medians_s[key] = statistics.median(durations_s)
 
     def find_next(self, running: Iterable[Closure]) -> tuple[float, Closure] | None:
-        """Returns the closure that a second worker may start first, and the time of that moment."""
+        """Returns the running closure that becomes slow first, after the time when it does."""
         times = [(self._slow_s(x), x) for x in running if _may_run_twice(x)]
         known = [(slow_s, closure) for slow_s, closure in times if slow_s is not None]
         return min(known, key=lambda pair: pair[0], default=None)

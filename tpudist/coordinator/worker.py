@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -30,14 +29,14 @@ class RunStatus:
     Attributes:
         low: All closures with lower numbers have finished.
         servers: Actors that hold the variables now.
-        num_scheduled: Number of closures that were scheduled before this one started; 0 if none of
-            them waits. What one of them reads may be fetched when this one ends, because no program
-            could tell the difference.
+        read_ahead_limit: Closures with lower numbers were scheduled before this one started. Values
+            for one of them may be fetched early, at the end of this closure: their program cannot
+            expect to see any later update. None if nothing should be fetched.
     """
 
     low: int = 0
     servers: tuple[Actor, ...] = ()
-    num_scheduled: int = 0
+    read_ahead_limit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Worker:
                 worker.
         """
         try:
-            with self._enter(ClosurePlace(self._index, None, self._session)):
+            with self._enter(ClosurePlace(self._index, closure=None, session=self._session)):
                 resource = self._resources[key] = fn(*args)
                 if position is not None and isinstance(resource, WorkerIterator):
                     resource.go_to(position)
@@ -108,7 +107,7 @@ class Worker:
             self.delete_resource(key)
             raise
         except Exception as error:
-            self._resources[key] = _Failure(error, error.__traceback__)
+            self._resources[key] = _Failure(error)
 
     def delete_resource(self, key: int) -> None:
         """Deletes a resource, if it exists."""
@@ -135,8 +134,7 @@ class Worker:
                 return x
             resource = self._resources[x.key]
             if isinstance(resource, _Failure):
-                # Each `raise` adds to the traceback, and this error may be raised many times.
-                raise resource.error.with_traceback(resource.traceback)
+                raise resource.as_new()
             if isinstance(resource, WorkerIterator):
                 iterators[x.key] = resource
             return resource
@@ -167,7 +165,7 @@ class Worker:
         if self._session is None:
             with self._enter(ClosurePlace(self._index, number, self._session)):
                 return jax.block_until_ready(read_now(fn(*args, **kwargs))), None
-        state = self._session.begin(number, status.low, status.servers, fn, status.num_scheduled)
+        state = self._session.begin(number, status.low, status.servers, fn, status.read_ahead_limit)
         with self._enter(ClosurePlace(self._index, number, self._session, state)):
             value = jax.block_until_ready(read_now(fn(*args, **kwargs)))
         # The updates are sent after the function has returned, so a function that raises changes
@@ -181,12 +179,19 @@ class Worker:
             yield
 
 
-@dataclasses.dataclass(frozen=True)
 class _Failure:
     """The error of a function that should have created a resource."""
 
-    error: Exception
-    traceback: TracebackType | None
+    def __init__(self, error: Exception):
+        self._error, self._traceback = error, error.__traceback__
+        self._notes = list(getattr(error, "__notes__", ()))  # Python creates it with the first note
+
+    def as_new(self) -> Exception:
+        """Returns the error as it was raised first."""
+        # Each `raise` adds to the traceback, and the callers of the worker add notes. This error
+        # may be raised many times.
+        self._error.__notes__ = list(self._notes)
+        return self._error.with_traceback(self._traceback)
 
 
 def experimental_get_current_worker_index() -> int:

@@ -14,9 +14,10 @@ until its function has returned, so a function that raises changes nothing.
 #   the first run and another one the update of the second run. Both have it once.
 #
 # If closures wait for workers, the last message is `push_and_pull`: its answer contains what the
-# next closure on this worker will probably read (`ReadAhead`). That value is older than a `pull` at
-# the start of the next closure would be. It is correct if the next closure was scheduled before
-# this one started (`limit`): its program cannot have observed any later update at that time.
+# next closure on this worker will probably read (`ReadAhead`). Such a value may be older than one
+# that a `pull` at the start of the next closure would return. That is allowed only if the next
+# closure was scheduled before this one started (`limit`): when the program scheduled it, it could
+# not have observed any update that the value lacks.
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from tpudist.engine.engine import Actor, Engine
+from tpudist.engine.engine import Actor, Engine, Future
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
 from tpudist.ps.servers import Home, gather
 from tpudist.ps.shard import Values
@@ -51,7 +52,7 @@ class ReadAhead:
         limit: Only a closure with a lower number may use them.
         servers: Server number -> actor that sent the values.
         num_changed: Server number -> number of closures that had changed the server then.
-        variables: Variables whose copies are as of then.
+        variables: Numbers of the variables whose copies were current when the servers answered.
     """
 
     limit: int
@@ -71,7 +72,9 @@ class ServerCopies:
     def __init__(self, engine: Engine, device: jax.Device | None):
         self.engine, self.device = engine, device
         self.arrays: dict[int, tuple[int, jax.Array]] = {}  # by variable: version and copy
-        self.homes_read: dict[Hashable, dict[int, Home]] = {}  # by function
+        # By function, then by variable. Homes stay: a variable that was read once on a rare branch
+        # is requested by each later closure, but sent only if it has changed.
+        self.homes_read: dict[Hashable, dict[int, Home]] = {}
         self.ahead: ReadAhead | None = None
 
     def put(self, x: ArrayLike) -> jax.Array:
@@ -94,7 +97,8 @@ class ClosureState:
         low: All closures with lower numbers have finished.
         servers: Current servers.
         function: Function of the closure. The variables that it read last time are fetched at once.
-        num_scheduled: Number of scheduled closures; see `worker.RunStatus`.
+        read_ahead_limit: Closures with lower numbers are scheduled already, so that values may be
+            fetched for them at the end of this one. None fetches nothing.
 
     Raises:
         ActorDied: If a server has died.
@@ -107,9 +111,9 @@ class ClosureState:
         low: int,
         servers: Sequence[Actor],
         function: Callable[..., Any],
-        num_scheduled: int = 0,
+        read_ahead_limit: int | None = None,
     ):
-        self._num_scheduled = num_scheduled
+        self._read_ahead_limit = read_ahead_limit
         self._copies, self._number, self._low = copies, number, low
         self._servers, self._engine = servers, copies.engine
         self._changes: dict[int, list[Change]] = {}  # by server
@@ -117,9 +121,9 @@ class ClosureState:
         self._by_optimizer: set[int] = set()
         self._tables_changed: set[int] = set()
         self._values: dict[int, jax.Array] = {}
-        self._num_seen: dict[int, int] = {}
+        self._num_changed_at_read: dict[int, int] = {}  # by server
         self._homes = copies.homes_read.setdefault(_key_of(function), {})
-        missing = [x for x in self._homes.values() if not self._was_read_ahead(x)]
+        missing = [x for x in self._homes.values() if not self._use_read_ahead(x)]
         copies.ahead = None  # valid for the next closure only
         if missing:
             self._pull(missing)
@@ -183,36 +187,36 @@ class ClosureState:
         values: Values
         for server, values in gather(self._engine, calls).items():
             # The first read of a server counts: staleness is the age of the oldest value.
-            self._num_seen.setdefault(server, values.num_changed)
+            self._num_changed_at_read.setdefault(server, values.num_changed)
             self._copies.take(values)
         for home in homes:
             self._values[home.number] = known[home.number][1]
 
-    def _was_read_ahead(self, home: Home) -> bool:
-        """Returns whether the last closure fetched a variable late enough, and uses that value."""
+    def _use_read_ahead(self, home: Home) -> bool:
+        """Uses the value that the last closure fetched; returns False if it may not be used."""
         ahead = self._copies.ahead
         if ahead is None or self._number >= ahead.limit or home.number not in ahead.variables:
             return False
         if ahead.servers[home.server] != self._servers[home.server]:
             return False  # the server was replaced, and its successor may have fewer updates
-        self._num_seen[home.server] = ahead.num_changed[home.server]
+        self._num_changed_at_read[home.server] = ahead.num_changed[home.server]
         self._values[home.number] = self._copies.arrays[home.number][1]
         return True
 
     # Changing.
 
-    def change(self, home: Home, change: Assignment | RowChange) -> int:
+    def record_change(self, home: Home, change: Assignment | RowChange) -> int:
         """Records an update of a variable; returns the number of its updates so far."""
         self._changes.setdefault(home.server, []).append(change)
         pending = self._pending.setdefault(home.number, [])
         pending.append(change)
         return len(pending)
 
-    def count(self, home: Home) -> int:
+    def num_changes(self, home: Home) -> int:
         """Returns the number of updates of a variable."""
         return len(self._pending.get(home.number, ()))
 
-    def update(self, server: int, gradients: Gradients) -> None:
+    def record_gradients(self, server: int, gradients: Gradients) -> None:
         """Records that an optimizer updates variables of one server."""
         self._changes.setdefault(server, []).append(gradients)
         self._by_optimizer |= set(gradients.variables)
@@ -229,7 +233,7 @@ class ClosureState:
                 f"Servers apply the changes of a closure after it ends. Look up the rows first."
             )
 
-    def change_table(self, server: int, change: TableChange) -> None:
+    def record_table_change(self, server: int, change: TableChange) -> None:
         """Records that rows of a table change."""
         self._changes.setdefault(server, []).append(change)
         self._tables_changed.add(change.table)
@@ -244,30 +248,33 @@ class ClosureState:
         Raises:
             ActorDied: If a server has died. Each server has applied all of its updates or none.
         """
-        calls, homes = {}, [x for x in self._homes.values() if x.number in self._values]
+        limit = self._read_ahead_limit
+        homes = [x for x in self._homes.values() if x.number in self._values]
+        calls: dict[int, Future] = {}
         for server, changes in self._changes.items():
             sent = self._number, self._low, [_on_host(change) for change in changes]
             actor = self._servers[server]
-            if self._num_scheduled:
+            if limit is not None:
                 arrays = self._copies.arrays
                 versions = {x.number: arrays[x.number][0] for x in homes if x.server == server}
                 calls[server] = self._engine.call(actor, "push_and_pull", *sent, versions)
             else:
                 calls[server] = self._engine.call(actor, "push", *sent)
-        staleness, num_changed = None, {}
+        staleness: int | None = None
+        num_changed: dict[int, int] = {}
         for server, answer in gather(self._engine, calls).items():
-            if self._num_scheduled:
+            if limit is not None:
                 num_before, values = answer
                 self._copies.take(values)
                 num_changed[server] = values.num_changed
             else:
                 num_before = answer
             # -1: a server had applied this closure before. The staleness was counted then.
-            if server in self._num_seen and num_before >= 0:
-                staleness = max(staleness or 0, num_before - self._num_seen[server])
-        if num_changed:
+            if server in self._num_changed_at_read and num_before >= 0:
+                staleness = max(staleness or 0, num_before - self._num_changed_at_read[server])
+        if limit is not None and num_changed:
             self._copies.ahead = ReadAhead(
-                self._num_scheduled,
+                limit,
                 {server: self._servers[server] for server in num_changed},
                 num_changed,
                 frozenset(x.number for x in homes if x.server in num_changed),
@@ -275,7 +282,8 @@ class ClosureState:
         return staleness
 
 
-_put = jax.jit(lambda x: x)  # `device_put` takes four times as long
+# To the default device. `device_put` takes four times as long for a small array on a CPU.
+_put = jax.jit(lambda x: x)
 
 
 def _on_host(change: Change) -> Change:
@@ -292,7 +300,10 @@ def _on_host(change: Change) -> Change:
 
 
 def _key_of(function: Callable[..., Any]) -> Hashable:
-    """Returns a key of a function's definition, which determines the variables that it reads."""
+    """Returns a key of a function's definition.
+
+    Functions with one key probably read the same variables. If not, only messages are wasted.
+    """
     # Users schedule any callable. The key contains no object, so functions are not kept alive.
     function = getattr(function, "__wrapped__", function)
     code = getattr(function, "__code__", None)

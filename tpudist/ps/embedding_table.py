@@ -275,7 +275,7 @@ class Table:
             else:
                 change = TableChange(self._number, op, flat[positions], values[positions])
             if place is not None and place.state is not None:
-                place.state.change_table(server, change)
+                place.state.record_table_change(server, change)
             else:
                 self._servers.change(server, [change])
 

@@ -212,7 +212,7 @@ class ServerVariable(Variable):
         """Updates the variable; returns the number of its updates in this closure."""
         state = current_state()
         if state is not None:
-            return state.change(self.home, change)
+            return state.record_change(self.home, change)
         self._servers.change(self.home.server, [change])
         return 0
 
@@ -248,7 +248,7 @@ class ServerVariable(Variable):
             if state is None:
                 self._servers.change(server, [change])
             else:
-                state.update(server, change)
+                state.record_gradients(server, change)
 
     def split_gradient(
         self, gradient: ArrayLike | IndexedSlices

@@ -247,7 +247,7 @@ class Shard:
         self._save_if_long()
 
     def evict_table(self, number: int, max_age: int | None, min_touches: int) -> int:
-        """Removes rows of a table; returns their number, which is too low if the call is repeated."""
+        """Removes rows of a table; returns their number, too low if the call was repeated."""
         self._catch_up()
         count = self._tables.evict(number, max_age, min_touches)
         if count and self._log is not None:
@@ -292,9 +292,9 @@ class Shard:
         if variable.name != logged.name or kind not in ("", logged_kind):
             raise ValueError(
                 f"Variable {variable.number} is '{variable.name}' {kind}, but the log of server "
-                f"{self._index} has '{logged.name}' {logged_kind} under this number. Another program "
-                f"wrote the log, or the program creates its variables in another order. Use "
-                f"another folder."
+                f"{self._index} has '{logged.name}' {logged_kind} under this number. Another "
+                f"program wrote the log, or the program creates its variables in another order. "
+                f"Use another folder."
             )
 
     def _log_and_apply(self, facts: Mapping[str, Any], changes: Sequence[Change]) -> None:

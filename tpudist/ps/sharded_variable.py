@@ -143,7 +143,7 @@ class ShardedVariable(ServerVariable):
             update = RowChange(part.home.number, change.op, part_rows, rows[positions])
             part._change_now(update)
         state = current_state()
-        return [0 if state is None else state.count(part.home) for part in self.variables]
+        return [0 if state is None else state.num_changes(part.home) for part in self.variables]
 
     def _read_after(self, counts: Sequence[int]) -> jax.Array:
         state = current_state()

@@ -13,7 +13,7 @@ from tpudist.ps.step_changes import StepChanges
 
 
 class WorkerSession:
-    """The state of one worker.
+    """Copies of variables, and compiled replica functions, of one worker.
 
     Args:
         engine: Runs the servers.
@@ -27,11 +27,10 @@ class WorkerSession:
         servers: Servers, as of the current closure.
     """
 
-    servers: Sequence[Actor]
-
     def __init__(self, engine: Engine, strategy: Any, device: jax.Device | None):
         self.strategy, self.steps = strategy, StepChanges()  # `Strategy` is in a higher layer
-        self.engine, self.servers = engine, ()
+        self.engine = engine
+        self.servers: Sequence[Actor] = ()
         self._copies = ServerCopies(engine, device)
 
     def begin(
@@ -40,8 +39,8 @@ class WorkerSession:
         low: int,
         servers: Sequence[Actor],
         function: Callable[..., Any],
-        num_scheduled: int = 0,
+        read_ahead_limit: int | None = None,
     ) -> ClosureState:
         """Returns the state of a closure that starts; see `ClosureState`."""
         self.servers = servers
-        return ClosureState(self._copies, number, low, servers, function, num_scheduled)
+        return ClosureState(self._copies, number, low, servers, function, read_ahead_limit)
