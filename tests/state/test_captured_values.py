@@ -1,6 +1,7 @@
 """Captured Python values of replica functions: a program is compiled again only if they change."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -143,6 +144,11 @@ class _Trainer(_Base):
     def by_getattr(self, x):
         return x * getattr(self, "rate")  # noqa: B009
 
+    def by_getattr_in_a_loop(self, x):
+        for name in ("rate", "base"):
+            x = x * getattr(self, name)
+        return x
+
     def by_a_method_of_a_dict(self, x):
         return x * self.options.get("rate", 1.0)
 
@@ -201,6 +207,7 @@ _CHANGES = {
     "handed_on_itself": lambda t: setattr(t, "rate", 2.0),
     "by_a_local_name": lambda t: setattr(t.config, "rate", 2.0),
     "by_getattr": lambda t: setattr(t, "rate", 2.0),
+    "by_getattr_in_a_loop": lambda t: setattr(t, "rate", 2.0),
     "by_a_method_of_a_dict": lambda t: t.options.update(rate=2.0),
     "by_vars": lambda t: setattr(t, "_hidden", 2.0),
     "by_an_item_of_its_own": lambda t: t.items._held.update(rate=2.0),
@@ -355,6 +362,19 @@ def _defaults():
     return step, lambda: step.__kwdefaults__["options"].update(rate=2.0)
 
 
+def _default_of_the_second_of_two():
+    first, second = (_multiply_by_default(_Config()) for _ in range(2))
+    config = second.__defaults__[0]
+    return lambda x: second(first(x)), lambda: setattr(config, "rate", 2.0)
+
+
+def _multiply_by_default(config):
+    def multiply(x, config=config):
+        return x * config.rate
+
+    return multiply
+
+
 def _object_of_a_partial():
     config = _Config()
     return functools.partial(_times_rate_of, config), lambda: setattr(config, "rate", 2.0)
@@ -370,7 +390,9 @@ def _array():
     return lambda x: x * rate, change
 
 
-@pytest.mark.parametrize("make", [_closure, _defaults, _object_of_a_partial, _array])
+@pytest.mark.parametrize(
+    "make", [_closure, _defaults, _default_of_the_second_of_two, _object_of_a_partial, _array]
+)
 def test_closures_defaults_and_partials_are_compared_too(strategy, make):
     fn, change = make()
     assert _results(strategy, fn, change) == [3, 3, 6, 6, 2]
@@ -470,3 +492,46 @@ def test_a_large_captured_list_is_compared_as_a_whole():
     values[-1] = True
     assert not snapshot.is_same(step)
     assert not snapshot.fits(step)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([1, 2], [1, 2.0]),
+        ((1,), [1]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"a": 1}, {"a": True}),
+        ({1}, {1.0}),
+        ([0.0], [-0.0]),
+        ([np.float32(0)], [np.float32(-0.0)]),
+    ],
+)
+def test_equal_containers_of_other_types_or_order_are_another_program(before, after):
+    values = before
+
+    def step(x):
+        return x + sum(values)
+
+    snapshot = captured_values.Snapshot()
+    snapshot.add(capture_search.find(step), step)
+    assert snapshot.is_same(step)
+    values = copy.copy(before)
+    assert snapshot.fits(step)
+    assert snapshot.is_same(step)
+    values = after
+    assert not snapshot.is_same(step)
+    assert not snapshot.fits(step)
+
+
+def test_a_place_that_a_later_trace_adds_is_compared():
+    first, second = 1, 2
+
+    def step(x):
+        return x + first + second
+
+    snapshot = captured_values.Snapshot()
+    for expression, place in capture_search.find(step).items():
+        snapshot.add({expression: place}, step)
+    assert snapshot.is_same(step)
+    second = 3
+    assert not snapshot.is_same(step)

@@ -157,6 +157,7 @@ class Color(enum.Enum):
         lambda: range(3),
         lambda: Color.RED,
         lambda: np.dtype("int8"),
+        lambda: (np.float32("nan"), jnp.bfloat16.dtype.type(1)),
         lambda: "text",
         lambda: math,
         lambda: math.sin,
@@ -194,6 +195,15 @@ def test_objects_that_are_looked_at_when_they_are_used_are_known_by_identity(mir
         variable.assign(value)
         assert float(mirrored.run(step, (jnp.float32(1), *values))) == 1 + value
     assert len(compiles()) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(np.float32(0), np.float32(-0.0)), (np.int8(1), np.int16(1)), (np.str_("1"), "1")],
+)
+def test_numpy_scalars_are_compared_by_dtype_and_bytes(one, other):
+    assert value_keys.key_of((one,)) == value_keys.key_of((one.copy(),))
+    assert value_keys.key_of((one,)) != value_keys.key_of((other,))
 
 
 class Unknown:

@@ -59,7 +59,7 @@ class RowChange:
 
     def apply(self, old: jax.Array) -> jax.Array:
         """Returns the new value of the variable."""
-        return scatter_updates.apply(self.op, old, self.indices, self.values)
+        return scatter_updates.apply_slices(self.op, old, self.indices, self.values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

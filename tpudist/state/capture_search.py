@@ -1,7 +1,7 @@
 """Finds the Python values that a function captures, by the names that its code reads.
 
 The search follows names in the function's code, and in the code of the functions that it calls. It
-does not follow values that libraries capture, and attributes of values that the code computes.
+follows neither values that libraries capture nor attributes of values that the code computes.
 Arrays and objects of libraries are known by identity, so a change inside them is not seen.
 """
 
@@ -20,9 +20,10 @@ from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
 from tpudist.xla import compile_log
 
-# Largest number of values of one function, or of one container, that are visited. All of them are
-# compared at each call, so the limit bounds the cost of a call; further values are left out.
-MAX_VALUES = 1000
+# Bound on the visits of one search plus the places that it has found, and on the values of one
+# container. All places are compared at each call, so this bounds the cost of a call. Further values
+# are silently left out: a change of them does not compile again.
+_MAX_VALUES = 1000
 # Levels of nested containers that are visited. A container may contain itself.
 _MAX_DEPTH = 100
 # Methods of containers that read none of their contents: a function that only appends to a list
@@ -65,18 +66,18 @@ class _Search:
     """Follows the code of a function and knows the node of each name in it.
 
     The search ends although objects may refer to each other: it visits each pair of an expression
-    and a value, each function with the same closure, and each attribute of an object only once
-    (`_seen`), and stops at `MAX_VALUES`.
+    and a value, each function with the same captures, and each attribute of an object only once
+    (`_seen`), and stops at `_MAX_VALUES`.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self._seen: set[object] = set()
         # Attribute names in all code that was visited.
-        self._names: set[str] = set()
+        self._attribute_names: set[str] = set()
         # Objects that the code uses as a whole, by id. It may pass them to code that reads any of
-        # `_names`. So these attributes are visited last, when all names are known.
-        self._objects: dict[int, _Node] = {}
+        # these names. So these attributes are visited last, when all names are known.
+        self._whole_objects: dict[int, _Node] = {}
 
     def visit_objects(self) -> None:
         """Visits attributes of the objects that the code uses as a whole.
@@ -84,15 +85,15 @@ class _Search:
         A method that is found there can contain new names and new objects. So this repeats until
         a pass finds neither; both sets only grow, up to the names and objects of the program.
         """
-        known = -1
-        while known != (known := len(self._names) + len(self._objects)):
-            for node in list(self._objects.values()):
+        size = -1
+        while size != (size := len(self._attribute_names) + len(self._whole_objects)):
+            for node in list(self._whole_objects.values()):
                 self._visit_attributes(node)
 
     def visit(self, node: _Node) -> None:
         """Visits a value that code uses as a whole."""
         value = node.value
-        if len(self._seen) + len(self.places) > MAX_VALUES:
+        if len(self._seen) + len(self.places) > _MAX_VALUES:
             return
         if isinstance(value, SCALARS):
             self._add(node, is_weak=False)
@@ -121,7 +122,7 @@ class _Search:
                 if part != "__wrapped__" and isinstance(x, _FUNCTIONS):
                     self.visit(node.part(f".{part}", x, f"{node.name}.{part}"))
         elif _is_transparent(value):
-            self._objects.setdefault(id(value), node)
+            self._whole_objects.setdefault(id(value), node)
             for method in ("__call__", "__getitem__", "__iter__"):
                 self._attribute(node, method)
         elif _is_known_by_identity(value):
@@ -141,6 +142,7 @@ class _Search:
         elif isinstance(value, functools.partial):
             self.visit(node.part(".func", value.func))
             for i, x in enumerate(value.args):
+                # A scalar in this tuple cannot change: another one belongs to another partial.
                 if not isinstance(x, SCALARS):
                     self.visit(node.part(f".args[{i}]", x))
             for key, x in value.keywords.items():
@@ -158,7 +160,8 @@ class _Search:
     def _visit_container(self, node: _Node, value: object) -> None:
         assert isinstance(value, CONTAINERS)
         values = list(value.values() if isinstance(value, dict) else value)
-        if len(values) > MAX_VALUES or node.expression.count("[") > _MAX_DEPTH:
+        # Each level adds a bracket to the expression. It has few others, for closures and globals.
+        if len(values) > _MAX_VALUES or node.expression.count("[") > _MAX_DEPTH:
             return
         if all(isinstance(x, SCALARS) for x in values):
             self._add(node._replace(value=copy.copy(value)), is_weak=False)
@@ -180,7 +183,10 @@ class _Search:
             owner: For a method, the object that is its first argument.
         """
         code = fn.__code__
-        key = (code, owner and id(owner.value), *map(id, fn.__closure__ or ()))
+        # Functions that a factory returned share their code, but not what they capture.
+        captures = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+        closure = fn.__closure__ or ()
+        key = (code, None if owner is None else id(owner.value), *map(id, (*closure, *captures)))
         if key in self._seen:
             return
         self._seen.add(key)
@@ -217,12 +223,12 @@ class _Search:
         code: types.CodeType,
         environment: Mapping[str, _Node],
     ) -> None:
-        found = reads_of(code)
-        self._names |= found.names
-        self._visit_super(found, environment)
-        stored = [x.alias for x in found.reads if x.alias is not None]
+        code_reads = reads_of(code)
+        self._attribute_names |= code_reads.names
+        self._visit_super(code_reads, environment)
+        aliases = [x.alias for x in code_reads.reads if x.alias is not None]
         environment = dict(environment)
-        for read in found.reads:
+        for read in code_reads.reads:
             if not read.is_global:
                 origin = environment.get(read.name)
             elif read.name in fn.__globals__:
@@ -237,17 +243,17 @@ class _Search:
             # there: the code may use only `config.lr`, so the whole value is not visited. A name
             # that is assigned twice, or that is a parameter, is not followed.
             alias = read.alias
-            if alias is not None and alias not in environment and stored.count(alias) == 1:
+            if alias is not None and alias not in environment and aliases.count(alias) == 1:
                 environment[alias] = reached
                 if not isinstance(reached.value, SCALARS):
                     continue
             self.visit(reached)
-        for inner in found.inner:
-            known = {name: environment[name] for name in inner.co_freevars if name in environment}
-            self._visit_code(node, fn, inner, known)
+        for inner in code_reads.inner:
+            names = [name for name in inner.co_freevars if name in environment]
+            self._visit_code(node, fn, inner, {name: environment[name] for name in names})
 
-    def _visit_super(self, found: CodeReads, environment: Mapping[str, _Node]) -> None:
-        for name, attribute in found.super_reads:
+    def _visit_super(self, code_reads: CodeReads, environment: Mapping[str, _Node]) -> None:
+        for name, attribute in code_reads.super_reads:
             owner = environment.get(name)
             if owner is None or owner.value is _MISSING:
                 continue
@@ -268,7 +274,8 @@ class _Search:
         Args:
             node: The property or method, as its class stores it.
             owner: The object on which it is called.
-            static_suffix: Suffix of the expression that gives the function of a static method.
+            static_suffix: Suffix that makes the expression of a static method that of its function:
+                `.__func__` if it is read from a `__dict__`, nothing if it is read from a class.
         """
         static, bound = node.value, owner
         if isinstance(static, property):
@@ -301,10 +308,11 @@ class _Search:
                 node = node.part(f"[{key!r}]", item, f"{node.name}[{key!r}]")
                 continue
             if not _has_program_attributes(value):
-                if key not in _SHAPE_ATTRIBUTES:  # an array, or Optax' tuple of functions
+                # A library's object (an array, an optax.GradientTransformation) counts as a whole.
+                if key not in _SHAPE_ATTRIBUTES:
                     self.visit(node)
                 return None
-            if type(value) in CONTAINERS:
+            if type(value) in CONTAINERS:  # exactly: a subclass may have attributes of its own
                 if key not in _MUTATORS:
                     self.visit(node)
                 return None
@@ -324,6 +332,9 @@ class _Search:
         is_own = isinstance(value, type | types.ModuleType) or attribute in _attributes_of(value)
         is_property = isinstance(static, property | functools.cached_property)
         method = _Node(f"type({node.expression}).{attribute}", static, node.name)
+        # Python prefers a property to the object's own value, but the stored value of a
+        # cached_property to the property. Both count as properties here: otherwise the places would
+        # differ before and after the first read of a cached one.
         if (is_property or not is_own) and self._visit_method(method, node, ""):
             if isinstance(static, types.FunctionType):
                 if library_code.is_library_code(static.__code__) and _is_known_by_identity(value):
@@ -332,15 +343,16 @@ class _Search:
                     self._add(node, is_weak=True)
             return None
         try:
-            found = getattr(value, attribute)  # of your object, by the name in your code
-        except Exception:  # your descriptor may raise anything
+            part = getattr(value, attribute)  # may run a descriptor or `__getattr__` of your class
+        except Exception:  # which may raise anything
             return None
-        return node.part(f".{attribute}", found, f"{node.name}.{attribute}")
+        return node.part(f".{attribute}", part, f"{node.name}.{attribute}")
 
     def _visit_attributes(self, node: _Node) -> None:
         cls, own = type(node.value), _attributes_of(node.value)
-        for attribute in sorted(self._names):
-            if not hasattr(cls, attribute) and attribute not in own:  # of your class
+        for attribute in sorted(self._attribute_names):
+            # Of the class, so that no property and no `__getattr__` of yours runs.
+            if not hasattr(cls, attribute) and attribute not in own:
                 continue
             key = (id(node.value), attribute)
             if key in self._seen:
@@ -394,6 +406,7 @@ def _is_known_by_identity(value: object) -> bool:
     Compared by weak references, so that a program does not keep the object alive. NNX objects are
     left out: a captured one is an error of its own.
     """
+    # Each call consumes an iterator, and usually captures a new one.
     excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
     if isinstance(value, excluded) or library_code.root_package(type(value)) == "tpudist":
         return False
@@ -414,4 +427,5 @@ def _is_transparent(value: object) -> bool:
     cls = type(value)
     if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
         return False
+    # A namespace of a library (such as argparse) has only the attributes that you have set.
     return library_code.is_program_class(cls) or cls.__name__ in ("SimpleNamespace", "Namespace")

@@ -2,7 +2,7 @@
 
 A program contains the values that `self.training`, a closure's `lr` or a module's constant had at
 its trace. `capture_search.find` returns the places of such values. `Snapshot` compares them at each
-call: first by identity, in one compiled expression.
+call: quickly by identity, in one compiled expression, and only if that fails by value.
 
 A value that the trace itself changes, such as a counter of traces, is not compared.
 """
@@ -11,9 +11,11 @@ import collections
 import copy
 import enum
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -46,12 +48,16 @@ class Place:
     def comparison(self, variable: str) -> str:
         """Returns a Python expression that compares the present value with that of `variable`.
 
-        It compares by identity, except where the expression makes a new object.
+        It compares by identity, also the items of a container: 1 and 1.0 are equal, but need
+        different programs.
         """
         if self.is_weak:
             return f"{self.expression} is {variable}()"
-        is_new = self.expression.endswith(")") or isinstance(self.value, CONTAINERS)
-        return f"{self.expression} {'==' if is_new else 'is'} {variable}"
+        if isinstance(self.value, CONTAINERS):
+            return f"has_same_items({self.expression}, {variable})"
+        # `len(...)` returns a new integer at each call.
+        operation = "==" if self.expression.startswith("len(") else "is"
+        return f"{self.expression} {operation} {variable}"
 
     def matches(self, value: object) -> bool:
         """Whether `value` equals the value at the trace."""
@@ -65,17 +71,23 @@ class Snapshot:
 
     Attributes:
         places: The places, by their expressions.
-        is_same: Quick test, called with the function; None as long as there are no places. If it
-            returns False, values may still be equal: then `fits` compares them thoroughly.
+        is_same: Called with the function; returns whether each place holds the very same object.
+            False does not mean that a value changed: then call `fits`. None without places.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self.is_same: Callable[[Callable[..., object]], bool] | None = None
-        self._names: dict[str, object] = {}  # globals of `is_same`: the values v0, v1, ...
+        # Globals of `is_same`, with the values of the places as v0, v1, ...
+        self._globals: dict[str, Any] = {"has_same_items": _has_same_items}
+        self._num_compared = 0  # number of places in the expression of `is_same`
 
     def add(self, before: dict[str, Place], fn: Callable[..., object]) -> None:
-        """Adds places that were found before a trace, if the trace did not change their values."""
+        """Adds places that were found before a trace, if the trace did not change their values.
+
+        A value that the trace changes itself (a counter, an attribute that is created when it is
+        first read) would never match again.
+        """
         for expression, place in before.items():
             if expression not in self.places and place.matches(_read(expression, fn)):
                 self.places[expression] = place
@@ -86,12 +98,12 @@ class Snapshot:
 
         If so, the present objects replace the equal ones in `is_same`, which compares identities.
         """
-        found = {}
+        values = {}
         for expression, place in self.places.items():
-            value = found[place] = _read(expression, fn)
+            value = values[place] = _read(expression, fn)
             if not place.matches(value):
                 return False
-        for place, value in found.items():
+        for place, value in values.items():
             if not place.is_weak:
                 # A container is copied, because your program may change it in place later.
                 place.value = copy.copy(value) if isinstance(value, CONTAINERS) else value
@@ -105,15 +117,26 @@ class Snapshot:
 
     def _prepare(self) -> None:
         places = self.places.values()
-        names = {f"v{i}": place.value for i, place in enumerate(places)}
-        if len(names) > len(self._names):
+        values = {f"v{i}": place.value for i, place in enumerate(places)}
+        if len(values) > self._num_compared:
             # One function with one expression: a loop over the places takes ten times as long, and
             # `run` calls it at each step. An expression may raise, if you deleted an attribute.
-            tests = [p.comparison(name) for p, name in zip(places, names, strict=True)]
+            tests = [p.comparison(name) for p, name in zip(places, values, strict=True)]
             lines = ["def is_same(fn):", " try:", f"  return {' and '.join(tests)}"]
-            exec("\n".join([*lines, " except Exception:", "  return False"]), self._names)
-            self.is_same = self._names["is_same"]  # type: ignore[assignment]
-        self._names.update(names)
+            exec("\n".join([*lines, " except Exception:", "  return False"]), self._globals)
+            self.is_same, self._num_compared = self._globals["is_same"], len(values)
+        self._globals.update(values)
+
+
+def _has_same_items(value: Any, earlier: Any) -> bool:
+    """Whether a container has the very same items as its earlier copy, in the same order."""
+    if type(value) is not type(earlier) or len(value) != len(earlier):
+        return False
+    if isinstance(value, set | frozenset):  # a copy may have another order
+        return {*map(id, value)} == {*map(id, earlier)}
+    if isinstance(value, dict) and not all(map(operator.is_, value.values(), earlier.values())):
+        return False
+    return all(map(operator.is_, value, earlier))
 
 
 def _read(expression: str, fn: Callable[..., object]) -> object:
@@ -130,8 +153,6 @@ def _compile(expression: str) -> types.CodeType:
 
 def _key(value: object) -> Hashable:
     """Returns a key that is equal for equal values; a unique one if it cannot be compared."""
-    if isinstance(value, np.generic):
-        return type(value), repr(value)  # NaN does not equal itself
     is_known = isinstance(value, (*SCALARS, *CONTAINERS))
     try:
         return value_keys.key_of(value) if is_known else object()

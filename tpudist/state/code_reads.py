@@ -3,13 +3,13 @@
 The source may be missing, but the bytecode never is. A read is a chain that begins at a name:
 `self.config.lr` or `options["lr"]`. Values computed from it are not followed.
 
-The names of instructions differ between versions of Python; 3.11 to 3.13 are supported here.
+The names of instructions differ between versions of Python; those of 3.11 to 3.14 are known here.
 """
 
 import dataclasses
 import dis
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from types import CodeType
 
 # Instructions that do not change the value on top of the stack. They may appear within a chain.
@@ -17,7 +17,6 @@ _SILENT = frozenset(
     "CACHE EXTENDED_ARG NOP NOT_TAKEN PRECALL PUSH_NULL RESUME COPY_FREE_VARS MAKE_CELL".split()
 )
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
-_CALLS = frozenset(("CALL", "CALL_FUNCTION"))
 _CONSTANTS = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))
 _GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 
@@ -48,7 +47,7 @@ class CodeReads:
         super_reads: Attributes of `super()`: name of the object, and of the attribute.
         inner: Code of the functions that it defines.
         names: All names of attributes in it, and its string constants if it calls `getattr` or
-            `vars`.
+            `vars`, or reads `__dict__`.
     """
 
     reads: tuple[Read, ...]
@@ -62,32 +61,40 @@ def reads_of(code: CodeType) -> CodeReads:
     """Returns the reads of `code`."""
     names = frozenset(code.co_names)
     if names & {"getattr", "vars", "__dict__"}:
-        names |= {x for x in code.co_consts if isinstance(x, str)}
+        names |= set(_texts_in(code.co_consts))
     reads: list[Read] = []
     super_reads: list[tuple[str, str]] = []
     # A call of `super` is several instructions: the global `super`, then `__class__` and `self`
     # (which the compiler adds if there are no arguments), the call, and the attribute. `owner` is
-    # the name of the object from the first of them to the last, and "" elsewhere.
-    owner = ""
+    # the name of the object from the first of them to the last, and None elsewhere.
+    owner: str | None = None
     for read, instruction in _chains(code):
         opcode = instruction.opname
         if read == Read("super", True):
-            owner = code.co_varnames[0] if code.co_argcount else ""
-        elif read is not None and owner and not read.is_global and not read.steps:
+            owner = code.co_varnames[0] if code.co_argcount else None
+        elif read is not None and owner is not None and not read.is_global and not read.steps:
             owner = owner if read.name == "__class__" else read.name
         elif read is not None:
             reads.append(read)
-        if not owner:
+        if owner is None:
             continue
         if opcode == "LOAD_SUPER_ATTR" or opcode in _ATTRIBUTES:
             super_reads.append((owner, instruction.argval))
-            owner = ""
-        elif read is None and opcode not in _CALLS:
+            owner = None
+        elif read is None and opcode != "CALL":
             # `super()` is stored or passed on: later code may read any attribute of it.
             super_reads += [(owner, x) for x in sorted(names)]
-            owner = ""
+            owner = None
     inner = tuple(x for x in code.co_consts if isinstance(x, CodeType))
     return CodeReads(tuple(reads), tuple(super_reads), inner, names)
+
+
+def _texts_in(constants: Iterable[object]) -> Iterator[str]:
+    for x in constants:
+        if isinstance(x, str):
+            yield x
+        elif isinstance(x, tuple | frozenset):  # as in `for name in ("lr", "decay")`
+            yield from _texts_in(x)
 
 
 def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:
@@ -98,6 +105,7 @@ def _chains(code: CodeType) -> Iterator[tuple[Read | None, dis.Instruction]]:
     """
     cells = {*code.co_cellvars, *code.co_freevars}
     chain: Read | None = None
+    # A constant that was loaded after the chain; it matters only if a subscript follows.
     constant: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):
         name = instruction.opname

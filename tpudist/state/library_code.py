@@ -1,7 +1,10 @@
 """Tells the code and objects of your program from those of libraries.
 
-The search for captured values follows only your program. Code below the standard library,
-site-packages or tpudist belongs to libraries, except an installed package that requires tpudist.
+The search for captured values follows only your program. Its code is known by the file: code below
+the standard library, site-packages or tpudist belongs to libraries, except an installed package
+that requires tpudist. An object is known by the package of its class: the search reads no
+attributes of objects of `PACKAGES`. Those of other libraries, such as a configuration, may be
+yours to set.
 """
 
 import functools

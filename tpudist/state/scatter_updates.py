@@ -5,7 +5,7 @@ or greatest is taken. For `scatter_update` it is undefined which of them replace
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,9 @@ class SparseDelta(Protocol):
         ...
 
 
-def apply(operation: str, array: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+def apply_slices(
+    operation: str, array: jax.Array, indices: jax.Array, values: jax.Array
+) -> jax.Array:
     """Returns `array` with row `indices[i]` changed by `values[i]`.
 
     Args:
@@ -50,11 +52,14 @@ def apply(operation: str, array: jax.Array, indices: jax.Array, values: jax.Arra
         indices: `[...]` integers. In a trace, indices that are out of range have no effect.
         values: `[*indices.shape, ...]`, with the dtype of `array`.
     """
+    # A traced index cannot be checked. JAX would count a negative one from the end, and so change a
+    # row that nobody named. An index beyond the end is dropped, as it is by default.
+    options: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
     if operation == "div":
         # JAX has a scatter for products, but none for quotients. So divide once, by the product
         # of a row's divisors. Integers round towards zero, as in TensorFlow.
         ones = jnp.ones_like(array)
-        divisor = ones.at[indices].multiply(values, mode="drop", wrap_negative_indices=False)
+        divisor = ones.at[indices].multiply(values, **options)
         is_inexact = jnp.issubdtype(array.dtype, jnp.inexact)
         return array / divisor if is_inexact else jax.lax.div(array, divisor)
     if operation == "sub":
@@ -67,9 +72,7 @@ def apply(operation: str, array: jax.Array, indices: jax.Array, values: jax.Arra
         "max": rows.max,
         "update": rows.set,
     }
-    # A traced index cannot be checked. Without these options JAX would clamp it, or count a
-    # negative index from the end, and so change a row that nobody named.
-    return methods[operation](values, mode="drop", wrap_negative_indices=False)
+    return methods[operation](values, **options)
 
 
 def check_slices(
@@ -81,7 +84,7 @@ def check_slices(
         ValueError: If they do not fit variable `name` of `shape` and `dtype`, or a concrete index
             is out of range.
     """
-    # Checked before `jnp.asarray`, which converts to 32 bits.
+    # Indices and values are checked before `jnp.asarray`, which silently truncates 64-bit integers.
     concrete = None if is_traced(indices) else np.asarray(indices)
     for x in values if isinstance(values, list | tuple) else (values,):
         integers.check_fit(x, f"A value for rows of variable '{name}'")
@@ -101,6 +104,7 @@ def check_slices(
     expected_shape = (*indices.shape, *shape[1:])
     if rows.ndim == 0:
         rows = jnp.broadcast_to(rows, expected_shape)
+    # Python numbers, and lists of them, take the dtype of the variable.
     is_weak = jax.typeof(rows).weak_type or isinstance(values, int | float | list | tuple)
     fits = rows.dtype == dtype or (is_weak and np.can_cast(rows.dtype, dtype, "same_kind"))
     if rows.shape != expected_shape or not fits:
@@ -165,14 +169,21 @@ class ScatterUpdates(VariableBase):
     def scatter_mul(
         self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Multiplies some rows; see `scatter_add`. A MEAN divides the factors by the replicas."""
+        """Multiplies some rows; see `scatter_add`.
+
+        With aggregation MEAN, each factor is first divided by the number of replicas.
+        """
         warn_of_op_arguments("scatter_mul", use_locking, name)
         return self._scatter("mul", sparse_delta)
 
     def scatter_div(
         self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Divides some rows; see `scatter_add`. A MEAN divides the divisors by the replicas."""
+        """Divides some rows; see `scatter_add`.
+
+        With aggregation MEAN, each divisor is first divided by the number of replicas. A row is
+        divided once, by the product of its divisors: integers must not overflow in it.
+        """
         warn_of_op_arguments("scatter_div", use_locking, name)
         return self._scatter("div", sparse_delta)
 
@@ -198,7 +209,10 @@ class ScatterUpdates(VariableBase):
     def scatter_update(
         self, sparse_delta: SparseDelta, use_locking: bool = False, name: str | None = None
     ) -> jax.Array | None:
-        """Replaces some rows; see `scatter_min`."""
+        """Replaces some rows; see `scatter_min`.
+
+        If several slices have the same index, it is undefined which of them replaces the row.
+        """
         warn_of_op_arguments("scatter_update", use_locking, name)
         return self._scatter("update", sparse_delta)
 
@@ -219,11 +233,11 @@ class ScatterUpdates(VariableBase):
             self._check_usable_here(mode, "assigned")
             values, indices = self.strategy.replicate((values, indices))
             with self._use_home(mode):
-                new = apply(operation, self._fetch(), indices, values)
+                new = apply_slices(operation, self._fetch(), indices, values)
             return self._assign_eagerly(new, True)
         if mode.replica_context is not None:
             values, indices = self._aggregate_slices(values, indices)
-        new = apply(operation, mode.frame.get(self), indices, values)
+        new = apply_slices(operation, mode.frame.get(self), indices, values)
         return mode.frame.set(self, new)
 
     def _aggregate_slices(

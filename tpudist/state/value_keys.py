@@ -21,6 +21,8 @@ _SIMPLE = frozenset((str, bytes, bool, int, type(None)))
 MAX_VALUES = 1000
 # A larger array is compared by identity. Larger constants of a program raise an error later.
 _MAX_ARRAY_BYTES = 1 << 20
+# Bounds of the text of `describe`, which is part of one line of the log of compilations.
+_MAX_DEPTH, _MAX_ITEMS = 4, 10
 
 
 class IdentityKey:
@@ -55,7 +57,8 @@ def attributes_of(value: object) -> dict[str, object] | None:
     """Returns the attributes that are the contents of an object.
 
     None if the object is not compared by attributes: a class, an object with a hash of its own, an
-    object of a library (a function, a module, a device), or an object without attributes.
+    object of a library (a function, a module, a device), or an object without attributes. Fields of
+    a frozen dataclass with `compare=False` do not count.
     """
     cls = type(value)
     if isinstance(value, (type, *nnx_contents.OBJECT_TYPES)):
@@ -63,12 +66,11 @@ def attributes_of(value: object) -> dict[str, object] | None:
     hash_method = cls.__hash__
     is_dataclass = dataclasses.is_dataclass(value)
     if is_dataclass and _is_generated(hash_method):
-        # Its own hash and `==` would do, if 1 did not equal True and NaN did not differ from
-        # itself. So each field gets a key.
+        # Its own hash and `==` are not used: for them 1 equals True, and NaN differs from itself.
         fields = [f for f in dataclasses.fields(value) if (f.compare if f.hash is None else f.hash)]
         return _read_attributes(value, [field.name for field in fields])
-    is_mutable = hash_method is None or hash_method is object.__hash__
-    if not is_mutable or (hash_method is not None and _is_of_library(cls)):
+    has_hash_of_contents = hash_method not in (None, object.__hash__)
+    if has_hash_of_contents or (hash_method is not None and _is_of_library(cls)):
         return None
     if is_dataclass:
         return _read_attributes(value, [field.name for field in dataclasses.fields(value)])
@@ -87,11 +89,11 @@ def _read_attributes(value: object, names: Iterable[str]) -> dict[str, object]:
     return {name: getattr(value, name) for name in names}  # fields and slots of your class
 
 
-def describe(value: object, depth: int = 4) -> str:
+def describe(value: object, depth: int = _MAX_DEPTH) -> str:
     """Returns a text with the contents of a Python value, down to `depth` levels."""
     if isinstance(value, str | int | float | complex | None):
         return repr(value)
-    if depth and isinstance(value, np.ndarray) and value.size <= 10:
+    if depth and isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS:
         return str(value.tolist())
     attributes = attributes_of(value)
     if attributes is not None and depth:
@@ -102,8 +104,8 @@ def describe(value: object, depth: int = 4) -> str:
         items = [describe(x, depth - 1) for x in value]
     else:
         return type(value).__name__
-    more = ", ..." if len(items) > 10 else ""
-    return f"{type(value).__name__}({', '.join(items[:10])}{more})"
+    more = ", ..." if len(items) > _MAX_ITEMS else ""
+    return f"{type(value).__name__}({', '.join(items[:_MAX_ITEMS])}{more})"
 
 
 def _is_generated(hash_method: object) -> bool:
@@ -157,7 +159,7 @@ class _KeyBuilder:
             self._ancestors.discard(id(value))
 
     def _contents(self, value: object) -> Hashable:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray | np.generic):  # by its bytes, as `repr` above
             if value.nbytes > _MAX_ARRAY_BYTES or value.dtype.hasobject:
                 return IdentityKey(value)
             return value.shape, str(value.dtype), value.tobytes()
