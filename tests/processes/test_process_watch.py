@@ -99,7 +99,7 @@ AHEAD = "if me == {}: time.sleep(100)\nrun()\nrun()"
 
 def start_loop(more, **options):
     program = "\n".join([*(line[4:] for line in PROGRAM.splitlines()), *more.splitlines()])
-    return start_processes(program, devices_per_process=2, **options)
+    return start_processes(program, **{"devices_per_process": 2} | options)
 
 
 def wait_until_ready(running):
@@ -141,8 +141,10 @@ def test_a_process_that_was_stopped_for_a_while_continues():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_hung_process_is_named_with_its_stack(index):
-    with start_loop(AHEAD.format(index), env={"TPUDIST_HANG_TIMEOUT_S": "6"}) as running:
+@pytest.mark.parametrize("devices", [1, 2])  # with one, the other process blocks in its dispatch
+def test_a_hung_process_is_named_with_its_stack(index, devices):
+    env = {"TPUDIST_HANG_TIMEOUT_S": "6"}
+    with start_loop(AHEAD.format(index), env=env, devices_per_process=devices) as running:
         wait_until_ready(running)
         start = time.monotonic()
         finished = running.wait(60, exit_codes=(75,))

@@ -111,7 +111,9 @@ def test_transfer_guards_allow_values_passed_to_a_strategy(strategy, guarded):
         ]
         variable.assign(np.ones(2, np.float32))
         variable.assign_add(jnp.asarray(variable.read_value()))
+        rehearsal = strategy._replicator.rehearse(step, (batch, 2), {"offset": 0.5})
     assert [float(x) for x in values] == [8.5, 8, 8, 3]
+    assert float(rehearsal.result) == 8.5
 
 
 def test_transfer_guards_cover_explicit_transfers(strategy):

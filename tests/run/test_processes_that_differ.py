@@ -85,7 +85,7 @@ PROGRAM = """
     told["after"] = [float(results[-1][0]), start.numpy().tolist()]
     told["after"] += [unnamed.numpy().tolist(), float(large.numpy().max())]
 
-    def call_four_times():
+    def call_four_times(run):
         def step(x):
             return x * 2
 
@@ -95,15 +95,20 @@ PROGRAM = """
             sharding = NamedSharding(strategy.mesh, PartitionSpec())  # claims equal values
             x = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
             try:
-                seen.append(float(strategy.run(step, (x,)).addressable_data(0)[0]))
+                seen.append(float(run(step, x).addressable_data(0)[0]))
             except tpudist.errors.ProcessesDifferError as error:
                 seen.append(str(error))
         return seen
 
     told["later"] = {}
+    WAYS = {
+        "run": lambda step, x: strategy.run(step, (x,)),
+        "run_steps": lambda step, x: strategy.run_steps(step, iter([x, x]), 2)[1],
+    }
     for checked in ("0", "1"):
         os.environ["TPUDIST_CHECK_VALUES"] = checked
-        told["later"][checked] = call_four_times()
+        for way, run in WAYS.items():
+            told["later"][f"{checked} {way}"] = call_four_times(run)
     report(told)
 """
 
@@ -164,9 +169,10 @@ def test_the_processes_continue_together_after_an_error(told):
     assert [x["after"] for x in told] == [[2.0 * 4, [0.0, 1.0, 2.0], [1.0, 1.0], 1.0]] * 2
 
 
+@pytest.mark.parametrize("way", ["run", "run_steps"])
 @pytest.mark.parametrize("checked", ["0", "1"])
-def test_values_of_later_calls_are_compared_if_checks_are_on(told, checked):
-    for me, seen in enumerate(x["later"][checked] for x in told):
+def test_values_of_later_calls_are_compared_if_checks_are_on(told, checked, way):
+    for me, seen in enumerate(x["later"][f"{checked} {way}"] for x in told):
         assert (seen[0], seen[1], seen[3]) == (0.0, 0.0, 0.0)
         if checked == "0":
             assert seen[2] == 2.0 * me  # the check exists for this case

@@ -17,6 +17,7 @@ from flax import nnx
 import tpudist
 from compiles import NewCompiles
 from tpudist import PerReplica, RunOptions
+from tpudist.lowering import placement
 
 N = 8
 
@@ -963,3 +964,44 @@ def test_the_log_names_the_function_of_a_partial(mirrored):
     mirrored.run(Add(), (x,))
     mirrored.run_steps(functools.partial(add, 1.0), iter([x, x]), 2)
     assert [r.function for r in compiled()] == ["add", "add", "Add", "Add", "add"]
+
+
+def test_a_call_is_checked_only_while_its_arguments_must_move(mirrored, monkeypatch):
+    """A checked call takes longer. Arguments from another device move at each call."""
+    num_checked = 0
+    prepare = placement.prepare_step_input
+
+    def count(*args, **kwargs):
+        nonlocal num_checked
+        num_checked += 1
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(placement, "prepare_step_input", count)
+
+    def step(x):
+        return x * 2
+
+    elsewhere = jax.device_put(jnp.ones(3), jax.devices()[1])
+    x = mirrored.run(step, (elsewhere,))
+    for _ in range(2):
+        mirrored.run(step, (elsewhere,))
+    num_moved = num_checked
+    for _ in range(5):
+        x = mirrored.run(step, (x,))
+    assert num_moved >= 3
+    assert num_checked == num_moved + 1  # the first of these calls finds that nothing moves
+    assert x.tolist() == [64.0] * 3
+
+
+def test_a_step_that_ran_several_times_in_one_program_is_released(mirrored):
+    def start():
+        def step(x):
+            return x + 1
+
+        mirrored.run_steps(step, iter([jnp.ones(2)] * 2), 2)
+        [compiled] = mirrored._replicator.function_of(step).recent._steps
+        return weakref.ref(compiled)
+
+    compiled = start()
+    gc.collect()
+    assert compiled() is None

@@ -600,8 +600,18 @@ def test_warnings_as_errors_leave_the_program_usable(nnx_program):
     """If warnings are errors, `run` raises, and later calls of the function still work."""
     strategy, model, optimizer = nnx_program
     before = model.kernel[...]
-    with pytest.raises(UndistributedBatchWarning):
-        strategy.run(nnx_step, args=(model, optimizer, (X, Y)))
+    for _ in range(2):
+        with pytest.raises(UndistributedBatchWarning):
+            strategy.run(nnx_step, args=(model, optimizer, (X, Y)))
     np.testing.assert_array_equal(model.kernel[...], before)
     with pytest.warns(UndistributedBatchWarning):
         strategy.run(nnx_step, args=(model, optimizer, (jnp.asarray(X[:64]), jnp.asarray(Y[:64]))))
+
+
+def test_run_steps_shows_the_warnings_that_a_rehearsal_has_postponed():
+    program = Program()
+    strategy, batch = program.strategy, program.batch()
+    step = program.step(mean_loss, by_hand(all_reduce))
+    strategy._replicator.rehearse(step, (batch,), {})
+    with pytest.warns(LocalMeanWarning):
+        strategy.run_steps(step, iter([batch] * 2), 2)

@@ -38,8 +38,8 @@ def inputs_of(
         kept: Other inputs.
         batches: Ids of the arrays that are parts of a batch.
     """
-    assert step.plan is not None, "lowering makes it"
-    arrays = step.plan.merge_inputs(donated, kept)
+    assert step.program.plan is not None, "lowering makes it"
+    arrays = step.program.plan.merge_inputs(donated, kept)
     named = [
         *_roles_of_captured(step),
         *_roles_of_objects(step, call),
@@ -61,7 +61,7 @@ def inputs_of(
     # order, because JAX donates complete arguments: first all donated arrays, then all others.
     return [
         leaf(*named[i], arrays[i], k < len(donated))
-        for k, i in enumerate((*step.plan.donated, *step.plan.kept))
+        for k, i in enumerate((*step.program.plan.donated, *step.program.plan.kept))
     ]
 
 
@@ -105,7 +105,7 @@ def _roles_of_objects(step: Step, call: RunCall) -> list[tuple[str, str]]:
     if call.binding is None:
         return []
     names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
-    names = [names[i] for i in step.kinds_of_leaves.objects]
+    names = [names[i] for i in step.signature.kinds.objects]
     roles = []
     binding = call.binding
     for i, (path, value) in enumerate(zip(binding.paths, binding.values(), strict=True)):
@@ -118,7 +118,7 @@ def _roles_of_objects(step: Step, call: RunCall) -> list[tuple[str, str]]:
 
 def _roles_of_arguments(step: Step, call: RunCall) -> list[tuple[str, str]]:
     names = call_description.names_of_leaves(call.fn, call.args, call.kwargs)
-    kinds, leaves = step.kinds_of_leaves, call.leaves()
+    kinds, leaves = step.signature.kinds, call.leaves()
     roles = []
     for i in kinds.dynamic:
         if i in kinds.states:
@@ -129,7 +129,7 @@ def _roles_of_arguments(step: Step, call: RunCall) -> list[tuple[str, str]]:
         else:
             roles.append((names[i], "batch" if i in kinds.per_replica else _guess_role(names[i])))
     # Partial batches add two inputs per group of batches: the real rows of the replica, and of all.
-    for i in range(len(step.groups.sizes) if step.groups else 0):
+    for i in range(len(step.signature.groups.sizes) if step.signature.groups else 0):
         roles += [(f"real rows of batch {i}", "other"), (f"all real rows of batch {i}", "other")]
     return roles
 

@@ -98,6 +98,11 @@ def is_needed(mesh: ReplicaMesh) -> bool:
     )
 
 
+def order_of(mesh: ReplicaMesh) -> RunOrder | None:
+    """Returns the order of the calls that the processes of a mesh share; None in one process."""
+    return _agreement_of(mesh.processes).order if is_needed(mesh) else None
+
+
 def watch(mesh: ReplicaMesh) -> None:
     """Starts to watch the processes of a mesh, if there are others; see `process_watch`."""
     if is_needed(mesh):
@@ -125,17 +130,17 @@ class _Agreement:
         self._number = 0
         self._last_action = ""
         self._names: dict[int, str] = {}
-        self._order = RunOrder()
+        self.order = RunOrder()
         # Key of `agree_once` -> what counts another run. Forgotten with the generation.
         self.counters: dict[Hashable, Callable[[], None]] = {}
-        process_watch.watch().follow(name, self._order, self._describe)
+        process_watch.watch().follow(name, self.order, self._describe)
 
     def agree(self, intention: Intention) -> Callable[[], None]:
         """Returns a function that counts another run, after all processes have agreed."""
         with self._lock:
             self._enter(intention, "")
             self._names[self._number] = intention.action
-            return functools.partial(self._order.add, self._number)
+            return functools.partial(self.order.add, self._number)
 
     def exchange(self, intention: Intention, text: str) -> list[str]:
         """Returns the texts of all processes, after they have agreed."""
@@ -144,6 +149,8 @@ class _Agreement:
 
     def _describe(self, number: int) -> str:
         """Describes a shared call for the watch, from its thread."""
+        if number == run_order.STARTING:
+            return self.order.starting
         if number > 0:
             return f"{self._names[number]}, as before"
         return self._names.get(number, "something long ago")
@@ -152,7 +159,7 @@ class _Agreement:
         # The order is recorded before the exchange: if another process never arrives, its report
         # lacks this call, and the watch names it.
         self._number += 1
-        self._order.add(-self._number)
+        self.order.add(-self._number)
         self._names[-self._number] = f"{intention.action}, for the first time"
         if self._number > _REMEMBERED:
             self._names.pop(_REMEMBERED - self._number, None)

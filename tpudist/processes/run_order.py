@@ -6,7 +6,8 @@ counted when it is requested. Each has a number that is the same in all processe
 """
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 Run = tuple[int, int, int]
 """Number of a shared call, position of its first call, and number of calls in a row."""
@@ -15,16 +16,25 @@ Run = tuple[int, int, int]
 # lag by a few calls, so two memories overlap in practice. Where they do not, nothing is compared.
 MAX_RUNS = 64
 
+STARTING = 0
+"""The number of a call that is being dispatched: its program is known when the dispatch returns."""
+
 
 class RunOrder:
-    """The order of one process. One thread adds to it, and any thread may read it."""
+    """The order of one process. One thread adds to it, and any thread may read it.
+
+    Attributes:
+        starting: Description of the last call that `start_next` has reported.
+    """
 
     def __init__(self):
         # Lists rather than tuples: `add`, which each step calls, changes the last one in place.
         self._runs: collections.deque[list[int]] = collections.deque(maxlen=MAX_RUNS)
+        self._is_starting, self.starting = False, ""
 
     def add(self, number: int) -> None:
         """Records the start of a shared call."""
+        self._is_starting = False
         runs = self._runs
         if not runs:
             runs.append([number, 0, 1])
@@ -35,11 +45,24 @@ class RunOrder:
         else:
             runs.append([number, last[1] + last[2], 1])
 
+    @contextlib.contextmanager
+    def start_next(self, description: str) -> Iterator[None]:
+        """Reports one more call in the `with` block, which dispatches a program."""
+        # With one CPU device per process, the dispatch itself waits for the other processes. An
+        # agreement in the block ends the report, because the program is compiled then: a process
+        # that hangs in the compiler must not count as one that has started.
+        self.starting, self._is_starting = description, True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
     def last_runs(self) -> list[Run]:
         """Returns the latest runs, oldest first."""
         # `copy` is one operation under the GIL, so no run appears or vanishes meanwhile. Only the
         # last one may grow.
-        return [(number, start, times) for number, start, times in self._runs.copy()]
+        runs = [(number, start, times) for number, start, times in self._runs.copy()]
+        return [*runs, (STARTING, length(runs), 1)] if self._is_starting else runs
 
 
 def length(runs: Sequence[Run]) -> int:
@@ -56,7 +79,8 @@ def first_difference(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, i
         (number, start, times), (other_number, other_start, other_times) = runs[i], others[j]
         end, other_end = start + times, other_start + other_times
         position = max(start, other_start)
-        if number != other_number and position < min(end, other_end):
+        is_known = STARTING not in (number, other_number)
+        if is_known and number != other_number and position < min(end, other_end):
             return position, number, other_number
         if end <= other_end:
             i += 1

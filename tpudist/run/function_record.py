@@ -101,8 +101,8 @@ class FunctionRecord:
         # The same step, and so the same program, serves both.
         for form in self.forms.values():
             step = form.steps.get(key)
-            if step is not None and step.options == options:
-                if kinds.are_arrays_of(step.kinds_of_leaves):
+            if step is not None and step.signature.options == options:
+                if kinds.are_arrays_of(step.signature.kinds):
                     return step
         return None
 

@@ -5,6 +5,7 @@ back; this file is that way. When the cache misses, `step_program` and `step_tra
 user's function and spread its program over the mesh.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,11 @@ import jax
 
 from tpudist.array_types import PyTree
 from tpudist.goodput import goodput
-from tpudist.options import RunOptions
+from tpudist.processes import process_agreement
 from tpudist.run.arguments import call_arguments, call_description
 from tpudist.run.arguments.call_arguments import RunCall
-from tpudist.run.arguments.row_groups import RowGroups
 from tpudist.run.dispatch import first_run
 from tpudist.run.dispatch.interrupt_hold import NO_HOLD, InterruptHold
-from tpudist.run.dispatch.step_plan import StepPlan
 from tpudist.run.dispatch.throttle import Throttle
 from tpudist.run.frame.trace_requests import NewVariable
 from tpudist.run.outputs import special_values
@@ -44,8 +43,7 @@ class Step:
 
     Attributes:
         local_leaves: NNX arrays that must have one value per replica: see `local_state`.
-        needs_care: Whether some argument must move to the mesh at each call, so that every call
-            must be checked.
+        sequences: The programs for several calls at once, by their number; see `step_loop`.
     """
 
     def __init__(self, signature: StepSignature, throttle: Throttle):
@@ -55,25 +53,26 @@ class Step:
         self._function = signature.function
         self._storage = signature.strategy.storage
         self._throttle, self._compiles = throttle, compile_log.backend_compiles()
+        self._order = process_agreement.order_of(self.mesh)
         self._checks_each_call = first_run.checks_each_call(self.mesh)
         self._checked_rows: set[tuple] = set()
         self.local_leaves: frozenset[tuple[int, int]] = frozenset()
-        self.needs_care = False
+        self.sequences: dict[int, Callable[..., list[Any]]] = {}
 
     def __call__(self, call: RunCall) -> PyTree:
         """Makes the call; returns the result of the function, merged over the replicas."""
         start = time.perf_counter()
         outcome, compiled = self.attempt(call, self._dispatch)
         if compiled:
-            self._record_compile(time.perf_counter() - start, call)
-            if len(self.traces.by_signature) > MAX_SHAPES:
-                self._forget_shapes()
+            self.record_compile(time.perf_counter() - start, call)
         return outcome.traced.result(outcome.results, call)
 
     def attempt(self, call: RunCall, act: Callable[[list[Any], list[Any]], _T]) -> _T:
         """Returns `act(donated, kept)` with the inputs of a call."""
         program = self.program
-        program.call = call  # one at a time: callers hold the lock of the Replicator
+        # Callers hold the lock of the Replicator, so this is one call at a time. But a call that
+        # traces may make another one inside, for example in a callback.
+        outer, program.call = program.call, call
         # Starts again whenever a trace finds that the program needs more inputs. That ends, because
         # each round adds a Variable or a capture, and a function has finitely many of both.
         try:
@@ -84,30 +83,25 @@ class Step:
                     program.jitted = None
                 except NewVariable as request:
                     program.jitted = None
-                    request.provide(lambda: program.place_rest_of(call))
+                    request.provide(lambda: program.place_call_inputs(call))
         finally:
-            program.call = None
+            program.call = outer
 
     def _dispatch(self, donated: list[Any], kept: list[Any]) -> tuple[Outcome, bool]:
-        """Starts the program and takes its state back; returns whether it was compiled, too."""
-        program, traces = self.program, self.traces
-        call, plan = program.call, program.plan
-        assert call is not None and plan is not None, "`attempt` has fed the inputs of a call"  # noqa: PT018
-        # All that may raise comes first. From the start of the program to the end of `finish`, the
-        # old state is deleted, and the new state is not assigned yet.
-        if call.rows:
-            self.check_rows(call)
-        if traces.not_agreed or traces.with_pending_warnings:
-            traces.finish_pending(program.rest_of(call), call, program.inputs)
-        if self._checks_each_call:
-            first_run.agree_on_values(self.mesh, self._function.name, call)
+        """Starts the program and writes its state back; returns whether it was compiled, too."""
+        program = self.program
+        call, plan, jitted = program.call, program.plan, program.jitted
+        assert call is not None and plan is not None and jitted is not None, "`attempt` has fed it"  # noqa: PT018
+        # All that may raise comes first. From the start of the program to the end of `write_back`,
+        # the old state is deleted, and the new state is not assigned yet.
+        self.check_before_dispatch(call)
         # Before the signals are held: it may wait long for an earlier step, and Ctrl-C must work.
         self._throttle.before_step(donated, kept)
         num_compiles = self._compiles.number
         with InterruptHold() if plan.state else NO_HOLD:
             try:
                 goodput.begin_call()
-                written, outcome = self.start(donated, kept)
+                written, outcome = self.start(jitted, [call], donated, kept)
             except (TypeError, ValueError) as error:
                 if call.is_checked:
                     raise
@@ -115,22 +109,47 @@ class Step:
                 raise ArgumentsChanged from error
             if outcome.traced.count_run is not None:
                 outcome.traced.count_run()
-            self.finish(written, call.binding, None if written else outcome.any_array())
+            self.write_back(written, call.binding, None if written else outcome.any_array())
+        # The counter is the process's: a compile in another thread at this time counts, too.
         return outcome, self._compiles.number != num_compiles
 
-    def start(self, donated: list[Any], kept: list[Any]) -> tuple[list[Any], Outcome]:
-        """Starts the program; returns the new state and the outcome."""
-        program, jitted = self.program, self.program.jitted
-        assert jitted is not None, "`feed` creates it"
+    def check_before_dispatch(self, call: RunCall) -> None:
+        """Raises for calls that must not run, and waits for the agreement of other processes."""
+        program, traces = self.program, self.traces
+        if call.rows:
+            self.check_rows(call)
+        if traces.not_agreed or traces.with_pending_warnings:
+            traces.finish_pending(program.call_inputs(call), call, program.inputs)
+        if self._checks_each_call:
+            first_run.agree_on_values(self.mesh, self._function.name, call)
+
+    def start(
+        self,
+        program: Callable[..., tuple[list[Any], Any]],
+        calls: Sequence[RunCall],
+        donated: list[Any],
+        *kept: list[Any],
+    ) -> tuple[list[Any], Any]:
+        """Starts a compiled program for `calls`, with its donated and kept inputs.
+
+        Returns:
+            The new state in the order of `StepPlan.state`, and what else the program returns: the
+            outcome, or one for each call.
+        """
         missing_arrays.require_present(donated)
         if special_values.are_reported():
-            call, plan = program.call, program.plan
-            assert call is not None and plan is not None, "`attempt` has fed the inputs of a call"  # noqa: PT018
-            return special_values.call_checked(jitted, donated, [kept], plan.state, [call])
-        return jitted(donated, kept)
+            plan = self.program.plan
+            assert plan is not None, "`attempt` has fed the inputs of a call"
+            program = functools.partial(special_values.call_checked, program, plan.state, calls)
+        if self._order is None:
+            return program(donated, *kept)
+        with self._order.start_next(first_run.describe_run(self._function.name, calls[0].fn)):
+            return program(donated, *kept)
 
-    def finish(self, written: list[Any], binding: Binding | None, output: jax.Array | None) -> None:
-        """Takes back the state that a program has written.
+    def write_back(
+        self, written: list[Any], binding: Binding | None, output: jax.Array | None
+    ) -> None:
+        """Assigns the state that a program has written.
 
         Args:
             written: The new state, in the order of `StepPlan.state`.
@@ -165,6 +184,25 @@ class Step:
                 traced.check_rows(call, is_rehearsal=is_rehearsal)
             self._checked_rows.add(key)
 
+    def record_compile(self, seconds: float, call: RunCall, **more: str) -> None:
+        """Logs that `call` has compiled a program; deletes programs if there are too many.
+
+        `more` are further descriptions, for the cause.
+        """
+        signature, leaves = self.signature, call.leaves()
+        description = call_description.describe_call(
+            call.fn,
+            call.args,
+            call.kwargs,
+            leaves,
+            signature.options,
+            [i for i in signature.kinds.numbers if call_arguments.is_number(leaves[i])],
+        )
+        description |= self._function.captured.describe() | more
+        self._function.record(description, seconds)
+        if len(self.traces.by_signature) > MAX_SHAPES:
+            self._forget_shapes()
+
     def _forget_shapes(self) -> None:
         """Deletes the programs of all shapes except the last one's."""
         _log.warning(
@@ -175,36 +213,5 @@ class Step:
         )
         self.traces.forget_all_but_last()
         self.program.jitted = None
+        self.sequences.clear()
         self._checked_rows.clear()
-
-    def _record_compile(self, seconds: float, call: RunCall) -> None:
-        numbers, leaves = self.signature.kinds.numbers, call.leaves()
-        description = call_description.describe_call(
-            call.fn,
-            call.args,
-            call.kwargs,
-            leaves,
-            self.options,
-            [i for i in numbers if call_arguments.is_number(leaves[i])],
-        )
-        self._function.record(description | self._function.captured.describe(), seconds)
-
-    @property
-    def options(self) -> RunOptions:
-        """Compile options of the step."""
-        return self.signature.options
-
-    @property
-    def kinds_of_leaves(self) -> call_arguments.Kinds:
-        """Kinds of all flat arguments."""
-        return self.signature.kinds
-
-    @property
-    def groups(self) -> RowGroups | None:
-        """Partial batches among the arguments; None if all batches are full."""
-        return self.signature.groups
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """Order and donation of the inputs, and the state to write back."""
-        return self.program.plan

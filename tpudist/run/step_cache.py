@@ -1,8 +1,8 @@
 """Finds the compiled step for a call of `Strategy.run`, by function and arguments.
 
-A call looks only at what most calls need: arguments that were plain pytrees of arrays are fed
-whole, and `jit` notices if they have changed. If it does, or if the step is new, the call starts
-again and checks all arguments (`RunCall.is_checked`).
+An unchecked call does not look into arguments that were plain pytrees of arrays in the last call:
+it feeds them whole, and `jit` misses its cache if they have changed. Then, or if the step is new,
+the call starts again and checks all arguments (`RunCall.is_checked`).
 """
 
 import collections
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 # Recognized by identity, since the hash of a dataclass takes long.
 _DEFAULT_OPTIONS = RunOptions()
-_IMPLICIT = contextlib.nullcontext()
+_NO_GUARD = contextlib.nullcontext()
 _transfer_guard = Setting.TRANSFER_GUARD_HOST_TO_DEVICE.make_reader()
 
 
@@ -80,7 +80,7 @@ class Replicator:
         )
         self._methods = WeakIdentityDict()
         self._others: dict[Any, FunctionRecord] = {}
-        self._sequences: weakref.WeakKeyDictionary[Step, dict] = weakref.WeakKeyDictionary()
+        # Number of functions by code object, to recognize a function that is defined in a loop.
         self._definitions: collections.Counter = collections.Counter()
         self.before_first_call: Callable[..., None] | None = None
         self.one_at_a_time = threading.RLock()
@@ -98,23 +98,17 @@ class Replicator:
         If `whole`, it is called once for all replicas, in cross-replica context.
         """
         options = _DEFAULT_OPTIONS if options is None else options
-        with self.one_at_a_time, _place_explicitly():
+        with self.one_at_a_time, _NO_GUARD if _transfer_guard() is None else _place_explicitly():
             function = self.function_of(fn, whole)
             found = self._find(function, fn, args, kwargs, options, is_checked=False)
-            if found is not None and not found[0].needs_care:
+            if found is not None and not found[0].program.moves_arguments:
                 step, call = found
                 # Each of these exceptions is raised before the program has taken any state away, so
                 # the call can be made again, with checked arguments.
                 try:
                     return step(call)
-                except ArgumentsChanged:
-                    # If NNX Variables have values of other kinds, the checked call finds another
-                    # step. Otherwise some argument must move, and will at the next call, too.
-                    step.needs_care = call.binding is None or call.binding.has_same_values()
-                except LocalState:
+                except (ArgumentsChanged, LocalState, TraceFailed):
                     pass
-                except TraceFailed:
-                    pass  # for shapes that are new: the checked call tries again
                 except RuntimeError as error:
                     call_description.explain_overwritten(error, fn, args, kwargs)
                     raise
@@ -141,8 +135,8 @@ class Replicator:
         with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn)
 
-            def run_in_sequence(step: Step, first: RunCall) -> list[Any] | None:
-                calls = [first]
+            def run_in_sequence(step: Step, first_call: RunCall) -> list[Any] | None:
+                calls = [first_call]
                 for x in elements[1:]:
                     found = self._find(function, fn, (*args, x), {}, options, is_checked=False)
                     if found is None or found[0] is not step:
@@ -152,13 +146,13 @@ class Replicator:
                 shapes = [[compile.shape_of(x) for x in arrays] for arrays in batches]
                 if any(other != shapes[0] for other in shapes):
                     return None
-                sequence = self._sequences.setdefault(step, {}).get(len(calls))
+                sequence = step.sequences.get(len(calls))
                 if sequence is None:
-                    sequence = self._sequences[step][len(calls)] = StepSequence(step, len(calls))
+                    sequence = step.sequences[len(calls)] = StepSequence(step, len(calls))
                 return sequence(calls, batches)
 
-            first = (*args, elements[0])
-            return self._act_checked(function, fn, first, {}, options, run_in_sequence)
+            first_args = (*args, elements[0])
+            return self._act_checked(function, fn, first_args, {}, options, run_in_sequence)
 
     def rehearse(
         self, fn: Callable, args: tuple, kwargs: dict, options: RunOptions | None = None
@@ -220,7 +214,7 @@ class Replicator:
         act: Callable[[Step, RunCall], _T],
         whole: bool = False,
     ) -> _T:
-        with self.one_at_a_time:
+        with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn, whole)
             return self._act_checked(
                 function, fn, args, kwargs, _DEFAULT_OPTIONS if options is None else options, act
@@ -394,4 +388,4 @@ def _raise_for_options(function: FunctionRecord, options: object) -> NoReturn:
 
 def _place_explicitly() -> contextlib.AbstractContextManager:
     """Makes transfers of arguments count as explicit, like `device_put`, if a guard is set."""
-    return _IMPLICIT if _transfer_guard() is None else internals.place_explicitly()
+    return _NO_GUARD if _transfer_guard() is None else internals.place_explicitly()

@@ -3,6 +3,7 @@
 The host works once for all of them; the step computes the same as in single calls.
 """
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +13,12 @@ import jax.numpy as jnp
 
 from tpudist.goodput import goodput
 from tpudist.processes import process_agreement
-from tpudist.run.arguments import call_description
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.arguments.inputs import sharding_to_keep
 from tpudist.run.dispatch.interrupt_hold import NO_HOLD, InterruptHold, interruptible
 from tpudist.run.dispatch.step_plan import StepPlan
-from tpudist.run.outputs import special_values
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step import Step
-from tpudist.state import missing_arrays
 from tpudist.xla import compile_log
 
 
@@ -46,16 +44,8 @@ class StepSequence:
         start, compiles = time.perf_counter(), compile_log.backend_compiles().number
         outcomes = step.attempt(first, lambda *inputs: self._dispatch(calls, batches, *inputs))
         if compile_log.backend_compiles().number != compiles:
-            description = call_description.describe_call(
-                first.fn,
-                first.args,
-                first.kwargs,
-                first.leaves(),
-                step.options,
-                step.kinds_of_leaves.numbers,
-            )
-            description["steps"] = f"{self._num_steps} in one program"
-            step.signature.function.record(description, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            step.record_compile(seconds, first, steps=f"{self._num_steps} in one program")
         return [
             outcome.traced.result(outcome.results, call)
             for outcome, call in zip(outcomes, calls, strict=True)
@@ -69,51 +59,51 @@ class StepSequence:
         kept: list[Any],
     ) -> list[Outcome]:
         """Does what `Step._dispatch` does, in the same order, for all calls together."""
+        # A difference: no `ArgumentsChanged`, because the first call is checked, and the batches of
+        # the others have its shapes and were placed on the mesh.
         step, first = self._step, calls[0]
         for call in calls:
-            if call.rows:
-                step.check_rows(call)
-        plan = step.plan
+            step.check_before_dispatch(call)
+        plan = step.program.plan
         assert plan is not None, "it has fed the inputs"
         values = plan.merge_inputs(donated, kept)
         shared = values[: len(values) - len(batches[0])]
-        state = [position for _, _, position in plan.state]
-        constant = sorted(set(range(len(shared))) - set(state))
+        of_state = [position for _, _, position in plan.state]
+        of_constants = sorted(set(range(len(shared))) - set(of_state))
+        state, constants = [shared[i] for i in of_state], [shared[i] for i in of_constants]
         if self._jitted is None or self._plan is not plan:
             name = step.signature.function.name
             program = f"Strategy.run of '{name}', {self._num_steps} times in one program"
             self._count_run = process_agreement.agree(
                 step.mesh, process_agreement.Intention(program)
             )
-            self._jitted = self._compile(state, constant, [shared[i] for i in state])
+            self._jitted = self._compile(of_state, of_constants, state)
             self._plan = plan
         step.wait_for_slot(values)
-        carry, constants = [shared[i] for i in state], [shared[i] for i in constant]
-        missing_arrays.require_present(carry if step.program.donates_state else ())
         with InterruptHold() if state else NO_HOLD:
             goodput.begin_call()
-            if special_values.are_reported():
-                written, outcomes = special_values.call_checked(
-                    self._jitted, carry, [constants, batches], plan.state, calls
-                )
-            else:
-                written, outcomes = self._jitted(carry, constants, batches)
+            written, outcomes = step.start(self._jitted, calls, state, constants, batches)
             if self._count_run is not None:
                 self._count_run()
-            step.finish(written, first.binding, None if written else outcomes[0].any_array())
+            step.write_back(written, first.binding, None if written else outcomes[0].any_array())
         return outcomes
 
-    def _compile(self, state: list[int], constant: list[int], arrays: list[Any]) -> Callable:
-        """Returns the jitted loop, which is traced like one step and scans over the batches."""
-        # The carry are the inputs at `state`, which the step replaces. `arrays` are their values in
-        # this call: the new state keeps their sharding, or the next call would compile again. The
-        # inputs at `constant` are the same in all steps.
+    def _compile(
+        self, of_state: list[int], of_constants: list[int], state: list[Any]
+    ) -> Callable[..., tuple[list[Any], list[Outcome]]]:
+        """Returns the jitted loop, which is traced like one step and scans over the batches.
+
+        Args:
+            of_state: Positions of the inputs that the step replaces: the carry of the loop.
+            of_constants: Positions of the inputs that are the same in all steps.
+            state: Values of the state in this call. New state keeps their sharding, or the next
+                call would compile again.
+        """
         step, num_steps = self._step, self._num_steps
 
         def run_once(carry, constants, batch):
-            values: list[Any] = [None] * (len(state) + len(constant))
-            for i, x in [*zip(state, carry, strict=True), *zip(constant, constants, strict=True)]:
-                values[i] = x
+            pairs = zip([*of_state, *of_constants], [*carry, *constants], strict=True)
+            values = [x for _, x in sorted(pairs, key=operator.itemgetter(0))]
             with interruptible():
                 written, outcome = step.program.body([*values, *batch])
             # The carry of a loop keeps its dtype. Random keys have no dtype to convert to.
@@ -137,6 +127,6 @@ class StepSequence:
         return jax.jit(
             steps,
             donate_argnums=(0,) if step.program.donates_state else (),
-            out_shardings=([sharding_to_keep(x, step.mesh) for x in arrays], None),
+            out_shardings=([sharding_to_keep(x, step.mesh) for x in state], None),
             **step.program.compiler_options,
         )

@@ -4,6 +4,7 @@
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class StepProgram:
         plan: Order and donation of the inputs, and the state to write back; None before the first
             call. It is the same object as long as none of that changes.
         jitted: The compiled function of donated and kept inputs; None if it must be created.
+        moves_arguments: Whether the last checked call had arguments that had to move to the mesh.
+            The next call probably has, too, so it is checked.
         is_lowering: Whether the call in progress is only lowered. Its inputs may be shapes, and its
             devices may not exist here, so nothing is moved.
         inputs: The order of the flat inputs after the captured ones; set by the first trace.
@@ -71,17 +74,24 @@ class StepProgram:
         self.call: RunCall | None = None
         self.plan: StepPlan | None = None
         self.jitted: jax.stages.Wrapped | executables.Precompiled | None = None
+        self.moves_arguments = False
         self.is_lowering = False
 
     def feed(self, call: RunCall) -> tuple[list[Any], list[Any]]:
         """Returns the inputs of a call: the donated ones, which are overwritten, and the kept ones.
+
+        A checked call creates `plan` and `jitted` if they are missing, and moves its inputs to the
+        mesh. An unchecked call is fed as it is: `plan.flatten` compares its nesting, `jit` its
+        shapes, dtypes and shardings.
 
         Raises:
             ArgumentsChanged: If the call was not checked, and has arguments of another kind.
         """
         values = self.values(call)
         if call.is_checked:
-            values = self._place(values, self._mark_stacked(call))
+            placed = self._place(values, self._mark_stacked(call))
+            self.moves_arguments = not _have_same_arrays(placed, values)
+            values = placed
             if self.plan is not None and inputs.positions_on_host(values) != self.plan.on_host:
                 # State has moved to another memory, or back: `in_shardings` would not match.
                 self.jitted = None
@@ -129,6 +139,7 @@ class StepProgram:
             values += call.binding.values()
         if self._storage is not None:
             values = self._storage.fetch(values)
+        # The common cases of `_values_of_arguments`, inlined: one function call less per step.
         kinds, elements = call.kinds, call.elements
         if kinds.only_arrays:
             values += elements
@@ -140,7 +151,7 @@ class StepProgram:
 
     def _values_of_arguments(self, call: RunCall) -> list[PyTree]:
         kinds, elements = call.kinds, call.elements
-        if kinds.only_arrays and not call.rows:
+        if kinds.only_arrays:  # and so no PerReplicas, whose rows are counted
             return elements
         values = [elements[i].array if stacked else elements[i] for i, stacked in kinds.fed]
         for real_rows in call.rows:
@@ -153,12 +164,12 @@ class StepProgram:
     def _values_of_captured(self) -> list[Any]:
         return [self._strategy._value_of(v) for v in self.traces.captured]
 
-    def rest_of(self, call: RunCall) -> list[Any]:
+    def call_inputs(self, call: RunCall) -> list[Any]:
         """Returns the flat inputs of a call after the captured ones, where they are."""
         return jax.tree.leaves(self.values(call))[len(self.traces.captured) :]
 
-    def place_rest_of(self, call: RunCall) -> list[Any]:
-        """Moves the flat inputs of a call after the captured ones to the mesh; returns them."""
+    def place_call_inputs(self, call: RunCall) -> list[Any]:
+        """Returns the flat inputs of a call after the captured ones, moved to the mesh."""
         first = len(self.traces.captured)
         values, stacked = self.values(call)[first:], self._mark_stacked(call)[first:]
         return jax.tree.leaves(self._place(values, stacked))
@@ -169,6 +180,8 @@ class StepProgram:
         number = len(last) + len(call.rows)
         if not number:
             return []
+        # First by values, so that only these move; then by arrays, since the value that contains
+        # the last argument may be a pytree that begins with other arguments.
         values = self._values_of_arguments(call)
         return jax.tree.leaves(self._place(values[-number:]))[-number:]
 
@@ -178,7 +191,7 @@ class StepProgram:
         """Returns for each of `values` whether it has one part per replica."""
         num_nnx = len(call.binding.variables) if call.binding is not None else 0
         stacked = [v.on_read for v in self.traces.captured] + [False] * num_nnx
-        if call.kinds.only_arrays and not call.rows:
+        if call.kinds.only_arrays:
             return stacked + [False] * len(call.elements)
         return stacked + [is_stacked for _, is_stacked in call.kinds.fed] + [True] * len(call.rows)
 
@@ -235,14 +248,14 @@ class StepProgram:
 
         # `jit` calls this when its cache misses. `_is_for` comes before the trace: a trace of wrong
         # arguments might fail, and `jit` sends a signature whose first trace failed through its
-        # slow path forever.
+        # slow path forever. `planner.input_roles` finds inputs in the HLO by the names of the two
+        # parameters.
         def step(donated_arrays, kept_arrays):
             if not self._is_for(self._current_call()):
                 raise ArgumentsChanged
             with interruptible():
                 return self.body(plan.merge_inputs(donated_arrays, kept_arrays))
 
-        # `planner.input_roles` finds inputs in the HLO by the names of these two parameters.
         step.__name__ = step.__qualname__ = self._signature.function.name
         arrays = jax.tree.leaves(values)
         stacked = [v.on_read for v in traces.captured] + list(self.inputs.stacked)
@@ -329,8 +342,10 @@ class StepProgram:
             return False
         if not all(call_arguments.is_number_or_array(leaves[i]) for i in numbers):
             return False
-        values = jax.tree.leaves(self.values(call))
-        return all(x is y for x, y in zip(self._place(values), values, strict=True))
+        # `_place` returns an array unchanged if it is in place. `jit` was compiled for such arrays;
+        # one that would move has another sharding.
+        values = self.values(call)
+        return _have_same_arrays(self._place(values), values)
 
     def body(self, values: list[Any]) -> tuple[list[Any], Outcome]:
         """Returns new state and results for flat inputs: `jit` traces it once per signature.
@@ -358,7 +373,12 @@ class StepProgram:
 
     def find_trace(self, call: RunCall) -> TracedStep:
         """Returns the trace for the inputs of `call`; traces if there is none."""
-        return self._find_trace(self.rest_of(call))
+        return self._find_trace(self.call_inputs(call))
 
-    def _find_trace(self, rest: Sequence[Any]) -> TracedStep:
-        return self.traces.find(rest, self._current_call(), self.inputs)
+    def _find_trace(self, call_inputs: Sequence[Any]) -> TracedStep:
+        return self.traces.find(call_inputs, self._current_call(), self.inputs)
+
+
+def _have_same_arrays(values: list[PyTree], others: list[PyTree]) -> bool:
+    """Whether two lists of values contain the same array objects."""
+    return all(map(operator.is_, jax.tree.leaves(values), jax.tree.leaves(others)))

@@ -50,19 +50,20 @@ class StepTraces:
         self.with_pending_warnings: list[TracedStep] = []
         self.not_agreed: list[TracedStep] = []
 
-    def find(self, rest: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
+    def find(self, call_inputs: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
         """Returns the trace for these inputs; traces the function if there is none.
 
         Args:
-            rest: The flat inputs after the captured ones, for their shapes.
-            inputs: Order of `rest`.
+            call_inputs: The flat inputs after the captured ones, for their shapes.
+            inputs: Order of `call_inputs`.
         """
         findings = self._signature.function.findings
         # Arrays of any library, and shapes, have a `shape`; Python numbers do not.
-        shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in rest]
+        shapes = [x if hasattr(x, "shape") else compile.shape_of(x) for x in call_inputs]
         # The key has whatever changes a trace: shapes, dtypes and weak types of all inputs, those
-        # of captured PerReplicas, and JAX's settings (x64, matmul precision and so on). Shardings
-        # are not in it: the function sees one replica, and they do not change what it sees.
+        # of captured PerReplicas, which a trace gets without a weak type, and JAX's settings
+        # (x64, matmul precision and so on). Shardings are not in it: the function sees one replica,
+        # and they do not change what it sees.
         # `weak_type` is an attribute of JAX's arrays and shapes; NumPy's arrays have none.
         key = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in shapes)
         key += traces.settings()
@@ -71,16 +72,17 @@ class StepTraces:
             key += tuple((x.shape, x.dtype) for x in values)
         traced = self.by_signature.get(key)
         if traced is None:
-            traced = self._trace(rest, call, inputs)
-            self.by_signature[key] = traced
-            self._add_state(traced)
+            traced = self._trace(call_inputs, call, inputs)
             if not self.is_rehearsal:
+                # First, because a filter may turn them into errors: every call then raises one.
                 trace_warnings.warn_once(traced.warnings, findings.warnings)
             elif traced.warnings:
                 self.with_pending_warnings.append(traced)
+            self.by_signature[key] = traced
+            self._add_state(traced)
         return traced
 
-    def _trace(self, rest: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
+    def _trace(self, call_inputs: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
         signature = self._signature
         function, strategy = signature.function, signature.strategy
         # Read before the trace: the function may change the values that it captures.
@@ -104,7 +106,7 @@ class StepTraces:
                     whole=function.whole,
                     rules=signature.options.aggregation,
                 ),
-                rest,
+                call_inputs,
                 lambda: call_description.names_of_leaves(call.fn, call.args, call.kwargs),
             )
         stand_in = strategy._stand_in
@@ -158,17 +160,22 @@ class StepTraces:
             mesh, self._signature.function.name, call, traced.program.closed
         )
 
-    def finish_pending(self, rest: Sequence[Any], call: RunCall, inputs: Inputs) -> None:
-        """Agrees on the program of a call that starts now, and shows its warnings, if not done."""
-        traced = self.find(rest, call, inputs)
+    def finish_pending(self, call_inputs: Sequence[Any], call: RunCall, inputs: Inputs) -> None:
+        """Agrees on the program of a call that starts now, and shows its warnings, if not done.
+
+        A lowering postpones the agreement, and a rehearsal the warnings.
+        """
+        traced = self.find(call_inputs, call, inputs)
         if traced in self.not_agreed:
             self.not_agreed.remove(traced)
             self.agree(traced, call, is_lowering=False)
         if traced in self.with_pending_warnings and not self.is_rehearsal:
-            self.with_pending_warnings.remove(traced)
             trace_warnings.warn_once(traced.warnings, self._signature.function.findings.warnings)
+            self.with_pending_warnings.remove(traced)
 
     def forget_all_but_last(self) -> None:
         """Forgets the traces of all signatures except the newest."""
         key, traced = self.by_signature.popitem()
         self.by_signature = {key: traced}
+        for pending in (self.with_pending_warnings, self.not_agreed):
+            pending[:] = [x for x in pending if x is traced]

@@ -19,11 +19,11 @@ def rehearse(step: Step, call: RunCall) -> rehearsal.Rehearsal:
         if call.rows:
             step.check_rows(call, is_rehearsal=True)
         if traces.not_agreed:
-            traces.finish_pending(program.rest_of(call), call, program.inputs)
-        plan = program.plan
-        assert plan is not None, "it has fed the inputs"
+            traces.finish_pending(program.call_inputs(call), call, program.inputs)
+        plan, jitted = program.plan, program.jitted
+        assert plan is not None and jitted is not None, "it has fed the inputs"  # noqa: PT018
         inputs = plan.merge_inputs(donated, kept)
-        written, outcome = step.start([x.copy() for x in donated], kept)
+        written, outcome = step.start(jitted, [call], [x.copy() for x in donated], kept)
         traced = outcome.traced
         if traced.count_run is not None:
             traced.count_run()

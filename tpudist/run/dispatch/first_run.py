@@ -41,7 +41,7 @@ def agree_on_program(
     return process_agreement.agree(
         mesh,
         process_agreement.Intention(
-            f"Strategy.run of '{name}'{_place_of(call.fn)}",
+            describe_run(name, call.fn),
             _describe_arguments(call),
             program_digest.write_program(closed),
         ),
@@ -62,16 +62,16 @@ def agree_on_values(mesh: ReplicaMesh, name: str, call: RunCall) -> None:
     process_agreement.agree(
         mesh,
         process_agreement.Intention(
-            f"a call of Strategy.run of '{name}'{_place_of(call.fn)}", _describe_arguments(call)
+            f"a call of {describe_run(name, call.fn)}", _describe_arguments(call)
         ),
     )
 
 
-def _place_of(fn: Callable[..., object]) -> str:
+def describe_run(name: str, fn: Callable[..., object]) -> str:
+    """Returns a description of a call of the function `name`, with the line of its definition."""
     code = getattr(fn, "__code__", None)  # a callable of the user, perhaps not a function
-    if code is None:
-        return ""
-    return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+    return f"Strategy.run of '{name}'{place}"
 
 
 def _describe_arguments(call: RunCall) -> dict[str, str]:

@@ -30,23 +30,27 @@ def are_reported() -> bool:
 
 def call_checked(
     program: Callable[..., tuple[list[jax.Array], Any]],
-    donated: Sequence[jax.Array],
-    others: Sequence[Any],
     state: Sequence[tuple[str, Any, int]],
     calls: Sequence[RunCall],
+    donated: Sequence[jax.Array],
+    *kept: Any,
 ) -> tuple[list[jax.Array], Any]:
     """Calls a compiled step, and checks its outputs.
 
     The `program` gets copies of the `donated` inputs, so that old state survives an error, and the
-    `others`. It returns new state, as `StepPlan.state` describes, and an `Outcome`, or one for each
-    of `calls`.
+    `kept` ones. It returns new state, as `StepPlan.state` describes, and an `Outcome`, or one for
+    each of `calls`.
 
     Raises:
         FloatingPointError: If a value to report is among the outputs.
     """
-    tests = [("NaN", np.isnan)] * _reports_nans() + [("infinity", np.isinf)] * _reports_infs()
+    tests = []
+    if _reports_nans():
+        tests.append(("NaN", np.isnan))
+    if _reports_infs():
+        tests.append(("infinity", np.isinf))
     with jax.debug_nans(False), jax.debug_infs(False):
-        written, outcome = program([x.copy() for x in donated], *others)
+        written, outcome = program([x.copy() for x in donated], *kept)
         outcomes = [outcome] if isinstance(outcome, Outcome) else outcome
         named = [*_name_state(written, state, calls[0]), *_name_results(outcomes, calls)]
         places = {  # a dict, since the calls of a loop name the same places
