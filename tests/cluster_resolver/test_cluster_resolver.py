@@ -206,6 +206,8 @@ def test_a_mistake_in_tf_config_raises(tf_config, config, message):
     for ask in ("cluster_spec", "master"):
         with pytest.raises(ValueError, match=f"TF_CONFIG .*{re.escape(message)}.*An example: "):
             getattr(TFConfigClusterResolver(), ask)()
+    with pytest.raises(ValueError, match="TF_CONFIG "):
+        assert TFConfigClusterResolver(task_type="evaluator").is_evaluator
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,7 @@ def test_cluster_specs_of_the_same_tasks_are_equal():
     assert spec != "worker"
     assert bool(spec)
     assert not ClusterSpec({})
+    assert len({spec, ClusterSpec(CLUSTER), ClusterSpec({})}) == 2
 
 
 @pytest.mark.parametrize(
@@ -507,6 +510,17 @@ def test_each_task_of_a_node_gets_gpus_of_its_own(slurm):
     slurm(SLURM_PROCID="4")
     SlurmClusterResolver(gpus_per_task=1).cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize("gpus_per_node", [None, 4])
+def test_a_task_gets_only_gpus_of_its_job_and_keeps_them(slurm, gpus_per_node):
+    """A second resolver of the program must not divide the share of the first one."""
+    slurm(CUDA_VISIBLE_DEVICES="4,5,6,7")
+    for _ in range(2):
+        resolver = SlurmClusterResolver(gpus_per_node=gpus_per_node)
+        resolver.cluster_spec()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+        assert resolver.num_accelerators() == {"GPU": 2}
 
 
 def test_nodes_without_gpus_need_no_nvidia_smi(slurm, monkeypatch):

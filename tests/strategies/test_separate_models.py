@@ -14,7 +14,7 @@ WORKERS = ["a:1", "b:2"]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """As in a new process, which has not warned yet."""
-    monkeypatch.setattr(separate_models, "_warned", [])
+    monkeypatch.setattr(separate_models, "_has_warned", False)
 
 
 def set_cluster(monkeypatch, cluster, task="worker"):

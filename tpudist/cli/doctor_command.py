@@ -121,8 +121,8 @@ def _check_accelerator(options: Options) -> int:
 
 
 def _examine(options: Options) -> int:
-    # `examine` ends within 15 s more than the limit of the programs that it starts.
-    print_message(f"Checking this machine, at most {options.timeout_s + 15:g} s.")
+    # `examine` ends within 30 s more than the limit of the programs that it starts.
+    print_message(f"Checking this machine, at most {options.timeout_s + 30:g} s.")
     from tpudist.cli import examination_table
     from tpudist.supervisor.doctor.examination import examine, is_well
 

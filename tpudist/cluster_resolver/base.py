@@ -12,6 +12,10 @@ import jax
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
 
+# Jobs of processes that train together, in the order of their numbers. Parameter servers and
+# evaluators are separate runs of JAX.
+_TRAINING = ("chief", "worker")
+
 
 class ClusterResolver(abc.ABC):
     """Names the tasks of a run.
@@ -19,7 +23,7 @@ class ClusterResolver(abc.ABC):
     Mirrors `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
-    # Values that were assigned. They take precedence over what the environment says.
+    # Values that were assigned. They take precedence over the values in the environment.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -109,12 +113,15 @@ class ClusterResolver(abc.ABC):
             task_type: Job of the task; by default the task of this process.
             task_id: Number of the task in its job.
             config_proto: For `tf.distribute`: JAX has no sessions.
+
+        Returns:
+            The numbers; empty if there is no such task.
         """
         warn_if_given("num_accelerators(config_proto", config_proto, "JAX has no sessions")
         if task_type is None or task_id is None:
             devices = jax.local_devices()
         else:
-            index = self._find(task_type, task_id)
+            index = self._index_in_processes(task_type, task_id)
             devices = [d for d in jax.devices() if d.process_index == index]
         platforms = [d.platform.upper() for d in devices if d.platform != "cpu"]
         return dict(collections.Counter(platforms))
@@ -149,7 +156,7 @@ class ClusterResolver(abc.ABC):
             ValueError: If the task of this process is not in the cluster.
         """
         spec = ClusterSpec(self.cluster_spec())
-        index = self._find(self.task_type, self.task_id)
+        index = self._index_in_processes(self.task_type, self.task_id)
         if index is None:
             jobs = ", ".join(f"{spec.num_tasks(job)} of '{job}'" for job in spec.jobs) or "none"
             raise ValueError(
@@ -170,14 +177,14 @@ class ClusterResolver(abc.ABC):
         return rpc_layer or self.rpc_layer
 
     def _task_address(self, task_type: str | None, task_id: int | None) -> str:
-        """A `_master_address` for resolvers whose master is this task; "" if that is unknown."""
+        """A `_master_address` for subclasses whose master is this task; "" if that is unknown."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
         return self.cluster_spec().task_address(task_type, task_id)
 
-    def _find(self, task_type: str | None, task_id: int | None) -> int | None:
+    def _index_in_processes(self, task_type: str | None, task_id: int | None) -> int | None:
         """Returns the index of a task in `processes()`, or None."""
         spec = ClusterSpec(self.cluster_spec())
         if task_type not in _TRAINING or task_type not in spec.jobs or task_id is None:
@@ -188,8 +195,3 @@ class ClusterResolver(abc.ABC):
         # coordinator's, which JAX starts in the process with index 0.
         chiefs = spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0
         return chiefs + task_id
-
-
-# Jobs of processes that train together, in the order of their numbers. Parameter servers and
-# evaluators are separate runs of JAX.
-_TRAINING = ("chief", "worker")

@@ -35,6 +35,9 @@ class ClusterSpec:
         except TypeError:
             return False
 
+    def __hash__(self) -> int:
+        return hash(frozenset((job, *sorted(self._tasks[job].items())) for job in self._tasks))
+
     def __repr__(self) -> str:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
 
@@ -45,8 +48,9 @@ class ClusterSpec:
     def _list_or_dict(self, job_name: str) -> Tasks:
         tasks = self._tasks[job_name]
         # As in TensorFlow: a list only if no number is missing, so that a task keeps its number.
-        dense = tasks and sorted(tasks) == list(range(len(tasks)))
-        return self.job_tasks(job_name) if dense else dict(sorted(tasks.items()))
+        # A job without tasks is an empty dict, as in TensorFlow.
+        is_complete = bool(tasks) and sorted(tasks) == list(range(len(tasks)))
+        return self.job_tasks(job_name) if is_complete else dict(sorted(tasks.items()))
 
     @property
     def jobs(self) -> list[str]:
@@ -103,7 +107,7 @@ class ClusterSpec:
 
 def _parse_cluster(cluster: object) -> dict[str, dict[int, str]]:
     if isinstance(cluster, ClusterSpec):
-        return cluster._tasks
+        return cluster._tasks  # shared: nothing changes it
     if not isinstance(cluster, Mapping):
         raise TypeError(
             f"cluster must map jobs to lists of addresses, such as {{'worker': ['host:port']}},"

@@ -139,7 +139,8 @@ class DeviceAssignment:
             computation_stride: Distance between the cores of a replica along the same axes; by
                 default 1.
             num_replicas: Number of replicas.
-            device_order_mode: Order in which cores are assigned.
+            device_order_mode: Order in which cores are assigned. If devices are missing in the
+                mesh, neither order is possible, and replicas get consecutive devices.
 
         Raises:
             ValueError: If a shape or stride is not four positive numbers, a replica is larger than
@@ -159,15 +160,15 @@ class DeviceAssignment:
         packed = replica_packing.pack(counts, num_replicas)
         # A ring passes through every chip once, so its replicas must tile the whole mesh without
         # gaps.
-        tiles = (stride == 1).all() and num_replicas == math.prod(counts)
-        fills = tiles and shape[-1] == topology.mesh_shape[-1]
-        if device_order_mode == DeviceOrderMode.RING and not fills:
+        tiles_mesh = (stride == 1).all() and num_replicas == math.prod(counts)
+        can_form_rings = tiles_mesh and shape[-1] == topology.mesh_shape[-1]
+        if device_order_mode == DeviceOrderMode.RING and not can_form_rings:
             raise ValueError(
                 "device_order_mode=DeviceOrderMode.RING is not compatible with these replicas: a "
                 "ring needs replicas that fill the mesh and its chips, without a stride. Try "
                 "device_order_mode=DeviceOrderMode.AUTO."
             )
-        if fills and device_order_mode != DeviceOrderMode.MESH:
+        if can_form_rings and device_order_mode != DeviceOrderMode.MESH:
             return cls(topology, replica_packing.assign_rings(shape.tolist(), packed))
         return cls(topology, replica_packing.assign_grid(shape, stride, packed, num_replicas))
 
@@ -193,11 +194,11 @@ def _count_places(
             f"{mesh_shape}. Its axes are x, y, z and the cores of a chip."
         )
     counts = (mesh_shape // footprint * stride).tolist()
-    most = math.prod(counts)
-    if num_replicas > most:
+    max_replicas = math.prod(counts)
+    if num_replicas > max_replicas:
         raise ValueError(
-            f"requested {num_replicas} replicas but only {most} replicas with shape {shape} "
-            f"and computation_stride {stride} fit in a TPU mesh of shape {mesh_shape}."
+            f"requested {num_replicas} replicas but only {max_replicas} replicas with shape "
+            f"{shape} and computation_stride {stride} fit in a TPU mesh of shape {mesh_shape}."
         )
     return counts
 

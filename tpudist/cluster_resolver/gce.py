@@ -55,7 +55,9 @@ class GCEClusterResolver(ClusterResolver):
         groups = self._service.instanceGroups()
         addresses = []
         request = groups.listInstances(
-            **self._group, body={"instanceState": "RUNNING"}, orderBy="name"
+            **self._group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",  # as in TensorFlow
         )
         # The API returns pages; after the last one `listInstances_next` returns None.
         while request is not None:
@@ -67,7 +69,7 @@ class GCEClusterResolver(ClusterResolver):
             request = groups.listInstances_next(
                 previous_request=request, previous_response=response
             )
-        # By address, so that all instances number the tasks in the same way.
+        # By address, as texts, so that all instances number the tasks in the same way.
         return ClusterSpec({self._job: sorted(addresses)})
 
     def _address(self, instance: str) -> str:

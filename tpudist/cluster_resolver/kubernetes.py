@@ -33,8 +33,8 @@ class KubernetesClusterResolver(ClusterResolver):
     `kubernetes`, unless you pass an `override_client`.
 
     Args:
-        job_to_label_mapping: Label selectors of each job; by default job `worker` has the selector
-            `job-name=tensorflow`.
+        job_to_label_mapping: Label selectors of each job, with different pods each; by default job
+            `worker` has the selector `job-name=tensorflow`.
         tf_server_port: Port on which every pod can be reached.
         rpc_layer: Scheme that `master` puts before addresses.
         override_client: Client for the requests, a `kubernetes.client.CoreV1Api`.

@@ -29,12 +29,21 @@ def assign_in_task_order(
 
 
 def pack(counts: Sequence[int], num_replicas: int) -> list[int]:
-    """Returns the number of replicas along each axis: nearly a cube, the cores of a chip first."""
+    """Returns the number of replicas along each axis: a block that is nearly a cube.
+
+    Args:
+        counts: Numbers of replicas that fit along each axis; their product is at least
+            `num_replicas`.
+        num_replicas: Number of replicas.
+    """
     packed = [0] * len(counts)
+    if num_replicas <= 0:
+        return packed
     remaining, dims = num_replicas, len(counts)
-    # The most constrained axis first; among equals the cores of a chip, then x, y, z.
+    # The axis with the least places first, so that the others can take the rest; among equals the
+    # cores of a chip, then x, y, z.
     order = sorted(range(len(counts)), key=lambda i: (counts[i], (i + 1) % len(counts)))
-    for axis in order if num_replicas > 0 else ():
+    for axis in order:
         # The root is in floating point, as in TensorFlow, so that both round in the same way.
         packed[axis] = min(math.ceil(remaining ** (1.0 / dims)), counts[axis])
         remaining = -(-remaining // packed[axis])

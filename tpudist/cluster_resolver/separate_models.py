@@ -6,7 +6,7 @@ import jax
 
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
 
-_warned: list[str] = []  # strategies that have warned: one warning per process is enough
+_has_warned = False  # one warning per process is enough
 
 
 def warn_of_separate_models(strategy: str) -> None:
@@ -18,16 +18,17 @@ def warn_of_separate_models(strategy: str) -> None:
     Args:
         strategy: Name of the strategy, which uses only devices of this process.
     """
+    global _has_warned
     try:
         resolver = TFConfigClusterResolver()
         count = len(resolver.processes())
         jobs = resolver.cluster_spec().jobs
-        is_trained_alone = count > 1 and "ps" not in jobs and not resolver.is_evaluator
+        would_train_alone = count > 1 and "ps" not in jobs and not resolver.is_evaluator
     except ValueError:  # this strategy does not need TF_CONFIG, so a wrong one does not matter
         return
-    if not is_trained_alone or _warned or jax.distributed.is_initialized():
+    if not would_train_alone or _has_warned or jax.distributed.is_initialized():
         return
-    _warned.append(strategy)
+    _has_warned = True
     warnings.warn(
         f"{strategy} uses only devices of this process, and TF_CONFIG names {count} processes. "
         f"Each process trains a separate model, and all of them write to the same folder if they "

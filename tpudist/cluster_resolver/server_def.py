@@ -1,7 +1,5 @@
 """ServerDef: the cluster and the task of a server."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 from collections.abc import Iterable, Mapping
@@ -64,28 +62,36 @@ def make_server_def(
                 f"Server({server_or_cluster_def!r:.200}): pass a "
                 f"tpudist.cluster_resolver.ServerDef, a ClusterSpec, or a dict of jobs. {error}"
             ) from None
-    if job_name is None:
-        if len(cluster.jobs) != 1:
-            raise ValueError(
-                f"Server() needs a job_name, because the cluster has the jobs {cluster.jobs}. "
-                f"Pass the job of this process, such as job_name=resolver.task_type."
-            )
-        (job_name,) = cluster.jobs
-    indices = cluster.task_indices(job_name)
-    if task_index is None:
-        if len(indices) != 1:
-            raise ValueError(
-                f"Server() needs a task_index, because job {job_name!r} has the tasks {indices}. "
-                f"Pass the task of this process, such as task_index=resolver.task_id."
-            )
-        (task_index,) = indices
+    job_name = _find_job(cluster) if job_name is None else job_name
+    task_index = _find_task(cluster, job_name) if task_index is None else int(task_index)
     protocol = PROTOCOL if protocol is None else protocol
     if protocol != PROTOCOL:
         raise ValueError(
             f"Server(protocol={protocol!r}): the only protocol is {PROTOCOL!r}. Omit protocol."
         )
-    cluster.task_address(job_name, int(task_index))  # raises if there is no such task
-    return ServerDef(cluster, job_name, int(task_index), protocol)
+    cluster.task_address(job_name, task_index)  # raises if there is no such task
+    return ServerDef(cluster, job_name, task_index, protocol)
+
+
+def _find_job(cluster: ClusterSpec) -> str:
+    """Returns the only job of a cluster."""
+    if len(cluster.jobs) != 1:
+        raise ValueError(
+            f"Server() needs a job_name, because the cluster has the jobs {cluster.jobs}. "
+            f"Pass the job of this process, such as job_name=resolver.task_type."
+        )
+    return cluster.jobs[0]
+
+
+def _find_task(cluster: ClusterSpec, job_name: str) -> int:
+    """Returns the number of the only task of a job."""
+    indices = cluster.task_indices(job_name)
+    if len(indices) != 1:
+        raise ValueError(
+            f"Server() needs a task_index, because job {job_name!r} has the tasks {indices}. "
+            f"Pass the task of this process, such as task_index=resolver.task_id."
+        )
+    return indices[0]
 
 
 def find_other_host(spec: ClusterSpec, jobs: Iterable[str]) -> tuple[str, int, str] | None:

@@ -14,6 +14,7 @@ class SlurmClusterResolver(ClusterResolver):
     """The tasks of the job step that `srun` started, in the order of its nodes.
 
     The master is this task. Arguments that you omit are read from Slurm's environment variables.
+    Ranks must fill one node after the other, which is Slurm's default (`--distribution=block`).
 
     Mirrors `tf.distribute.cluster_resolver.SlurmClusterResolver`, which needs `nvidia-smi` on every
     node. It also orders nodes by name, so that `n10` comes before `n2` and tasks get the addresses
@@ -63,7 +64,8 @@ class SlurmClusterResolver(ClusterResolver):
         # Slurm does not say which GPUs a task gets, so each task of a node takes an equal share,
         # and the node with most tasks determines its size.
         most = max(self._nodes.values(), default=0)
-        gpus = _num_gpus() if gpus_per_node is None else gpus_per_node
+        self._gpus = _find_gpus(gpus_per_node)
+        gpus = len(self._gpus)
         self._gpus_per_task = gpus // max(most, 1) if gpus_per_task is None else gpus_per_task
         if most * self._gpus_per_task > gpus:
             raise RuntimeError(
@@ -87,8 +89,8 @@ class SlurmClusterResolver(ClusterResolver):
             for offset in range(num_tasks)
         ]
         if self._auto_set_gpu and self._gpus_per_task:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self._gpus_of_task()
-        return ClusterSpec({job: addresses[a:b] for job, a, b in self._ranges()})
+            self._set_gpus_of_task()
+        return ClusterSpec({job: addresses[start:end] for job, start, end in self._ranges()})
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns the job of this process, and its number in the job."""
@@ -118,12 +120,14 @@ class SlurmClusterResolver(ClusterResolver):
                 return job, self._rank - start
         return None, None
 
-    def _gpus_of_task(self) -> str:
+    def _set_gpus_of_task(self) -> None:
         # The number of each task on its node, in the order of ranks: 0, 1, 2, 0, 1 for nodes with 3
-        # and 2 tasks. CUDA numbers the devices of each node from 0.
+        # and 2 tasks.
         offsets = [i for num_tasks in self._nodes.values() for i in range(num_tasks)]
         first = offsets[self._rank] * self._gpus_per_task
-        return ",".join(map(str, range(first, first + self._gpus_per_task)))
+        share = ",".join(self._gpus[first : first + self._gpus_per_task])
+        os.environ["CUDA_VISIBLE_DEVICES"] = share
+        _gpus_before_share[share] = self._gpus
 
 
 def _read_variable(name: str) -> str:
@@ -138,7 +142,6 @@ def _read_variable(name: str) -> str:
 
 # Slurm describes the tasks of a step by two lists, of which the second may count several nodes:
 #   SLURM_STEP_NODELIST=n[1-2],m5  SLURM_STEP_TASKS_PER_NODE=3(x2),2  ->  n1: 3, n2: 3, m5: 2
-# Ranks (SLURM_PROCID) go through the nodes in this order.
 def _nodes() -> Iterator[tuple[str, int]]:
     hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
     tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
@@ -149,11 +152,30 @@ def _nodes() -> Iterator[tuple[str, int]]:
     yield from zip(hosts, tasks, strict=True)
 
 
-def _num_gpus() -> int:
+# Values that a resolver gave to CUDA_VISIBLE_DEVICES -> the GPUs of the node before. A program may
+# have several resolvers, and the later ones must not divide the share of this task again.
+_gpus_before_share: dict[str, list[str]] = {}
+
+
+def _find_gpus(number: int | None) -> list[str]:
+    """Returns the GPUs of this node that the job may use, by CUDA's numbers or names.
+
+    Args:
+        number: Number of GPUs; None for all.
+    """
+    # Slurm sets the variable if the job requested GPUs, and an empty value means none. Without
+    # control groups the GPUs of a job may have any numbers, such as 4,5,6,7.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Slurm sets it if the job requested GPUs, and an empty value means none.
     if visible is not None:
-        return len([gpu for gpu in visible.split(",") if gpu.strip()])
+        gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+        gpus = _gpus_before_share.get(visible, gpus)
+        if number is None or number <= len(gpus):
+            return gpus[:number]
+    # CUDA numbers the GPUs of a node from 0.
+    return list(map(str, range(_count_gpus() if number is None else number)))
+
+
+def _count_gpus() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
@@ -187,13 +209,13 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 def _numbers(hostlist: str, ranges: str) -> Iterator[str]:
     """Yields 07, 08, 09, 12 for `07-09,12`; one empty text if there are no ranges."""
+    if not ranges:
+        yield ""
+        return
     for numbers in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
-        if match is None and ranges:
-            raise ValueError(f"Invalid hostlist format {hostlist!r}: {numbers!r} is not a range.")
         if match is None:
-            yield ""
-            continue
+            raise ValueError(f"Invalid hostlist format {hostlist!r}: {numbers!r} is not a range.")
         first, last = match[1], match[2] or match[1]
         # Slurm keeps leading zeros: 07-10 is 07, 08, 09, 10, and those are the host names.
         yield from (str(i).zfill(len(first)) for i in range(int(first), int(last) + 1))

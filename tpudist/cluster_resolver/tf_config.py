@@ -23,7 +23,7 @@ class TFConfigClusterResolver(ClusterResolver):
     `session_master`, `master` always returns that.
 
     Mirrors `tf.distribute.cluster_resolver.TFConfigClusterResolver`. The arguments take precedence
-    over TF_CONFIG.
+    over TF_CONFIG. A wrong TF_CONFIG raises ValueError when it is read.
 
     Args:
         task_type: Job of this process.
@@ -41,6 +41,16 @@ class TFConfigClusterResolver(ClusterResolver):
     ):
         self._task_type, self._task_id = task_type, task_id
         self._rpc_layer, self._environment = rpc_layer, environment
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process. A wrong TF_CONFIG raises, even if the job is an argument."""
+        self._config()  # this property decides whether the process trains with others
+        return super().task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
 
     def _default_task_type(self) -> str | None:
         return self._config().get("task", {}).get("type")
@@ -91,8 +101,8 @@ class TFConfigClusterResolver(ClusterResolver):
             ) from None
         if not isinstance(config, dict) or not isinstance(config.get("cluster", {}), dict):
             raise ValueError(f"TF_CONFIG has no cluster: {text!r}. An example: {_EXAMPLE}.")
-        for wrong in _find_mistakes(config):
-            raise ValueError(f"TF_CONFIG {wrong}: {text!r}. An example: {_EXAMPLE}.")
+        if mistake := next(_find_mistakes(config), None):
+            raise ValueError(f"TF_CONFIG {mistake}: {text!r}. An example: {_EXAMPLE}.")
         return config
 
 

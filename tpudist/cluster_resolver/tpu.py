@@ -11,14 +11,12 @@ import jax
 from tpudist.cluster_resolver import tpu_topology_proto
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
-from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
-from tpudist.cluster_resolver.tpu_topology import Topology, group_by_task
+from tpudist.cluster_resolver.tpu_hosts import TPU_PORT, find_slice_hosts
+from tpudist.cluster_resolver.tpu_topology import Topology, count_slices, group_by_task
 from tpudist.cluster_resolver.tpu_topology_proto import HardwareFeature
 from tpudist.options import MutualTLS, warn_if_given
 from tpudist.processes import connection
 
-# The port of JAX's own coordinator on TPU.
-_PORT = 8476
 _NO_LOOK_UP = "JAX finds its own TPU slice"
 
 
@@ -138,14 +136,16 @@ class TPUClusterResolver(ClusterResolver):
         """Returns the hosts of the slice; empty for one host, or with `tpu="local"`."""
         if self._hosts is None:
             return ClusterSpec({})
-        return ClusterSpec({str(self.task_type): [f"{host}:{_PORT}" for host in self._hosts.names]})
+        return ClusterSpec(
+            {str(self.task_type): [f"{host}:{TPU_PORT}" for host in self._hosts.names]}
+        )
 
     def processes(self) -> list[str]:
         """Returns the addresses of the slice's hosts, whatever the name of their job."""
         spec = self.cluster_spec()
         return [a for job in spec.jobs for a in spec.job_tasks(job) if a is not None]
 
-    def _find(self, task_type: str | None, task_id: int | None) -> int | None:
+    def _index_in_processes(self, task_type: str | None, task_id: int | None) -> int | None:
         spec = self.cluster_spec()
         exists = task_type in spec.jobs and task_id in spec.task_indices(str(task_type))
         return task_id if exists else None
@@ -156,6 +156,7 @@ class TPUClusterResolver(ClusterResolver):
             return ""
         if task_type is None or task_id is None:
             task_type, task_id = self.task_type, self.task_id
+        # `task_id` is None only if the program has reset it.
         return spec.task_address(str(task_type), task_id or 0)
 
     def _master_layer(self, rpc_layer: str | None) -> str | None:
@@ -186,13 +187,11 @@ class TPUClusterResolver(ClusterResolver):
                 f"All hosts of a slice must have the same number of TPU cores, but these have "
                 f"{sorted(per_host)}."
             )
-        # Only JAX's TPU devices have a slice, and only if there are several.
-        slices = {getattr(d, "slice_index", None) or 0 for d in devices}
         return TPUSystemMetadata(
             len(devices),
             len(group_by_task(devices)),
             per_host.pop(),
-            Topology.of(devices) if len(slices) == 1 else None,
+            Topology.of(devices) if count_slices(devices) == 1 else None,
             tuple(devices),
         )
 

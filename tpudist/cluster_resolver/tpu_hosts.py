@@ -9,15 +9,19 @@ import dataclasses
 import functools
 import logging
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
+TPU_PORT = 8476
+"""Port of JAX's coordinator on TPU."""
 _SERVER = "metadata.google.internal"
 _ATTRIBUTES = "computeMetadata/v1/instance/attributes"
 _TIMEOUT_S = 3.0  # for one try; the server is on the same machine
 _NUM_TRIES = 3
+_PAUSE_S = 0.2  # between two tries
 _log = logging.getLogger("tpudist")
 
 
@@ -63,7 +67,8 @@ def device_files(dev: Path = Path("/dev")) -> list[Path]:
     return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
 
 
-# Cached: several resolvers of a program ask, and the answer does not change while a host runs.
+# Cached: several resolvers of a program ask, and the answer does not change while a host runs. A
+# failure is final, too, so that a program pays for its timeouts once.
 @functools.cache
 def _request_hosts(server: str) -> SliceHosts | None:
     source = f"the metadata server {server}"
@@ -111,7 +116,9 @@ def _read(server: str, attribute: str) -> str:
     )
     # The server is on the link-local network: a proxy of the environment cannot reach it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    last: OSError | None = None
     for i in range(_NUM_TRIES):
+        time.sleep(_PAUSE_S if i else 0)
         try:
             with opener.open(request, timeout=_TIMEOUT_S) as answer:
                 return answer.read().decode().strip()
@@ -123,10 +130,8 @@ def _read(server: str, attribute: str) -> str:
             last = error
         except OSError as error:
             last = error
-        # The last error is raised, so the statement after the loop is never reached.
-        if i == _NUM_TRIES - 1:
-            raise last
-    raise AssertionError
+    assert last is not None, "each try has returned or failed"
+    raise last
 
 
 def _split(text: str) -> list[str]:

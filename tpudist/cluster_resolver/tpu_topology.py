@@ -11,8 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tpudist.cluster_resolver import tpu_topology_proto
-
-_RANK = 4
+from tpudist.cluster_resolver.tpu_topology_proto import RANK as _RANK
 
 
 class Topology:
@@ -37,7 +36,7 @@ class Topology:
         mesh_shape: ArrayLike | Sequence[int] | None = None,
         device_coordinates: ArrayLike | Sequence | None = None,
     ):
-        if serialized:
+        if serialized:  # b"" is no topology, and counts as omitted
             mesh_shape, device_coordinates, _ = tpu_topology_proto.parse(serialized)
         self._mesh_shape = _as_ints(mesh_shape)
         self._device_coordinates = _as_ints(device_coordinates)
@@ -51,7 +50,8 @@ class Topology:
                 f"`device_coordinates` must be a rank 3 array [tasks, devices of a task, 4], got "
                 f"shape {self._device_coordinates.shape}."
             )
-        self._place_at = self._invert()
+        # Coordinates -> task, and number of the device in it.
+        self._device_at = self._index_by_coordinates()
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Topology":
@@ -75,15 +75,15 @@ class Topology:
                 f"{', '.join(str(len(task)) for task in tasks)}. Use the same number of each "
                 f"process."
             )
-        # Only JAX's TPU devices have a slice (if there are several) and coordinates.
-        slices = {getattr(d, "slice_index", None) or 0 for d in devices}
-        if len(slices) > 1:
+        num_slices = count_slices(devices)
+        if num_slices > 1:
             raise ValueError(
                 f"A topology belongs to one slice, but these {len(devices)} devices belong to "
-                f"{len(slices)} slices. Use TPUStrategy(replica_axes=...), which keeps each "
+                f"{num_slices} slices. Use TPUStrategy(replica_axes=...), which keeps each "
                 f"replica in a slice."
             )
         ordered = [d for task in tasks for d in task]
+        # Only JAX's TPU devices have coordinates.
         coordinates = (
             _read_coordinates(ordered)
             if hasattr(ordered[0], "coords")
@@ -159,7 +159,7 @@ class Topology:
         """Returns the topology as the protocol buffer `tensorflow.tpu.TopologyProto`."""
         return tpu_topology_proto.serialize(self._mesh_shape, self._device_coordinates)
 
-    def _invert(self) -> dict[tuple[int, ...], tuple[int, int]]:
+    def _index_by_coordinates(self) -> dict[tuple[int, ...], tuple[int, int]]:
         places: dict[tuple[int, ...], tuple[int, int]] = {}
         for task, devices in enumerate(self._device_coordinates.tolist()):
             for device, coordinates in enumerate(devices):
@@ -177,18 +177,24 @@ class Topology:
 
     def _find(self, device_coordinates: Sequence[int]) -> tuple[int, int]:
         at = tuple(int(c) for c in device_coordinates)
-        if at not in self._place_at:
+        if at not in self._device_at:
             raise ValueError(
                 f"No device is at {at} in a topology of shape {tuple(self._mesh_shape.tolist())} "
-                f"with {len(self._place_at)} device(s)."
+                f"with {len(self._device_at)} device(s)."
             )
-        return self._place_at[at]
+        return self._device_at[at]
 
 
 def group_by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """Returns the devices of each process, ordered by process number."""
     processes = sorted({d.process_index for d in devices})
     return [[d for d in devices if d.process_index == process] for process in processes]
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Returns the number of slices of devices; devices other than TPUs count as one."""
+    # Only JAX's TPU devices have a slice, and only if there are several.
+    return len({getattr(d, "slice_index", None) or 0 for d in devices})
 
 
 def _read_coordinates(devices: Sequence[jax.Device]) -> np.ndarray:

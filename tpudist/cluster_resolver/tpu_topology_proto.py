@@ -1,9 +1,4 @@
-"""Reads and writes the protocol buffer `tensorflow.tpu.TopologyProto` without TensorFlow.
-
-Its fields are mesh_shape = 1, num_tasks = 2, num_tpu_devices_per_task = 3, device_coordinates = 4
-(all int32) and tpu_hardware_feature = 5, a message of embedding_feature = 1 and
-num_embedding_devices_per_chip = 2.
-"""
+"""Reads and writes the protocol buffer `tensorflow.tpu.TopologyProto` without TensorFlow."""
 
 import dataclasses
 import enum
@@ -19,6 +14,16 @@ from tpudist.protobuf_wire import (
     read_fields,
     read_varints,
 )
+
+RANK = 4
+"""Number of coordinates of a device: x, y, z, and the core on the chip."""
+# Numbers of the fields of `TopologyProto`: int32, except the last one, which is a message.
+_MESH_SHAPE, _NUM_TASKS, _NUM_DEVICES_PER_TASK, _COORDINATES, _HARDWARE_FEATURE = range(1, 6)
+# Numbers of the fields of that message.
+_EMBEDDING_FEATURE, _NUM_EMBEDDING_DEVICES = 1, 2
+
+
+_Field = tuple[int, int | memoryview]  # its number, and a number or a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +48,15 @@ class HardwareFeature:
 
 def serialize(mesh_shape: Sequence[int] | np.ndarray, device_coordinates: np.ndarray) -> bytes:
     """Returns the message for a mesh `[4]` and device coordinates `[tasks, devices, 4]`."""
-    # Field 4 has no shape of its own: all coordinates in a row, task by task and device by device,
-    # whose shape follows from fields 2 and 3.
+    # All coordinates are in a row, task by task and device by device. Their shape follows from the
+    # other fields.
     num_tasks, num_devices, _ = device_coordinates.shape
     return b"".join(
         [
-            encode_packed(1, map(int, mesh_shape)),
-            encode_number(2, num_tasks),
-            encode_number(3, num_devices),
-            encode_packed(4, device_coordinates.reshape(-1).tolist()),
+            encode_packed(_MESH_SHAPE, map(int, mesh_shape)),
+            encode_number(_NUM_TASKS, num_tasks),
+            encode_number(_NUM_DEVICES_PER_TASK, num_devices),
+            encode_packed(_COORDINATES, device_coordinates.reshape(-1).tolist()),
         ]
     )
 
@@ -64,9 +69,11 @@ def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | N
     """
     try:
         fields = _fields(serialized)
-        shape = [_last_number(fields, 2), _last_number(fields, 3), 4]
-        coordinates = np.asarray(_numbers(fields, 4), np.int32).reshape(shape)
-        return _numbers(fields, 1), coordinates, _hardware_feature(fields)
+        num_tasks = _last_number(fields, _NUM_TASKS)
+        num_devices = _last_number(fields, _NUM_DEVICES_PER_TASK)
+        coordinates = np.asarray(_numbers(fields, _COORDINATES), np.int32)
+        coordinates = coordinates.reshape(num_tasks, num_devices, RANK)
+        return _numbers(fields, _MESH_SHAPE), coordinates, _hardware_feature(fields)
     except (ValueError, OverflowError) as error:
         raise ValueError(
             f"These {len(serialized)} bytes are not a serialized topology ({error}). Pass the "
@@ -74,20 +81,22 @@ def parse(serialized: bytes) -> tuple[list[int], np.ndarray, HardwareFeature | N
         ) from None
 
 
-_Field = tuple[int, int | memoryview]
-
-
 def _hardware_feature(fields: Sequence[_Field]) -> HardwareFeature | None:
     # A message field that occurs twice is merged, as protocol buffers require.
-    messages = [x for number, x in fields if number == 5 and isinstance(x, memoryview)]
+    messages = [
+        value
+        for number, value in fields
+        if number == _HARDWARE_FEATURE and isinstance(value, memoryview)
+    ]
     if not messages:
         return None
-    message = [field for x in messages for field in _fields(x)]
+    message = [field for each in messages for field in _fields(each)]
     # The numbers of the enum of the message, from 0, in the order of its definition. A number of a
     # later version counts as UNSUPPORTED.
     kinds = dict(enumerate(HardwareFeature.EmbeddingFeature))
-    kind = kinds.get(_last_number(message, 1), HardwareFeature.EmbeddingFeature.UNSUPPORTED)
-    return HardwareFeature(kind, _last_number(message, 2))
+    number = _last_number(message, _EMBEDDING_FEATURE)
+    kind = kinds.get(number, HardwareFeature.EmbeddingFeature.UNSUPPORTED)
+    return HardwareFeature(kind, _last_number(message, _NUM_EMBEDDING_DEVICES))
 
 
 def _last_number(fields: Sequence[_Field], number: int) -> int:

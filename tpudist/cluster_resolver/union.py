@@ -52,8 +52,8 @@ class UnionResolver(ClusterResolver):
         # Jobs in the order of their first appearance, without duplicates.
         for job in dict.fromkeys(job for spec in specs for job in spec):
             parts = [spec[job] for spec in specs if job in spec]
-            # Lists have no numbers that could collide, so they are joined in the order of the
-            # resolvers. A dict has numbers, and then the tasks of the other clusters keep theirs.
+            # As in TensorFlow: lists are joined in the order of the resolvers, so the tasks of a
+            # later one get other numbers. With a dict, all tasks keep their numbers.
             lists = [part for part in parts if isinstance(part, list)]
             if len(lists) == len(parts):
                 merged[job] = [address for part in lists for address in part]

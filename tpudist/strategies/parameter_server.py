@@ -15,7 +15,7 @@ import optax
 
 from tpudist import context
 from tpudist.array_types import PyTree
-from tpudist.cluster_resolver import ClusterResolver, server_tasks
+from tpudist.cluster_resolver import ClusterResolver, parameter_server_cluster
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
 from tpudist.engine.thread_engine import ThreadEngine
@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
         server_timeout_s: float | None = 60.0,
         worker_strategy: Callable[[int], Strategy] | None = None,
     ):
-        workers, servers = server_tasks.count_tasks(
+        workers, servers = parameter_server_cluster.count_tasks(
             cluster_resolver, num_workers, num_servers, has_engine=engine is not None
         )
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -373,7 +373,9 @@ def find_member(key: str) -> ParameterServerStrategy:
 
 def _make_engine(engine: Engine | str | None, resolver: ClusterResolver | None) -> Engine:
     # By default, a chief waits for the processes of its cluster, and other processes use threads.
-    is_chief = engine is None and resolver is not None and server_tasks.is_chief(resolver)
+    is_chief = (
+        engine is None and resolver is not None and parameter_server_cluster.is_chief(resolver)
+    )
     if is_chief or engine == "ray":
         # Imported only here, because importing Ray takes long and it need not be installed.
         from tpudist.engine.ray.ray_cluster import RayCluster

@@ -5,11 +5,11 @@ Reads /proc, so it finds only processes that this user may inspect.
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_LISTENS = "0A"  # state TCP_LISTEN in the fourth column of /proc/net/tcp
+_LISTENS = "0A"  # state TCP_LISTEN in /proc/net/tcp
+_SHOWN = 60  # characters of a command
 
 
 def holders(matches: Callable[[str], bool]) -> list[str]:
@@ -37,7 +37,7 @@ def describe(pid: int) -> str:
         parts = []
     command = " ".join(x.decode(errors="replace") for x in parts if x)
     command = " ".join(command.split())
-    shown = command if len(command) <= 60 else command[:57] + "..."
+    shown = command if len(command) <= _SHOWN else f"{command[: _SHOWN - 3]}..."
     return f"process {pid} ({shown})" if shown else f"process {pid}"
 
 
@@ -61,8 +61,8 @@ def _list_inodes(port: int) -> Iterator[str]:
         except OSError:
             continue
         for line in lines:
-            # "sl local_address rem_address st ... inode", an address as "0100007F:1F40".
-            columns = line.split()
-            number = re.search(r":([0-9A-F]{4})$", columns[1])
-            if columns[3] == _LISTENS and number and int(number[1], 16) == port:
-                yield columns[9]
+            # Columns, see proc(5): sl local_address rem_address st tx_queue:rx_queue tr:tm->when
+            # retrnsmt uid timeout inode. An address is "0100007F:1F40", the port in hex digits.
+            _, address, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == _LISTENS and int(address.rpartition(":")[2], 16) == port:
+                yield inode

@@ -87,6 +87,15 @@ def environment(monkeypatch):
             ("n3:8888", "n4:8888"),
             1,
         ),
+        (
+            {
+                "SLURM_STEP_NODELIST": "n[3-4]",
+                "SLURM_STEP_TASKS_PER_NODE": "2,1",
+                "SLURM_PROCID": "2",
+            },
+            ("n3:8888", "n3:8889", "n4:8888"),
+            2,
+        ),
     ],
 )
 def test_the_cluster_is_read_from_the_environment(environ, addresses, index, environment):
@@ -111,7 +120,7 @@ def test_the_cluster_is_read_from_the_environment(environ, addresses, index, env
 )
 def test_a_cluster_that_is_wrong_fails(environ, told, environment):
     environment(environ)
-    (answer,) = check_cluster()
+    (answer,) = check_cluster(read_cluster())
     assert answer.verdict is Verdict.FAIL
     assert told in answer.found
     assert answer.remedy

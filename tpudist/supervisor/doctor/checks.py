@@ -27,7 +27,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """One row of the report. `tpudist doctor --json` prints these fields.
+    """One row of the report. `tpudist doctor --json` prints the fields with these names.
 
     Attributes:
         asked: Subject of the check.
@@ -101,7 +101,8 @@ def call_each(
     return results
 
 
-# A queue with one element: a function that returns the result or raises the error of the call.
+# A queue with one element: a function that returns the result or raises the error of the call. Not
+# a `Future`, whose own `TimeoutError` would look like one of the call.
 _Outcome = queue.SimpleQueue[Callable[[], Result]]
 
 

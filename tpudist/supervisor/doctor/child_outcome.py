@@ -51,13 +51,13 @@ def run_to_end(
         OSError: If there is no such program.
     """
     lines: list[str] = []
-    more = {"PYTHONFAULTHANDLER": "1", **env}
+    child_env = {"PYTHONFAULTHANDLER": "1", **env}
 
     def read(_: int, line: str) -> None:
         lines.append(line)
         listen(line)
 
-    child = WorkerProcess(0, command, more, read)
+    child = WorkerProcess(0, command, child_env, read)
     try:
         hung = not _ends_within(child, timeout_s)
         if hung:

@@ -6,14 +6,12 @@
 import os
 from dataclasses import dataclass
 
-from tpudist.cluster_resolver.slurm import expand_hostlist
+from tpudist.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
-from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
+from tpudist.cluster_resolver.tpu_hosts import TPU_PORT, find_slice_hosts
 from tpudist.processes import startup_address
 from tpudist.supervisor.doctor.checks import Answer, Verdict
 
-TPU_PORT = 8476
-"""JAX's default port of the coordinator on TPU."""
 _SLURM_PORT = 8888  # default of SlurmClusterResolver
 
 
@@ -80,9 +78,18 @@ def _of_tf_config() -> Cluster:
 
 def _of_slurm(source: str) -> Cluster:
     hosts = expand_hostlist(os.environ[source])
+    # Only a step has tasks, which use consecutive ports of their node. A job has one address for
+    # each node.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "") if "STEP" in source else ""
+    counts = expand_tasks_per_node(tasks) if tasks else [1] * len(hosts)
+    addresses = tuple(
+        f"{host}:{_SLURM_PORT + i}"
+        for host, count in zip(hosts, counts, strict=True)
+        for i in range(count)
+    )
     number = os.environ.get("SLURM_PROCID", "")
-    index = int(number) if number.isdigit() and len(hosts) > 1 else None
-    return Cluster(source, tuple(f"{x}:{_SLURM_PORT}" for x in hosts), index)
+    index = int(number) if number.isdigit() and len(addresses) > 1 else None
+    return Cluster(source, addresses, index)
 
 
 def _of_tpu_slice() -> Cluster:
@@ -93,9 +100,9 @@ def _of_tpu_slice() -> Cluster:
     return Cluster(hosts.source, addresses, hosts.index)
 
 
-def check_cluster() -> list[Answer]:
+def check_cluster(cluster: Cluster) -> list[Answer]:
     """Checks whether the environment names a valid cluster, and this process in it."""
-    asked, cluster = "cluster", read_cluster()
+    asked = "cluster"
     if cluster.problem:
         remedy = "Correct it, or unset it to run a single process."
         return [Answer(asked, cluster.problem, Verdict.FAIL, remedy)]

@@ -33,6 +33,7 @@ def check_devices(
 ) -> list[Answer]:
     """Checks the devices of this host, or emulated ones: starts them and sums over them."""
     env = emulation.environment_of(num_emulated) if num_emulated else {}
+    # 1 s more than the deadline of the program, which then prints its stack and ends by itself.
     outcome = run_to_end(_program(python, device_program.ALONE, timeout_s), env, timeout_s + 1)
     reports = _read(outcome)
     if not reports:

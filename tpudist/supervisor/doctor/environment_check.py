@@ -31,7 +31,7 @@ def check_proxies(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> 
 def check_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ) -> list[Answer]:
     """Checks whether variables of JAX and of several slices are stale or contradictory."""
     asked = "variables"
-    failures, warnings = _slice_faults(environ), _jax_faults(cluster, environ)
+    failures, warnings = _find_slice_problems(environ), _find_jax_problems(cluster, environ)
     if failures:
         found = "; ".join(failures + warnings)
         remedy = "Set them like the scheduler does, or unset all MEGASCALE_ variables."
@@ -46,7 +46,7 @@ def check_variables(cluster: Cluster, environ: Mapping[str, str] = os.environ) -
     return [Answer(asked, ", ".join(sorted(names)) or "none for JAX or for several slices")]
 
 
-def _slice_faults(environ: Mapping[str, str]) -> list[str]:
+def _find_slice_problems(environ: Mapping[str, str]) -> list[str]:
     number, count = (environ.get(f"MEGASCALE_{x}", "") for x in ("SLICE_ID", "NUM_SLICES"))
     found = [
         f"MEGASCALE_{name}={value} is not a number"
@@ -63,16 +63,16 @@ def _slice_faults(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _jax_faults(cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
+def _find_jax_problems(cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     found = []
-    said = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    if said and cluster.addresses and said != cluster.addresses[0]:
+    address = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if address and cluster.addresses and address != cluster.addresses[0]:
         found.append(
-            f"JAX_COORDINATOR_ADDRESS={said}, but {cluster.source} begins with "
+            f"JAX_COORDINATOR_ADDRESS={address}, but {cluster.source} begins with "
             f"{cluster.addresses[0]}"
         )
-    elif said and not cluster.source:
-        found.append(f"JAX_COORDINATOR_ADDRESS={said} without a cluster")
+    elif address and not cluster.source:
+        found.append(f"JAX_COORDINATOR_ADDRESS={address} without a cluster")
     if environ.get("JAX_LOCAL_DEVICE_IDS"):
         ids = environ["JAX_LOCAL_DEVICE_IDS"]
         found.append(

@@ -16,8 +16,15 @@ from tpudist.supervisor.doctor import (
     tpu_check,
     version_check,
 )
-from tpudist.supervisor.doctor.checks import Answer, Check, Verdict, run_checks
-from tpudist.supervisor.doctor.cluster_environment import check_cluster, read_cluster
+from tpudist.supervisor.doctor.checks import (
+    QUICK_S,
+    Answer,
+    Check,
+    Verdict,
+    call_each,
+    run_checks,
+)
+from tpudist.supervisor.doctor.cluster_environment import Cluster, check_cluster, read_cluster
 
 DEVICES_PER_PROCESS = 2
 """Default number of emulated devices of each local process."""
@@ -29,7 +36,7 @@ def examine(
     timeout_s: float = 60.0,
     python: str = sys.executable,
 ) -> list[Answer]:
-    """Returns the answers of all checks, within 15 s more than `timeout_s`.
+    """Returns the answers of all checks, within 30 s more than `timeout_s`.
 
     Args:
         num_emulated: Number of emulated devices to start in each process; None for the devices of
@@ -56,14 +63,22 @@ def is_well(answers: Sequence[Answer]) -> bool:
     return all(x.verdict is not Verdict.FAIL for x in answers)
 
 
+def _read_cluster() -> Cluster:
+    # The metadata server of a TPU VM may not answer.
+    (cluster,) = call_each(lambda _: read_cluster(), ["cluster"], QUICK_S).values()
+    if isinstance(cluster, Exception):
+        return Cluster(problem=f"cannot read the cluster: {cluster}")
+    return cluster
+
+
 def _quick_checks() -> list[Check]:
-    cluster = read_cluster()
+    cluster = _read_cluster()
     here = Path(os.getcwd())
     checks: dict[str, Callable[[], Sequence[Answer]]] = {
         "versions": version_check.check_versions,
         "libtpu": tpu_check.check_libtpu,
         "TPU in use": tpu_check.check_tpu_users,
-        "cluster": check_cluster,
+        "cluster": lambda: check_cluster(cluster),
         "host names": lambda: network_checks.check_host_names(cluster),
         "this host's name": lambda: network_checks.check_host_name(cluster),
         "coordinator's port": lambda: network_checks.check_port(cluster),

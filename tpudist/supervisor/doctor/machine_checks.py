@@ -86,7 +86,8 @@ def check_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> list[Path]:
     """Returns the folders of this process's cgroup and of its parents, in version 1 or 2."""
     # A limit of any parent applies, too. In a container, /proc may contain the path of the host,
-    # which does not exist there; then only the existing parents count.
+    # which does not exist there; then only the existing parents count. Lines of /proc/self/cgroup:
+    #   4:cpu,cpuacct:/user.slice  (version 1: these controllers)    0::/user.slice  (version 2)
     folders: list[Path] = []
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -110,13 +111,13 @@ def _folder_and_parents(folder: Path, root: Path) -> Iterator[Path]:
 
 def _limit_and_use(folder: Path) -> tuple[int, int]:
     """Returns the memory limit of a cgroup and its use, without caches that can be dropped."""
-    for limit, used in (
+    for limit_file, use_file in (  # of version 2 and version 1
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        most = _read(folder / limit)
-        if most.isdigit():
-            return int(most), int(_read(folder / used) or 0) - _caches(folder)
+        limit = _read(folder / limit_file)
+        if limit.isdigit():
+            return int(limit), int(_read(folder / use_file) or 0) - _caches(folder)
     return _UNLIMITED, 0
 
 
@@ -131,7 +132,7 @@ def _quota(folder: Path) -> float | None:
     """Returns the number of cores whose time a cgroup may use; None without a quota."""
     parts = _read(folder / "cpu.max").split()
     if not parts:
-        parts = [_read(folder / f"cpu.cfs_{x}_us") for x in ("quota", "period")]
+        parts = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
     if len(parts) == 2 and parts[0].isdigit() and parts[1].isdigit():
         return int(parts[0]) / int(parts[1])
     return None

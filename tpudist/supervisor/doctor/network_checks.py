@@ -2,10 +2,11 @@
 
 import socket
 
+from tpudist.cluster_resolver.tpu_hosts import TPU_PORT
 from tpudist.processes import startup_address
 from tpudist.supervisor import process_files
 from tpudist.supervisor.doctor.checks import Answer, Verdict, call_each
-from tpudist.supervisor.doctor.cluster_environment import TPU_PORT, Cluster
+from tpudist.supervisor.doctor.cluster_environment import Cluster
 
 NAMES_S = 6.0
 CONNECT_S = 4.0
@@ -62,8 +63,10 @@ def check_port(cluster: Cluster, default_port: int = TPU_PORT) -> list[Answer]:
     problem = startup_address.problem_of_address(host, port)
     if problem:
         listeners = process_files.listeners(port)
-        remedy = f"{', '.join(listeners)} listens there: end it, or choose another port."
-        remedy = remedy if listeners else "As root, find the program that listens: ss -ltnp"
+        if listeners:
+            remedy = f"{', '.join(listeners)} listens there: end it, or choose another port."
+        else:
+            remedy = "As root, find the program that listens: ss -ltnp"
         verdict = Verdict.FAIL if len(cluster.addresses) > 1 else Verdict.WARNING
         return [Answer(asked, problem, verdict, remedy)]
     if host.startswith(("127.", "localhost")) and len(cluster.hosts) > 1:

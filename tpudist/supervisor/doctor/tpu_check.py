@@ -65,20 +65,21 @@ def check_tpu_users(dev: Path = Path("/dev"), lock: Path = LOCK) -> list[Answer]
     if forbidden:
         remedy = f"Give this user access: sudo chmod a+rw {' '.join(forbidden)}"
         return [Answer(asked, f"no permission to open {forbidden[0]}", Verdict.FAIL, remedy)]
-    holders = process_files.holders({str(x) for x in files}.__contains__)
-    found = f"{', '.join(holders)} uses the device" if holders else ""
     remedy = "End it, or wait: only one process at a time can use a chip."
-    if not holders:
+    holders = process_files.holders({str(x) for x in files}.__contains__)
+    if holders:
+        found = f"{', '.join(holders)} uses the device"
+    else:
         try:
             pid = lock_holder(lock)
         except PermissionError:
             found = f"{lock} belongs to another user, so libtpu cannot open it"
             remedy = f"If no program uses the TPU: sudo rm {lock}"
-            pid = None
-        if pid:
+        else:
+            if pid is None:
+                found = "no, as far as this user can see" if files else "no device files"
+                return [Answer(asked, found)]
             found = f"{process_files.describe(pid)} holds {lock}"
-    if not found:
-        return [Answer(asked, "no, as far as this user can see" if files else "no device files")]
     return [Answer(asked, found, Verdict.FAIL if signs_of_tpu(dev) else Verdict.WARNING, remedy)]
 
 

@@ -1,4 +1,7 @@
-"""Checks the installed versions against the requirements of the installed packages."""
+"""Checks the installed versions against the requirements of the installed packages.
+
+Parses versions itself, because the package `packaging` need not be installed.
+"""
 
 import importlib.metadata
 import operator
@@ -12,6 +15,8 @@ from tpudist.xla import versions
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
+# Name, bounds and condition of "jaxlib<=0.12,>=0.11; extra == 'tpu'". Older metadata have "jaxlib
+# (<=0.12,>=0.11)". Extras of the package, as in "ray[default]", are dropped.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _COMPARISONS = {
     ">=": operator.ge,
@@ -95,7 +100,8 @@ def requirements_of(package: str, extra: str = "") -> dict[str, str]:
 def is_met(version: str, bounds: str) -> bool:
     """Whether a version is within bounds such as `>=0.11,<=0.12.0.1` or `==0.0.50.*`.
 
-    Only numbers count: 0.13.0.dev1 is 0.13.0. Bounds in another form are ignored.
+    Only numbers count: 0.13.0.dev1 is 0.13.0. Bounds in another form are ignored. A package that
+    is missing (version "") meets no bounds.
     """
     if not version:
         return False
@@ -106,8 +112,8 @@ def is_met(version: str, bounds: str) -> bool:
 def _is_within(here: list[int], op: str, limit: str) -> bool:
     there = _numbers(limit)
     if limit.endswith(".*"):
-        same = here[: len(there)] == there
-        return same if op == "==" else not same if op == "!=" else True
+        is_same = here[: len(there)] == there
+        return {"==": is_same, "!=": not is_same}.get(op, True)
     # Missing numbers count as zero: 1.4 equals 1.4.0.
     length = max(len(here), len(there))
     padded, bound = (x + [0] * (length - len(x)) for x in (here, there))

@@ -1,4 +1,4 @@
-"""Counts the workers and servers of a ParameterServerStrategy, and checks its cluster.
+"""The cluster of a ParameterServerStrategy: checks it, and counts its workers and servers.
 
 Nothing is started here.
 """
