@@ -15,7 +15,9 @@ import tpudist
 from tpudist import NumpyDataset, PerReplica
 from tpudist.input import AutoShardPolicy
 from tpudist.input.dataset import DistributedDataset
+from tpudist.input.feeds.rebatch import Rebatched
 from tpudist.input.sources import batch_checksum
+from tpudist.options import PartialBatch
 from tpudist.xla.mesh import make_mesh
 
 
@@ -602,6 +604,29 @@ def test_batches_that_replicas_take_in_turn_resume_or_raise(seed, step):
     resumed.set_state(state)
     with pytest.raises(ValueError, match="differs from the batch") if seed is None else _no_error():
         assert [_ids(x) for x in resumed] == [_ids(x) for x in iterator]
+
+
+@pytest.mark.parametrize(("replicas", "later"), [(4, 2), (2, 4), (4, 3), (3, 3)])
+def test_parts_of_a_batch_resume_on_other_replicas_or_raise(replicas, later):
+    def make(num_replicas):
+        source = NumpyDataset(np.arange(24)).batch(12)
+        return Rebatched(source, num_replicas, PartialBatch.PAD)
+
+    def read(parts):
+        return [x.take(np.arange(x.num_rows), copy=True)[0].tolist() for x in parts]
+
+    for num_parts in range(2 * replicas):
+        parts = make(replicas).begin(0)
+        before = sum(read(itertools.islice(parts, num_parts)), [])
+        state = _through_json(parts.get_state())
+        resumed = make(later).begin(0, make(later).begin(0, state).get_state())
+        if len(before) % 12 % (12 // later):
+            with pytest.raises(
+                ValueError, match=r"after \d+ rows.*end at rows .*Resume with the n"
+            ):
+                next(resumed)
+            continue
+        assert before + sum(read(resumed), []) == list(range(24))
 
 
 def test_a_pass_that_has_ended_is_not_read_again():

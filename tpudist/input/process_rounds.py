@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tpudist.processes.coordination import Channel
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Rounds:
@@ -24,7 +24,6 @@ class Rounds:
     order: the n-th messages belong together.
 
     Attributes:
-        processes: Indices of the processes.
         step: The step of the present rounds, for errors; None before the first step.
 
     Args:
@@ -82,8 +81,8 @@ class Rounds:
                 self._channel.leave()
             raise
 
-    def call_and_report(self, act: Callable[[], T]) -> T:
-        """Returns the result of `act`. If it fails, notifies the other processes and raises."""
+    def call_and_report(self, act: Callable[[], _T]) -> _T:
+        """Returns the result of `act`. If it fails, notifies the others, and raises the error."""
         try:
             return act()
         except Exception as error:
@@ -118,8 +117,11 @@ class Rounds:
 
 
 def iterate_in_step(
-    batches: Iterator[T], rounds: Rounds, describe: Callable[[T], tuple[int, str]]
-) -> Iterator[T]:
+    batches: Iterator[_T],
+    rounds: Rounds,
+    describe: Callable[[_T], tuple[int, str]],
+    first_index: int,
+) -> Iterator[_T]:
     """Yields the batches of an iterable, after comparing each with the batches of other processes.
 
     Args:
@@ -127,14 +129,16 @@ def iterate_in_step(
         rounds: Channel for the comparison.
         describe: Called with a batch; returns its number of rows, and a text with the dtypes and
             shapes of its rows.
+        first_index: Number of the first of these batches in the pass.
 
     Raises:
-        ValueError: If a process has other batches than another, or ends earlier.
+        ValueError: If the batches of two processes differ in rows, shapes or dtypes, or one has
+            fewer batches.
         RuntimeError: If the iterable of another process fails.
     """
     with rounds.leave_on_error():
-        for step in itertools.count():
-            rounds.step = step
+        for index in itertools.count(first_index):
+            rounds.step = index
             batch = rounds.call_and_report(lambda: next(batches, None))
             message = {"batch": None if batch is None else describe(batch)}
             batches_of_all = [answer["batch"] for answer in rounds.exchange(message)]
@@ -146,9 +150,9 @@ def iterate_in_step(
                     for i, found in zip(rounds.processes, batches_of_all, strict=True)
                 )
                 raise ValueError(
-                    f"The processes differ in batch {step} of the dataset: {differences}. All must "
-                    "receive the same batches, from which each takes its own rows. If each process "
-                    "has its own data, use AutoShardPolicy.OFF, or "
+                    f"The processes differ in batch {index} of the dataset: {differences}. All "
+                    "must receive the same batches, from which each takes its own rows. If each "
+                    "process has its own data, use AutoShardPolicy.OFF, or "
                     "distribute_datasets_from_function."
                 )
             if batch is None:

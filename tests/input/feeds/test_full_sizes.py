@@ -50,10 +50,14 @@ def test_a_full_batch_is_the_largest_so_far_of_its_shape():
     assert (again.record("a", 1), again.record("b", 1), again.record("c", 1)) == (6, 9, 1)
 
 
-def test_one_shape_is_restored_from_its_size_alone():
-    sizes = FullSizes()
-    sizes.record("a", 8)
-    assert sizes.get_state() == {}
+def test_the_size_of_one_shape_is_not_given_to_another():
+    sizes, again = FullSizes(), FullSizes()
+    sizes.record("a", 64)
+    again.restore({"rows": 64} | sizes.get_state(), "rows")
+    assert (again.largest, again.record("b", 16), again.record("a", 3)) == (64, 16, 64)
+
+
+def test_a_state_of_an_earlier_release_has_the_size_of_its_one_shape():
     again = FullSizes()
     again.restore({"rows": 8}, "rows")
     assert again.record("a", 3) == 8

@@ -143,6 +143,8 @@ def test_files_without_any_record_have_no_batches(tmp_path, format):
         dataset = from_files(folder(tmp_path, format, counts), **FORMATS[format][1])
         assert list(dataset.shuffle(0).batch(2)) == []
         assert list(dataset.batch(2).with_order_by_files()) == []
+        distributed_by_files = distributed(dataset.batch(2), auto_shard_policy=FILE)
+        assert explain(distributed_by_files).hosts[0].files == 0
 
 
 @pytest.mark.parametrize("format", ["tfrecord", "array_record", "parquet"])
@@ -345,6 +347,14 @@ def test_rows_may_be_parsed_and_differing_files_are_found(tmp_path):
         list(from_files([a, b]).batch(4))
     with pytest.raises(ValueError, match=r"Record 0 of .*c.parquet has the structure .*'y'"):
         list(from_files([a, c]).batch(4))
+
+
+def test_a_parquet_file_that_was_deleted_is_not_reported_as_damaged(tmp_path):
+    pytest.importorskip("pyarrow", reason="Parquet files are read by pyarrow")
+    dataset = from_files(folder(tmp_path, "parquet", [8]), columns=["id"]).batch(8)
+    next(tmp_path.glob("*.parquet")).unlink()
+    with pytest.raises(ValueError, match=r"^The file .*parquet does not exist"):
+        list(dataset)
 
 
 def test_a_damaged_group_of_rows_is_named(tmp_path):

@@ -123,6 +123,7 @@ def test_a_hint_stands_for_all_of_the_data_in_one_process():
     ):
         elements = [_ids(x) for x in _distribute(marked, auto_shard_policy=AutoShardPolicy.HINT)]
         assert sorted(sum(elements, [])) == list(range(10))
+        assert [x["id"].tolist() for x in marked] == elements
         with pytest.raises(ValueError, match=r"is distributed with AutoShardPolicy.AUTO. Use "):
             _distribute(marked)
     with pytest.raises(ValueError, match="already has a SHARD_HINT"):

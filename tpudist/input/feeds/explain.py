@@ -115,7 +115,7 @@ def explain(dataset: object) -> Explanation:
     Raises:
         TypeError: If `dataset` is not a `DistributedDataset`.
     """
-    # Of a `DistributedDataset`, whose module imports this one.
+    # By attribute, because the module of `DistributedDataset` imports this one.
     explanation = getattr(dataset, "explanation", None)
     if explanation is None:
         raise TypeError(
@@ -191,11 +191,11 @@ def _num_files(
     source: IndexedDataset, feed: SplitBatches, size: int, replicas: tuple[int, ...]
 ) -> int | None:
     taken = []
-    for numbers in source.numbers_of_epoch():
+    for numbers in source.numbers_of_first_epoch():
         assignment = feed.assignment(len(numbers), size)
         rows = assignment.rows(len(numbers))
         taken += [numbers[assignment.start(i) :][: rows[i]] for i in replicas]
-    return source.num_files_of(np.concatenate(taken))
+    return source.num_files_of(np.concatenate(taken)) if taken else 0
 
 
 def _replicas(mesh: ReplicaMesh) -> dict[int, tuple[int, ...]]:

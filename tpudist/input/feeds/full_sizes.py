@@ -15,7 +15,7 @@ class FullSizes:
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
-        # From a state that has only one size: it belongs to the first shape that appears.
+        # From a state of an earlier release, without the shape: of the first shape that appears.
         self._restored: int | None = None
 
     @property
@@ -30,14 +30,14 @@ class FullSizes:
             shapes: Dtypes and shapes of the arrays, without the number of rows.
             num_rows: Number of rows of the batch.
         """
-        known = self._sizes.get(shapes, self._restored or 0)
+        largest_of_shape = self._sizes.get(shapes, self._restored or 0)
         self._restored = None
-        self._sizes[shapes] = max(known, num_rows)
+        self._sizes[shapes] = max(largest_of_shape, num_rows)
         return self._sizes[shapes]
 
     def get_state(self) -> State:
-        """Returns the part of a state that lists the sizes; empty for one shape."""
-        return {_KEY: dict(self._sizes)} if len(self._sizes) > 1 else {}
+        """Returns the part of a state that lists the sizes; empty before the first batch."""
+        return {_KEY: dict(self._sizes)} if self._sizes else {}
 
     def restore(self, state: State, key: str) -> None:
         """Restores the sizes from a state, which has the largest under `key`.

@@ -230,18 +230,17 @@ class Pipelines:
             yield step
 
     def _host_parts(
-        self, steps: Iterator[Step], passes: list[HasState], has_begun: bool
+        self, steps: Iterator[Step], passes: list[HasState], has_data: bool
     ) -> Iterator[tuple[Parts, State]]:
         for step in steps:
+            has_data = True  # also if its only step is dropped, as in TensorFlow
             if None in step and self.drops_incomplete_steps:
-                has_begun = True
                 break
-            has_begun = True
             # After the batches of this step, and before those of the next one: this is the position
             # that belongs to the element.
             states = [batches.get_state() for batches in passes]
             yield self.join(step, count_rows(step)), self.state([states])
-        if not has_begun:
+        if not has_data:
             warn_of_empty_pass(self, *self._sources)
 
     def state(self, states: list[list[State]], plans: list[dict[str, Any]] | None = None) -> State:

@@ -3,6 +3,7 @@
 For `AutoShardPolicy` OFF and HINT, with which each process has its own data.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -20,7 +21,7 @@ from tpudist.input.sources.indexed_dataset import (
     IndexedDataset,
 )
 from tpudist.input.sources.iterable import IterableSource
-from tpudist.input.sources.source import RowBatch
+from tpudist.input.sources.source import RowBatch, SourcePass
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.options import PartialBatch
 
@@ -66,8 +67,8 @@ class Rebatched:
     @property
     def cardinality(self) -> int:
         """-1 if a pass has no end, else -2 (unknown)."""
-        known = self._source.cardinality == INFINITE_CARDINALITY
-        return INFINITE_CARDINALITY if known else UNKNOWN_CARDINALITY
+        is_infinite = self._source.cardinality == INFINITE_CARDINALITY
+        return INFINITE_CARDINALITY if is_infinite else UNKNOWN_CARDINALITY
 
     @property
     def element_spec(self) -> PyTree:
@@ -103,15 +104,34 @@ class Rebatched:
         """Restores the sizes of batches from a state."""
         self._sizes.restore(state, "global batch size")
 
-    def begin(self, pass_number: int, state: State | None = None) -> "Parts":
+    def begin(self, pass_number: int, state: State | None = None) -> "RebatchedPass":
         """Returns the parts of one pass."""
-        return Parts(self, pass_number, state)
+        return RebatchedPass(self, pass_number, state)
+
+    def begin_source(self, pass_number: int, state: State | None) -> SourcePass:
+        """Returns the batches of one pass through the source."""
+        return self._source.begin(pass_number, state)
+
+    def split(self, batch: RowBatch) -> "list[Part]":
+        """Returns the parts with rows of a batch; none if it is partial and dropped."""
+        size = self.record_size(batch)
+        if batch.num_rows < size and self._partial_batch is PartialBatch.DROP:
+            return []
+        if batch.num_rows < size and self._partial_batch is PartialBatch.ERROR:
+            raise ValueError(
+                f"A batch of the dataset has {batch.num_rows} rows, fewer than the global batch of "
+                f"{size}, and partial_batch='error'. Use 'pad', which counts its real rows "
+                f"exactly, or 'drop'."
+            )
+        assignment = Assignment(size, self._num_replicas)
+        rows = assignment.rows(batch.num_rows)
+        return [Part(batch, assignment.start(i), n) for i, n in enumerate(rows) if n]
 
 
-class Parts(Iterator["Part"]):
+class RebatchedPass(Iterator["Part"]):
     """The parts of the batches of one pass.
 
-    A state consists of the source's state before the present batch and the number of its parts that
+    A state consists of the source's state before the present batch and the number of its rows that
     were taken. So a resumed pass reads that batch again, and compares its checksum.
     """
 
@@ -120,47 +140,53 @@ class Parts(Iterator["Part"]):
         # States of the source before and after the present batch.
         self._before: State | None = None
         self._after: State | None = None
-        self._num_taken = 0
-        self._expected: int | None = None  # checksum of the batch that was taken in part
-        if state is not None and state.get("batches") == 0:  # the beginning of a pass
+        self._parts: list[Part] | None = None  # of the present batch; None before it is read
+        self._num_taken = 0  # parts
+        # Of the state at which the pass begins: the rows of the batch that were taken, and its
+        # checksum. States of earlier releases have only the number of parts.
+        self._num_rows_taken: int | None = None
+        self._expected: int | None = None
+        if state is not None and state.get("batches") == 0:
+            # The beginning of a pass, which `Position.state_for` gives to every kind of source.
             self._before = state
         elif state is not None:
             self._num_taken = read_count(state, "parts")
+            self._num_rows_taken = read_count(state, "rows") if "rows" in state else None
             before: State = state.get("before") or {"batches": 0}
+            # `Position.state_for` adds "ended" to this state; the source must know it, too.
             self._before = before | {"ended": True} if state.get("ended") else before
             self._expected = state.get("checksum")
             source.restore(state)
-        self._batches = source._source.begin(pass_number, self._before)
-        self._parts: list[Part] | None = None
+        self._batches = source.begin_source(pass_number, self._before)
 
     def __next__(self) -> "Part":
         # A loop, because a partial batch that is dropped has no parts.
         while self._parts is None or self._num_taken >= len(self._parts):
             if self._parts is not None:
                 self._before, self._num_taken = self._after, 0
-            self._parts = self._split(next(self._batches))
+            self._parts = self._rebatched.split(next(self._batches))
             self._after = self._batches.get_state()
             expected, self._expected = self._expected, None
             if expected not in (None, self._after.get("checksum")):
                 raise ValueError(iterable.OTHER_BATCHES.format(1, self._rebatched.name))
+            if self._num_rows_taken is not None:
+                self._num_taken = self._find_part(self._parts, self._num_rows_taken)
+                self._num_rows_taken = None
         part = self._parts[self._num_taken]
         self._num_taken += 1
         return part
 
-    def _split(self, batch: RowBatch) -> "list[Part]":
-        source = self._rebatched
-        size = source.record_size(batch)
-        if batch.num_rows < size and source._partial_batch is PartialBatch.DROP:
-            return []
-        if batch.num_rows < size and source._partial_batch is PartialBatch.ERROR:
+    def _find_part(self, parts: "list[Part]", num_rows: int) -> int:
+        """Returns the number of parts that make up the first `num_rows` rows of a batch."""
+        ends = [0, *itertools.accumulate(part.num_rows for part in parts)]
+        if num_rows not in ends:
             raise ValueError(
-                f"A batch of the dataset has {batch.num_rows} rows, fewer than the global batch of "
-                f"{size}, and partial_batch='error'. Use 'pad', which counts its real rows "
-                f"exactly, or 'drop'."
+                f"The state was taken after {num_rows} rows of a batch of the "
+                f"{self._rebatched.name}, but the parts of this batch for the present replicas end "
+                f"at rows {ends[1:]}. Resume with the number of replicas of the run that wrote the "
+                "state."
             )
-        assignment = Assignment(size, source._num_replicas)
-        rows = assignment.rows(batch.num_rows)
-        return [Part(batch, assignment.start(i), n) for i, n in enumerate(rows) if n]
+        return ends.index(num_rows)
 
     def get_state(self) -> State:
         """Returns the position; see the class."""
@@ -169,8 +195,12 @@ class Parts(Iterator["Part"]):
             "before": self._before,
             "parts": self._num_taken,
         }
+        num_rows = self._num_rows_taken
+        if self._parts is not None:
+            num_rows = sum(part.num_rows for part in self._parts[: self._num_taken])
         checksum = (self._after or {}).get("checksum")
-        return state if checksum is None else state | {"checksum": checksum}
+        optional = {"rows": num_rows, "checksum": checksum}
+        return state | {key: value for key, value in optional.items() if value is not None}
 
 
 class Part:

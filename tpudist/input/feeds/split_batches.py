@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -123,32 +122,40 @@ class SplitBatches:
         # A user's loader may reuse its arrays for the next batch. On CPU, JAX uses aligned NumPy
         # arrays in place; elsewhere it reads them until the copy to the device has ended.
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
-        state, first = position.source, 0
+        state, num_read = position.source, 0
         if state is not None and self.source.global_batch_size is None:
             self._sizes.restore(state, "global batch size")
             state = state.get("dataset")
         state = position.state_for(state)
         if isinstance(state, dict):
-            first = state.get("batches", 0)
+            num_read = state.get("batches", 0)
 
         def begin() -> SourcePass:
             return self.source.begin(position.pass_number, state)
 
         batches = begin() if rounds is None else rounds.call_and_report(begin)
-        return self._parts(batches, position, first, copy, rounds)
+        return self._parts(batches, position, num_read, copy, rounds)
 
     def _parts(
-        self, batches: SourcePass, position: Position, first: int, copy: bool, rounds: Rounds | None
+        self,
+        batches: SourcePass,
+        position: Position,
+        num_read: int,
+        copy: bool,
+        rounds: Rounds | None,
     ) -> Iterator[tuple[Parts, State]]:
-        checked = self._check_batches(batches, first)
+        checked = self._check_batches(batches, num_read)
         if rounds is not None:
             rounds.require_same(self.plan | position._asdict())
             # Batches that are read by number are equal if the plans are. Others are compared.
             if not isinstance(self.source, IndexedDataset):
                 checked = process_rounds.iterate_in_step(
-                    checked, rounds, lambda pair: (pair[0].num_rows, _describe_rows(pair[0]))
+                    checked,
+                    rounds,
+                    lambda pair: (pair[0].num_rows, _describe_rows(pair[0])),
+                    num_read,
                 )
-        num_elements, num_batches = position.step, first
+        num_elements, num_batches = position.step, num_read
         for batch, size in checked:
             num_batches += 1
             if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
@@ -193,14 +200,16 @@ class SplitBatches:
             )
         return source
 
-    def _check_batches(self, batches: SourcePass, first: int) -> Iterator[tuple[RowBatch, int]]:
+    def _check_batches(
+        self, batches: SourcePass, first_index: int
+    ) -> Iterator[tuple[RowBatch, int]]:
         """Yields each batch and the rows of a full one; checks batches of an iterable."""
         if isinstance(self.source, IndexedDataset):
             size = self.source.global_batch_size
             assert size is not None, self.source
             yield from ((batch, size) for batch in batches)
             return
-        for index, batch in zip(itertools.count(first), batches, strict=False):
+        for index, batch in enumerate(batches, first_index):
             assert isinstance(batch, HostBatch), batch
             if self._treedef is None:
                 self._treedef, self._row_specs = batch.treedef, _row_specs(batch)

@@ -13,9 +13,8 @@ import numpy as np
 
 def num_lanes(num_files: int, global_batch_size: int) -> int:
     """Returns the largest divisor of the batch size that is at most the number of files."""
-    return next(
-        n for n in range(min(num_files, global_batch_size), 0, -1) if global_batch_size % n == 0
-    )
+    counts = range(min(num_files, global_batch_size), 0, -1)
+    return next((n for n in counts if global_batch_size % n == 0), 1)  # 1 without files
 
 
 def order_in_lanes(
@@ -34,20 +33,20 @@ def order_in_lanes(
         Integers `[rows]`.
     """
     files = [rows for rows in files if len(rows)]
-    lanes = num_lanes(len(files), global_batch_size)
-    rows_per_batch = global_batch_size // lanes  # of one lane
+    lane_count = num_lanes(len(files), global_batch_size)
+    rows_per_batch = global_batch_size // lane_count  # of one lane
     num_batches = sum(map(len, files)) // global_batch_size
     rows_per_lane = num_batches * rows_per_batch
     order = list(range(len(files))) if rng is None else rng.permutation(len(files)).tolist()
     sequences = [
         np.concatenate([files[i] for i in lane] or [np.zeros(0, np.int64)])
-        for lane in _balance([len(x) for x in files], order, lanes)
+        for lane in _balance([len(x) for x in files], order, lane_count)
     ]
     # Full batches need `rows_per_lane` rows of each lane. The surplus of longer lanes fills up the
-    # shorter ones at their ends. It suffices: the lanes together have `lanes * rows_per_lane` rows
+    # shorter ones at their ends. It suffices: all lanes together have the rows of the full batches
     # and those of the last, partial batch, which gets the rest of the surplus.
     surplus = np.concatenate([sequence[rows_per_lane:] for sequence in sequences])
-    full = np.empty((num_batches, lanes, rows_per_batch), np.int64)
+    full = np.empty((num_batches, lane_count, rows_per_batch), np.int64)
     for lane, sequence in enumerate(sequences):
         num_missing = max(rows_per_lane - len(sequence), 0)
         rows = np.concatenate([sequence[:rows_per_lane], surplus[:num_missing]])
@@ -56,10 +55,10 @@ def order_in_lanes(
     return np.concatenate([full.reshape(-1), surplus])
 
 
-def _balance(sizes: list[int], order: list[int], lanes: int) -> list[list[int]]:
+def _balance(sizes: list[int], order: list[int], lane_count: int) -> list[list[int]]:
     """Returns the files of each lane: the largest file goes first, to the lane with fewest rows."""
-    files_of_lane: list[list[int]] = [[] for _ in range(lanes)]
-    num_rows = np.zeros(lanes, np.int64)
+    files_of_lane: list[list[int]] = [[] for _ in range(lane_count)]
+    num_rows = np.zeros(lane_count, np.int64)
     rank = {file: position for position, file in enumerate(order)}
     # The sort is stable, so files of equal size are distributed in the (shuffled) `order`.
     for file in sorted(order, key=lambda i: -sizes[i]):

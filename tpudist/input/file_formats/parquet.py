@@ -95,26 +95,29 @@ class ParquetFile:
         columns = _cache.get(key)
         if columns is None:
             parquet, arrow = _import_pyarrow()
+            with explain_errors(self._path):
+                file = self._path.open("rb")
             try:
-                with explain_errors(self._path), self._path.open("rb") as file:
-                    reader = parquet.ParquetFile(
-                        file, metadata=self._metadata, page_checksum_verification=True
-                    )
-                    # The threads of the dataset read several groups at a time already.
-                    table = reader.read_row_group(group, columns=self._columns, use_threads=False)
-            except (arrow.ArrowInvalid, arrow.ArrowException, CannotRead) as error:
+                reader = parquet.ParquetFile(
+                    file, metadata=self._metadata, page_checksum_verification=True
+                )
+                # The threads of the dataset read several groups at a time already.
+                table = reader.read_row_group(group, columns=self._columns, use_threads=False)
+            except (arrow.ArrowException, OSError) as error:  # OSError for a wrong checksum
                 raise CannotRead(
                     f"Group {group} of the rows of the Parquet file {self._path} is damaged: "
                     f"{error}. Write the file again, or omit it."
                 ) from error
+            finally:
+                file.close()
             columns = {
-                name: self._array(name, column.combine_chunks(), group)
+                name: self._column_to_numpy(name, column.combine_chunks(), group)
                 for name, column in zip(table.column_names, table.columns, strict=True)
             }
             _cache.put(key, columns)
         return columns
 
-    def _array(
+    def _column_to_numpy(
         self, name: str, column: "pyarrow.Array | pyarrow.ChunkedArray", group: int
     ) -> np.ndarray:
         _, arrow = _import_pyarrow()
@@ -126,20 +129,28 @@ class ParquetFile:
                 f"Column {name!r} of the Parquet file {self._path} has rows without a value. Fill "
                 "them, or omit the column: columns=[...]."
             )
-        kind = column.type
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-            if not types.is_fixed_size_list(kind):
+        arrow_type = column.type
+        if (
+            types.is_list(arrow_type)
+            or types.is_large_list(arrow_type)
+            or types.is_fixed_size_list(arrow_type)
+        ):
+            if not types.is_fixed_size_list(arrow_type):
                 lengths = np.diff(column.offsets.to_numpy(zero_copy_only=False))
                 if len(set(lengths.tolist())) > 1:
                     raise ValueError(self._describe_ragged_column(name, group))
-            values = self._array(name, column.flatten(), group)
+            values = self._column_to_numpy(name, column.flatten(), group)
             return values.reshape(len(column), -1, *values.shape[1:])
-        if types.is_boolean(kind) or types.is_floating(kind) or types.is_integer(kind):
+        if (
+            types.is_boolean(arrow_type)
+            or types.is_floating(arrow_type)
+            or types.is_integer(arrow_type)
+        ):
             return column.to_numpy(zero_copy_only=False)
         raise TypeError(
-            f"Column {name!r} of the Parquet file {self._path} holds {kind}, but devices hold only "
-            "numbers and booleans. Omit it, columns=[...], or convert it to numbers when you write "
-            "the file."
+            f"Column {name!r} of the Parquet file {self._path} holds {arrow_type}, but devices "
+            "hold only numbers and booleans. Omit it, columns=[...], or convert it to numbers when "
+            "you write the file."
         )
 
     def _describe_ragged_column(self, name: str, group: int) -> str:

@@ -16,6 +16,8 @@ from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.file_formats.parquet import ParquetFile
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
+_DIGEST_LENGTH = 16  # 64 bits in hexadecimal: enough to find different files by mistake
+
 
 class FileDataset(RecordDataset):
     """The records of several files, in the sequence of the files; see `from_files`."""
@@ -32,7 +34,8 @@ class FileDataset(RecordDataset):
         format: str,
     ):
         self._files = OpenFiles(paths, open_file, num_records)
-        self._format = format
+        self._reads_columns = format == "parquet"  # which stores columns
+        self._is_tfrecord = format == "tfrecord"
         self._ends = np.cumsum(self._files.num_records, dtype=np.int64)
         self._num_rows = int(self._ends[-1])
         self.num_files = len(paths)
@@ -54,7 +57,7 @@ class FileDataset(RecordDataset):
 
     def _text_remedy(self, text_type: str) -> str:
         remedy = f"Convert it to numbers: from_files(..., parse=function of {text_type})."
-        if self._format == "tfrecord" and self._transform is None:
+        if self._is_tfrecord and self._transform is None:
             remedy += " For tf.train.Examples, begin the function with tpudist.input.parse_example."
         return remedy
 
@@ -67,14 +70,14 @@ class FileDataset(RecordDataset):
         return records
 
     def _group_by_file(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields each file, the positions in `numbers` of its records, and their file numbers."""
+        """Yields (file, positions in `numbers` of its records, their numbers within the file)."""
         files = np.searchsorted(self._ends, numbers, side="right")
         for file in np.unique(files).tolist():
             where = np.flatnonzero(files == file)
             yield file, where, numbers[where] - self._first_number(file)
 
     def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
-        if self._format != "parquet" or self._is_transformed:
+        if not self._reads_columns or self._is_transformed:
             return super()._read(rows, epoch)
         # Parquet stores columns, so without a function of a row no rows need to be made.
         numbers = np.asarray(rows).reshape(-1)
@@ -92,9 +95,10 @@ class FileDataset(RecordDataset):
     @property
     def plan(self) -> dict[str, Any]:
         """See `IndexedDataset.plan`; includes the names and numbers of records of the files."""
+        # Names without folders, so that a run resumes after the folder was moved.
         listed = zip(self._files.paths, self._files.num_records, strict=True)
         text = "\n".join(f"{path.name} {count}" for path, count in listed)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
         order = "by files" if self._is_ordered_by_files else "as they are"
         return super().plan | {"files": f"{self.num_files}, sha256 {digest}", "order": order}
 
@@ -114,10 +118,10 @@ class FileDataset(RecordDataset):
     def _order(self, epoch: int) -> np.ndarray | None:
         if not self._is_ordered_by_files:
             return super()._order(epoch)
-        seed = self._plan.seed
+        seed = self._settings.seed
         rng = None if seed is None else np.random.default_rng([seed, epoch])
         # A row counts the examples of this shard, a number counts all examples.
-        num_shards, index = self._plan.examples
+        num_shards, index = self._settings.shard_of_examples
         numbers = index + num_shards * np.arange(self.num_examples)
         ends = np.searchsorted(numbers, self._ends)
         files = np.split(np.arange(self.num_examples), ends[:-1])
@@ -130,7 +134,7 @@ class FileDataset(RecordDataset):
     def _shuffle_rows(
         self, file: int, rows: np.ndarray, numbers: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        if self._format != "parquet" or not len(rows):
+        if not self._reads_columns or not len(rows):
             return rng.permutation(rows)
         ends = self._files.block_ends(file)
         assert ends is not None, file

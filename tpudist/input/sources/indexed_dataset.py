@@ -8,7 +8,7 @@ import abc
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -27,12 +27,13 @@ UNKNOWN_CARDINALITY = -2
 # Value of both arguments of `shard` if the shard of a process is only known when the dataset is
 # distributed. The value of tf.data.
 SHARD_HINT = -1
-# Largest batch that may consist mostly of padding: that many rows fit in memory.
-_MAX_PADDED = 1 << 16
+# Largest batch that may consist mostly of padding: that many rows fit in memory. Larger ones, of
+# more than this many times the examples, are a mistake, such as bytes in place of rows.
+_MAX_PADDED, _MAX_PADDING_RATIO = 1 << 16, 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Settings:
     """The settings of a dataset's methods.
 
     Attributes:
@@ -51,9 +52,31 @@ class Plan:
     examples: tuple[int, int] = (1, 0)
     batches: tuple[int, int] = (1, 0)
 
+    @property
+    def shard_of_examples(self) -> tuple[int, int]:
+        """`examples`; all of them as long as a SHARD_HINT is not replaced."""
+        return (1, 0) if self.examples[0] == SHARD_HINT else self.examples
 
-_Place: TypeAlias = tuple[int, int, int, np.ndarray | None]
-"""Epoch, rows, start and order of a batch."""
+    @property
+    def shard_of_batches(self) -> tuple[int, int]:
+        """`batches`; all of them as long as a SHARD_HINT is not replaced."""
+        return (1, 0) if self.batches[0] == SHARD_HINT else self.batches
+
+
+class BatchPlace(NamedTuple):
+    """The rows of one batch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        num_rows: Number of rows.
+        start: Position of the first row in `order`.
+        order: The order of the epoch; None for ascending.
+    """
+
+    epoch: int
+    num_rows: int
+    start: int
+    order: np.ndarray | None
 
 
 class IndexedDataset(abc.ABC):
@@ -83,16 +106,13 @@ class IndexedDataset(abc.ABC):
 
     def _order(self, epoch: int) -> np.ndarray | None:
         """Returns the order of the `num_examples` examples of an epoch; None for ascending."""
-        if self._plan.seed is None:
+        if self._settings.seed is None:
             return None
-        return np.random.default_rng([self._plan.seed, epoch]).permutation(self.num_examples)
+        return np.random.default_rng([self._settings.seed, epoch]).permutation(self.num_examples)
 
-    def _host_batch(
-        self, epoch: int, num_rows: int, start: int, order: np.ndarray | None
-    ) -> RowBatch:
+    def _host_batch(self, place: BatchPlace) -> RowBatch:
         """Returns a batch, whose rows are read by its `take`."""
-        numbers = self._numbers(num_rows, start, order)
-        return ReadBatch(self._read, self._treedef, numbers, epoch)
+        return ReadBatch(self._read, self._treedef, self._numbers(place), place.epoch)
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     """Policy that the dataset itself requests. Another one in `InputOptions` has precedence."""
@@ -119,7 +139,7 @@ class IndexedDataset(abc.ABC):
     # Shared by all datasets.
 
     owns_memory = True
-    _plan = Plan()
+    _settings = Settings()
     _num_passes = 0
     """Number of passes that `iter` has begun. Distributed datasets count their own."""
 
@@ -135,14 +155,13 @@ class IndexedDataset(abc.ABC):
     @property
     def num_examples(self) -> int:
         """Number of examples in an epoch."""
-        # A SHARD_HINT (-1) is not applied yet, and counts like no shards.
-        num_shards, index = self._plan.examples
-        return len(range(max(index, 0), self._num_rows, max(num_shards, 1)))
+        num_shards, index = self._settings.shard_of_examples
+        return len(range(index, self._num_rows, num_shards))
 
     @property
     def global_batch_size(self) -> int | None:
         """Rows of a full batch; None before `batch`."""
-        return self._plan.global_batch_size
+        return self._settings.global_batch_size
 
     def shuffle(self, seed: int) -> Self:
         """Shuffles the examples. Each epoch has its own order, which depends on (seed, epoch).
@@ -151,9 +170,9 @@ class IndexedDataset(abc.ABC):
             ValueError: If the dataset is already shuffled or batched, or `seed` is not an integer
                 of at least 0.
         """
-        if self._plan.seed is not None:
-            raise ValueError(f"The dataset is already shuffled, with seed {self._plan.seed}.")
-        if self._plan.global_batch_size is not None:
+        if self._settings.seed is not None:
+            raise ValueError(f"The dataset is already shuffled, with seed {self._settings.seed}.")
+        if self._settings.global_batch_size is not None:
             raise ValueError("The dataset is already batched. Shuffle examples before batching.")
         return self._replace(seed=_whole_number("shuffle(seed)", seed, at_least=0))
 
@@ -168,13 +187,13 @@ class IndexedDataset(abc.ABC):
             ValueError: If the dataset is already batched, or the size is not an integer of at least
                 1, or is far too large.
         """
-        if self._plan.global_batch_size is not None:
+        if self._settings.global_batch_size is not None:
             raise ValueError(
-                f"The dataset is already batched, by {self._plan.global_batch_size} examples."
+                f"The dataset is already batched, by {self._settings.global_batch_size} examples."
             )
         size = _whole_number("batch(global_batch_size)", global_batch_size, at_least=1)
         has_padding = self.num_examples > 0 and not drop_remainder
-        if has_padding and size > max(_MAX_PADDED, 16 * self.num_examples):
+        if has_padding and size > max(_MAX_PADDED, _MAX_PADDING_RATIO * self.num_examples):
             raise ValueError(
                 f"batch(global_batch_size={size}): the dataset has {self.num_examples} examples in "
                 "an epoch, so nearly all of the batch would be padding. Use a smaller batch."
@@ -193,8 +212,8 @@ class IndexedDataset(abc.ABC):
             ValueError: If the dataset is already repeated or sharded, or is shuffled but not
                 batched, or if a number is out of range.
         """
-        # Shards are taken before the shuffle for examples, and after it for batches: so that they
-        # are disjoint whatever the order, and each example is in one shard in every epoch.
+        # Examples are sharded before the shuffle, so that an example is in the same shard in every
+        # epoch. Batches are sharded after it, when they exist.
         is_hint = num_shards == index == SHARD_HINT
         if not is_hint:
             num_shards = _whole_number("shard(num_shards)", num_shards, at_least=1)
@@ -203,20 +222,20 @@ class IndexedDataset(abc.ABC):
                 raise ValueError(
                     f"shard(index={index}): the index must be one of {num_shards} shards."
                 )
-        if self._plan.num_epochs != 1:
+        if self._settings.num_epochs != 1:
             raise ValueError("The dataset is already repeated. Shard it before.")
         if self.has_shard_hint:
             raise ValueError("The dataset already has a SHARD_HINT. Shard it once.")
-        if self._plan.global_batch_size is not None:
-            if self._plan.batches != (1, 0):
+        if self._settings.global_batch_size is not None:
+            if self._settings.batches != (1, 0):
                 raise ValueError("The batches of the dataset are already sharded.")
             return self._replace(batches=(num_shards, index))
-        if self._plan.seed is not None:
+        if self._settings.seed is not None:
             raise ValueError("The dataset is already shuffled. Shard examples before shuffling.")
-        if is_hint and self._plan.examples != (1, 0):
+        if is_hint and self._settings.examples != (1, 0):
             raise ValueError("The examples of the dataset are already sharded.")
         if not is_hint:  # a shard of a shard
-            step, first = self._plan.examples
+            step, first = self._settings.examples
             num_shards, index = step * num_shards, first + step * index
         return self._replace(examples=(num_shards, index))
 
@@ -227,9 +246,9 @@ class IndexedDataset(abc.ABC):
             ValueError: If the dataset is not batched or is already repeated, or `count` is not an
                 integer of at least 1.
         """
-        if self._plan.global_batch_size is None:
+        if self._settings.global_batch_size is None:
             raise ValueError("The dataset is not batched. Call batch(global_batch_size) first.")
-        if self._plan.num_epochs != 1:
+        if self._settings.num_epochs != 1:
             raise ValueError("The dataset is already repeated. Call repeat once.")
         if count is not None:
             count = _whole_number("repeat(count)", count, at_least=1)
@@ -238,23 +257,23 @@ class IndexedDataset(abc.ABC):
     @property
     def has_shard_hint(self) -> bool:
         """Whether the shard is not known yet."""
-        return (SHARD_HINT, SHARD_HINT) in (self._plan.examples, self._plan.batches)
+        return (SHARD_HINT, SHARD_HINT) in (self._settings.examples, self._settings.batches)
 
     def with_shard_hint(self, num_shards: int, index: int) -> Self:
         """Replaces the `SHARD_HINT` by these numbers."""
-        field = "examples" if self._plan.examples[0] == SHARD_HINT else "batches"
+        field = "examples" if self._settings.examples[0] == SHARD_HINT else "batches"
         return self._replace(**{field: (num_shards, index)})
 
     @property
     def drops_remainder(self) -> bool:
         """Whether a last batch that is not full is dropped."""
-        return self._plan.drop_remainder
+        return self._settings.drop_remainder
 
     @property
     def has_remainder(self) -> bool:
         """Whether an epoch ends with a batch that is not full."""
-        size = self._plan.global_batch_size or 1
-        return not self._plan.drop_remainder and self.num_examples % size > 0
+        size = self._settings.global_batch_size or 1
+        return not self._settings.drop_remainder and self.num_examples % size > 0
 
     def without_remainder(self) -> Self:
         """Drops a last batch that is not full."""
@@ -263,13 +282,13 @@ class IndexedDataset(abc.ABC):
     @property
     def cardinality(self) -> int:
         """Number of elements of a pass: batches, or examples before `batch`; -1 for no end."""
-        if self._plan.num_epochs is None and self.batches_of_epoch:
+        if self._settings.num_epochs is None and self.batches_of_epoch:
             return INFINITE_CARDINALITY
-        return len(self.batches_of_epoch) * (self._plan.num_epochs or 0)
+        return len(self.batches_of_epoch) * (self._settings.num_epochs or 0)
 
     def __len__(self) -> int:
         """Returns the cardinality; raises `TypeError` if it is infinite."""
-        if self._plan.num_epochs is None:
+        if self.cardinality == INFINITE_CARDINALITY:
             raise TypeError("The dataset repeats without end and has no length.")
         return self.cardinality
 
@@ -282,7 +301,7 @@ class IndexedDataset(abc.ABC):
         """
         if not self._leaf_specs:
             raise NoBatches
-        size = self._plan.global_batch_size
+        size = self._settings.global_batch_size
         leading = () if size is None else (size,)
         return self._treedef.unflatten(
             [jax.ShapeDtypeStruct(leading + spec.shape, spec.dtype) for spec in self._leaf_specs]
@@ -300,14 +319,14 @@ class IndexedDataset(abc.ABC):
 
     def from_first_pass(self) -> Self:
         """Returns the dataset with its count of passes reset."""
-        return self._replace()
+        return self._replace()  # whose count starts at 0
 
     def _elements(self, batches: "IndexedPass") -> Iterator[PyTree]:
-        is_batched = self._plan.global_batch_size is not None
+        is_batched = self._settings.global_batch_size is not None
         while (place := batches.advance()) is not None:
-            epoch, num_rows, start, order = place
-            numbers = self._numbers(num_rows, start, order)
-            yield self._treedef.unflatten(self._read(numbers if is_batched else numbers[0], epoch))
+            numbers = self._numbers(place)
+            leaves = self._read(numbers if is_batched else numbers[0], place.epoch)
+            yield self._treedef.unflatten(leaves)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -317,21 +336,21 @@ class IndexedDataset(abc.ABC):
             "kind": "examples read by number",
             "number of examples": self._num_rows,
             "example": ", ".join(specs),
-            "seed": self._plan.seed,
-            "global batch size": self._plan.global_batch_size,
-            "drops the remainder": self._plan.drop_remainder,
-            "epochs of a pass": self._plan.num_epochs,
-            "shard of examples": list(self._plan.examples),
-            "shard of batches": list(self._plan.batches),
+            "seed": self._settings.seed,
+            "global batch size": self._settings.global_batch_size,
+            "drops the remainder": self._settings.drop_remainder,
+            "epochs of a pass": self._settings.num_epochs,
+            "shard of examples": list(self._settings.examples),
+            "shard of batches": list(self._settings.batches),
         }
 
-    def numbers_of_epoch(self) -> Iterator[np.ndarray]:
+    def numbers_of_first_epoch(self) -> Iterator[np.ndarray]:
         """Yields the numbers of the examples of each batch of the first epoch."""
         order = self._order(0)
         for batch in self.batches_of_epoch:
-            size = self._plan.global_batch_size or 1
+            size = self._settings.global_batch_size or 1
             start = batch * size
-            yield self._numbers(min(size, self.num_examples - start), start, order)
+            yield self._numbers(BatchPlace(0, min(size, self.num_examples - start), start, order))
 
     def begin(self, pass_number: int, state: State | None = None) -> "IndexedPass":
         """Returns the batches of one pass. Reads no rows: `take` of a batch does.
@@ -353,21 +372,24 @@ class IndexedDataset(abc.ABC):
         """Numbers of the batches that are read in each epoch."""
         num_batches = rows_of_replicas.num_batches(
             self.num_examples,
-            self._plan.global_batch_size or 1,
-            drop_remainder=self._plan.drop_remainder,
+            self._settings.global_batch_size or 1,
+            drop_remainder=self._settings.drop_remainder,
         )
-        num_shards, index = self._plan.batches
-        return range(max(index, 0), num_batches, max(num_shards, 1))
+        num_shards, index = self._settings.shard_of_batches
+        return range(index, num_batches, num_shards)
 
-    def _numbers(self, num_rows: int, start: int, order: np.ndarray | None) -> np.ndarray:
+    def _numbers(self, place: BatchPlace) -> np.ndarray:
         """Returns the numbers of a batch's examples, which count the examples of all shards."""
-        rows = np.arange(start, start + num_rows) if order is None else order[start:][:num_rows]
-        num_shards, index = self._plan.examples
+        end = place.start + place.num_rows
+        rows = (
+            np.arange(place.start, end) if place.order is None else place.order[place.start : end]
+        )
+        num_shards, index = self._settings.shard_of_examples
         return index + num_shards * rows
 
     def _replace(self, **changes: Any) -> Self:
         dataset = copy.copy(self)
-        dataset._plan = dataclasses.replace(self._plan, **changes)
+        dataset._settings = dataclasses.replace(self._settings, **changes)
         dataset._num_passes = 0
         return dataset
 
@@ -377,7 +399,7 @@ class IndexedPass(Iterator[RowBatch]):
 
     def __init__(self, dataset: IndexedDataset, pass_number: int, state: State | None):
         self._dataset = dataset
-        self._first_epoch = pass_number * (dataset._plan.num_epochs or 0)
+        self._first_epoch = pass_number * (dataset._settings.num_epochs or 0)
         self._num_taken = 0 if state is None else iterator_state.read_count(state, "batches")
         self._num_batches = dataset.cardinality
         if 0 <= self._num_batches < self._num_taken:
@@ -394,10 +416,10 @@ class IndexedPass(Iterator[RowBatch]):
         place = self.advance()
         if place is None:
             raise StopIteration
-        return self._dataset._host_batch(*place)
+        return self._dataset._host_batch(place)
 
-    def advance(self) -> _Place | None:
-        """Returns the arguments of `_host_batch` for the next batch; None at the end."""
+    def advance(self) -> BatchPlace | None:
+        """Returns the place of the next batch; None at the end."""
         if self._num_taken == self._num_batches:
             return None
         epoch, index = divmod(self._num_taken, len(self._numbers))
@@ -407,7 +429,7 @@ class IndexedPass(Iterator[RowBatch]):
         start = self._numbers[index] * self._batch_size
         num_rows = min(self._batch_size, self._num_examples - start)
         self._num_taken += 1
-        return epoch, num_rows, start, self._order[1]
+        return BatchPlace(epoch, num_rows, start, self._order[1])
 
     def get_state(self) -> State:
         """Returns the position: the number of batches that were taken."""

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input.sources.indexed_dataset import IndexedDataset
+from tpudist.input.sources.indexed_dataset import BatchPlace, IndexedDataset
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.xla import tree_depth
@@ -13,9 +13,8 @@ from tpudist.xla import tree_depth
 class NumpyDataset(IndexedDataset):
     """Examples along dim 0 of a pytree of arrays; can be shuffled, batched and repeated.
 
-    Each method returns a new dataset: `dataset.shuffle(seed=0).batch(256).repeat(3)`, in this
-    order. The contents of a batch depend only on the seed and its number, so they are the same on
-    any number of replicas and processes.
+    See `IndexedDataset` for its methods: `dataset.shuffle(seed=0).batch(256).repeat(3)`, in this
+    order.
 
     The arrays are not copied; do not write to them while the dataset is in use. Matches
     `tf.data.Dataset.from_tensor_slices`.
@@ -45,20 +44,18 @@ class NumpyDataset(IndexedDataset):
 
     def _read(self, rows: np.ndarray, epoch: int) -> list[np.ndarray]:
         # Evenly spaced rows are views, which cost nothing.
-        steps = np.diff(rows) if rows.ndim == 1 else np.zeros(1, int)
+        if rows.ndim != 1:
+            return [leaf[rows] for leaf in self._leaves]
+        steps = np.diff(rows)
         if len(steps) and (steps[0] < 1 or np.any(steps != steps[0])):
             return [leaf[rows] for leaf in self._leaves]
         step = int(steps[0]) if len(steps) else 1
         return [leaf[int(rows[0]) : int(rows[-1]) + 1 : step] for leaf in self._leaves]
 
-    def _host_batch(
-        self, epoch: int, num_rows: int, start: int, order: np.ndarray | None
-    ) -> HostBatch:
-        num_shards, index = self._plan.examples
-        leaves = self._leaves
-        if num_shards > 1:
-            leaves = [leaf[index::num_shards] for leaf in leaves]
-        return HostBatch(leaves, self._treedef, num_rows, start, order)
+    def _host_batch(self, place: BatchPlace) -> HostBatch:
+        num_shards, index = self._settings.shard_of_examples
+        leaves = [leaf[index::num_shards] for leaf in self._leaves]  # views
+        return HostBatch(leaves, self._treedef, place.num_rows, place.start, place.order)
 
 
 def _is_list(value: object) -> bool:

@@ -148,7 +148,7 @@ class RecordDataset(IndexedDataset):
     def _rng(self, epoch: int, number: int) -> np.random.Generator:
         # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same
         # numbers as [seed, epoch], which shuffles the epoch.
-        seeds = np.random.SeedSequence([self._plan.seed or 0, epoch], spawn_key=(number,))
+        seeds = np.random.SeedSequence([self._settings.seed or 0, epoch], spawn_key=(number,))
         return np.random.default_rng(seeds)
 
     def _check_leaves(self, number: int, example: PyTree) -> list[Any]:
