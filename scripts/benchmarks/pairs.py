@@ -22,7 +22,7 @@ import tpudist
 from tpudist.lowering import placement
 from tpudist.models import MLP, Transformer, TransformerConfig, next_token_nats
 from tpudist.training.steps import make_train_step
-from tpudist.xla.hlo import collective_ops
+from tpudist.xla.hlo import collective_ops, compiled_program
 from tpudist.xla.mesh import ReplicaMesh
 
 GEOMETRIES: dict[str, dict[str, int] | None] = {"data parallel": None, "fsdp=4": {"fsdp": 4}}
@@ -168,7 +168,7 @@ class Program:
     """
 
     collectives: tuple[tuple[str, int], ...]
-    figures: collective_ops.ProgramFigures
+    figures: compiled_program.ProgramFigures
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
@@ -177,5 +177,5 @@ def read(lowered: jax.stages.Lowered) -> Program:
     found = collective_ops.collectives(compiled.as_text())
     return Program(
         tuple(sorted((x.kind, x.num_bytes) for x in found)),
-        collective_ops.program_figures(compiled),
+        compiled_program.program_figures(compiled),
     )

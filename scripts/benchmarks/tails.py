@@ -20,7 +20,7 @@ from flax import nnx
 import tpudist
 from benchmarks import pairs
 from benchmarks.figures import Figure, at_most_times, equal_within
-from tpudist.xla.hlo import collective_ops
+from tpudist.xla.hlo import compiled_program
 
 SUITE = "partial batches"
 FLOPS_TOLERANCE, MOST_BYTES = 0.01, 1.05
@@ -65,7 +65,7 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
 
 def _compile(
     task: pairs.Task, strategy: tpudist.Strategy, rows: tuple[int, ...]
-) -> tuple[collective_ops.ProgramFigures, dict[str, float]]:
+) -> tuple[compiled_program.ProgramFigures, dict[str, float]]:
     model = strategy.create_abstract(task.make_model)
     tx = optax.adamw(pairs.LEARNING_RATE)
     optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
@@ -87,7 +87,7 @@ def _compile(
     traced = time.perf_counter()
     compiled = lowered.compile()
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    return collective_ops.program_figures(compiled), seconds
+    return compiled_program.program_figures(compiled), seconds
 
 
 class Block(nnx.Module):

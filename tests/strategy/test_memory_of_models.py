@@ -14,7 +14,7 @@ from flax import nnx
 import tpudist
 from tpudist.models import MLP, Transformer, TransformerConfig
 from tpudist.xla import topology
-from tpudist.xla.hlo import collective_ops
+from tpudist.xla.hlo import collective_ops, compiled_program
 
 NUM_PARTS = 8
 A_FEW_PERCENT = 1.03  # vectors too short to be split, counters
@@ -65,7 +65,7 @@ def test_the_program_that_makes_a_model_makes_an_eighth_on_each_device(strategy,
     """Random bits included, from which the parameters are drawn: nothing is larger."""
     compiled = strategy.lower_create(MODELS[name]).compile()
     model = nnx.eval_shape(MODELS[name])
-    figures = collective_ops.program_figures(compiled)
+    figures = compiled_program.program_figures(compiled)
     assert figures.output_bytes <= A_FEW_PERCENT * num_bytes(model) / NUM_PARTS
     largest_parameter = max(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert largest_array(compiled.as_text()) <= largest_parameter / NUM_PARTS
@@ -79,7 +79,7 @@ def test_the_program_that_makes_an_optimizer_makes_an_eighth_on_each_device(stra
     model = strategy.create_abstract(MODELS[name])
     compiled = strategy.lower_create(make_optimizer, model).compile()
     optimizer = nnx.eval_shape(lambda: make_optimizer(MODELS[name]()))
-    figures = collective_ops.program_figures(compiled)
+    figures = compiled_program.program_figures(compiled)
     assert figures.output_bytes <= A_FEW_PERCENT * num_bytes(optimizer) / NUM_PARTS
     assert figures.temp_bytes <= 0.03 * num_bytes(optimizer) / NUM_PARTS
 
@@ -136,5 +136,5 @@ def test_on_tpu_making_a_model_never_holds_more_than_an_eighth_of_it():
     def make():
         return MLP((1024, 4096, 1024, 4096, 1024), rngs=nnx.Rngs(0))
 
-    figures = collective_ops.program_figures(strategy.lower_create(make).compile())
+    figures = compiled_program.program_figures(strategy.lower_create(make).compile())
     assert figures.peak_bytes <= A_FEW_PERCENT * num_bytes(nnx.eval_shape(make)) / NUM_PARTS

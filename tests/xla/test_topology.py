@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from tpudist.xla import topology, versions
 from tpudist.xla.hardware.chips import ANNOUNCED
-from tpudist.xla.hlo import collective_ops
+from tpudist.xla.hlo import collective_ops, compiled_program
 from tpudist.xla.hlo.collective_ops import Collective
 
 
@@ -185,7 +185,7 @@ def test_a_data_parallel_step_on_tpu_is_one_all_reduce():
     assert found.groups == (tuple(range(8)),)
     assert found.source
     assert found.source.startswith(__file__)
-    figures = collective_ops.program_figures(program)
+    figures = compiled_program.program_figures(program)
     assert figures.alias_bytes >= 3 * 4 * width**2
     assert figures.flops == pytest.approx(2 * 32 * width**2 * (3 * 3 - 1), rel=0.1)
     assert figures.peak_bytes > 0

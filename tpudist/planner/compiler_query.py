@@ -13,6 +13,7 @@ from tpudist.planner.answer_cache import Cache, Entry, key_of
 from tpudist.planner.show.progress import Progress
 from tpudist.xla.compiler import compiler_process, executables, flags, program_text
 from tpudist.xla.compiler.compiler_process import CompiledProgram, HbmExceeded
+from tpudist.xla.devices import slice_index
 from tpudist.xla.versions import users_libtpu, version_of
 
 
@@ -70,11 +71,10 @@ def program_key(
         "program": program_text.strip_locations(lowered),
         "devices": [d.id for d in devices],
         "all devices": len(client.devices()),
-        # JAX's devices have these attributes only on some platforms, and `slice_index` may be None.
-        # Two corners give the shape of the topology; the coordinates of all chips of a pod would be
-        # long.
+        # JAX's devices have coordinates only on TPUs. Two corners give the shape of the topology;
+        # the coordinates of all chips of a pod would be long.
         "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
-        "slices": sorted({getattr(d, "slice_index", 0) or 0 for d in client.devices()}),
+        "slices": sorted(set(map(slice_index, client.devices()))),
         "kind": devices[0].device_kind,
         "machine": platform.machine(),
         "options": {str(k): repr(v) for k, v in compiler_options.items()},

@@ -21,6 +21,7 @@ from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress
 from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
+from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.memory import InputLeaf, MemoryReport
@@ -192,12 +193,7 @@ def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
     if chip is None:
         return mesh.size
     # Both devices of a chip have its coordinates.
-    return len({(_slice_index(d), *d.coords) for d in mesh.devices.flat})
-
-
-def _slice_index(device: jax.Device) -> int:
-    # JAX's attribute: only the devices of several slices have it, and on some it is None.
-    return getattr(device, "slice_index", None) or 0
+    return len({(slice_index(d), *d.coords) for d in mesh.devices.flat})
 
 
 def _notes_on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> list[str]:
@@ -224,7 +220,7 @@ def _list_first(names: tuple[str, ...]) -> str:
 def _name_devices(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> str:
     """Returns the name of a slice if the devices are complete slices, else number and kind."""
     devices = list(mesh.devices.flat)
-    numbers = {_slice_index(d) for d in devices}
+    numbers = {slice_index(d) for d in devices}
     if chip is not None:
         coords = np.array([d.coords[: chip.torus_dims] for d in devices])
         shape = np.ptp(coords, axis=0) + 1  # of the smallest box around the devices

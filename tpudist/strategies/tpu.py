@@ -19,7 +19,7 @@ from tpudist.strategy import logical_axes, logical_devices
 from tpudist.strategy.placement_rules import Partitioner, split_by_partitioner, split_largest_dim
 from tpudist.strategy.strategy import Strategy
 from tpudist.xla.compiler import compiler_options as chip_options
-from tpudist.xla.devices import as_devices
+from tpudist.xla.devices import as_devices, slice_index
 from tpudist.xla.hardware import chips
 from tpudist.xla.mesh import ReplicaMesh, make_mesh
 
@@ -137,8 +137,7 @@ class TPUStrategy(Strategy):
         options = self._own_compiler_options
         if options is None:
             devices = list(self.mesh.devices.flat)
-            # JAX gives only devices of multi-slice TPUs a slice index.
-            num_slices = len({getattr(d, "slice_index", 0) for d in devices})
+            num_slices = len(set(map(slice_index, devices)))
             options = chip_options.options_for_chip(chips.chip_of_device(devices[0]), num_slices)
         self.compiler_options = dict(options)
 

@@ -1,4 +1,4 @@
-"""Finds devices by name."""
+"""Finds devices by name, and the slices of devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +46,12 @@ def as_devices(
     return found
 
 
+def slice_index(device: jax.Device) -> int:
+    """Returns the number of the slice of a device; 0 if there is only one slice."""
+    # Only JAX's TPU devices of several slices have the attribute, and it may be None.
+    return getattr(device, "slice_index", None) or 0
+
+
 def _find(name: str) -> jax.Device:
     # "/job:worker/task:0/device:GPU:1", as TensorFlow writes it, becomes "gpu:1".
     platform, _, number = name.lower().split("device:")[-1].strip("/").partition(":")
@@ -53,8 +59,10 @@ def _find(name: str) -> jax.Device:
         candidates = jax.devices(platform)
     except RuntimeError:
         candidates = []
-    # "gpu" means "gpu:0"; a number that cannot be parsed is -1, and so not found.
-    index = int(number) if number.isdigit() else 0 if platform and not number else -1
+    if number.isdigit():
+        index = int(number)
+    else:  # "gpu" means "gpu:0"; anything else is not found
+        index = 0 if platform and not number else -1
     if not 0 <= index < len(candidates):
         have = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.devices()))
         raise ValueError(

@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpudist.options import shorten
+from tpudist.xla.devices import slice_index
 from tpudist.xla.ordered_sums import Block
 
 REPLICA_AXIS = "replica"
@@ -304,8 +305,7 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
     shape = tuple(axes.values())
     if devices[0].platform != "tpu":
         return _arrange_row_by_row(devices, shape)
-    # JAX's TPU devices have a slice index only if there are several slices.
-    across = _slices_per_axis(axes, len({getattr(d, "slice_index", 0) for d in devices}))
+    across = _slices_per_axis(axes, len(set(map(slice_index, devices))))
     if math.prod(across) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     within = tuple(size // slices for size, slices in zip(shape, across, strict=True))

@@ -168,7 +168,7 @@ def test_an_estimated_all_gather_matches_a_measurement():
 
 def test_a_group_of_one_sends_nothing():
     assert _torus(V5E, 4, 1).route("all-reduce", BYTES, ((0,), (1,))).seconds == 0
-    assert links.bytes_received("all-reduce", BYTES, 1) == 0
+    assert links.bytes_per_device("all-reduce", BYTES, 1) == 0
 
 
 # Transfers of a program.

@@ -57,7 +57,7 @@ def test_values_that_share_memory_count_once():
 
 
 def test_memory_spaces_are_separated():
-    assert [x.name for x in liveness.temporaries(BUFFERS, color=1)] == ["fast"]
+    assert [x.name for x in liveness.temporaries(BUFFERS, memory_space=1)] == ["fast"]
     assert liveness.total_bytes(BUFFERS) == 1024 + 512 + 512 + 3072
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from tpudist.xla import internals, topology
 from tpudist.xla.compiler import child, flags, jax_cache
+from tpudist.xla.devices import slice_index
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import compiled_program
 from tpudist.xla.hlo.compiled_program import CompiledProgram, MemoryStats
@@ -203,9 +204,8 @@ def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
     all_devices = devices[0].client.devices()
     dims = range(chip.torus_dims)
     shape = [1 + max(device.coords[dim] for device in all_devices) for dim in dims]
-    # JAX's TPU devices have a slice index only if there are several slices.
-    slice_ids = {getattr(device, "slice_index", None) or 0 for device in all_devices}
-    return f"{chip.generation}:{'x'.join(map(str, shape))}", len(slice_ids)
+    num_slices = len(set(map(slice_index, all_devices)))
+    return f"{chip.generation}:{'x'.join(map(str, shape))}", num_slices
 
 
 def _raise_error(

@@ -7,7 +7,7 @@ from tpudist.xla.estimate import timeline
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveUse:
-    """One collective of a compiled program, with its cost per step.
+    """One transfer of a compiled program, with its cost per step.
 
     Attributes:
         kind: HLO opcode; "copy-to-host" or "copy-from-host" for the host's memory.

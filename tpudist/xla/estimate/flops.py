@@ -36,7 +36,7 @@ def instruction_flops(module: Module, instruction: Instruction) -> float:
     Returns 0 for loops, calls and conditionals, whose bodies are counted separately.
     """
     if instruction.opcode == "fusion":
-        callee = module.computations[instruction.callee("calls") or ""]
+        callee = module.contents_of(instruction)
         return sum(instruction_flops(module, inner) for inner in callee.instructions.values())
     if instruction.opcode in ("dot", "convolution"):
         operands = module.operands_of(instruction)
@@ -56,7 +56,7 @@ def is_8_bit(module: Module, instruction: Instruction) -> bool:
 
 def _operand_bits(module: Module, instruction: Instruction) -> list[int]:
     if instruction.opcode == "fusion":
-        callee = module.computations[instruction.callee("calls") or ""]
+        callee = module.contents_of(instruction)
         return [b for inner in callee.instructions.values() for b in _operand_bits(module, inner)]
     if instruction.opcode not in ("dot", "convolution"):
         return []
@@ -101,7 +101,8 @@ def _window_value(window: dict[str, str], field: str, dim: int) -> int:
 
 
 def _padding(window: dict[str, str], dim: int) -> int:
-    return int(window["pad"].split("x")[dim].split("_")[0]) if "pad" in window else 0  # low_high
+    # "pad=1_2x0_0" has "low_high" for each dim. Only the low padding shifts positions.
+    return int(window["pad"].split("x")[dim].split("_")[0]) if "pad" in window else 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,6 +110,7 @@ def _valid_positions(
     lhs: int, kernel: int, out: int, *, stride: int, padding: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
     """Counts the pairs of an output and a kernel position that hit an element of the array."""
+    # Without padding, every position is inside.
     if padding == 0 and lhs_dilate == 1 and (out - 1) * stride + (kernel - 1) * rhs_dilate < lhs:
         return out * kernel
     # Output position i and kernel position j read position i * stride + j * rhs_dilate - padding.

@@ -5,9 +5,9 @@ space 1) cost nothing. The same holds for tuples, bitcasts and other names of th
 as a result that is an operand updated in place. If an array is sliced, only the slice is read.
 """
 
-import functools
+import dataclasses
 
-from tpudist.xla.hlo import shapes
+from tpudist.xla.hlo import collective_ops, shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Computation, Instruction
 
@@ -15,14 +15,48 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " opt-barrier partition-id replica-id async-start async-update async-done add-dependency"
-    " all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute"
-    " collective-broadcast send recv iota rng-get-and-update-state".split()
-)
+    " recv iota rng-get-and-update-state".split()
+).union(collective_ops.KINDS)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
-_SAME_BYTES = ("bitcast", "reshape", "copy", "convert")
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# Opcodes that read and write only one part of an array, or that do so asynchronously.
+_MOVES = frozenset(
+    "dynamic-slice slice gather dynamic-update-slice copy-start slice-start dynamic-slice-start"
+    " dynamic-update-slice-start".split()
+)
+# Opcodes whose result has the elements of their operand.
+_PASS_ON = ("bitcast", "reshape", "copy", "convert")
 _ALLOCATES = '="AllocateBuffer"'
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyEnds:
+    """The arrays of a copy, slice or update, asynchronous or not.
+
+    Attributes:
+        source: Array that it reads.
+        target: Array that it writes.
+        moved: The part that it moves: a slice or an update, or all of it.
+    """
+
+    source: shapes.Array
+    target: shapes.Array
+    moved: shapes.Array
+
+
+def ends_of_copy(module: Module, instruction: Instruction) -> CopyEnds | None:
+    """Returns the ends of a copy, slice or update; None if it has no array."""
+    first, *others = module.operands_of(instruction)
+    if not instruction.arrays or not first.arrays:
+        return None
+    opcode, operand = instruction.opcode, first.arrays[0]
+    if opcode.startswith("dynamic-update-slice"):  # writes its second operand into its first
+        update = others[0].arrays[0]
+        return CopyEnds(update, operand, update)
+    # The result of "copy-start" is (target, source, context), and that of "slice-start" is
+    # ((source, indices ...), target, context).
+    target = instruction.arrays[-2 if opcode.endswith("slice-start") else 0]
+    return CopyEnds(operand, target, target)
 
 
 def num_bytes(module: Module, instruction: Instruction) -> float:
@@ -32,28 +66,13 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         return 0.0
     if opcode == "fusion":
         return _fusion_bytes(module, instruction)
-    operands = module.operands_of(instruction)
-    if opcode in ("slice-start", "dynamic-slice-start", "copy-start"):
-        # The results of a copy are (target, source, ...), of a slice (source, ..., target, ...).
-        # Both read and write as many bytes as the target has.
-        target = instruction.arrays[0 if opcode == "copy-start" else -2]
-        ends = operands[0].arrays[0], target
-        return sum(target.padded_bytes for end in ends if _is_in_hbm(end))
-    if opcode == "dynamic-update-slice-start":
-        update, target = operands[1].arrays[0], operands[0].arrays[0]
-        return sum(update.padded_bytes for end in (update, target) if _is_in_hbm(end))
+    if opcode in _MOVES:
+        ends = ends_of_copy(module, instruction)
+        assert ends is not None
+        return float(ends.moved.padded_bytes * sum(map(_is_in_hbm, (ends.source, ends.target))))
     if opcode.endswith("-start"):
         return 0.0  # a collective, which the network's own engine reads and writes
-    if opcode in _SLICES:
-        result = instruction.arrays[0]
-        return sum(
-            result.padded_bytes for end in (operands[0].arrays[0], result) if _is_in_hbm(end)
-        )
-    if opcode == "dynamic-update-slice":
-        update = operands[1].arrays[0]
-        return sum(
-            update.padded_bytes for end in (update, instruction.arrays[0]) if _is_in_hbm(end)
-        )
+    operands = module.operands_of(instruction)
     arrays = [array for operand in operands for array in operand.arrays] + [*instruction.arrays]
     return float(sum(array.padded_bytes for array in arrays if _is_in_hbm(array)))
 
@@ -63,7 +82,7 @@ def _is_in_hbm(array: shapes.Array) -> bool:
 
 
 def _fusion_bytes(module: Module, fusion: Instruction) -> float:
-    callee = module.computations[fusion.callee("calls") or ""]
+    callee = module.contents_of(fusion)
     total = 0.0
     operands = module.operands_of(fusion)
     for number, parameter in callee.parameters.items():
@@ -73,6 +92,7 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
     results = [root]
     if root.opcode == "tuple":
         results = [callee.instructions[name] for name in root.operands]
+    # A result that is a tuple has several arrays; the shape of the fusion lists them all.
     for result, array in zip(results, fusion.arrays, strict=False):
         if _is_in_hbm(array):
             total += _count_written_bytes(module, callee, result, array)
@@ -82,17 +102,17 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
 def _count_read_bytes(module: Module, computation: Computation, value: Instruction) -> float:
     """Returns the bytes that a fusion reads of a value in HBM: all of it, or only slices."""
     full, total = sum(array.padded_bytes for array in value.arrays), 0.0
-    for user in _users(computation).get(value.name, ()):
+    for user in computation.users.get(value.name, ()):
         opcode, first = user.opcode, user.operands[0] == value.name
         if opcode in _SLICES and first:
             total += user.arrays[0].padded_bytes
-        elif opcode in _SAME_BYTES:
+        elif opcode in _PASS_ON:
             total += _count_read_bytes(module, computation, user)
         elif opcode == "fusion":
-            inner = module.computations[user.callee("calls") or ""]
+            inner = module.contents_of(user)
             numbers = [n for n, name in enumerate(user.operands) if name == value.name]
             total += sum(_count_read_bytes(module, inner, inner.parameters[n]) for n in numbers)
-        elif (opcode in _UPDATES and first) or opcode in (*_COLLECTIVES, "tuple"):
+        elif (opcode in _UPDATES and first) or opcode in (*collective_ops.KINDS, "tuple"):
             continue  # updated in place, sent by the network's own engine, or only a name
         elif opcode == "custom-call" and "AsyncCollective" in user.attributes:
             continue
@@ -105,27 +125,18 @@ def _count_written_bytes(
     module: Module, computation: Computation, value: Instruction, array: shapes.Array
 ) -> float:
     """Returns the bytes that a fusion writes of a result in HBM: all of it, or only a slice."""
-    while value.opcode in _SAME_BYTES:
+    while value.opcode in _PASS_ON:
         value = computation.instructions[value.operands[0]]
     if value.opcode == "dynamic-update-slice":
         return computation.instructions[value.operands[1]].arrays[0].padded_bytes
     if value.opcode == "scatter":  # reads the old numbers, adds, and writes
         return 2 * computation.instructions[value.operands[-1]].arrays[0].padded_bytes
     if value.opcode == "fusion":
-        inner = module.computations[value.callee("calls") or ""]
+        inner = module.contents_of(value)
         if inner.root.opcode != "tuple":
             return _count_written_bytes(module, inner, inner.root, array)
-    if value.opcode in ("parameter", *_COLLECTIVES):
+    if value.opcode in ("parameter", *collective_ops.KINDS):
         return 0.0
     if value.opcode == "custom-call" and "AsyncCollective" in value.attributes:
         return 0.0
     return array.padded_bytes
-
-
-@functools.lru_cache(maxsize=4096)
-def _users(computation: Computation) -> dict[str, list[Instruction]]:
-    users: dict[str, list[Instruction]] = {}
-    for instruction in computation.instructions.values():
-        for name in dict.fromkeys(instruction.operands):
-            users.setdefault(name, []).append(instruction)
-    return users

@@ -98,8 +98,8 @@ COPY_CYCLES: Mapping[str, int] = {
     "v6e": 178_272,
     "tpu7x": 106_944,
 }
-COPY_BYTES = 2 * 2 * 4096**2
-_WIDE_UNITS = ("v6e", "tpu7x")
+COPY_BYTES = 2 * 2 * 4096**2  # read and written, 2 bytes per bf16
+_WIDE_UNITS = ("v6e", "tpu7x")  # generations with a matrix unit of 256, not 128 (rule 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Price:
 
     Attributes:
         seconds: Estimated time.
-        kind: "matmul", "kernel" or "elementwise".
+        kind: "matmul", "kernel", or "elementwise" for everything else, such as copies.
         flops: Operations in matrix multiplications.
         hbm_bytes: Bytes to and from HBM.
     """
@@ -125,7 +125,8 @@ class Rates:
 
     Attributes:
         flops_per_s: Operations of a large matrix multiplication.
-        flops_8_bit_per_s: Operations of a large matrix multiplication of 8-bit numbers.
+        flops_8_bit_per_s: Operations of a large matrix multiplication of 8-bit numbers, integers or
+            floats.
         hbm_bytes_per_s: Bytes of a large copy, read and written together.
         matmul_cycles_per_s: XLA's cycles of instructions that multiply matrices.
         other_cycles_per_s: XLA's cycles of all other instructions.
@@ -148,13 +149,14 @@ class Rates:
         published = _best_share(chip)
         share = chip.matmul_share or published
         hbm_bytes_per_s = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
+        peak_8_bit = (chip.int8_ops_per_s or chip.bf16_flops_per_s) / chip.devices_per_chip
         return cls(
-            peak * share,
-            (chip.int8_ops_per_s or chip.bf16_flops_per_s) / chip.devices_per_chip * share,
-            hbm_bytes_per_s,
-            chip.cycles_per_s * _speed(chip) * share / published,
-            COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
-            256 if chip.generation in _WIDE_UNITS else 128,
+            flops_per_s=peak * share,
+            flops_8_bit_per_s=peak_8_bit * share,
+            hbm_bytes_per_s=hbm_bytes_per_s,
+            matmul_cycles_per_s=chip.cycles_per_s * _cycles_per_clock(chip) * share / published,
+            other_cycles_per_s=COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
+            unit_width=256 if chip.generation in _WIDE_UNITS else 128,
         )
 
     def price(self, module: Module, instruction: Instruction) -> Price:
@@ -177,14 +179,17 @@ class Rates:
         return Price(seconds, "elementwise", 0.0, num_bytes)
 
 
-def _speed(chip: Chip) -> float:
-    """Returns measured speed over the speed by XLA's cycles at the chip's clock."""
+def _cycles_per_clock(chip: Chip) -> float:
+    """Returns how many of XLA's cycles a chip runs per cycle of its clock, for multiplications.
+
+    XLA overestimates the time of a multiplication if this is above 1.
+    """
 
     def cycle_rate(chip: Chip) -> float:
         rates = (matmul.cycles_per_s for matmul in MATMULS[chip.generation])
         return statistics.mean(rates) / chip.cycles_per_s
 
-    return _measure(chip, cycle_rate)
+    return _of_chip_or_mean(chip, cycle_rate)
 
 
 def _best_share(chip: Chip) -> float:
@@ -194,10 +199,11 @@ def _best_share(chip: Chip) -> float:
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
         return max(matmul.flops_per_s for matmul in MATMULS[chip.generation]) / peak
 
-    return _measure(chip, best_share)
+    return _of_chip_or_mean(chip, best_share)
 
 
-def _measure(chip: Chip, figure: Callable[[Chip], float]) -> float:
+def _of_chip_or_mean(chip: Chip, figure: Callable[[Chip], float]) -> float:
+    """Returns a figure of the chip, or the mean of all measured chips if it was not measured."""
     if chip.generation in MATMULS:
         return figure(chip)
     return statistics.mean(figure(CHIPS[generation]) for generation in MATMULS)

@@ -11,9 +11,9 @@ import re
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
-# Matrix multiplications per kernel, each of 2 x queries x keys x head operations. Forward: Q K^T
-# and P V. Backward: each kernel computes Q K^T and dP; then one computes dV and dK, another dQ. The
-# fused kernel computes all three.
+# Matrix multiplications per kernel, each of 2 x queries x keys x head_dim operations. Forward:
+# Q K^T and P V. Backward: each kernel computes Q K^T and dP; then one computes dV and dK, another
+# dQ. The fused kernel computes all three.
 _MATMULS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
 _ATTENTION = re.compile(r"\b(?P<family>splash|flash)_(?:mha|mqa)_(?:bwd_)?(?P<part>fwd|dkv|dq)")
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
@@ -38,19 +38,20 @@ def flops(module: Module, instruction: Instruction) -> float | None:
 
 
 def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
-    """Returns the narrowest dim of a kernel's matrix multiplications (the head), if it is known."""
+    """Returns the narrowest dim of a kernel's matrix multiplications (`head_dim`), or None."""
     if not is_kernel(instruction) or not _attention(instruction):
         return None
-    queries = _large_operands(module, instruction)
-    return queries[0][-1] if queries else None
+    shapes = _shapes_of_attention(module, instruction)
+    return shapes[0][-1] if shapes else None
 
 
 def _attention(instruction: Instruction) -> re.Match | None:
     return _ATTENTION.search(instruction.name) or _ATTENTION.search(instruction.op_name)
 
 
-def _large_operands(module: Module, instruction: Instruction) -> list[tuple[int, ...]]:
-    """Returns the shapes of queries, keys and values, [..., heads, length, head]."""
+def _shapes_of_attention(module: Module, instruction: Instruction) -> list[tuple[int, ...]]:
+    """Returns the shapes of queries, keys and values, [..., heads, length, head_dim]."""
+    # They come first in all of JAX's attention kernels, before the logsumexp and gradients.
     operands = (operand.arrays[0] for operand in module.operands_of(instruction))
     floats = [a for a in operands if a.dtype in ("bf16", "f32", "f16") and len(a.dims) >= 2]
     return [array.dims for array in floats[:3]]
@@ -59,13 +60,13 @@ def _large_operands(module: Module, instruction: Instruction) -> list[tuple[int,
 def _attention_flops(
     module: Module, instruction: Instruction, family: str, part: str
 ) -> float | None:
-    shapes = _large_operands(module, instruction)
+    shapes = _shapes_of_attention(module, instruction)
     if len(shapes) < 3:
         return None
     queries, keys, _ = shapes
-    *heads, length, width = queries
+    *heads, length, head_dim = queries
     products = "fused" if part == "dkv" and _returns_queries(instruction, queries) else part
-    full = 2.0 * math.prod(heads) * length * keys[-2] * width * _MATMULS[products]
+    full = 2.0 * math.prod(heads) * length * keys[-2] * head_dim * _MATMULS[products]
     if family == "flash":
         return full
     return full * _share_of_blocks(module, instruction, part, keys[-2])
@@ -73,7 +74,7 @@ def _attention_flops(
 
 def _returns_queries(instruction: Instruction, queries: tuple[int, ...]) -> bool:
     # A backward kernel for keys and values that also returns the gradient of the queries returns it
-    # with one more dim, the blocks of keys: [..., blocks, length, head].
+    # with one more dim, the blocks of keys: [..., blocks, length, head_dim].
     results = (array.dims for array in instruction.arrays if len(array.dims) > len(queries))
     return any(dims[-2:] == queries[-2:] for dims in results)
 
@@ -81,7 +82,7 @@ def _returns_queries(instruction: Instruction, queries: tuple[int, ...]) -> bool
 def _share_of_blocks(module: Module, instruction: Instruction, part: str, keys: int) -> float:
     """Estimates the share of all blocks of queries and keys that a splash kernel visits."""
     # A masked kernel has tables of its blocks [heads, rows, columns] as operands, whose contents
-    # are not in the text; an unmasked kernel has none. We assume that the mask is causal: row i of
+    # are not in the text; an unmasked kernel has none. The mask is assumed to be causal: row i of
     # n visits the columns up to the diagonal. The columns of a table are the most that a row
     # visits, so a narrow table means a window: then a row visits only the last of these columns.
     operands = (operand.arrays[0] for operand in module.operands_of(instruction))

@@ -23,13 +23,15 @@ from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.mesh import REPLICA_AXIS
 
 PARAMETERS = "parameters"
-# Categories of the inputs, by the role of an input. Temporaries and outputs have their own.
-_INPUTS = {
+# Categories of the memory of inputs, by the role of an input.
+_OTHER_ARGUMENTS = "other arguments"
+_CATEGORIES = {
     PARAMETERS: PARAMETERS,
     "optimizer state": "optimizer state",
     "batch": "batch",
-    "other": "other arguments",
+    "other": _OTHER_ARGUMENTS,
 }
+# Categories of other memory.
 TEMPORARIES = "gradients and activations"
 OUTPUTS = "outputs"
 _NUM_LARGEST = 20
@@ -95,7 +97,7 @@ class MemoryReport:
 
     @property
     def free_bytes(self) -> int | None:
-        """Capacity minus the program and its code; None if the capacity is unknown."""
+        """Capacity minus the memory and the code of the program; None if it is unknown."""
         if self.capacity_bytes is None:
             return None
         return self.capacity_bytes - self.allocated_bytes - self.program_bytes
@@ -121,16 +123,16 @@ def report(
     peak = _peak_bytes(program, chip)
     names = [leaf.name for leaf in inputs]
     largest = liveness.largest(program.buffers, module, names)
-    categories, padding = _arguments(module, inputs)
+    categories, padding = _argument_bytes(module, inputs)
     # Arguments that are not in `inputs`, such as the state of a random generator that JAX adds.
-    rest = stats.argument_bytes - sum(categories.values())
-    categories["other arguments"] = categories.get("other arguments", 0) + rest
+    unnamed = stats.argument_bytes - sum(categories.values())
+    categories[_OTHER_ARGUMENTS] = categories.get(_OTHER_ARGUMENTS, 0) + unnamed
     categories[OUTPUTS] = stats.output_bytes - stats.alias_bytes
     # Arguments and outputs are in memory all the time, so the rest of the peak is temporary.
     categories[TEMPORARIES] = peak - sum(categories.values())
     padding[TEMPORARIES] = sum(x.padding_bytes for x in largest)
     share, replicated = _find_replicated(inputs, mesh)
-    aliased = _find_aliased(program.text)
+    reused = _find_reused_arguments(program.text)
     return MemoryReport(
         capacity_bytes=chip.compiler_hbm_bytes // chip.devices_per_chip if chip else None,
         peak_bytes=peak,
@@ -142,7 +144,7 @@ def report(
         largest=tuple(largest[:_NUM_LARGEST]),
         replicated_share=share,
         replicated=replicated,
-        not_donated=tuple(x.name for i, x in enumerate(inputs) if x.donated and i not in aliased),
+        not_donated=tuple(x.name for i, x in enumerate(inputs) if x.donated and i not in reused),
         donated_bytes=stats.alias_bytes,
         padding_bytes={name: x for name, x in padding.items() if x},
         program_bytes=stats.generated_code_bytes,
@@ -157,11 +159,12 @@ def _peak_bytes(program: CompiledProgram, chip: Chip | None) -> int:
         return fixed + stats.temp_bytes
     if program.buffers:
         return fixed + liveness.peak(liveness.temporaries(program.buffers))[0]
-    # The compiler's peak belongs to its fullest memory, which may be the host's: so bound it.
+    # The compiler's peak belongs to its fullest memory, which may be the host's. So it counts only
+    # within the bounds that the totals of the device give.
     return max(fixed, min(stats.peak_bytes, fixed + stats.temp_bytes))
 
 
-def _arguments(
+def _argument_bytes(
     module: Module, inputs: Sequence[InputLeaf]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes of the arguments in device memory, and their padding, by category."""
@@ -170,7 +173,7 @@ def _arguments(
     sizes: dict[str, int] = {}
     padding: dict[str, int] = {}
     for number, leaf in enumerate(inputs):
-        category = _INPUTS[leaf.role]
+        category = _CATEGORIES[leaf.role]
         for array in parameters[number].arrays:
             if array.memory_space == shapes.HOST:
                 continue
@@ -196,7 +199,7 @@ def _global_bytes(leaf: InputLeaf) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def _find_aliased(text: str) -> set[int]:
+def _find_reused_arguments(text: str) -> set[int]:
     """Returns the numbers of the arguments whose memory an output reuses."""
     # The header has "input_output_alias={ {0}: (2, {}, may-alias), ... }": output to argument.
     header = text.partition("\n")[0]

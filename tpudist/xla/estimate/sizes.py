@@ -13,6 +13,7 @@ def format_bytes(count: float) -> str:
         if count < 1023.5:
             return f"{format_three_digits(count)} {unit}"
         count /= 1024
+    # From 1,000 GiB on, the number would need a comma.
     return f"{count:,.2f} GiB" if count < 1000 else f"{count / 1024:,.2f} TiB"
 
 

@@ -47,8 +47,7 @@ class OpTime:
 class TimeEstimate:
     """Estimated seconds of a step on one device.
 
-    The step is the sum of the computation, `compute_s` and `kernels_s`, and of the exposed waits;
-    or `memory_bound_s` if that is larger.
+    A step takes `compute_s + kernels_s` and the four `exposed_*_s`, but at least `memory_bound_s`.
 
     Attributes:
         step_s: Complete step.
@@ -91,9 +90,9 @@ class TimeEstimate:
 def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEstimate:
     """Estimates the step of a compiled program from its timeline."""
     events = simulated.events
-    hbm_bytes = _total(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
+    hbm_bytes = _per_step(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
     # Asynchronous copies have no price. A copy from or to the host has only one end in HBM.
-    hbm_bytes += _total(
+    hbm_bytes += _per_step(
         tuple(e for e in events if e.is_async and _network(e) in ("hbm", "host")),
         lambda e: hbm_traffic.num_bytes(module, e.instruction),
     )
@@ -101,29 +100,31 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
     step_s = max(simulated.seconds, memory_bound_s)
 
     def sum_compute(*kinds: str) -> float:
-        return _total(events, lambda e: e.price.seconds if e.price and e.price.kind in kinds else 0)
+        return _per_step(
+            events, lambda e: e.price.seconds if e.price and e.price.kind in kinds else 0.0
+        )
 
-    def sum_sent(network: str) -> float:
-        return _total(
+    def sum_transfers(network: str) -> float:
+        return _per_step(
             events, lambda e: e.transfer.seconds if e.transfer and _network(e) == network else 0.0
         )
 
     def sum_exposed(network: str) -> float:
-        return _total(events, lambda e: e.exposed_s if _network(e) == network else 0.0)
+        return _per_step(events, lambda e: e.exposed_s if _network(e) == network else 0.0)
 
     return TimeEstimate(
         step_s=step_s,
         compute_s=sum_compute("matmul", "elementwise"),
         kernels_s=sum_compute("kernel"),
         memory_bound_s=memory_bound_s,
-        ici_s=sum_sent("ici"),
-        dcn_s=sum_sent("dcn"),
-        host_s=sum_sent("host"),
+        ici_s=sum_transfers("ici"),
+        dcn_s=sum_transfers("dcn"),
+        host_s=sum_transfers("host"),
         exposed_ici_s=sum_exposed("ici"),
         exposed_dcn_s=sum_exposed("dcn"),
         exposed_host_s=sum_exposed("host"),
         exposed_hbm_s=sum_exposed("hbm"),
-        flops=_total(events, lambda e: e.price.flops if e.price else 0.0),
+        flops=_per_step(events, lambda e: e.price.flops if e.price else 0.0),
         hbm_bytes=hbm_bytes,
         top=_top(events, step_s),
         unknown_trip_counts=module.unknown_trip_counts,
@@ -138,7 +139,8 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
     )
 
 
-def _total(events: tuple[Event, ...], each: Callable[[Event], float]) -> float:
+def _per_step(events: tuple[Event, ...], each: Callable[[Event], float]) -> float:
+    """Returns the sum over all runs of a figure of each run."""
     return sum(event.count * each(event) for event in events)
 
 

@@ -7,10 +7,12 @@ its host's memory, and asynchronous copies between HBM and VMEM.
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
+from typing import Literal
 
 import numpy as np
 from jax.sharding import Mesh
 
+from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate import hbm_traffic, instruction_time
 from tpudist.xla.hardware import links
 from tpudist.xla.hardware.chips import Chip
@@ -27,7 +29,8 @@ class Transfer:
 
     Attributes:
         kind: HLO opcode, "copy-to-host", "copy-from-host", or "prefetch" for HBM and VMEM.
-        num_bytes: Size of the complete operand or result on one device.
+        num_bytes: Size of the complete operand or result on one device, whichever is larger; for a
+            copy, size of the part that it moves.
         sent_bytes: Bytes that one device sends over the network.
         network: "ici", "dcn", "host" or "hbm".
         axes: Mesh axes along which it moves data.
@@ -54,13 +57,13 @@ class Role:
     """The role of an instruction in a transfer.
 
     Attributes:
-        phase: "start", "done", or "whole" if it starts the transfer and waits for it.
+        phase: "whole" if the instruction starts the transfer and waits for it.
         key: Identifies the transfer; the start and the done have the same key.
         transfer: The transfer; None for a done.
     """
 
-    phase: str
-    key: object
+    phase: Literal["start", "done", "whole"]
+    key: Hashable
     transfer: Transfer | None = None
 
 
@@ -76,14 +79,14 @@ class TransferFinder:
     def __init__(self, module: Module, mesh: Mesh, chip: Chip | None):
         self._module = module
         self._mesh = mesh
-        self._chip = chip
-        # Only JAX's TPU devices have coordinates, and only in several slices a slice index.
-        on_torus = chip is not None and hasattr(mesh.devices.flat[0], "coords")
-        self._torus = links.Torus(mesh, chip) if on_torus and chip else None
+        # Only JAX's TPU devices have coordinates.
+        on_torus = hasattr(mesh.devices.flat[0], "coords")
+        self._torus = links.Torus(mesh, chip) if chip is not None and on_torus else None
         self._hbm_bytes_per_s = instruction_time.Rates.of(chip).hbm_bytes_per_s if chip else 0.0
+        # The devices of a chip share its connections to the host and to other slices.
         self._host_bytes_per_s = chip.host_bytes_per_s / chip.devices_per_chip if chip else 0.0
-        slices = [getattr(d, "slice_index", 0) or 0 for d in mesh.devices.flat]
-        self._slices = np.array(slices).reshape(mesh.devices.shape)
+        self._dcn_bytes_per_s = chip.dcn_bytes_per_s / chip.devices_per_chip if chip else 0.0
+        self._slices = np.vectorize(slice_index, otypes=[int])(mesh.devices)
 
     def role(self, instruction: Instruction) -> Role | None:
         """Returns the role of `instruction` in a transfer, or None."""
@@ -101,6 +104,8 @@ class TransferFinder:
         opcode = instruction.opcode
         if opcode in ("fusion", "async-start", "call-start"):
             return self._role_of_caller(instruction)
+        # Before other "-done": a recv-done does not wait for its operand, but for the send with the
+        # same rendezvous.
         if opcode in ("send", "recv-done"):
             return self._role_between_slices(instruction)
         if opcode.endswith("-done") and instruction.operands:
@@ -111,12 +116,12 @@ class TransferFinder:
         if collective is None:
             return None
         phase = "start" if opcode.endswith("-start") else "whole"
-        return Role(phase, instruction.name, self._transfer_in_groups(collective))
+        return Role(phase, instruction.name, self._transfer_of(collective))
 
     def _collective(self, instruction: Instruction) -> collective_ops.Collective | None:
         if instruction.opcode.removesuffix("-start") not in collective_ops.KINDS:
             return None
-        return collective_ops.read(
+        return collective_ops.read_line(
             instruction.line,
             instruction.computation,
             self._module.num_devices,
@@ -132,15 +137,15 @@ class TransferFinder:
             return None
         inner, collective = inside
         if instruction.opcode != "fusion":  # a TPU calls its SparseCores like this
-            return Role("start", instruction.name, self._transfer_in_groups(collective))
+            return Role("start", instruction.name, self._transfer_of(collective))
         # An asynchronous fusion has a start, a done and pieces in between, which compute while the
         # collective runs and have no role. Each contains the same collective.
         key = collective_ops.fusion_piece(inner.line)
         if key is None:
-            return Role("whole", instruction.name, self._transfer_in_groups(collective))
+            return Role("whole", instruction.name, self._transfer_of(collective))
         targets = {i.attribute("custom_call_target") for i in callee.instructions.values()}
         if "AsyncCollectiveStart" in targets:
-            return Role("start", key, self._transfer_in_groups(collective))
+            return Role("start", key, self._transfer_of(collective))
         return Role("done", key) if "AsyncCollectiveDone" in targets else None
 
     def _collective_inside(
@@ -168,25 +173,25 @@ class TransferFinder:
             return None
         key = instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name
         if not collective.kind.startswith("dcn-"):
-            return Role("start", key, self._transfer_in_groups(collective))
-        across = [
-            axis
-            for axis in range(self._slices.ndim)
-            if (self._slices != np.take(self._slices, [0], axis)).any()
-        ]
-        axes = tuple(str(self._mesh.axis_names[axis]) for axis in across)
+            return Role("start", key, self._transfer_of(collective))
+        # Such a collective crosses the axes along which the slice changes, and no others.
+        axes = tuple(
+            str(name)
+            for dim, name in enumerate(self._mesh.axis_names)
+            if (self._slices != np.take(self._slices, [0], dim)).any()
+        )
         num_slices = len(np.unique(self._slices))
         kind = collective.kind.removeprefix("dcn-")
         # The send has the operand, which for an all-gather is one part of the result.
         complete = collective.num_bytes * (num_slices if kind == "all-gather" else 1)
-        sent = links.bytes_received(kind, complete, num_slices)
+        sent = links.bytes_per_device(kind, complete, num_slices)
         return Role("start", key, self._transfer_over_dcn(collective, sent, axes))
 
-    def _transfer_in_groups(self, collective: collective_ops.Collective) -> Transfer:
+    def _transfer_of(self, collective: collective_ops.Collective) -> Transfer:
         groups = collective.groups or ()
         axes = axes_of(self._mesh, groups)
         size = max((len(group) for group in groups), default=1)
-        sent = links.bytes_received(collective.kind, collective.num_bytes, size)
+        sent = links.bytes_per_device(collective.kind, collective.num_bytes, size)
         if self._torus is None:
             return _collective_transfer(collective, sent, "ici", axes, 0.0, {})
         if self._torus.crosses_slices(groups):
@@ -197,30 +202,20 @@ class TransferFinder:
     def _transfer_over_dcn(
         self, collective: collective_ops.Collective, sent: float, axes: tuple[str, ...]
     ) -> Transfer:
-        seconds = 0.0
-        if self._chip:
-            seconds = sent * self._chip.devices_per_chip / self._chip.dcn_bytes_per_s
+        seconds = sent / self._dcn_bytes_per_s if self._dcn_bytes_per_s else 0.0
         return _collective_transfer(collective, sent, "dcn", axes, seconds, {"dcn": seconds})
 
     def _role_of_copy(self, instruction: Instruction) -> Role | None:
         """Returns the role of a copy to or from the host, or an asynchronous one on the device."""
-        # The results of the start of a slice are (source, ..., target, ...), of a copy (target,
-        # source, ...). An update writes its second operand into its first.
-        is_start = instruction.opcode.endswith("-start")
-        operands = self._module.operands_of(instruction)
-        if not instruction.arrays or not operands[0].arrays:
+        ends = hbm_traffic.ends_of_copy(self._module, instruction)
+        if ends is None:
             return None
-        source, target = operands[0].arrays[0], instruction.arrays[0]
-        moved = instruction.arrays[-2] if is_start else target
-        if "slice-start" in instruction.opcode:
-            target = moved
-        if "dynamic-update-slice" in instruction.opcode:
-            source, target = operands[1].arrays[0], source
-            moved = source
-        on_host = [array.memory_space == shapes.HOST for array in (source, target)]
-        if any(on_host) and not all(on_host):
-            kind, network = "copy-to-host" if on_host[1] else "copy-from-host", "host"
-            sent, rate = moved.num_bytes, self._host_bytes_per_s
+        from_host = ends.source.memory_space == shapes.HOST
+        to_host = ends.target.memory_space == shapes.HOST
+        is_start = instruction.opcode.endswith("-start")
+        if from_host != to_host:
+            kind, network = "copy-to-host" if to_host else "copy-from-host", "host"
+            sent, rate = ends.moved.num_bytes, self._host_bytes_per_s
         elif is_start:
             kind, network = "prefetch", "hbm"
             sent = hbm_traffic.num_bytes(self._module, instruction)
@@ -229,15 +224,15 @@ class TransferFinder:
             return None
         seconds = sent / rate if rate else 0.0
         transfer = Transfer(
-            kind,
-            moved.num_bytes,
-            sent,
-            network,
-            (),
-            seconds,
-            {kind: seconds},
-            instruction.op_name,
-            instruction.source,
+            kind=kind,
+            num_bytes=ends.moved.num_bytes,
+            sent_bytes=sent,
+            network=network,
+            axes=(),
+            seconds=seconds,
+            busy_s={kind: seconds},
+            op_name=instruction.op_name,
+            source=instruction.source,
         )
         return Role("start" if is_start else "whole", instruction.name, transfer)
 
@@ -251,15 +246,15 @@ def _collective_transfer(
     busy_s: Mapping[Hashable, float],
 ) -> Transfer:
     return Transfer(
-        collective.kind.removeprefix("dcn-"),
-        collective.num_bytes,
-        sent_bytes,
-        network,
-        axes,
-        seconds,
-        busy_s,
-        collective.op_name,
-        collective.source,
+        kind=collective.kind.removeprefix("dcn-"),
+        num_bytes=collective.num_bytes,
+        sent_bytes=sent_bytes,
+        network=network,
+        axes=axes,
+        seconds=seconds,
+        busy_s=busy_s,
+        op_name=collective.op_name,
+        source=collective.source,
     )
 
 

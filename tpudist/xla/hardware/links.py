@@ -10,8 +10,9 @@ book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
    of two measurements: 606 MB on a v6e-256 (236 GB/s of 360: AI-Hypercomputer/tpu-recipes,
    microbenchmarks/trillium/collectives) and 268 MB on a v5e-8 (57 GB/s of 90:
    AI-Hypercomputer/jetstream-pytorch, pull request 168).
-3. An all-to-all of B bytes per device is limited by the middle of the longest axis: on a ring of n,
-   n B/4 bytes cross two links in each direction.
+3. An all-to-all of B bytes per device is limited by the middle of the longest axis. Half of the
+   bytes of one half of the devices must cross it: n B/4 in each direction, over two links on a ring
+   of n and over one on a line.
 4. A permute takes the shortest path, axis by axis, and its most loaded link determines the time.
 5. Groups that are interleaved on an axis share its links. The two devices of a chip also share
    links if they are in different groups. Within a chip, the devices communicate at six times the
@@ -35,6 +36,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from tpudist.xla.devices import slice_index
 from tpudist.xla.hardware.chips import Chip
 
 HOP_S = 1e-6  # rule 6
@@ -59,84 +61,6 @@ class Route:
     busy_s: Mapping[Hashable, float]
 
 
-class Torus:
-    """The chips of a mesh's devices, as one grid per slice.
-
-    Args:
-        mesh: Mesh of TPU devices.
-        chip: Chip of the devices.
-    """
-
-    def __init__(self, mesh: Mesh, chip: Chip):
-        self._chip = chip
-        devices = list(mesh.devices.flat)
-        coords = [tuple(device.coords) for device in devices]
-        self._coords = np.array(coords).reshape(len(devices), -1)
-        # JAX's TPU devices have a slice index only if there are several slices.
-        self._slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
-        # The mesh may leave out chips of the slice, so the largest coordinates give the shape.
-        self._shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
-        wrapped = chip.ring_axes(self._shape[: chip.torus_dims])
-        self._wrapped = (*wrapped, *(False,) * (len(self._shape) - len(wrapped)))
-
-    def crosses_slices(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether a group has devices of several slices."""
-        return any(len({int(self._slices[i]) for i in group}) > 1 for group in groups)
-
-    def route(self, kind: str, num_bytes: float, groups: tuple[tuple[int, ...], ...]) -> Route:
-        """Returns the links and the time of a collective inside a slice.
-
-        Args:
-            kind: HLO opcode.
-            num_bytes: Size of the complete operand or result on one device, whichever is larger.
-            groups: Groups of devices, as positions in the flat mesh.
-        """
-        if kind in ("collective-permute", "send"):
-            return self._permute(num_bytes, groups)
-        size = max((len(group) for group in groups), default=1)
-        if size < 2:
-            return Route(0.0, {})
-        spans, per_chip = _spans(self, groups)
-        if not spans:  # both devices of one chip
-            rate = _WITHIN_CHIP * self._chip.ici_bytes_per_s
-            seconds = bytes_received(kind, num_bytes, size) / rate
-            return Route(seconds, {_INSIDE: seconds})
-        bytes_per_s = self._chip.ici_bytes_per_s * per_chip / self._chip.devices_per_chip
-        if kind in ("all-to-all", "ragged-all-to-all"):
-            seconds = max(
-                num_bytes * span.size * span.stride / (4 * span.directions) / bytes_per_s
-                for span in spans
-            )
-        else:
-            rate = bytes_per_s * sum(span.directions / span.stride for span in spans)
-            rate *= ALL_REDUCE_SHARE if kind == "all-reduce" else 1
-            seconds = bytes_received(kind, num_bytes, size) / rate
-        hops = sum(span.hops for span in spans) * (2 if kind == "all-reduce" else 1)
-        seconds = max(seconds, hops * HOP_S)
-        return Route(seconds, {(span.axis, sign): seconds for span in spans for sign in (1, -1)})
-
-    def _permute(self, num_bytes: float, pairs: tuple[tuple[int, ...], ...]) -> Route:
-        loads, hops, inside = _permute_loads(self, pairs)
-        rate = self._chip.ici_bytes_per_s
-        busy: dict[Hashable, float] = {link: num_bytes * load / rate for link, load in loads}
-        if inside:
-            busy[_INSIDE] = num_bytes / (_WITHIN_CHIP * rate)
-        if not busy:
-            return Route(0.0, {})
-        return Route(max(*busy.values(), hops * HOP_S), busy)
-
-
-def bytes_received(kind: str, num_bytes: float, group_size: int) -> float:
-    """Returns the bytes that each device of a group receives and sends over the network.
-
-    An all-reduce counts twice: first the parts of the sum, then the sums.
-    """
-    if kind in ("collective-permute", "collective-broadcast", "send"):
-        return num_bytes
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * num_bytes * (group_size - 1) / group_size
-
-
 @dataclasses.dataclass(frozen=True)
 class _Span:
     """The extent of a group along one axis of the grid.
@@ -159,48 +83,127 @@ class _Span:
         return farthest * self.stride
 
 
-@functools.lru_cache(maxsize=4096)
-def _spans(torus: Torus, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Span], int]:
-    """Returns the axes that the first group spans (all are alike), and its devices per chip."""
-    coords = torus._coords[list(groups[0])]
-    num_chips = len(np.unique(coords, axis=0))
-    spans = []
-    for axis, length in enumerate(torus._shape):
-        positions = np.unique(coords[:, axis])
-        if len(positions) < 2:
-            continue
-        stride = int(np.diff(positions).min())
-        ring = torus._wrapped[axis] and len(positions) * stride == length
-        spans.append(_Span(axis, len(positions), stride, 2 if ring else 1))
-    return spans, len(groups[0]) // num_chips
+class Torus:
+    """The chips of a mesh's devices, as one grid per slice.
 
-
-@functools.lru_cache(maxsize=4096)
-def _permute_loads(
-    torus: Torus, pairs: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[tuple[Link, int], ...], int, bool]:
-    """Follows the paths of a permute.
-
-    Returns:
-        For each link, the number of transfers on its most loaded wire; the number of hops of the
-        longest path; whether a pair is within a chip.
+    Args:
+        mesh: Mesh of TPU devices.
+        chip: Chip of the devices.
     """
-    # A wire of a link is identified by the chip that it leaves.
-    loads: dict[Link, dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
-    coords, slices = torus._coords.tolist(), torus._slices.tolist()
-    max_hops, inside = 0, False
-    for source, target in pairs:
-        position, hops = list(coords[source]), 0
-        for axis, length in enumerate(torus._shape):
-            distance = coords[target][axis] - position[axis]
-            # On a ring, go the shorter way around.
-            if torus._wrapped[axis] and abs(distance) * 2 > length:
-                distance -= int(math.copysign(length, distance))
-            sign = 1 if distance > 0 else -1
-            for _ in range(abs(distance)):
-                loads[axis, sign][(slices[source], *position)] += 1
-                position[axis] = (position[axis] + sign) % length
-            hops += abs(distance)
-        max_hops = max(max_hops, hops)
-        inside |= source != target and hops == 0
-    return tuple((link, max(x.values())) for link, x in loads.items()), max_hops, inside
+
+    def __init__(self, mesh: Mesh, chip: Chip):
+        self._chip = chip
+        devices = list(mesh.devices.flat)
+        coords = [tuple(device.coords) for device in devices]
+        self._coords = np.array(coords).reshape(len(devices), -1)
+        self._slices = np.array([slice_index(device) for device in devices])
+        # The mesh may leave out chips of the slice, so the largest coordinates give the shape.
+        self._shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
+        wrapped = chip.ring_axes(self._shape[: chip.torus_dims])
+        self._wrapped = (*wrapped, *(False,) * (len(self._shape) - len(wrapped)))
+        # A loop asks for the same groups many times. Caches of the class would keep objects alive.
+        self._spans = functools.cache(self._find_spans)
+        self._permute_loads = functools.cache(self._follow_pairs)
+
+    def crosses_slices(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether a group has devices of several slices."""
+        return any(len({int(self._slices[i]) for i in group}) > 1 for group in groups)
+
+    def route(self, kind: str, num_bytes: float, groups: tuple[tuple[int, ...], ...]) -> Route:
+        """Returns the links and the time of a collective inside a slice.
+
+        Args:
+            kind: HLO opcode.
+            num_bytes: Size of the complete operand or result on one device, whichever is larger.
+            groups: Groups of devices, as positions in the flat mesh.
+        """
+        if kind in ("collective-permute", "send"):
+            return self._route_of_permute(num_bytes, groups)
+        size = max((len(group) for group in groups), default=1)
+        if size < 2:
+            return Route(0.0, {})
+        spans, group_devices_per_chip = self._spans(groups)
+        if not spans:  # both devices of one chip
+            rate = _WITHIN_CHIP * self._chip.ici_bytes_per_s
+            seconds = bytes_per_device(kind, num_bytes, size) / rate
+            return Route(seconds, {_INSIDE: seconds})
+        # The devices of a chip share its links evenly. A group with both devices has both shares.
+        share = group_devices_per_chip / self._chip.devices_per_chip
+        bytes_per_s = self._chip.ici_bytes_per_s * share
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            seconds = max(
+                num_bytes * span.size * span.stride / (4 * span.directions) / bytes_per_s
+                for span in spans
+            )
+        else:
+            rate = bytes_per_s * sum(span.directions / span.stride for span in spans)
+            rate *= ALL_REDUCE_SHARE if kind == "all-reduce" else 1
+            seconds = bytes_per_device(kind, num_bytes, size) / rate
+        hops = sum(span.hops for span in spans) * _num_rounds(kind)
+        seconds = max(seconds, hops * HOP_S)
+        return Route(seconds, {(span.axis, sign): seconds for span in spans for sign in (1, -1)})
+
+    def _route_of_permute(self, num_bytes: float, pairs: tuple[tuple[int, ...], ...]) -> Route:
+        loads, hops, inside = self._permute_loads(pairs)
+        rate = self._chip.ici_bytes_per_s
+        busy: dict[Hashable, float] = {link: num_bytes * load / rate for link, load in loads}
+        if inside:
+            busy[_INSIDE] = num_bytes / (_WITHIN_CHIP * rate)
+        if not busy:
+            return Route(0.0, {})
+        return Route(max(*busy.values(), hops * HOP_S), busy)
+
+    def _find_spans(self, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Span], int]:
+        """Returns the axes that each group spans, and its devices per chip."""
+        # All groups of a mesh are alike, with equal distances along an axis, so the first will do.
+        coords = self._coords[list(groups[0])]
+        num_chips = len(np.unique(coords, axis=0))
+        spans = []
+        for axis, length in enumerate(self._shape):
+            positions = np.unique(coords[:, axis])
+            if len(positions) < 2:
+                continue
+            stride = int(np.diff(positions).min())
+            ring = self._wrapped[axis] and len(positions) * stride == length
+            spans.append(_Span(axis, len(positions), stride, 2 if ring else 1))
+        return spans, len(groups[0]) // num_chips
+
+    def _follow_pairs(
+        self, pairs: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[tuple[Link, int], ...], int, bool]:
+        """Follows the paths of a permute.
+
+        Returns:
+            For each link, the number of transfers on its most loaded wire; the number of hops of
+            the longest path; whether a pair is within a chip.
+        """
+        # A wire of a link is identified by the chip that it leaves.
+        loads: dict[Link, dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
+        coords, slices = self._coords.tolist(), self._slices.tolist()
+        max_hops, inside = 0, False
+        for source, target in pairs:
+            position, hops = list(coords[source]), 0
+            for axis, length in enumerate(self._shape):
+                distance = coords[target][axis] - position[axis]
+                # On a ring, go the shorter way around.
+                if self._wrapped[axis] and abs(distance) * 2 > length:
+                    distance -= int(math.copysign(length, distance))
+                sign = 1 if distance > 0 else -1
+                for _ in range(abs(distance)):
+                    loads[axis, sign][(slices[source], *position)] += 1
+                    position[axis] = (position[axis] + sign) % length
+                hops += abs(distance)
+            max_hops = max(max_hops, hops)
+            inside |= source != target and hops == 0
+        return tuple((link, max(x.values())) for link, x in loads.items()), max_hops, inside
+
+
+def bytes_per_device(kind: str, num_bytes: float, group_size: int) -> float:
+    """Returns the bytes that each device of a group receives, and also sends, over the network."""
+    if kind in ("collective-permute", "collective-broadcast", "send"):
+        return num_bytes
+    return _num_rounds(kind) * num_bytes * (group_size - 1) / group_size
+
+
+def _num_rounds(kind: str) -> int:
+    return 2 if kind == "all-reduce" else 1  # first the parts of the sum are sent, then the sums

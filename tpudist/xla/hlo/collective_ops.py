@@ -1,16 +1,13 @@
 """Reads the collectives of a compiled program, and the bytes that each one moves.
 
-The compiler decides what a step communicates, so we read its program instead of modeling it. Tests
-use this to check the communication of a strategy, the planner to estimate its cost. No device is
-needed.
+The compiler decides what a step communicates, so its program is read and not modeled. Tests check
+the communication of a strategy, and the planner estimates its cost. No device is needed.
 
 Shapes and bytes are per device. Source: the text of `jax.stages.Compiled.as_text()`.
 """
 
 import dataclasses
 import re
-
-import jax
 
 from tpudist.xla.hlo import replica_groups, shapes, source_lines
 
@@ -80,12 +77,14 @@ def collectives(text: str) -> list[Collective]:
     found = []
     fused = set()
     computation = ""
-    num_devices = replica_groups.num_devices(text)
+    num_devices = replica_groups.count_devices(text)
     sources = source_lines.Sources(text)
+    # Unlike `hlo_module`, this does not join the lines of kernels with metadata: these are no
+    # collectives.
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             computation = header["name"]
-        collective = read(line, computation, num_devices, sources)
+        collective = read_line(line, computation, num_devices, sources)
         if collective is None:
             continue
         piece = fusion_piece(line)
@@ -95,7 +94,7 @@ def collectives(text: str) -> list[Collective]:
     return found
 
 
-def read(
+def read_line(
     line: str, computation: str, num_devices: int, sources: source_lines.Sources
 ) -> Collective | None:
     """Returns the collective in one line of a program, or None.
@@ -116,7 +115,9 @@ def read(
         if kind is None:
             return None
     elif match["start"] and kind != "all-reduce":
-        shape = shapes.tuple_parts(shape)[1]  # (operand, result, context...)
+        # The start of an all-reduce has the shape of the result. Other starts return (operand,
+        # result, context...).
+        shape = shapes.tuple_parts(shape)[1]
     num_bytes = shapes.num_bytes(shape)
     if kind == "reduce-scatter":  # the shape of the result is one part of the operand
         num_bytes *= len(groups[0]) if groups else num_devices
@@ -137,45 +138,6 @@ def fusion_piece(line: str) -> tuple[str | None, ...] | None:
     match = _INSTRUCTION.match(line)
     kind = match["kind"] if match else None
     return kind, _attribute(line, "channel_id"), _attribute(line, "chain_id")
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramFigures:
-    """XLA's cost and memory of one run of a compiled program, per device.
-
-    Attributes:
-        flops: Floating-point operations. The body of a loop is counted once.
-        bytes_accessed: Bytes that all operations read and write. A loop's body is counted once.
-        argument_bytes: Size of the arguments, including donated ones.
-        output_bytes: Size of the outputs, including outputs that reuse an argument's memory.
-        alias_bytes: Size of the outputs that reuse an argument's memory (donation).
-        temp_bytes: Size of the temporary buffers.
-        peak_bytes: Largest amount in use at one time, including arguments and outputs.
-    """
-
-    flops: float
-    bytes_accessed: float
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-
-
-def program_figures(compiled: jax.stages.Compiled) -> ProgramFigures:
-    """Returns XLA's cost and memory of a compiled program."""
-    cost = compiled.cost_analysis() or {}
-    memory = compiled.memory_analysis()
-    assert memory is not None  # CPU, GPU and TPU have the analysis; another plugin may lack it
-    return ProgramFigures(
-        flops=cost.get("flops", 0.0),  # absent from a program that computes nothing
-        bytes_accessed=cost.get("bytes accessed", 0.0),
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-    )
 
 
 def _transfer_kind(line: str) -> str | None:

@@ -4,6 +4,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
@@ -63,8 +65,6 @@ def from_executable(executable: Any, seconds: float, folder: str) -> CompiledPro
         folder: Folder that the compiler got as `xla_dump_to`.
     """
     stats = executable.get_compiled_memory_stats()
-    cost = executable.cost_analysis()
-    cost = (cost[0] if cost else {}) if isinstance(cost, list) else cost or {}
     return CompiledProgram(
         text="\n\n".join(module.to_string() for module in executable.hlo_modules()),
         memory=MemoryStats(
@@ -79,7 +79,7 @@ def from_executable(executable: Any, seconds: float, folder: str) -> CompiledPro
             host_temp_bytes=stats.host_temp_size_in_bytes,
             host_alias_bytes=stats.host_alias_size_in_bytes,
         ),
-        flops=cost.get("flops", 0.0),
+        flops=(executable.cost_analysis() or {}).get("flops", 0.0),
         seconds=seconds,
         buffers=_buffers(folder),
     )
@@ -105,3 +105,42 @@ def _read_files(folder: str, *endings: str) -> str:
         files = sorted(pathlib.Path(folder).glob(f"*{ending}"), key=lambda f: f.stat().st_size)
         texts += [file.read_text(errors="replace") for file in files[-1:]]
     return "\n".join(texts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFigures:
+    """XLA's cost and memory of one run of a compiled program, per device.
+
+    Attributes:
+        flops: Floating-point operations. The body of a loop is counted once.
+        bytes_accessed: Bytes that all operations read and write. A loop's body is counted once.
+        argument_bytes: Size of the arguments, including donated ones.
+        output_bytes: Size of the outputs, including outputs that reuse an argument's memory.
+        alias_bytes: Size of the outputs that reuse an argument's memory (donation).
+        temp_bytes: Size of the temporary buffers.
+        peak_bytes: Largest amount in use at one time, including arguments and outputs.
+    """
+
+    flops: float
+    bytes_accessed: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+
+
+def program_figures(compiled: jax.stages.Compiled) -> ProgramFigures:
+    """Returns XLA's cost and memory of a compiled program."""
+    cost = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    assert memory is not None  # CPU, GPU and TPU have the analysis; another plugin may lack it
+    return ProgramFigures(
+        flops=cost.get("flops", 0.0),  # absent from a program that computes nothing
+        bytes_accessed=cost.get("bytes accessed", 0.0),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+    )

@@ -12,16 +12,20 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from tpudist.xla.hlo import replica_groups, source_lines, trip_counts
+from tpudist.xla.hlo import replica_groups, source_lines
 from tpudist.xla.hlo.instructions import Computation, Instruction
+from tpudist.xla.hlo.trip_counts import count_trips
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 _BRACKETS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
+# The line that closes a computation. Metadata of a kernel may have lines that begin with "}", too,
+# so what follows the brace counts.
 _CLOSED = re.compile(r"\}(?:$|, execution_thread| //)")
 _OPERAND = re.compile(r"%([\w.-]+)")
-_NAME = re.compile(r"([\w.-]+)\s*(?:,|$)")
-# Instructions that `origin` follows in one direction. Chains of added copies are shorter.
+_NAME = re.compile(r"(?:^|(?<= )|(?<=/))([\w.-]+)(?=,|$)")
+# Number of instructions that `origin` follows in one direction. Chains of copies that the compiler
+# adds are shorter.
 _MAX_DISTANCE_TO_ORIGIN = 16
 # Opcodes whose called computation the device runs once, in the schedule, rather than per element.
 _CALLS = ("call", "call-start", "async-start", "while", "conditional")
@@ -59,7 +63,7 @@ class Module:
     @functools.cached_property
     def trip_counts(self) -> dict[str, int | None]:
         """Number of times that each `while` runs its body, by name; None if it is unknown."""
-        counts = trip_counts.count_trips(self.computations)
+        counts = count_trips(self.computations)
         for name, loop in self._loops.items():
             if counts[name] is None:
                 counts[name] = self.scan_lengths.get(loop.op_name)
@@ -85,13 +89,18 @@ class Module:
         siblings = self.computations[instruction.computation].instructions
         return [siblings[name] for name in instruction.operands if name in siblings]
 
+    def contents_of(self, fusion: Instruction) -> Computation:
+        """Returns the computation that a fusion computes."""
+        return self.computations[fusion.callee("calls") or ""]
+
     def origin(self, instruction: Instruction) -> Instruction:
         """Returns the nearest instruction with source lines; `instruction` itself if none has any.
 
         The compiler gives no source lines to the instructions that it adds.
         """
-        # An added instruction usually works on the result of an instruction with lines. Since
-        # libtpu 0.0.50, the gather of a parameter does not: only its user has lines. A parameter
+        # An added instruction usually works on the result of an instruction with lines. The
+        # exception, since libtpu 0.0.50, is an all-gather of a parameter: a parameter has no lines,
+        # but the user of the gathered value does, so the search goes forward as well. A parameter
         # itself has many users, so its first user says nothing about it.
         forward = () if instruction.opcode == "parameter" else (self._first_user,)
         for follow in (self._source_operand, *forward):
@@ -105,8 +114,8 @@ class Module:
         return instruction
 
     def _first_user(self, instruction: Instruction) -> Instruction | None:
-        siblings = self.computations[instruction.computation].instructions.values()
-        return next((user for user in siblings if instruction.name in user.operands), None)
+        users = self.computations[instruction.computation].users
+        return next(iter(users.get(instruction.name, ())), None)
 
     def _source_operand(self, instruction: Instruction) -> Instruction | None:
         """Returns the operand whose data an instruction passes on; usually its first operand."""
@@ -134,7 +143,7 @@ class Module:
         return {loop.callee("body") or "" for loop in self._loops.values()}
 
     def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields the instruction and, if it is a fusion, its contents in reverse order."""
+        """Yields the instruction and, if it is a fusion, its contents, the root first."""
         yield instruction
         callee = self.computations.get(instruction.callee("calls") or "")
         if instruction.opcode == "fusion" and callee:
@@ -177,6 +186,7 @@ class Module:
         if instruction.opcode != "conditional" or not callees:
             return callees
 
+        # Costs a branch again at each enclosing conditional; JAX's conditionals nest shallowly.
         def branch_cost(branch: Computation) -> float:
             return sum(e.count * cost(e.instruction) for e in self._executions(branch, 1.0, cost))
 
@@ -220,7 +230,7 @@ def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module
         name[1] if name else "",
         computations,
         entry,
-        replica_groups.num_devices(text),
+        replica_groups.count_devices(text),
         sources,
         dict(scan_lengths or {}),
     )
@@ -247,21 +257,21 @@ def _instruction(line: str, computation: str, sources: source_lines.Sources) -> 
     left, equals, _ = line.partition(" = ")
     if not equals:
         return None
-    begin = len(left) + 3
+    begin = len(left) + len(" = ")
     # The shape may contain spaces and parentheses, but never " word(", so that is the opcode.
     opcode = _OPCODE.search(line, begin - 1)
     if opcode is None:
         return None
     end = _find_closing(line, opcode.end())
     arguments = line[opcode.end() : end]
-    is_root = left.startswith("  ROOT ")
+    name = left.removeprefix("  ").removeprefix("ROOT ").removeprefix("%")
     return Instruction(
-        name=left[7 if is_root else 2 :].lstrip("%"),
+        name=name,
         opcode=opcode[1],
         shape=line[begin : opcode.start()],
         operands=_operands(opcode[1], arguments),
         computation=computation,
-        is_root=is_root,
+        is_root=left.startswith("  ROOT "),
         arguments=arguments,
         attributes=line[end + 1 :],
         line=line,
@@ -272,6 +282,8 @@ def _instruction(line: str, computation: str, sources: source_lines.Sources) -> 
 def _operands(opcode: str, arguments: str) -> tuple[str, ...]:
     if opcode in ("parameter", "constant") or not arguments:
         return ()
+    # Older texts write operands as "f32[8]{0} %x", newer ones may leave out the shapes, the "%" or
+    # both. Without "%", a name is the last word before a comma.
     if "%" in arguments:
         return tuple(_OPERAND.findall(arguments))
     return tuple(_NAME.findall(arguments))

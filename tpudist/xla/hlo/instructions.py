@@ -117,6 +117,15 @@ class Computation:
         return next((i for i in reversed(instructions) if i.is_root), instructions[-1])
 
     @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction's result, in order, by its name."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in dict.fromkeys(instruction.operands):
+                users.setdefault(name, []).append(instruction)
+        return users
+
+    @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The parameters by number."""
         instructions = self.instructions.values()

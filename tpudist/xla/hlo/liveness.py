@@ -32,13 +32,14 @@ _VALUE = re.compile(
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
 )
 _RANGE = re.compile(r"^\s+(?P<name>[^ {]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(?P<end>\d+)$")
-# Opcodes whose result is the value of another instruction.
+# Opcodes that say nothing about what a value is: their result is the value of another instruction,
+# or memory that is only reserved ("custom-call" of AllocateBuffer) or filled with one number
+# ("broadcast"), in which an accumulator starts.
 _FORWARDING = frozenset(
     "parameter get-tuple-element tuple while conditional call bitcast copy copy-start copy-done "
     "async-start async-update async-done custom-call broadcast".split()
 )
-# Number of instructions without an `op_name` that `_skip_casts` follows in a row.
-_MAX_ADDED = 8
+_MAX_ADDED_CASTS = 8  # in a row; the compiler adds one or two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +65,20 @@ class Value:
     end: int
 
 
-def temporaries(buffers: str, color: int = shapes.HBM) -> list[Value]:
+def temporaries(buffers: str, memory_space: int = shapes.HBM) -> list[Value]:
     """Returns the values in the temporary memory of one memory space.
 
     Args:
         buffers: XLA's buffer assignment followed by its live ranges.
-        color: Number of the memory space.
+        memory_space: Number of the memory space.
     """
     ranges = {}
     placed = []
     inside = False
     for line in buffers.splitlines():
         if allocation := _ALLOCATION.match(line):
-            inside = "preallocated-temp" in allocation[2] and _color(allocation[2]) == color
+            attributes = allocation[2]
+            inside = "preallocated-temp" in attributes and _space(attributes) == memory_space
         elif match := _VALUE.match(line):
             if inside:
                 placed.append(match)
@@ -95,7 +97,7 @@ def total_bytes(buffers: str) -> int:
     return sum(
         int(allocation[1])
         for allocation in map(_ALLOCATION.match, buffers.splitlines())
-        if allocation and _color(allocation[2]) == shapes.HBM
+        if allocation and _space(allocation[2]) == shapes.HBM
     )
 
 
@@ -113,8 +115,9 @@ def peak(values: Iterable[Value]) -> tuple[int, int]:
     starts = [(x.start, 1, x) for x in values]
     ends = [(x.end + 1, -1, x) for _, _, x in starts]
     for time, change, value in sorted(starts + ends, key=lambda x: x[:2]):
-        # Values at one offset share their memory, so only the largest live one counts. It may end
-        # before the others, hence the counter and not a maximum.
+        # Only values at the same offset can overlap while both are live: they share their memory,
+        # so the largest live one counts. It may end before the others, hence the counter and not a
+        # maximum.
         sizes = live[value.offset]
         before = max(sizes, default=0)
         sizes[value.num_bytes] += change
@@ -168,10 +171,10 @@ def arguments(
     for line in buffers.splitlines():
         if allocation := _ALLOCATION.match(line):
             argument = _ARGUMENT.search(allocation[2])
-            is_in_hbm = argument and _color(allocation[2]) == shapes.HBM
+            is_in_hbm = argument and _space(allocation[2]) == shapes.HBM
             size = int(allocation[1]) if is_in_hbm else None
-            number = int(argument[1]) if argument and argument[1] else len(names)
-            name = names[number] if number < len(names) else ""
+            number = int(argument[1]) if argument and argument[1] else None
+            name = names[number] if number is not None and number < len(names) else ""
         elif size is not None and (match := _VALUE.match(line)):
             if int(match["size"]) == size and int(match["offset"]) == 0:
                 value = Value(match["name"], "", match["shape"], size, 0, 0, 0)
@@ -206,7 +209,7 @@ class _Descriptions:
         if not self._computes(value):
             makers = [x for x in sharing if x.num_bytes == value.num_bytes and self._computes(x)]
             maker = min(makers, key=lambda x: _difference(x, value), default=value)
-        instruction = self._skip_casts(maker.name)
+        instruction = self._nearest_named(maker.name)
         return Buffer(
             name=maker.name,
             shape=value.shape,
@@ -220,10 +223,13 @@ class _Descriptions:
         instruction = self._instructions.get(value.name)
         return instruction is not None and instruction.opcode not in _FORWARDING
 
-    def _skip_casts(self, name: str) -> Instruction | None:
-        """Returns the operand of a cast that the compiler added, or the instruction itself."""
+    def _nearest_named(self, name: str) -> Instruction | None:
+        """Returns the nearest instruction with an `op_name`, following first operands.
+
+        The compiler gives no `op_name` to casts that it adds. The result may have none either.
+        """
         instruction = self._instructions.get(name)
-        for _ in range(_MAX_ADDED):
+        for _ in range(_MAX_ADDED_CASTS):
             if instruction is None or instruction.op_name or not instruction.operands:
                 break
             instruction = self._instructions.get(instruction.operands[0])
@@ -238,9 +244,11 @@ class _Descriptions:
 
 
 def _difference(maker: Value, value: Value) -> tuple[bool, int]:
+    """Returns a sort key: the same shape first, then the nearest start in the schedule."""
     return maker.shape != value.shape, abs(maker.start - value.start)
 
 
-def _color(allocation: str) -> int:
+def _space(allocation: str) -> int:
+    """Returns the number of the memory space of an allocation."""
     color = _COLOR.search(allocation)
     return int(color[1]) if color else shapes.HBM

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 
-def num_devices(text: str) -> int:
+def count_devices(text: str) -> int:
     """Returns the number of devices that the program `text` was compiled for."""
     header = text.partition("\n")[0]
     counts = (re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions"))
@@ -49,18 +49,19 @@ def _mesh_groups(value: str) -> np.ndarray:
     # Split every axis into dims where a grouped part begins or ends, so that each part is a product
     # of complete dims. Axis a=8 with the part 'a':(2)2 becomes the dims 2, 2, 2, and the part is
     # the second. The groups are then a transpose of the array of device ids.
-    dims, inside = [], {part: [] for part in grouped}
+    dims: list[int] = []
+    dims_of_part: dict[tuple[str, int, int], list[int]] = {part: [] for part in grouped}
     for axis, size in sizes.items():
         cuts = sorted({1, size} | {cut for name, *ends in grouped if name == axis for cut in ends})
         for begin, end in itertools.pairwise(cuts):
             for part in grouped:
                 if part[0] == axis and part[1] <= begin and end <= part[2]:
-                    inside[part].append(len(dims))
+                    dims_of_part[part].append(len(dims))
             dims.append(end // begin)
-    inside = [dim for part in grouped for dim in inside[part]]
-    outside = [dim for dim in range(len(dims)) if dim not in inside]
-    ids = _device_ids(match[2], math.prod(dims)).reshape(dims).transpose(outside + inside)
-    return ids.reshape(-1, math.prod(dims[dim] for dim in inside))
+    grouped_dims = [dim for part in grouped for dim in dims_of_part[part]]
+    other_dims = [dim for dim in range(len(dims)) if dim not in grouped_dims]
+    ids = _device_ids(match[2], math.prod(dims)).reshape(dims).transpose(other_dims + grouped_dims)
+    return ids.reshape(-1, math.prod(dims[dim] for dim in grouped_dims))
 
 
 def _device_ids(value: str | None, num_devices: int) -> np.ndarray:

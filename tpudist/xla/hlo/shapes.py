@@ -64,12 +64,13 @@ class Array:
 @functools.lru_cache(maxsize=4096)
 def arrays(shape: str) -> tuple[Array, ...]:
     """Returns the array of a shape, or all arrays of a tuple at any depth."""
-    return tuple(_array(match) for match in _ARRAY.finditer(shape))
+    return tuple(_parse_array(match) for match in _ARRAY.finditer(shape))
 
 
-def _array(match: re.Match) -> Array:
+def _parse_array(match: re.Match) -> Array:
     dims = tuple(int(dim.lstrip("<=")) for dim in match["dims"].split(",") if dim)
     order, _, rest = (match["layout"] or "").partition(":")
+    # Only the first tile: later ones, such as (2,1), reorder the elements inside it.
     tile = _TILE.search(rest) if rest.startswith("T") else None
     space = _SPACE.search(rest)
     return Array(

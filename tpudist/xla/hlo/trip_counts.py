@@ -18,7 +18,8 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 Computations = Mapping[str, Computation]  # of a program, by name
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# Opcodes that do not change the value of a scalar.
+# Opcodes that do not change the value of a scalar. Counters are integers, so "convert" changes only
+# their width. "copy-start" returns a tuple, of which "copy-done" reads the copy.
 _SAME_VALUE = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-done", "copy-start")
 # The direction of a comparison after its two sides are exchanged.
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
@@ -26,9 +27,9 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A scalar: `offset`, plus element `element` of the computation's state if that is not None."""
+    """A scalar: `offset`, plus element `state_index` of the loop's state unless that is None."""
 
-    element: int | None
+    state_index: int | None
     offset: int
 
 
@@ -65,26 +66,29 @@ def _trip_count(
     compared = _comparison(computations, condition) if condition else None
     if body is None or compared is None:
         return None
-    left, direction, right = compared
+    left, left_direction, right = compared
     # The counter may be on either side of the comparison. The other side is the limit: a constant,
     # or an element of the state that the body returns unchanged.
-    for value, limit, order in ((left, right, direction), (right, left, _MIRRORED[direction])):
-        if value.element is None:
+    for value, limit, direction in (
+        (left, right, left_direction),
+        (right, left, _MIRRORED[left_direction]),
+    ):
+        if value.state_index is None:
             continue
         stop = limit.offset
-        if limit.element is not None:
-            if not _is_kept(computations, body, limit.element):
+        if limit.state_index is not None:
+            if not _is_kept(computations, body, limit.state_index):
                 continue
-            start_of_limit = _initial(computations, callers, loop, limit.element)
+            start_of_limit = _initial(computations, callers, loop, limit.state_index)
             if start_of_limit is None:
                 continue
             stop += start_of_limit
-        step = _step(computations, body, value.element)
-        start = _initial(computations, callers, loop, value.element)
+        step = _step(computations, body, value.state_index)
+        start = _initial(computations, callers, loop, value.state_index)
         if step is not None and start is not None:
             # The condition may compare the counter after an addition (`i + 1 < n`), so the offset
             # of the compared value shifts the start.
-            return _count(start + value.offset, stop, step, order)
+            return _count(start + value.offset, stop, step, direction)
     return None
 
 
@@ -123,37 +127,38 @@ def _comparison(
     return None if left is None or right is None else (left, direction, right)
 
 
-def _step(computations: Computations, body: Computation, element: int) -> int | None:
+def _step(computations: Computations, body: Computation, index: int) -> int | None:
     """Returns the constant that one run of `body` adds to an element of its state, or None."""
-    after = _Scope(computations, body).element(body.root, element)
-    return after.offset if after is not None and after.element == element else None
+    after = _Scope(computations, body).element(body.root, index)
+    return after.offset if after is not None and after.state_index == index else None
 
 
-def _is_kept(computations: Computations, body: Computation, element: int) -> bool:
-    return _step(computations, body, element) == 0
+def _is_kept(computations: Computations, body: Computation, index: int) -> bool:
+    return _step(computations, body, index) == 0
 
 
 def _initial(
     computations: Computations,
     callers: dict[str, list[Instruction]],
     loop: Instruction,
-    element: int,
+    index: int,
 ) -> int | None:
     """Returns the value of an element of the state when `loop` starts, or None."""
     computation = computations[loop.computation]
     (state,) = loop.operands
-    value = _Scope(computations, computation).element(computation.instructions[state], element)
-    if value is None or value.element is None:
+    value = _Scope(computations, computation).element(computation.instructions[state], index)
+    if value is None or value.state_index is None:
         return None if value is None else value.offset
     # The loop is in the body of an outer loop, and the value comes from the outer state. It is
-    # known only if the outer body does not change that element and nothing else calls the body.
-    # The recursion ends, because computations do not call themselves.
+    # known only if the outer body does not change that element and nothing else calls the body. A
+    # loop in a branch has no known caller, because `callers` leaves out conditionals. The recursion
+    # ends, because computations do not call themselves.
     outer = callers.get(computation.name, [])
     if len(outer) != 1 or outer[0].opcode != "while":
         return None
-    if not _is_kept(computations, computation, value.element):
+    if not _is_kept(computations, computation, value.state_index):
         return None
-    initial = _initial(computations, callers, outer[0], value.element)
+    initial = _initial(computations, callers, outer[0], value.state_index)
     return None if initial is None else initial + value.offset
 
 
@@ -171,10 +176,10 @@ class _Scope:
         around: _Scope | None = None,
     ):
         self._computations = computations
-        self._computation = computation
         self._caller = caller
         self._around = around
         self.instructions = computation.instructions
+        self.root = computation.root
 
     def value(self, name: str) -> _Value | None:
         """Returns the value of a scalar instruction, or None if it is not state plus constant."""
@@ -193,7 +198,7 @@ class _Scope:
             return self.value(instruction.operands[0])
         if opcode == "fusion":
             inside = self._inside(instruction)
-            return inside.value(inside._computation.root.name)
+            return inside.value(inside.root.name)
         if opcode in ("add", "subtract"):
             return self._sum(instruction, -1 if opcode == "subtract" else 1)
         return None
@@ -212,8 +217,8 @@ class _Scope:
             return self.element(self.instructions[instruction.operands[0]], index)
         if opcode == "fusion":
             inside = self._inside(instruction)
-            return inside.element(inside._computation.root, index)
-        if opcode == "while":
+            return inside.element(inside.root, index)
+        if opcode == "while":  # an earlier loop; an element that it keeps is what went in
             body = self._computations[instruction.callee("body") or ""]
             if _is_kept(self._computations, body, index):
                 return self.element(self.instructions[instruction.operands[0]], index)
@@ -228,12 +233,12 @@ class _Scope:
         if left is None or right is None:
             return None
         # A sum of two elements, or a constant minus an element, has no such form.
-        if left.element is not None and right.element is not None:
+        if left.state_index is not None and right.state_index is not None:
             return None
-        if right.element is not None and sign < 0:
+        if right.state_index is not None and sign < 0:
             return None
-        element = right.element if left.element is None else left.element
-        return _Value(element, left.offset + sign * right.offset)
+        state_index = right.state_index if left.state_index is None else left.state_index
+        return _Value(state_index, left.offset + sign * right.offset)
 
 
 def _index(instruction: Instruction) -> int:
