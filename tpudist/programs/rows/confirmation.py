@@ -20,7 +20,7 @@ from tpudist.programs.rows.labels import (
     Dims,
     LabelledEquation,
     LabelledProgram,
-    UnknownFunction,
+    UnfittedValue,
     are_close,
     are_equal,
     bodies_of,
@@ -64,7 +64,7 @@ class _Confirmation:
             deviation = self._equation(equation, eqn)
             if deviation is not None:
                 line = users_line_of(eqn)
-                # A deviation inside the equation may have its own line already.
+                # A deviation inside the equation may have its own line already: "(train.py:3)".
                 is_located = deviation.endswith(")")
                 return f"{deviation} ({line})" if line and not is_located else deviation
         if not self._have_dims(labelled.out_dims, opened.outvars):
@@ -105,7 +105,7 @@ class _Confirmation:
     def _is_parameter(self, value: object, actual: object) -> bool:
         # The rules reject an unknown dependence where it matters. The programs inside a callable
         # are compared as bodies.
-        if isinstance(value, UnknownFunction) or callable(value):
+        if isinstance(value, UnfittedValue) or callable(value):
             return True
         if isinstance(value, RowSize):
             return predict_param(value, self._counts) == actual
@@ -115,7 +115,8 @@ class _Confirmation:
 
     def _is_predicted(self, value: object, actual: Any) -> bool:
         """Returns whether a constant or literal is the labelled value for these counts."""
-        if value is actual or isinstance(value, UnknownFunction) or isinstance(actual, Tracer):
+        # The evaluator raises an error if it reads an `UnfittedValue`.
+        if value is actual or isinstance(value, UnfittedValue) or isinstance(actual, Tracer):
             return True
         if isinstance(value, Piecewise | RowNumber | RowSize):
             return are_close(predict_number(value, self._counts), actual)

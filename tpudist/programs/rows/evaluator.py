@@ -9,6 +9,7 @@
 
 import dataclasses
 import itertools
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,8 +29,8 @@ from tpudist.programs.rows.labels import (
     Dims,
     LabelledEquation,
     LabelledProgram,
-    UnknownFunction,
-    varies,
+    UnfittedValue,
+    depends_on_rows,
 )
 from tpudist.programs.rows.row_sizes import (
     Count,
@@ -41,10 +42,11 @@ from tpudist.programs.rows.row_sizes import (
     size_at,
 )
 
-_OUTSIDE_OF_PART = (
+_OUTSIDE_OF_MICROBATCH = (
     "the rows of a microbatch are used outside of its loss, but other microbatches have different "
     "numbers of rows: join them with tpudist.rows_of_microbatches, or return sums"
 )
+_MAX_CHARS = 120  # of the values in an error
 Rule = Callable[["Operation"], Sequence[Any]]
 
 
@@ -63,14 +65,15 @@ class Requirements:
 
     Attributes:
         minimum_sizes: Sizes with a least value, in the order of the equations.
-        even_sizes: Sizes that must be equal on all replicas, each with the operation that needs it.
-        gathered: Numbers of the gathers of all replicas' rows whose result has no symbol yet, each
-            with the size of one replica's rows.
+        equal_sizes: Sizes that must be equal on all replicas, each with the operation that needs
+            it.
+        gathered: For each gather of the rows of all replicas (by its number) whose result has no
+            symbol yet: the size of one replica's rows.
         broken_claims: Numbers of the claims of equality about values that have rows.
     """
 
     minimum_sizes: dict[MinimumSize, None] = dataclasses.field(default_factory=dict)
-    even_sizes: dict[RowSize, str] = dataclasses.field(default_factory=dict)
+    equal_sizes: dict[RowSize, str] = dataclasses.field(default_factory=dict)
     gathered: dict[int, RowSize] = dataclasses.field(default_factory=dict)
     broken_claims: set[int] = dataclasses.field(default_factory=set)
 
@@ -142,12 +145,12 @@ class Evaluator:
 
     def _mask_summed(self, value: Any, dims: Dims, summed: Sequence[int]) -> Any:
         """Returns a value with zeros in the padding of the dims that contractions sum over."""
-        _, already = self._masked.get(id(value), (value, {}))
-        masks = {d: dims[d] for d in summed if already.get(d) != dims[d] and self.is_known(dims[d])}
-        for d, size in masks.items():
+        _, known = self._masked.get(id(value), (value, {}))
+        new = {d: dims[d] for d in summed if known.get(d) != dims[d] and self.is_known(dims[d])}
+        for d, size in new.items():
             value = self.mask(value, d, size, 0)
-        if masks:
-            self._masked[id(value)] = value, already | masks
+        if new:
+            self._masked[id(value)] = value, known | new
         return value
 
     def is_masked(self, value: jax.Array, dim: int, size: Dim) -> bool:
@@ -169,7 +172,7 @@ class Evaluator:
     def size(self, dim: Dim) -> Any:
         """Returns the real size of a dim: a traced int32, or an int."""
         if not self.is_known(dim):
-            raise RowsError(_OUTSIDE_OF_PART)
+            raise RowsError(_OUTSIDE_OF_MICROBATCH)
         return size_at(dim, self._counts_or_zero())
 
     def _counts_or_zero(self) -> list[Count]:
@@ -187,14 +190,14 @@ class Evaluator:
         dtype = jaxprs.dtype_of(atom)
         if isinstance(value, RowSize):
             if not self.is_known(value):
-                raise RowsError(_OUTSIDE_OF_PART)
+                raise RowsError(_OUTSIDE_OF_MICROBATCH)
             return jnp.asarray(value.at(self._counts_or_zero()), dtype)
         if isinstance(value, RowNumber):
             return jnp.asarray(value.at(self._counts_or_zero()), dtype)
         if isinstance(value, Piecewise):
             general = self.constant(value.general, atom, line)
             if any(self.counts[i] is None for piece in value.pieces for i, _ in piece.counts):
-                raise RowsError(_OUTSIDE_OF_PART)
+                raise RowsError(_OUTSIDE_OF_MICROBATCH)
             return jnp.asarray(Piecewise(general, value.pieces).at(self.counts), dtype)
         if isinstance(value, Corner):
             array, shape = jnp.asarray(value.value), jaxprs.shape_of(atom)
@@ -202,7 +205,7 @@ class Evaluator:
                 (0, max(size - own, 0)) for size, own in zip(shape, array.shape, strict=True)
             ]
             return jnp.pad(array, padding)[tuple(map(slice, shape))]
-        if isinstance(value, UnknownFunction):
+        if isinstance(value, UnfittedValue):
             raise RowsError(
                 f"a constant depends on the number of rows in an unknown way: {_shorten(value)}. "
                 f"{_describe_alternative(value)}",
@@ -220,6 +223,7 @@ class Evaluator:
             raise RowsError(error.reason, equation.line) from None
 
     def _apply_rule(self, operation: "Operation") -> Sequence[Any]:
+        # A literal that depends on rows is a plain scalar operand here: it needs no rule.
         # Primitives of tpudist can only be evaluated by their rules.
         has_own_rule = operation.name.startswith("tpudist.")
         if not operation.meets_rows and not operation.contains_rows and not has_own_rule:
@@ -261,7 +265,7 @@ class Operation:
     def meets_rows(self) -> bool:
         """Whether an operand, a result or a parameter has a size that depends on rows."""
         dims = itertools.chain(*self.in_dims, *self.out_dims)
-        return any(map(is_rows, dims)) or any(map(varies, self.params.values()))
+        return any(map(is_rows, dims)) or any(map(depends_on_rows, self.params.values()))
 
     @property
     def contains_rows(self) -> bool:
@@ -285,7 +289,7 @@ class Operation:
     def check_params(self, allowed: Collection[str] = ()) -> None:
         """Rejects parameters that depend on the number of rows, except the `allowed` ones."""
         for name, value in self.params.items():
-            if name not in allowed and varies(value):
+            if name not in allowed and depends_on_rows(value):
                 self.refuse(f"its {name} depends on the number of rows: {_shorten(value)}")
 
     def size(self, dim: Dim) -> Any:
@@ -300,11 +304,11 @@ class Operation:
         elif dim < minimum:
             self.refuse(f"it takes {minimum} of {dim}")
 
-    def require_even(self, dim: Dim) -> None:
+    def require_equal(self, dim: Dim) -> None:
         """Records that a size must be equal on all replicas."""
         if isinstance(dim, RowSize):
             where = f"{self.name} ({self.equation.line})"
-            self.evaluator.requirements.even_sizes.setdefault(dim, where)
+            self.evaluator.requirements.equal_sizes.setdefault(dim, where)
 
     def is_real(self, shape: Sequence[int], dim: int, size: Dim) -> jax.Array:
         """Returns whether each element of a padded array is within the real size of a dim."""
@@ -315,6 +319,7 @@ class Operation:
         own = x = self.values[i]
         for dim in dims:
             size = self.in_dims[i][dim]
+            # Zeros only: `fill` may also be an array, which cannot be compared here.
             if is_rows(size) and not (
                 isinstance(fill, int) and fill == 0 and self.evaluator.is_masked(own, dim, size)
             ):
@@ -331,7 +336,7 @@ class Operation:
         values = self.values if values is None else values
         return operations.bind(self.equation.eqn, values, changed)
 
-    def run(self, body: LabelledProgram, args: Sequence[ArrayLike]) -> list[Any]:
+    def evaluate(self, body: LabelledProgram, args: Sequence[ArrayLike]) -> list[Any]:
         """Evaluates a program inside the equation."""
         return self.evaluator.program(body, args)
 
@@ -339,11 +344,11 @@ class Operation:
         """Returns the only program inside the equation."""
         bodies = self.equation.all_bodies
         if len(bodies) != 1:
-            self.refuse(f"it holds {len(bodies)} programs")
+            self.refuse(f"it contains {len(bodies)} programs")
         return bodies[0]
 
 
-def close_over_counts(
+def pass_counts_as_inputs(
     evaluator: Evaluator, body: LabelledProgram, args: Sequence[ArrayLike]
 ) -> tuple[core.Jaxpr, list[Any]]:
     """Returns a program without constants that evaluates `body`, and its inputs.
@@ -368,6 +373,7 @@ def close_over_counts(
                 return core.jaxpr_as_fun(program)(*args)
 
             inputs = [*counts, *args]
+            # Arrays that the trace has created, such as the seeds of keys, become inputs too.
             closed = jax.make_jaxpr(with_consts)(consts, *inputs)
             if closed.consts:
                 raise RowsError("a program inside has constants that cannot be made inputs")
@@ -383,7 +389,7 @@ def _line_of_use(labelled: LabelledProgram, variable: core.Var) -> str:
     return next(readers, "")
 
 
-def _describe_alternative(value: UnknownFunction) -> str:
+def _describe_alternative(value: UnfittedValue) -> str:
     """Says what to write for a constant that NumPy or Python computes from the number of rows."""
     arrays = [np.asarray(x) for x in value.values]
     if len({x.shape for x in arrays}) == 1:
@@ -403,10 +409,9 @@ def _describe_alternative(value: UnknownFunction) -> str:
 
 
 def _shorten(value: Any) -> str:
-    values = value.values if isinstance(value, UnknownFunction) else value
+    values = value.values if isinstance(value, UnfittedValue) else value
     arrays = (
         np.asarray(x).tolist() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
         for x in values
     )
-    text = ", ".join(map(str, arrays))
-    return text if len(text) < 120 else text[:117] + "..."
+    return textwrap.shorten(", ".join(map(str, arrays)), _MAX_CHARS, placeholder=" ...")

@@ -33,16 +33,21 @@ from tpudist.programs.user_lines import users_line_of
 
 Dims = tuple[Dim, ...]
 
-NOT_COMPARED = frozenset(
-    "jvp fwd bwd name jvp_jaxpr_fun fwd_jaxpr_thunk jvp_jaxpr_thunk out_trees policy ctx_mesh "
-    "update_jaxpr compiler_options_kvs out_sharding sharding unconstrained_dims "
-    "fun_jaxpr_thunk".split()
+_RULES_OF_DIFFERENTIATION = (
+    "jvp fwd bwd jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk fun_jaxpr_thunk out_trees"
 )
-"""Parameters that do not affect the result, or that contain another form of a compared program."""
+_PLACEMENT = "ctx_mesh sharding out_sharding unconstrained_dims compiler_options_kvs policy"
+# `update_jaxpr` of a scatter is the operation that the primitive's name says.
+NOT_COMPARED = frozenset(f"{_RULES_OF_DIFFERENTIATION} {_PLACEMENT} name update_jaxpr".split())
+"""Parameters without an effect on the result of a traced program.
+
+JAX has differentiated already. A rule is a new object in each trace, so it cannot be compared. The
+placement of arrays, and the policy of `checkpoint`, change where and when values are computed.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
-class UnknownFunction:
+class UnfittedValue:
     """A parameter or constant that depends on the number of rows by no known formula.
 
     Attributes:
@@ -54,7 +59,7 @@ class UnknownFunction:
 
 @dataclasses.dataclass(frozen=True)
 class Corner:
-    """A constant array with rows: with fewer rows it is the leading corner of this one.
+    """A constant array with rows. The constant for fewer rows is its leading corner.
 
     Attributes:
         value: The constant of the trace with the most rows.
@@ -72,7 +77,7 @@ class LabelledEquation:
         in_dims: The dims of each operand.
         out_dims: The dims of each result.
         params: The parameters that contain no programs. A size that depends on the rows is a
-            `RowSize`; any other dependence is an `UnknownFunction`.
+            `RowSize`; any other dependence is an `UnfittedValue`.
         literals: Operands that are literals, by position: a value, `RowSize`, `RowNumber` or
             `Piecewise`.
         bodies: The programs inside the equation, by parameter, in the order of `bodies_of`.
@@ -100,7 +105,9 @@ class LabelledEquation:
         """Whether anything in the equation depends on the number of rows."""
         dims = itertools.chain(*self.in_dims, *self.out_dims)
         values = itertools.chain(dims, self.params.values(), self.literals.values())
-        return any(map(varies, values)) or any(body.depends_on_rows for body in self.all_bodies)
+        return any(map(depends_on_rows, values)) or any(
+            body.depends_on_rows for body in self.all_bodies
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +117,7 @@ class LabelledProgram:
     Attributes:
         jaxpr: The program in the first trace.
         consts: The constants: values, `Corner`, `RowSize`, `RowNumber`, `Piecewise` or
-            `UnknownFunction`.
+            `UnfittedValue`.
         equations: The equations.
         in_dims: The dims of each input.
         out_dims: The dims of each output.
@@ -129,13 +136,16 @@ class LabelledProgram:
         """Whether anything in the program depends on the number of rows."""
         values = itertools.chain(self.consts, self.out_literals.values())
         dims = itertools.chain(*self.in_dims, *self.out_dims)
-        return any(map(varies, itertools.chain(values, dims))) or any(
+        return any(map(depends_on_rows, itertools.chain(values, dims))) or any(
             equation.depends_on_rows for equation in self.equations
         )
 
 
 def find_difference(first: Program, second: Program) -> str | None:
-    """Describes where two traces differ in structure; None if they do not."""
+    """Describes where two traces differ in structure; None if they do not.
+
+    A phrase for an error, such as "reduce_sum, or reduce_max (train.py:3)".
+    """
     # Structure includes the wiring: each variable is numbered at its first use, and equal numbers
     # mean that both traces read the same value. `x - y` and `y - x` are the same primitives.
     a, b = jaxprs.open_jaxpr(first), jaxprs.open_jaxpr(second)
@@ -143,7 +153,7 @@ def find_difference(first: Program, second: Program) -> str | None:
 
     def describe(atom: Atom, trace: int) -> tuple:
         if isinstance(atom, core.Literal):
-            number = -1
+            number = -1  # its value may differ: the labels describe that
         else:
             number = numbers[trace].setdefault(atom, len(numbers[trace]))
         return number, len(jaxprs.shape_of(atom)), jaxprs.dtype_of(atom)
@@ -162,6 +172,7 @@ def find_difference(first: Program, second: Program) -> str | None:
         for (_, i), (_, j) in zip(inner, others, strict=True):
             difference = None if i is j else find_difference(i, j)
             if difference:
+                # The innermost known line is the best one: it is the only part with a colon.
                 return difference if ":" in difference else f"{difference}{_at(y)}"
         if differ(x.invars, y.invars) or differ(x.outvars, y.outvars):
             return f"the input of {x.primitive.name}{_at(y)}"
@@ -264,22 +275,23 @@ class _Labeller:
         if all(are_equal(first, value) for value in values[1:]):
             return first
         if callable(first):
-            return first  # each trace has a new object; `bodies_of` compares the programs inside
+            # Each trace has a new object. The programs that it stands for are compared as bodies.
+            return first
         if type(first) is tuple:
             if len({len(value) for value in values}) > 1:
-                return UnknownFunction(tuple(values))
+                return UnfittedValue(tuple(values))
             return tuple(self._param(elements) for elements in zip(*values, strict=True))
         size = None
         if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values):
             size = fit_size(tuple(map(int, values)), self._points)
-        return UnknownFunction(tuple(values)) if size is None else size
+        return UnfittedValue(tuple(values)) if size is None else size
 
     def _value(self, values: Sequence[Any]) -> Any:
         """Returns a constant or a literal as a function of the number of rows."""
         first = values[0]
         if all(value is first for value in values):
             return first
-        unknown = UnknownFunction(tuple(values))
+        unknown = UnfittedValue(tuple(values))
         if any(isinstance(value, Tracer) for value in values):
             return unknown
         try:
@@ -289,13 +301,14 @@ class _Labeller:
         if all(_have_equal_numbers(arrays[0], x) for x in arrays[1:]):
             return first
         if arrays[0].ndim:
+            # The first dims decide. If it is not the largest in all dims, `is_corner` is False.
             largest = max(range(len(arrays)), key=lambda i: arrays[i].shape)
             is_leading = all(is_corner(x, arrays[largest]) for x in arrays)
             return Corner(values[largest]) if is_leading else unknown
         fitted = None
         if arrays[0].dtype.kind in "iu":
             fitted = fit_size(tuple(int(x) for x in arrays), self._points)
-        elif arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":
+        elif arrays[0].dtype.kind == "f" or arrays[0].dtype.name == "bfloat16":  # kind "V"
             fitted = fit_number([float(x) for x in arrays], self._points)
         return unknown if fitted is None else fitted
 
@@ -303,7 +316,7 @@ class _Labeller:
 def predict_number(value: object, counts: Point) -> Any:
     """Returns a labelled constant or literal for these counts.
 
-    Numbers are Python numbers. An `UnknownFunction`, a `Corner` and any other value stay.
+    Numbers are Python numbers. An `UnfittedValue`, a `Corner` and any other value stay.
     """
     if isinstance(value, RowSize):
         return value.at(counts)
@@ -316,7 +329,7 @@ def predict_number(value: object, counts: Point) -> Any:
 
 
 def predict_param(value: object, counts: Point) -> Any:
-    """Returns a labelled parameter for these counts; an `UnknownFunction` stays."""
+    """Returns a labelled parameter for these counts; an `UnfittedValue` stays."""
     if isinstance(value, RowSize):
         return size_at(value, counts)
     if type(value) is tuple:
@@ -332,11 +345,11 @@ def are_close(predicted: Any, actual: Any) -> bool:
     return bool(np.isclose(float(a), float(b), rtol=TOLERANCE, atol=0, equal_nan=True))
 
 
-def varies(value: object) -> bool:
+def depends_on_rows(value: object) -> bool:
     """Returns whether a labelled value, parameter or size depends on the number of rows."""
-    if isinstance(value, RowSize | RowNumber | Piecewise | UnknownFunction | Corner):
+    if isinstance(value, RowSize | RowNumber | Piecewise | UnfittedValue | Corner):
         return True
-    return type(value) is tuple and any(map(varies, value))
+    return type(value) is tuple and any(map(depends_on_rows, value))
 
 
 def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
@@ -381,7 +394,10 @@ def _have_equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
-    """Yields the programs inside an equation with their constants, each after its parameter."""
+    """Yields the programs inside an equation with their constants, each after its parameter.
+
+    The order is that of the parameters' names, which is the same in all traces.
+    """
     if eqn.primitive.name == "call_hi_primitive":
         yield "_prim", jaxprs.expand(eqn)
         return

@@ -16,13 +16,15 @@ from tpudist.programs.rows.labels import (
     LabelledEquation,
     LabelledProgram,
     bodies_of,
+    depends_on_rows,
     find_difference,
-    varies,
 )
 
 
 def find_line(labelled: LabelledProgram, larger: Program) -> str | None:
-    """Returns the line that uses a product of the numbers of rows and of replicas; None if no line.
+    """Returns the line that uses a product of the numbers of rows and of replicas.
+
+    None if there is no such product; empty if a result is one.
 
     Args:
         labelled: The program.
@@ -41,13 +43,13 @@ def _lines(labelled: LabelledProgram, larger: Program) -> Iterator[str]:
         for body, (_, larger_body) in zip(equation.all_bodies, bodies_of(eqn), strict=True):
             yield from (line or equation.line for line in _lines(body, larger_body))
     for i, value in labelled.out_literals.items():
-        if varies(value) and _differ(labelled.jaxpr.outvars[i], opened.outvars[i]):
+        if depends_on_rows(value) and _differ(labelled.jaxpr.outvars[i], opened.outvars[i]):
             yield ""
 
 
 def _has_other_numbers(equation: LabelledEquation, eqn: core.JaxprEqn) -> bool:
     return any(
-        varies(value) and _differ(equation.eqn.invars[i], eqn.invars[i])
+        depends_on_rows(value) and _differ(equation.eqn.invars[i], eqn.invars[i])
         for i, value in equation.literals.items()
     )
 

@@ -12,8 +12,11 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 
 GATHER = "tpudist.gather_rows"
+"""Joins the rows of all replicas."""
 SHARE = "tpudist.share_rows"
+"""Sums over the replicas, and gives each replica its own rows of the sum."""
 CLAIM = "tpudist.claim_equal"
+"""Claims that a value is equal on all replicas."""
 
 _gather = core.Primitive(GATHER)
 _share = core.Primitive(SHARE)

@@ -41,7 +41,7 @@ summed over the rows."""
 Level = tuple[Dims, Dims]
 """The dims of one kind of rows, in the operands and in the results."""
 
-_is_labelled = contextvars.ContextVar("tpudist_labelled", default=False)
+_keeps_whole = contextvars.ContextVar("tpudist_labelled", default=False)
 _kernel = core.Primitive(KERNEL)
 _kernel.multiple_results = True
 
@@ -85,7 +85,7 @@ def rowwise(
         dims = dims_of_arguments(args, in_dims)
         leaves, tree = jax.tree.flatten(args)
         rows = _count_rows(leaves, dims)
-        if not _is_labelled.get():
+        if not _keeps_whole.get():
             result = function(*args)
             _check_results(jax.tree.leaves(result), dims_of_results(result, out_dims), rows)
             return result
@@ -96,7 +96,7 @@ def rowwise(
             structure[:] = [jax.tree.structure(result), dims_of_results(result, out_dims)]
             return jax.tree.leaves(result)
 
-        traced = _trace(
+        traced = _trace_kernel(
             run,
             leaves,
             [dims],
@@ -124,11 +124,11 @@ def dims_of_results(result: PyTree, dims: int | tuple[int, ...]) -> Dims:
 @contextlib.contextmanager
 def keep_whole() -> Iterator[None]:
     """Traces each declared function as one primitive: for traces that will be labelled."""
-    token = _is_labelled.set(True)
+    token = _keeps_whole.set(True)
     try:
         yield
     finally:
-        _is_labelled.reset(token)
+        _keeps_whole.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class Kernel:
     def differentiate(
         self, operands: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> list[Any]:
-        """Returns the cotangents of the operands; None for integers and other operands."""
+        """Returns the cotangents of the operands; None for operands that are not floats."""
         inputs = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
         outputs = [i for i, x in enumerate(self.out_avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -175,15 +175,15 @@ class Kernel:
             primals, tangents = list(flat[: len(operands)]), flat[len(operands) :]
 
             def run(*changed: jax.Array) -> list[Any]:
-                return self(*_replace(primals, inputs, changed))
+                return self(*_substitute(primals, inputs, changed))
 
             results, backward = jax.vjp(run, *(primals[i] for i in inputs))
             # JAX requires this type for the cotangent of an integer result.
             zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-            return list(backward(_replace(zeros, outputs, tangents)))
+            return list(backward(_substitute(zeros, outputs, tangents)))
 
         flat = [*operands, *(cotangents[i] for i in outputs)]
-        traced = _trace(
+        traced = _trace_kernel(
             pull_back,
             flat,
             [(*ins, *(outs[i] for i in outputs)) for ins, outs in self.levels],
@@ -191,7 +191,7 @@ class Kernel:
             [*self.cotangents, *[True] * len(outputs)],
             self.numbers,
         )
-        return _replace([None] * len(operands), inputs, traced.call(flat))
+        return _substitute([None] * len(operands), inputs, traced.call(flat))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _TracedKernel:
         return apply(*self.consts, *leaves)
 
 
-def _trace(
+def _trace_kernel(
     run: Callable[..., Any],
     leaves: Sequence[Any],
     in_dims: Sequence[Dims],
@@ -263,11 +263,11 @@ def _trace(
 
 
 def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> jaxprs.ClosedJaxpr:
-    token = _is_labelled.set(False)
+    token = _keeps_whole.set(False)
     try:
         closed = jax.make_jaxpr(run)(*leaves)
     finally:
-        _is_labelled.reset(token)
+        _keeps_whole.reset(token)
     if closed.effects:
         raise RowsError(
             "a function passed to tpudist.rowwise has effects "
@@ -278,6 +278,8 @@ def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> jaxprs.Closed
 
 def _numbers_in_closure(function: Callable) -> tuple[int | float, ...]:
     """Returns the numbers that a function closes over, and the sizes of the arrays."""
+    # A kernel is one primitive, so the labels do not see the numbers in it. A number that the
+    # function closes over may be the number of rows; a global number cannot be.
     numbers: list[int | float] = []
     seen: set[int] = set()
 
@@ -288,7 +290,7 @@ def _numbers_in_closure(function: Callable) -> tuple[int | float, ...]:
         if hasattr(value, "shape"):  # an array of any library
             numbers.extend(value.shape)
             return
-        # It ends: a function may close over itself, but each object is visited once.
+        # Ends, since each object is visited once: a function may close over itself.
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -303,6 +305,7 @@ def _contents_of(value: object) -> Sequence[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if inspect.isfunction(value):
+        # A cell is empty while the function that it will contain is not defined yet.
         filled = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*(cell.cell_contents for cell in filled), *defaults]
@@ -329,7 +332,7 @@ def _resize(aval: ShapedArray, dim: int | None, size: int) -> ShapedArray:
     return aval.update(shape=(*aval.shape[:dim], size, *aval.shape[dim + 1 :]))
 
 
-def _replace(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def _substitute(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     changed = dict(zip(places, new, strict=True))
     return [changed.get(i, x) for i, x in enumerate(values)]
 

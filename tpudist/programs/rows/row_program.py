@@ -1,6 +1,8 @@
 """A function that is traced with several numbers of rows, and evaluated for any number."""
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ MIN_TRACED_ROWS = 2
 # and 1 + n % 2 still fitted a parabola by chance and gave wrong results; with two more, they do
 # not. `confirmation` then checks each number of rows that occurs.
 _NUM_CONFIRMING = 2
+_MAX_TRIED = 8
 
 
 class RowProgram:
@@ -54,6 +57,7 @@ class RowProgram:
         self._traces.clear()
         self._learn_small_counts()
         self.requirements = Requirements()
+        # The labels were fitted to the traces at these points, and compared with all of them.
         self._confirmed: set[Point] = set(self.points)
 
     def _learn_small_counts(self) -> None:
@@ -64,13 +68,13 @@ class RowProgram:
         together = [tuple(symbols)] if len(alone) > 1 else []
         for own in (*alone, *together):
             for count in range(MIN_TRACED_ROWS):
-                point = _replace(self.full, dict.fromkeys(own, count))
+                point = _substitute(self.full, dict.fromkeys(own, count))
                 program = self._find_trace(point)
                 if program is not None:
-                    self.labelled = small_count_scalars.take_over(
+                    self.labelled = small_count_scalars.learn_scalars(
                         self.labelled, program, point, own
                     )
-                del self._traces[point]
+                del self._traces[point]  # megabytes; `_confirm` traces it again if it occurs
 
     @property
     def out_dims(self) -> tuple[tuple[Dim, ...], ...]:
@@ -107,7 +111,7 @@ class RowProgram:
                     raise RowsError(
                         f"with {_rows(point)} it has fewer than the {minimum} that it takes", line
                     )
-        for size, where in self.requirements.even_sizes.items():
+        for size, where in self.requirements.equal_sizes.items():
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
@@ -126,7 +130,7 @@ class RowProgram:
         del self._traces[point]
         deviation = find_deviation(self.labelled, program, point)
         if deviation is not None and min(point) < MIN_TRACED_ROWS:
-            deviation = small_counts.find_deviation(self.labelled, program, point)
+            deviation = small_counts.find_deviation_of_few(self.labelled, program, point)
         if deviation is not None:
             raise RowsError(f"with {_rows(point)} the function differs: {deviation}")
         self._confirmed.add(point)
@@ -161,14 +165,11 @@ class RowProgram:
             return self._label(MIN_TRACED_ROWS)
         except RowsError:
             # The function may need more rows, as `x[:3]` does: the second try uses more than half
-            # of the full number.
+            # of the full number. If it fails, the first error is raised.
             least = max(self.full) // 2 + 1
-            if least <= MIN_TRACED_ROWS:
-                raise
-            try:
-                return self._label(least)
-            except RowsError:
-                pass
+            if least > MIN_TRACED_ROWS:
+                with contextlib.suppress(RowsError):
+                    return self._label(least)
             raise
 
     def _label(self, least: int) -> tuple[tuple[Point, ...], LabelledProgram]:
@@ -189,10 +190,11 @@ class RowProgram:
         values = [self._values_of(i, least) for i in range(len(full))]
         points = [full]
         for i in range(len(full)):
-            points += [_replace(full, {i: v}) for v in values[i][:2]]
+            points += [_substitute(full, {i: v}) for v in values[i][:2]]
         for i, j in itertools.combinations(range(len(full)), 2):
-            points.append(_replace(full, {i: values[i][0], j: values[j][0]}))
+            points.append(_substitute(full, {i: values[i][0], j: values[j][0]}))
         for k in range(2, 2 + _NUM_CONFIRMING):
+            # All symbols change at once, so that products are confirmed too.
             points.append(tuple(each[k] for each in values))
         assert len(points) == num_determining(len(full)) + _NUM_CONFIRMING
         for point in points:
@@ -204,18 +206,20 @@ class RowProgram:
         full = self.full[i]
         # Values spread over the range, with odd and even ones, so that a formula with a remainder
         # or a threshold does not pass for a polynomial.
-        spread = [full - 1, full // 2, full - 2, -(-full * 3 // 4), full // 4, full - 3]
+        spread = [full - 1, full // 2, full - 2, math.ceil(full * 3 / 4), full // 4, full - 3]
         least = min(least, full)
         below = [v for v in spread if least <= v < full]
-        # If these are too few, or the function needs more rows: up to 8 on either side of `full`.
-        rest = [*range(full - 1, least - 1, -1)][:8] + [full + k for k in range(1, 9)]
+        # If these are too few, or the function needs more rows: the nearest numbers below `full`,
+        # and then above it. Each costs a trace.
+        rest = [*range(full - 1, least - 1, -1)][:_MAX_TRIED]
+        rest += range(full + 1, full + 1 + _MAX_TRIED)
         values: list[int] = []
         for v in dict.fromkeys([*below, *rest]):
-            if self._has_structure(_replace(self.full, {i: v})):
+            if self._has_structure(_substitute(self.full, {i: v})):
                 values.append(v)
             if len(values) == 2 + _NUM_CONFIRMING:
                 return values
-        self._require_structure(_replace(self.full, {i: (below or rest)[0]}))
+        self._require_structure(_substitute(self.full, {i: (below or rest)[0]}))
         raise RowsError(
             f"the function differs for other numbers of rows: for {self.full[i]} rows, only "
             f"{values or 'none'} give the same"
@@ -238,7 +242,7 @@ class RowProgram:
             )
 
     def _find_trace(self, point: Point) -> Any:
-        """Returns the trace for these numbers of rows; None if tracing fails."""
+        """Returns the trace for these numbers of rows; None if tracing fails, see `_errors`."""
         if point not in self._traces:
             try:
                 with self._scans.watch(point), row_kernels.keep_whole():
@@ -248,7 +252,7 @@ class RowProgram:
         return self._traces[point]
 
 
-def _replace(point: Point, changes: dict[int, int]) -> Point:
+def _substitute(point: Point, changes: dict[int, int]) -> Point:
     return tuple(changes.get(i, x) for i, x in enumerate(point))
 
 

@@ -48,7 +48,7 @@ _FORMS: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class RowSize:
-    """A size that depends on numbers of rows.
+    """A size, or an integer in the program, that depends on numbers of rows: a polynomial.
 
     Attributes:
         coefficients: Coefficients of the monomials, in the order of `_monomials`.
@@ -59,8 +59,12 @@ class RowSize:
     num_symbols: int
 
     def at(self, counts: Sequence[Count]) -> Any:
-        """Returns the size for these counts, rounded down."""
-        # In integers: n (n - 1) / 2 must be exact, also for a traced int32.
+        """Returns the value for these counts, rounded down.
+
+        Unlike `size_at` it may be negative, as the integer `x.shape[0] - 5` is.
+        """
+        # In integers: n (n - 1) / 2 must be exact, also for a traced int32. The numerator must fit
+        # into it, too.
         denominator = math.lcm(*(c.denominator for c in self.coefficients))
         total: Any = 0
         for c, powers in zip(self.coefficients, _monomials(self.num_symbols), strict=True):
@@ -74,7 +78,11 @@ class RowSize:
         return total if denominator == 1 else total // denominator
 
     def with_symbols(self, num_symbols: int) -> "RowSize":
-        """Returns the same size for a program with fewer symbols; it may depend only on these."""
+        """Returns the size for a program with only the first `num_symbols` symbols.
+
+        The size must not depend on the others.
+        """
+        assert max(self.symbols, default=0) < num_symbols, self
         coefficients = dict(zip(_monomials(self.num_symbols), self.coefficients, strict=True))
         padding = (0,) * (self.num_symbols - num_symbols)
         kept = tuple(coefficients[p + padding] for p in _monomials(num_symbols))
@@ -99,11 +107,12 @@ class RowSize:
     __radd__ = __add__
 
     def quotient(self, other: "Dim") -> "Dim | None":
-        """Returns the size that is this one divided by `other`.
+        """Returns the size `self / other`; None if it has remainders, or is a ratio of two sizes.
 
-        None unless the quotient is whole, and `other` or the quotient is a fixed number.
+        At least one of `other` and the result is a fixed number.
         """
         if isinstance(other, RowSize):
+            # All coefficients must have one ratio.
             ratios = {
                 a / b for a, b in zip(self.coefficients, other.coefficients, strict=True) if b
             }
@@ -186,7 +195,7 @@ def is_rows(dim: object) -> TypeGuard[RowSize]:
 
 
 def size_at(dim: Dim, counts: Sequence[Count]) -> Any:
-    """Returns the size of a dim for these counts."""
+    """Returns the size of a dim for these counts; never negative, unlike `RowSize.at`."""
     if not isinstance(dim, RowSize):
         return dim
     size = dim.at(counts)
@@ -208,14 +217,14 @@ def fit_size(values: tuple[int, ...], points: tuple[Point, ...]) -> Dim | None:
     """Returns the size with these values at these points; None if it is not a polynomial."""
     if len(set(values)) == 1:
         return values[0]
-    num_symbols = len(points[0])
-    rows = _inverse(points)
-    size = RowSize(
-        tuple(sum((c * v for c, v in zip(row, values, strict=False)), Fraction(0)) for row in rows),
-        num_symbols,
+    # The first points determine the coefficients. The others only confirm them.
+    coefficients = tuple(
+        sum((c * v for c, v in zip(row, values, strict=False)), Fraction(0))
+        for row in _inverse(points)
     )
+    size = RowSize(coefficients, len(points[0]))
     # In fractions: `at` rounds down, and would accept a parabola through ceil(n / 2).
-    if all(_evaluate(size, p) == v for p, v in zip(points, values, strict=True)):
+    if all(_exact_value_at(size, p) == v for p, v in zip(points, values, strict=True)):
         return size
     return None
 
@@ -235,7 +244,7 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
             np.asarray([v * p[i] for v, p in zip(values, points, strict=True)]), points
         )
         if coefficients is not None:
-            return RowNumber(functools.partial(_share_at, coefficients, i))
+            return RowNumber(functools.partial(_quotient_at, coefficients, i))
     return None
 
 
@@ -272,7 +281,7 @@ def _are_close(a: Any, b: Any) -> bool:
     return np.allclose(a, b, rtol=TOLERANCE, atol=0)
 
 
-def _share_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Count]) -> Scalar:
+def _quotient_at(coefficients: tuple[float, ...], i: int, counts: Sequence[Count]) -> Scalar:
     return _number_at(coefficients, lambda p: p / _as_number(counts[i]), counts)
 
 
@@ -300,7 +309,7 @@ def _numpy_of(value: object) -> Any:
     return jnp if isinstance(value, jax.Array) else np
 
 
-def _evaluate(size: RowSize, point: Point) -> Fraction:
+def _exact_value_at(size: RowSize, point: Point) -> Fraction:
     return sum(
         (c * int(power) for c, power in zip(size.coefficients, _powers_at(point), strict=True)),
         Fraction(0),
@@ -308,9 +317,9 @@ def _evaluate(size: RowSize, point: Point) -> Fraction:
 
 
 @functools.cache
-def _monomials(num_symbols: int) -> list[tuple[int, ...]]:
+def _monomials(num_symbols: int) -> tuple[tuple[int, ...], ...]:
     """Returns the powers of the symbols in each monomial up to degree 2; the constant is first."""
-    return [p for p in itertools.product(range(3), repeat=num_symbols) if sum(p) <= 2]
+    return tuple(p for p in itertools.product(range(3), repeat=num_symbols) if sum(p) <= 2)
 
 
 def num_determining(num_symbols: int) -> int:
@@ -326,7 +335,7 @@ def _powers_at(point: Point) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
+def _inverse(points: tuple[Point, ...]) -> tuple[tuple[Fraction, ...], ...]:
     """Returns the exact inverse of the matrix of monomials at the first points."""
     # Gauss-Jordan elimination in fractions: floats would accept almost-polynomials.
     n = num_determining(len(points[0]))
@@ -341,4 +350,4 @@ def _inverse(points: tuple[Point, ...]) -> list[list[Fraction]]:
         for j in range(n):
             if j != i and rows[j][i]:
                 rows[j] = [x - rows[j][i] * y for x, y in zip(rows[j], rows[i], strict=True)]
-    return [row[n:] for row in rows]
+    return tuple(tuple(row[n:]) for row in rows)

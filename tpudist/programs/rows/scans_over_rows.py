@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tpudist.array_types import PyTree
 from tpudist.programs.rows.row_sizes import Point
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # a traced function may be traced for labels inside another one
 
 
 class Scans:
@@ -58,7 +58,10 @@ class Scans:
                 jax.lax.associative_scan = original
 
     def find_over_rows(self) -> bool:
-        """Finds calls whose length differs between traces; returns whether any of them is new."""
+        """Finds calls whose length differs between traces; returns whether any of them is new.
+
+        If none is, another try would make the same traces again.
+        """
         traces = [lengths for lengths in self._lengths.values() if lengths]
         if len({len(lengths) for lengths in traces}) != 1:
             return False

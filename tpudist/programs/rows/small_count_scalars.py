@@ -21,7 +21,7 @@ from tpudist.programs.rows.labels import (
     Corner,
     LabelledEquation,
     LabelledProgram,
-    UnknownFunction,
+    UnfittedValue,
     are_close,
     bodies_of,
     find_difference,
@@ -33,10 +33,10 @@ Place = tuple[core.JaxprEqn | core.Jaxpr, str, int]
 """The place of a scalar: an equation or a program, the part of it, and the number in that part."""
 
 
-def take_over(
+def learn_scalars(
     labelled: LabelledProgram, program: Program, counts: Point, symbols: tuple[int, ...]
 ) -> LabelledProgram:
-    """Returns the labelled program with the scalars of the trace for small counts.
+    """Returns the labelled program with the scalars of a trace, as `Piecewise` for its counts.
 
     Args:
         labelled: The labelled program.
@@ -53,7 +53,8 @@ def take_over(
         if _is_other_number(value, actual, counts):
             # A program that is called in two ways may have two values at one place: no select on
             # the number of rows can be both.
-            if actual_at.setdefault(place, actual) is not actual and actual_at[place] != actual:
+            known = actual_at.setdefault(place, actual)
+            if known is not actual and known != actual:
                 return labelled
     if not actual_at:
         return labelled
@@ -100,7 +101,7 @@ def _pair_at_sites(
 def _is_other_number(value: object, actual: object, counts: Point) -> bool:
     """Returns whether a scalar is a plain number, but not the number that its label predicts."""
     predicted = predict_number(value, counts)
-    if isinstance(predicted, Corner | UnknownFunction | Tracer) or isinstance(actual, Tracer):
+    if isinstance(predicted, Corner | UnfittedValue | Tracer) or isinstance(actual, Tracer):
         return False
     try:
         numbers = [np.asarray(x) for x in (predicted, actual)]

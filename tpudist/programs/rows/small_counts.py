@@ -9,8 +9,7 @@ must have called for the same operations with the same numbers. The function is 
 - a number is not the predicted one: computed from the number of rows by an unknown formula;
 - an instruction reads another value (`x if n == 1 else y`), see `value_origins`.
 
-A few functions of JAX have another formula for one row or none: `_OTHER_FORMULAS`. Tests compare
-JAX's operations over rows with the exact shapes (tests/programs/rows/test_row_program.py).
+A few functions of JAX have another formula for one row or none: `_OTHER_FORMULAS`.
 """
 
 import collections
@@ -40,14 +39,13 @@ from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
 from tpudist.programs.user_lines import users_line_of
 from tpudist.xla.hlo import source_lines
 
-# Functions of JAX whose formula for more rows is not their formula for one row or none.
+# Functions of JAX whose formula for more rows is not their formula for one row or none: they branch
+# on the number. tests/programs/rows/test_row_program.py compares functions with the exact shapes.
 _OTHER_FORMULAS = frozenset(
     "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid".split()
 )
-
-
-# Libraries of assertions, which raise on behalf of the code that calls them.
-_CHECKS = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
+# Folders of libraries of assertions, which raise on behalf of the code that calls them.
+_ASSERTION_LIBRARIES = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
 
 
 class _SiteRecords:
@@ -76,7 +74,7 @@ class _SiteRecords:
     ) -> list[bool]:
         """Records what a trace computes for its used results; returns which inputs are used."""
         # Backward, as dead code is eliminated: an equation counts only if a live equation reads
-        # one of its results that has elements. JAX may omit all others.
+        # one of its results that has elements. JAX may omit the others in one of the two traces.
         outputs = zip(program.jaxpr.outvars, used, strict=True)
         live = {v for v, is_used in outputs if is_used and isinstance(v, core.Var)}
         for step in reversed(program.steps()):
@@ -84,7 +82,7 @@ class _SiteRecords:
             results = zip(eqn.outvars, step.shapes[len(eqn.invars) :], strict=True)
             live_results = [0 not in shape and v in live for v, shape in results]
             if not any(live_results) and not eqn.effects:
-                self._record_site(eqn, around)
+                self._record_site(eqn, around)  # the user's instruction has run all the same
                 continue
             site = self._record_step(step, around)
             reads = [True] * len(eqn.invars)
@@ -95,6 +93,7 @@ class _SiteRecords:
                 )
                 inner_used = live_results if is_plain_call else [True] * num_outputs
                 inner_reads = self._record_program(body, inner_used, site)
+                # Some calls have operands that are not inputs of their program.
                 if is_plain_call and len(inner_reads) == len(reads):
                     reads = inner_reads
             operands = zip(eqn.invars, reads, strict=True)
@@ -126,7 +125,7 @@ class _SiteRecords:
         return site
 
 
-def find_deviation(labelled: LabelledProgram, program: Program, counts: Point) -> str | None:
+def find_deviation_of_few(labelled: LabelledProgram, program: Program, counts: Point) -> str | None:
     """Describes where the trace for small counts is another function; None if it is the same."""
     predicted, traced = Predicted(labelled, counts), Traced(program)
     expected, actual = _SiteRecords(predicted), _SiteRecords(traced)
@@ -219,7 +218,9 @@ def is_of_library(error: BaseException) -> bool:
         traceback = traceback.tb_next
     if name.startswith(JAX_FOLDER):
         return True
-    return source_lines.is_other_library(name) and _CHECKS.isdisjoint(pathlib.Path(name).parts)
+    return source_lines.is_other_library(name) and _ASSERTION_LIBRARIES.isdisjoint(
+        pathlib.Path(name).parts
+    )
 
 
 def _compare(expected: _SiteRecords, actual: _SiteRecords, site: Site) -> str | None:
@@ -227,12 +228,12 @@ def _compare(expected: _SiteRecords, actual: _SiteRecords, site: Site) -> str | 
     if site != NOWHERE and (site in expected.numbers) != (site in actual.numbers):
         primitives = expected.computed[site] | actual.computed[site]
         if primitives:
-            return f"{', '.join(sorted(primitives))}, in only one of them"
+            return f"{', '.join(sorted(primitives))}, in only one of the two traces"
         return None
     own, others = expected.numbers.get(site, {}), actual.numbers.get(site, {})
-    if own != others:
-        for name in sorted(expected.names[site] & _OTHER_FORMULAS):
-            return f"{name}, which JAX then computes in another way"
+    functions = expected.names[site] & _OTHER_FORMULAS
+    if own != others and functions:
+        return f"{min(functions)}, which JAX then computes in another way"
     for key in own.keys() & others.keys():
         # A subset, since JAX may need fewer of several operations for few rows.
         if not others[key] <= own[key]:

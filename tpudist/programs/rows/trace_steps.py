@@ -26,7 +26,7 @@ from tpudist.programs.rows.labels import (
     Corner,
     LabelledEquation,
     LabelledProgram,
-    UnknownFunction,
+    UnfittedValue,
     bodies_of,
     predict_number,
     predict_param,
@@ -46,8 +46,9 @@ _LIBRARIES = (
 )
 # The files of JAX that differentiate.
 _AUTODIFF = frozenset(map(inspect.getfile, (ad.jvp, ad.instantiate_zeros)))
-# Calls and copies, and the sum of the gradients of several uses of a value.
-_CALLS = frozenset(
+# A call changes nothing by itself: the programs inside are compared too. `add_any` sums the
+# gradients of several uses of a value, which may be one use for few rows.
+_TRANSPARENT = frozenset(
     "add_any closed_call copy custom_jvp_call custom_vjp_call jit pjit pvary "
     "tpudist.claim_equal".split()
 )
@@ -100,7 +101,7 @@ class Predicted:
         dims = (*equation.in_dims, *equation.out_dims)
         shapes = tuple(tuple(size_at(dim, self._counts) for dim in each) for each in dims)
         literals = tuple(
-            (i, format_number(predict_number(_unwrap(value), self._counts)))
+            (i, format_number(predict_number(_array_of_corner(value), self._counts)))
             for i, value in equation.literals.items()
         )
         params = {
@@ -147,7 +148,7 @@ def _describe_params(step: Step) -> tuple:
     return tuple(
         (name, str(_with_python_ints(value)))
         for name, value in sorted(params.items())
-        if name not in NOT_COMPARED and not callable(value) and not _is_unknown(value)
+        if name not in NOT_COMPARED and not callable(value) and not _is_unfitted(value)
     )
 
 
@@ -161,17 +162,18 @@ def _axes_of_sum(step: Step) -> tuple[int, ...]:
 def changes_nothing(step: Step) -> bool:
     """Returns whether an equation only adds or removes dims of size 1: JAX may omit it."""
     eqn, shapes, name = step.eqn, step.shapes, step.eqn.primitive.name
-    if name in _CALLS:
+    if name in _TRANSPARENT:
         return True
     first, last = (_without_ones(shapes[0]), _without_ones(shapes[-1])) if shapes else ((), ())
     match name:
         case "broadcast_in_dim" | "broadcast_to" | "expand_dims" | "reshape" | "slice" | "squeeze":
             if isinstance(eqn.invars[0], core.Literal):  # autodiff's zeros for unused values
                 return not np.any(eqn.invars[0].val) and _is_of_autodiff(eqn)
-            return first == last
+            return first == last  # the same dims, except for those of size 1
         case "convert_element_type":
             return jaxprs.dtype_of(eqn.invars[0]) == jaxprs.dtype_of(eqn.outvars[0])
         case "concatenate":
+            # At most one operand has elements.
             return sum(0 not in shape for shape in shapes[: len(eqn.invars)]) <= 1
         case "pad":
             return all(part == (0, 0, 0) for part in step.params["padding_config"])
@@ -187,7 +189,8 @@ def changes_nothing(step: Step) -> bool:
 
 def _is_of_autodiff(eqn: core.JaxprEqn) -> bool:
     """Returns whether the differentiation of the user's function created an equation."""
-    # From the innermost frame outward: autodiff comes before the user's code.
+    # From the innermost frame outward: autodiff comes before the user's code. `raw_frames` of JAX's
+    # tracebacks is not public; all supported versions have it (`site_of` reads it, too).
     traceback = eqn.source_info.traceback
     for code in traceback.raw_frames()[0] if traceback is not None else ():
         if not code.co_filename.startswith(_LIBRARIES):
@@ -209,25 +212,26 @@ def _without_ones(shape: Shape) -> Shape:
 
 
 def _with_python_ints(value: object) -> object:
-    # JAX accepts both, and `str` tells them apart.
+    # JAX accepts both kinds of integers, and their texts differ.
     if type(value) is tuple:
         return tuple(map(_with_python_ints, value))
     return int(value) if isinstance(value, np.integer) else value
 
 
-def _is_unknown(value: object) -> bool:
-    if isinstance(value, UnknownFunction):
+def _is_unfitted(value: object) -> bool:
+    if isinstance(value, UnfittedValue):
         return True
-    return type(value) is tuple and any(map(_is_unknown, value))
+    return type(value) is tuple and any(map(_is_unfitted, value))
 
 
-def _unwrap(value: object) -> object:
+def _array_of_corner(value: object) -> object:
     return value.value if isinstance(value, Corner) else value
 
 
 def format_number(value: object) -> str:
     """Formats a scalar, a float with five digits; "array" for an array, "?" if it is unknown."""
-    if isinstance(value, Tracer | UnknownFunction | RowSize | RowNumber):
+    # Texts are compared. The sixth digit may differ between two computations of one number.
+    if isinstance(value, Tracer | UnfittedValue | RowSize | RowNumber):
         return "?"
     array = np.asarray(value)
     if array.ndim or array.dtype.kind not in "fiub":

@@ -21,7 +21,7 @@ from jax.extend import core
 from tpudist.array_types import Shape
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom
-from tpudist.programs.rows.labels import Corner, UnknownFunction
+from tpudist.programs.rows.labels import Corner, UnfittedValue
 from tpudist.programs.rows.row_sizes import Piecewise, RowNumber, RowSize
 from tpudist.programs.rows.trace_steps import (
     NOWHERE,
@@ -71,17 +71,18 @@ class ValueOrigins:
         for variable, value in itertools.zip_longest(program.jaxpr.constvars, program.consts):
             origins[variable] = _origin_of_constant(value)
 
-        def find(atom: Atom, shape: Shape) -> Origins:
+        def origins_of(atom: Atom, shape: Shape) -> Origins:
             # The numbers of literals are compared by `small_counts`.
             return origins[atom] if isinstance(atom, core.Var) and 0 not in shape else _NO_ORIGINS
 
         for step in program.steps():
             eqn, count = step.eqn, len(step.eqn.invars)
-            operands = tuple(map(find, eqn.invars, step.shapes[:count]))
+            shapes = step.shapes[:count]
+            operands = tuple(origins_of(*x) for x in zip(eqn.invars, shapes, strict=True))
             site = site_of(eqn)[0] or around
             results = self._follow_step(step, operands, site)
             origins |= zip(eqn.outvars, results, strict=True)
-        return [find(v, jaxprs.shape_of(v)) for v in program.jaxpr.outvars]
+        return [origins_of(v, jaxprs.shape_of(v)) for v in program.jaxpr.outvars]
 
     def _follow_step(
         self, step: Step, operands: tuple[Origins, ...], site: Site
@@ -105,6 +106,7 @@ def find_other_value(expected: ValueOrigins, actual: ValueOrigins) -> tuple[str,
     """
     for (site, key), occurrences in actual.reads.items():
         own = expected.reads.get((site, key))
+        # Without own records, JAX has written the operation in another way for few rows.
         if own and not all(any(_agree_all(x, other) for x in own) for other in occurrences):
             return f"the input of {key[0]}", site
     if not _agree_all(expected.results, actual.results):
@@ -113,7 +115,7 @@ def find_other_value(expected: ValueOrigins, actual: ValueOrigins) -> tuple[str,
 
 
 def _agree_all(expected: Sequence[Origins], actual: Sequence[Origins]) -> bool:
-    return all(map(_agree, expected, actual))
+    return all(_agree(x, y) for x, y in zip(expected, actual, strict=True))
 
 
 def _agree(expected: Origins, actual: Origins) -> bool:
@@ -133,10 +135,11 @@ def _inputs_of(body: Predicted | Traced, operands: Sequence[Origins]) -> Sequenc
 
 def _origin_of_constant(value: object) -> Origins:
     if value is None or isinstance(
-        value, UnknownFunction | Corner | Piecewise | RowSize | RowNumber | Tracer
+        value, UnfittedValue | Corner | Piecewise | RowSize | RowNumber | Tracer
     ):
         return None
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.asarray(value)
+    # Two constants with one checksum would hide that the user's code swaps them for few rows.
     return frozenset({("constant", array.shape, array.dtype.name, zlib.crc32(array.tobytes()))})

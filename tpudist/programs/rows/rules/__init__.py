@@ -19,19 +19,21 @@ from tpudist.programs.rows.rules import (
     shaping_rules,
 )
 
-_ALL: dict[str, Rule] = {
-    **elementwise_rules.RULES,
-    **shaping_rules.RULES,
-    **reduction_rules.RULES,
-    **convolution_rules.RULES,
-    **indexing_rules.RULES,
-    **matrix_rules.RULES,
-    **nesting_rules.RULES,
-    **collective_rules.RULES,
-    **microbatch_rules.RULES,
-    **kernel_rules.RULES,
-    **replica_rules.RULES,
-}
+_TABLES = (
+    elementwise_rules.RULES,
+    shaping_rules.RULES,
+    reduction_rules.RULES,
+    convolution_rules.RULES,
+    indexing_rules.RULES,
+    matrix_rules.RULES,
+    nesting_rules.RULES,
+    collective_rules.RULES,
+    microbatch_rules.RULES,
+    kernel_rules.RULES,
+    replica_rules.RULES,
+)
+_ALL: dict[str, Rule] = {name: rule for table in _TABLES for name, rule in table.items()}
+assert len(_ALL) == sum(map(len, _TABLES)), "a primitive has two rules"
 
 
 def rule_of(primitive: str) -> Rule | None:

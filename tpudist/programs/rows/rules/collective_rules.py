@@ -11,7 +11,7 @@ from tpudist.programs.rows.row_sizes import is_rows
 def _combine(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     for dim in filter(is_rows, itertools.chain(*operation.in_dims)):
-        operation.require_even(dim)
+        operation.require_equal(dim)
     return operation.bind()
 
 
@@ -26,16 +26,16 @@ def _gather(operation: Operation) -> Sequence[Any]:
                     "tpudist.get_replica_context().all_gather"
                 )
             if is_rows(dim):
-                operation.require_even(dim)
+                operation.require_equal(dim)
     return operation.bind()
 
 
-def _share_out(operation: Operation) -> Sequence[Any]:
-    return operation.refuse("rows are divided between replicas")
+def _refuse_division(operation: Operation) -> Sequence[Any]:
+    operation.refuse("rows are divided between replicas")
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "ppermute"), _combine),
     **dict.fromkeys(("all_gather", "all_gather_invariant"), _gather),
-    **dict.fromkeys(("reduce_scatter", "all_to_all"), _share_out),
+    **dict.fromkeys(("reduce_scatter", "all_to_all"), _refuse_division),
 }

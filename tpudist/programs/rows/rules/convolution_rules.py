@@ -25,12 +25,14 @@ def _convolve(operation: Operation) -> Sequence[Any]:
     if any(is_rows(operation.in_dims[1][d]) for d in spec.rhs_spec[2:]):
         operation.refuse("its filter is as large as the batch")
     summed = dims_of_sums(operation.equation)
-    groups = params["feature_group_count"], params["batch_group_count"]
-    of_batch = groups[1] != 1
-    count = groups[of_batch]
-    grouped = spec.lhs_spec[0 if of_batch else 1], spec.rhs_spec[0]
-    # Both operands are masked, since 0 times NaN is NaN. That includes groups, which XLA may
-    # compute in one convolution with zeros between the groups.
+    # JAX allows only one of the two numbers of groups to be other than 1.
+    of_batch = params["batch_group_count"] != 1
+    if of_batch:
+        count, grouped = params["batch_group_count"], (spec.lhs_spec[0], spec.rhs_spec[0])
+    else:
+        count, grouped = params["feature_group_count"], (spec.lhs_spec[1], spec.rhs_spec[0])
+    # Both operands are masked, since 0 times NaN is NaN. Also the dims of groups: XLA may compute
+    # all groups as one convolution, with zeros in the filter between them.
     masked = [{*summed.get(i, ()), *((d,) if count != 1 else ())} for i, d in enumerate(grouped)]
     values = [operation.mask(i, sorted(dims), 0) for i, dims in enumerate(masked)]
     if count == 1:
@@ -58,20 +60,20 @@ def _pad_each_group(
     operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
 ) -> jax.Array:
     """Moves the padding of dim `d` into its `count` groups of rows, which follow each other."""
-    each = _size_of_group(operation, dims[d], count)
+    group_size = _size_of_group(operation, dims[d], count)
     shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
-    split = (*dims[:d], count, each, *dims[d + 1 :])
-    return reshape_real(operation, x, dims, split, shape).reshape(x.shape)
+    split_dims = (*dims[:d], count, group_size, *dims[d + 1 :])
+    return reshape_real(operation, x, dims, split_dims, shape).reshape(x.shape)
 
 
 def _join_groups(
     operation: Operation, x: jax.Array, dims: Sequence[Dim], d: int, count: int
 ) -> jax.Array:
     """Undoes `_pad_each_group`: moves the real rows of all groups to the front."""
-    each = _size_of_group(operation, dims[d], count)
+    group_size = _size_of_group(operation, dims[d], count)
     shape = (*x.shape[:d], count, x.shape[d] // count, *x.shape[d + 1 :])
-    split = (*dims[:d], count, each, *dims[d + 1 :])
-    return reshape_real(operation, x.reshape(shape), split, dims, x.shape)
+    split_dims = (*dims[:d], count, group_size, *dims[d + 1 :])
+    return reshape_real(operation, x.reshape(shape), split_dims, dims, x.shape)
 
 
 def _size_of_group(operation: Operation, size: Dim, count: int) -> Dim:

@@ -74,11 +74,12 @@ class _Window:
     Attributes:
         operation: The gather or scatter.
         index: The indices `[*batch, component]`.
-        index_dims: Sizes of the batch dims of `index`. A dim of a window that was split into its
-            rows is masked already, so its size is the padded one.
+        index_dims: Sizes of the batch dims of `index`. A dim that `split_rows` has added has its
+            padded size: the indices of its padding are out of bounds already.
         components: Dim of the operand that each component of an index belongs to.
         sizes: Size of the window in each dim of the operand.
-        places: Pairs of a dim of the operand and the dim of the array of windows that it becomes.
+        window_dims: Pairs of a dim of the operand and the dim of the array of windows that it
+            becomes.
         batching: The batch dims of `index` that are dims of the operand too.
     """
 
@@ -87,11 +88,14 @@ class _Window:
     index_dims: list[Dim]
     components: list[int]
     sizes: list[Dim]
-    places: list[tuple[int, int]]
+    window_dims: list[tuple[int, int]]
     batching: tuple[int, ...]
 
     def split_rows(self, shape: Shape, mode: lax.GatherScatterMode) -> list[int]:
         """Splits each window whose size depends on the rows into one window per row.
+
+        Changes all attributes but the operation: each row gets its own index, and the dim of the
+        windows becomes a batch dim of the indices.
 
         Args:
             shape: Shape of the array of windows: of the updates, or of the result of a gather.
@@ -103,26 +107,28 @@ class _Window:
         wholes = self.operation.in_dims[0]
         split = [
             (d, at)
-            for d, at in self.places
+            for d, at in self.window_dims
             if is_rows(self.sizes[d]) and self.sizes[d] != wholes[d]
         ]
         for d, at in split:
-            self.places.remove((d, at))
+            self.window_dims.remove((d, at))
             self._split(d, at, shape, mode)
         return [d for d, _ in split]
 
     def _split(self, d: int, at: int, shape: Shape, mode: lax.GatherScatterMode) -> None:
         # Adds a batch dim to the indices: the start of the window, plus the number of the row.
         operation, whole, size = self.operation, self.operation.in_dims[0][d], self.sizes[d]
-        axis = at - sum(place < at for _, place in self.places)
+        # The batch dims are those of the windows' array that are no window dims, in its order.
+        axis = at - sum(other < at for _, other in self.window_dims)
         self.index = _widen(self.index)
-        batch = [*self.index.shape[:-1]]
+        batch = list(self.index.shape[:-1])
         batch.insert(axis, shape[at])
         index = jnp.broadcast_to(jnp.expand_dims(self.index, axis), (*batch, self.index.shape[-1]))
         if d not in self.components:
             self.components.append(d)
             index = jnp.concatenate([index, jnp.zeros((*batch, 1), index.dtype)], -1)
         j = self.components.index(d)
+        # The last start of a window that is within the real rows.
         last = jnp.maximum(operation.size(whole) - operation.size(size), 0)
         last = jnp.asarray(last, index.dtype)
         start, row = index[..., j], lax.broadcasted_iota(index.dtype, tuple(batch), axis)
@@ -140,7 +146,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
     operation.check_params(allowed=("slice_sizes",))
     numbers, mode = operation.params["dimension_numbers"], operation.params["mode"]
     operand, index = operation.values
-    inside = _dims_inside(
+    inside = _dims_except(
         operand.ndim, (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     )
     window = _Window(
@@ -162,7 +168,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
     return operation.bind(
         [operand, index],
         dimension_numbers=numbers._replace(
-            offset_dims=tuple(at for _, at in window.places),
+            offset_dims=tuple(at for _, at in window.window_dims),
             collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, *split))),
             start_index_map=tuple(window.components),
             start_indices_batching_dims=window.batching,
@@ -171,14 +177,14 @@ def _gather(operation: Operation) -> Sequence[Any]:
             1 if d in split else size
             for d, size in enumerate(operation.equation.eqn.params["slice_sizes"])
         ),
-        # A window that was out of bounds still is, in each row; padding may be anything.
+        # A window out of bounds stays so in each of its rows. The padding may be anything.
         mode=mode,
         unique_indices=False,
         indices_are_sorted=False,
     )
 
 
-def _dims_inside(ndim: int, others: Sequence[int]) -> list[int]:
+def _dims_except(ndim: int, others: Sequence[int]) -> list[int]:
     return [d for d in range(ndim) if d not in others]
 
 
@@ -200,8 +206,10 @@ def _limit(
             if isinstance(width, int) and width > 1:
                 operation.require_size(sizes[d], width)
             elif mode != _FILL and not any(map(is_rows, operation.out_dims[0])):
-                operation.require_size(sizes[d], 1)  # there is no nearest row among no rows
+                # There is no nearest row among no rows. (A result with rows is empty then.)
+                operation.require_size(sizes[d], 1)
             last = jnp.asarray(operation.size(sizes[d]) - width, column.dtype)
+            # With the mode PROMISE, all indices of a scatter are within the real rows already.
             if mode == _CLIP:
                 column = jnp.clip(column, 0, jnp.maximum(last, 0))
             elif mode == _FILL:
@@ -224,12 +232,12 @@ def _scatter(operation: Operation) -> Sequence[Any]:
     numbers, mode = operation.params["dimension_numbers"], operation.params["mode"]
     operand, index, updates = operation.values
     of_operand, of_index, of_updates = operation.in_dims
-    inside = _dims_inside(
+    inside = _dims_except(
         operand.ndim, (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     )
-    places = list(zip(inside, numbers.update_window_dims, strict=True))
+    window_dims = list(zip(inside, numbers.update_window_dims, strict=True))
     sizes: list[Dim] = [1] * operand.ndim
-    for d, at in places:
+    for d, at in window_dims:
         sizes[d] = of_updates[at]
     window = _Window(
         operation,
@@ -237,7 +245,7 @@ def _scatter(operation: Operation) -> Sequence[Any]:
         list(of_index[:-1]),
         list(numbers.scatter_dims_to_operand_dims),
         sizes,
-        places,
+        window_dims,
         tuple(numbers.scatter_indices_batching_dims),
     )
     split = window.split_rows(updates.shape, mode)
@@ -266,7 +274,7 @@ def _scatter(operation: Operation) -> Sequence[Any]:
     return operation.bind(
         [operand, index, updates],
         dimension_numbers=numbers._replace(
-            update_window_dims=tuple(at for _, at in window.places),
+            update_window_dims=tuple(at for _, at in window.window_dims),
             inserted_window_dims=tuple(sorted((*numbers.inserted_window_dims, *split))),
             scatter_dims_to_operand_dims=tuple(dims),
             scatter_indices_batching_dims=window.batching,

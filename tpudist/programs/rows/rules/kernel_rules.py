@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from tpudist.programs.rows import row_kernels
 from tpudist.programs.rows.evaluator import Operation, Rule
-from tpudist.programs.rows.labels import varies
+from tpudist.programs.rows.labels import depends_on_rows
 from tpudist.programs.rows.row_sizes import Dim, is_rows
 
 
 def _run(operation: Operation) -> Sequence[Any]:
     params = operation.params
     kernel, levels = params["kernel"], params["levels"]
-    if varies(params["numbers"]):
+    if depends_on_rows(params["numbers"]):
         operation.refuse(
             "the function closes over a value that depends on the number of rows. Pass values with "
             "rows as arguments, and derive other values in the function from their shapes"

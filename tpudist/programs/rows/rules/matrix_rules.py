@@ -16,7 +16,7 @@ from tpudist.programs import jaxprs
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import is_rows
 
-_REFUSED = "rows are a dim of its matrices, instead of a dim before them"
+_REFUSED = "its matrices have rows as one of their two dims; rows must be a dim before these"
 
 
 def _each_matrix(operation: Operation) -> Sequence[Any]:
@@ -34,9 +34,7 @@ def _embed(operation: Operation, i: int) -> Any:
     if not is_rows(rows):
         return x
     if rows != columns:
-        operation.refuse(
-            "its matrices have as many elements as there are rows in one dim, and are not square"
-        )
+        operation.refuse("its matrices have rows as one of their two dims, and are not square")
     n = x.ndim
     real = operation.is_real(x.shape, n - 2, rows) & operation.is_real(x.shape, n - 1, rows)
     return jnp.where(real, x, jnp.eye(x.shape[-1], dtype=x.dtype))
@@ -58,13 +56,14 @@ def _lu(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     rows, columns = operation.in_dims[0][-2:]
     if is_rows(rows) and not is_rows(columns):
+        # A zero is not a pivot: a real row has a larger element, or comes first among zeros.
         return operation.bind([_zero_rows(operation)])
     if is_rows(columns) and not is_rows(rows):
         operation.refuse("its matrices have as many columns as there are rows")
     return operation.bind([_embed(operation, 0)])
 
 
-def _permutation(operation: Operation) -> Sequence[Any]:
+def _lu_permutation(operation: Operation) -> Sequence[Any]:
     operation.check_params(allowed=("permutation_size",))
     pivots = operation.values[0]
     last = pivots.ndim - 1
@@ -100,7 +99,7 @@ def _svd(operation: Operation) -> Sequence[Any]:
             "without their gradient are supported"
         )
     if all(map(is_rows, dims)):
-        operation.refuse("its matrices have as many elements as there are rows in both dims")
+        operation.refuse("its matrices have rows as both of their dims")
     rows, fixed = sorted(dims, key=is_rows, reverse=True)
     assert isinstance(fixed, int), fixed
     operation.require_size(rows, fixed)
@@ -123,7 +122,7 @@ def _solve_linear(operation: Operation) -> Sequence[Any]:
     lengths = operation.equation.eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     consts = operation.values[first : first + lengths.solve]
-    return operation.run(body, [*consts, *operation.values[sum(lengths) :]])
+    return operation.evaluate(body, [*consts, *operation.values[sum(lengths) :]])
 
 
 _OTHERS = "eig eigh geqrf householder_product schur tridiagonal tridiagonal_solve"
@@ -133,7 +132,7 @@ RULES: dict[str, Rule] = {
     "cholesky": _cholesky,
     "custom_linear_solve": _solve_linear,
     "lu": _lu,
-    "lu_pivots_to_permutation": _permutation,
+    "lu_pivots_to_permutation": _lu_permutation,
     "qr": _qr,
     "svd": _svd,
     "triangular_solve": _solve_triangular,

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from tpudist.programs import jaxprs
 from tpudist.programs.replica_equality import EQUALIZING_FUNCTION
-from tpudist.programs.rows.evaluator import Operation, Rule, close_over_counts
+from tpudist.programs.rows.evaluator import Operation, Rule, pass_counts_as_inputs
 from tpudist.programs.rows.labels import LabelledProgram
 from tpudist.programs.rows.row_sizes import is_rows
 
@@ -22,7 +22,7 @@ def _structure(operation: Operation, expected: type[StructureType]) -> Structure
     structure = jaxprs.structure_of(operation.equation.eqn)
     if isinstance(structure, expected):
         return structure
-    reason = "it holds no program"
+    reason = "it contains no program"
     if isinstance(structure, jaxprs.Unknown):
         reason = structure.reason
     operation.refuse(f"the program inside it is not understood: {reason}")
@@ -35,19 +35,19 @@ def _call(operation: Operation) -> Sequence[Any]:
         # replicas element by element.
         for dims in operation.in_dims:
             for dim in filter(is_rows, dims):
-                operation.require_even(dim)
+                operation.require_equal(dim)
         return operation.bind()
-    return operation.run(_body(operation, structure.body), operation.values)
+    return operation.evaluate(_body(operation, structure.body), operation.values)
 
 
 def _expand(operation: Operation) -> Sequence[Any]:
-    return operation.run(operation.body(), operation.values)
+    return operation.evaluate(operation.body(), operation.values)
 
 
 def _remat(operation: Operation) -> Sequence[Any]:
     structure = _structure(operation, jaxprs.Call)
     body = _body(operation, structure.body)
-    jaxpr, inputs = close_over_counts(operation.evaluator, body, operation.values)
+    jaxpr, inputs = pass_counts_as_inputs(operation.evaluator, body, operation.values)
     return operation.bind(inputs, jaxpr=jaxpr)
 
 
@@ -57,8 +57,9 @@ def _branch(operation: Operation) -> Sequence[Any]:
     index, *operands = operation.values
 
     def make_branch(body: LabelledProgram) -> Callable[..., list[jax.Array]]:
-        return lambda *args: [_with_strong_type(x) for x in operation.run(body, args)]
+        return lambda *args: [_with_strong_type(x) for x in operation.evaluate(body, args)]
 
+    # As `cond`, it clamps the index.
     return lax.switch(index, [make_branch(body) for body in bodies], *operands)
 
 
@@ -74,8 +75,8 @@ def _scan(operation: Operation) -> Sequence[Any]:
     end = operation.size(length)
 
     def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-        i, xs = x
-        outputs = [_with_strong_type(y) for y in operation.run(body, [*consts, *carry, *xs])]
+        i, xs = x  # `i` is None unless the scan is over rows
+        outputs = [_with_strong_type(y) for y in operation.evaluate(body, [*consts, *carry, *xs])]
         new = outputs[: scan.num_carry]
         if is_rows(length):
             # A scan over rows makes an iteration for each padded row, which leaves the carry as it
@@ -106,14 +107,14 @@ def _while(operation: Operation) -> Sequence[Any]:
     # Under `vmap` a while loop has a predicate per row. It ends when all real rows have ended: a
     # padded row never continues, or the loop might not end. A row that has ended keeps its carry.
     def find_running(carry: Sequence[Any]) -> jax.Array:
-        (predicate,) = operation.run(cond, [*of_cond, *carry])
+        (predicate,) = operation.evaluate(cond, [*of_cond, *carry])
         for d, size in enumerate(dims):
             if is_rows(size):
                 predicate &= operation.is_real(predicate.shape, d, size)
         return predicate
 
     def step(carry: list[Any]) -> list[Any]:
-        new = [_with_strong_type(y) for y in operation.run(body, [*of_body, *carry])]
+        new = [_with_strong_type(y) for y in operation.evaluate(body, [*of_body, *carry])]
         if not dims:
             return new
         running = find_running(carry)

@@ -1,4 +1,8 @@
-"""Rules of reductions, sorts and other operations over rows: padding becomes neutral elements."""
+"""Rules of reductions, sorts and other operations over rows: padding becomes neutral elements.
+
+A neutral element changes no result: 0 for a sum, -inf for a maximum. Each rule puts it into the
+padding (`Operation.mask`, which skips dims without rows), and then applies JAX's operation.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,7 +97,7 @@ def _dot(operation: Operation) -> Sequence[Any]:
     return operation.bind([operation.mask(i, summed.get(i, ()), 0) for i in range(2)])
 
 
-def _slide_window(operation: Operation) -> Sequence[Any]:
+def _reduce_window(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     params, dims = operation.params, operation.in_dims[0]
     ones = (1,) * len(dims)
@@ -107,6 +111,7 @@ def _slide_window(operation: Operation) -> Sequence[Any]:
         )
         if is_rows(size) and not is_identity:
             kind = operation.name.removeprefix("reduce_window_")
+            # Only the names with the prefix say what is computed in a window.
             if kind not in _NEUTRAL or kind == operation.name:
                 operation.refuse("its window has several rows")
             fill = _NEUTRAL[kind](operation.values[0].dtype)
@@ -114,7 +119,7 @@ def _slide_window(operation: Operation) -> Sequence[Any]:
     return operation.bind()
 
 
-def _transform(operation: Operation) -> Sequence[Any]:
+def _fourier_transform(operation: Operation) -> Sequence[Any]:
     operation.check_params()
     count = len(operation.params["fft_lengths"])
     along = (*operation.in_dims[0][-count:], *operation.out_dims[0][-count:])
@@ -133,12 +138,13 @@ def _sort(operation: Operation) -> Sequence[Any]:
     # NaN sorts after it.
     first = operation.values[0]
     padding = jnp.logical_not(operation.is_real(first.shape, axis, size)).astype(jnp.int32)
-    return lax.sort(
+    _, *results = lax.sort(
         [padding, *operation.values],
         dimension=axis,
         is_stable=params["is_stable"],
         num_keys=params["num_keys"] + 1,
-    )[1:]
+    )
+    return results
 
 
 def _top_k(operation: Operation) -> Sequence[Any]:
@@ -159,14 +165,14 @@ RULES: dict[str, Rule] = {
     "argmin": _find_extreme(_highest),
     "reduce": _reduce_by_function,
     "dot_general": _dot,
-    "reduce_window": _slide_window,
-    "reduce_window_sum": _slide_window,
-    "reduce_window_max": _slide_window,
-    "reduce_window_min": _slide_window,
-    "select_and_scatter": _slide_window,
-    "select_and_scatter_add": _slide_window,
-    "select_and_gather_add": _slide_window,
-    "fft": _transform,
+    "reduce_window": _reduce_window,
+    "reduce_window_sum": _reduce_window,
+    "reduce_window_max": _reduce_window,
+    "reduce_window_min": _reduce_window,
+    "select_and_scatter": _reduce_window,
+    "select_and_scatter_add": _reduce_window,
+    "select_and_gather_add": _reduce_window,
+    "fft": _fourier_transform,
     "sort": _sort,
     "top_k": _top_k,
 }

@@ -17,7 +17,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
     operation.check_params(allowed=("rows", "own"))
     (x,), (aval,) = operation.values, operation.out_avals
     dim, index = operation.params["dim"], operation.params["index"]
-    _need_even_others(operation, dim)
+    _require_equal_others(operation, dim)
     size = operation.in_dims[0][dim]
     gathered = collectives.all_gather(x, dim)
     total = _symbol_of(operation.out_dims[0][dim])
@@ -27,6 +27,7 @@ def _gather(operation: Operation) -> Sequence[Any]:
         # The result needs a symbol: `partial_batch` traces the function again with one.
         operation.evaluator.requirements.gathered[index] = size
         return [gathered]
+    # For each row of the result: the replica that has it, and its place in the padded rows of all.
     starts, ends = _places(operation, size)
     position = jnp.arange(aval.shape[dim])
     replica = jnp.sum(position[:, None] >= ends[None], 1).clip(0, len(ends) - 1)
@@ -38,7 +39,7 @@ def _share(operation: Operation) -> Sequence[Any]:
     operation.check_params(allowed=("rows", "own"))
     (x,), (aval,) = operation.values, operation.out_avals
     dim = operation.params["dim"]
-    _need_even_others(operation, dim)
+    _require_equal_others(operation, dim)
     size = operation.out_dims[0][dim]
     summed = collectives.all_reduce(collectives.ReduceOp.SUM, x)
     me = collectives.replica_id()
@@ -74,10 +75,10 @@ def _symbol_of(dim: Dim) -> int | None:
     return i if dim == symbol(i, dim.num_symbols) else None
 
 
-def _need_even_others(operation: Operation, dim: int) -> None:
+def _require_equal_others(operation: Operation, dim: int) -> None:
     for d, size in enumerate(operation.in_dims[0]):
         if d != dim and is_rows(size):
-            operation.require_even(size)
+            operation.require_equal(size)
 
 
 RULES: dict[str, Rule] = {

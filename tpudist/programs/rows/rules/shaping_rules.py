@@ -1,11 +1,13 @@
 """Rules of operations that move rows: slices, pads, concatenations, reshapes.
 
-They move the real rows to the front of the result.
+JAX's operation on the padded array leaves padding between real rows, or before them. Each rule
+moves the real rows to the front of the result.
 """
 
 import functools
 import itertools
 import operator
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,36 +79,43 @@ def _pad(operation: Operation) -> Sequence[Any]:
     operation.check_params(allowed=("padding_config",))
     config = operation.params["padding_config"]
     x, fill = operation.values
-    dims = operation.in_dims[0]
     if type(config) is not tuple or any(type(each) is not tuple for each in config):
         operation.refuse("its padding depends on the number of rows")
-    moved = [d for d, (low, _, _) in enumerate(config) if is_rows(low)]
     for low, _, interior in config:
         if is_rows(interior) or (is_rows(low) and interior):
             operation.refuse("padding between elements depends on the number of rows")
-    if not moved:
-        for d, (_, high, interior) in enumerate(config):
-            if is_rows(dims[d]) and (is_rows(high) or high or interior):
-                x = jnp.where(operation.is_real(x.shape, d, dims[d]), x, fill)
-        return operation.bind([x, fill])
-    if len(moved) > 1:
-        operation.refuse("the padding before two dims depends on the number of rows")
-    (d,) = moved
-    others = [each for i, each in enumerate(config) if i != d]
-    if any(each != (0, 0, 0) for each in others):
-        operation.refuse("the padding before one of several dims depends on the number of rows")
-    if is_rows(dims[d]):
-        x = jnp.where(operation.is_real(x.shape, d, dims[d]), x, fill)
+    if any(is_rows(low) for low, _, _ in config):
+        return [_pad_before(operation, config)]
+    # Elements before and between the rows do not depend on n. The ones behind them must follow the
+    # last real row, so the padding becomes what they are.
+    for d, (_, high, interior) in enumerate(config):
+        if is_rows(operation.in_dims[0][d]) and (is_rows(high) or high or interior):
+            x = operation.evaluator.mask(x, d, operation.in_dims[0][d], fill)
+    return operation.bind([x, fill])
+
+
+def _pad_before(operation: Operation, config: Sequence[tuple[Any, Any, Any]]) -> jax.Array:
+    """Pads one dim with a number of elements before it that depends on the rows."""
+    padded = [d for d, each in enumerate(config) if each != (0, 0, 0)]
+    if len(padded) > 1:
+        operation.refuse(
+            "it pads several dims, and the padding before one depends on the number of rows"
+        )
+    (d,) = padded
     low, high, _ = config[d]
     if not is_rows(high) and high < 0:
         operation.refuse(
             "the padding before rows depends on their number, and some rows are removed"
         )
-    (aval,) = operation.out_avals
-    if not is_rows(dims[d]):
+    x, fill = operation.values
+    size, (aval,) = operation.in_dims[0][d], operation.out_avals
+    if is_rows(size):
+        x = operation.evaluator.mask(x, d, size, fill)
+    else:
+        # `dynamic_update_slice` would move `x` if the result had no room for it.
         operation.require_size(operation.out_dims[0][d], x.shape[d])
     empty = lax.broadcast(fill, aval.shape)
-    return [lax.dynamic_update_slice_in_dim(empty, x, operation.size(low), d)]
+    return lax.dynamic_update_slice_in_dim(empty, x, operation.size(low), d)
 
 
 def _slice(operation: Operation) -> Sequence[Any]:
@@ -114,10 +123,10 @@ def _slice(operation: Operation) -> Sequence[Any]:
     starts, limits = operation.params["start_indices"], operation.params["limit_indices"]
     x, dims = operation.values[0], operation.in_dims[0]
     strides = operation.params["strides"] or (1,) * len(dims)
-    base = operation.equation.eqn.params
+    padded_params = operation.equation.eqn.params
     for d, size in enumerate(dims):
         if (starts[d], strides[d]) != (0, 1) or limits[d] != size:
-            edges = base["start_indices"][d], base["limit_indices"][d]
+            edges = padded_params["start_indices"][d], padded_params["limit_indices"][d]
             x = _cut(operation, x, size, d, (starts[d], limits[d], strides[d]), edges)
     return [x]
 
@@ -142,8 +151,8 @@ def _cut(
     x: jax.Array,
     size: Dim,
     d: int,
-    part: tuple[Any, Any, Any],
-    full: tuple[int, int],
+    labelled: tuple[Any, Any, Any],
+    padded_edges: tuple[int, int],
 ) -> jax.Array:
     """Returns the part `[start:limit:stride]` of dim `d`.
 
@@ -152,22 +161,24 @@ def _cut(
         x: The padded array.
         size: The size of dim `d`.
         d: The dim.
-        part: The labelled start, limit and stride.
-        full: Start and limit in the padded array.
+        labelled: The labelled start, limit and stride.
+        padded_edges: Start and limit in the padded array.
     """
-    start, limit, stride = part
+    start, limit, stride = labelled
+    padded_start, padded_limit = padded_edges
     if is_rows(stride):
         operation.refuse("its strides depend on the number of rows")
     for edge in (start, limit):
         if isinstance(edge, int):
             if not is_rows(limit):
+                # `x[:3]` of 2 rows has a size of 2, not 3.
                 operation.require_size(size, edge)
         elif not isinstance(edge, RowSize):
             operation.refuse("its start or its end depends on the number of rows")
     if not is_rows(start):
         if is_rows(limit) and not is_rows(size):
             operation.refuse("it takes as many elements of another dim as there are rows")
-        return lax.slice_in_dim(x, start, full[1], stride, d)
+        return lax.slice_in_dim(x, start, padded_limit, stride, d)
     if stride != 1:
         operation.refuse(
             "it takes rows at a stride, from a start that depends on the number of rows"
@@ -175,7 +186,7 @@ def _cut(
     if not is_rows(limit):
         operation.refuse("it takes rows from a start that depends on their number to a fixed end")
     operation.require_size(start, 0)
-    length = full[1] - full[0]
+    length = padded_limit - padded_start
     at = operation.size(start)
     if is_rows(limit - start):
         # `dynamic_slice` would move a start that is too near the end of the padded array.
@@ -213,7 +224,8 @@ def reshape_real(
         shape: The padded shape of the result.
     """
     # Computes, for each element of the result, its position in the real array in row-major order,
-    # and from that its position in the padded array. A gather: slow, but exact.
+    # and from that its position in the padded array (int32: up to 2**31 elements). A gather: slow,
+    # but exact.
     real_before = [operation.size(d) for d in before]
     real_after = [operation.size(d) for d in after]
     position = jnp.zeros(shape, jnp.int32)
@@ -236,13 +248,13 @@ def _keeps_corner(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
     # It does if the dims before and after fall into consecutive groups of equal size, and in each
     # group only the first dim depends on the rows. Each round of the outer loop takes at least one
     # dim, and the inner loop multiplies the smaller side until both are equal or dims run out.
-    # Sizes are polynomials: products that are equal at more points than their degree are equal.
-    points = [tuple(97 + 10 * k + 3 * i * (k + 1) for i in range(16)) for k in range(12)]
+    # Sizes are polynomials. Products that are equal at random points are equal: a polynomial of
+    # degree 20 is zero at a random point with a probability of 2e-5, and at all four with 2e-19.
+    num_symbols = max((x.num_symbols for x in (*before, *after) if is_rows(x)), default=0)
+    points = [random.Random(k).choices(range(100, 10**6), k=num_symbols) for k in range(4)]
 
     def sizes(dim: Dim) -> tuple[Any, ...]:
-        return tuple(
-            dim.at(p[: dim.num_symbols]) if isinstance(dim, RowSize) else dim for p in points
-        )
+        return tuple(dim.at(p[: dim.num_symbols]) if is_rows(dim) else dim for p in points)
 
     i = j = 0
     while i < len(before) or j < len(after):
@@ -250,6 +262,7 @@ def _keeps_corner(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
         right: list[Dim] = []
         left_size = right_size = (1,) * len(points)
         while not (left or right) or left_size != right_size:
+            # Any order is right, since the loop ends only if both sides are equal.
             if i < len(before) and (left_size[0] <= right_size[0] or j >= len(after)):
                 left, left_size, i = [*left, before[i]], _times(left_size, sizes(before[i])), i + 1
             elif j < len(after):
