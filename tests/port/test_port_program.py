@@ -158,7 +158,7 @@ def test_an_unsupported_program_is_rejected(source, message):
 
 def test_a_module_of_a_program_may_contain_no_strategy():
     source = "import tensorflow as tf\nmodel = tf.keras.Sequential()\n"
-    assert "model = keras.Sequential()" in port_program(source, is_whole=False).source
+    assert "model = keras.Sequential()" in port_program(source, creates_strategy=False).source
 
 
 def test_tensorflow_modules_that_stay_are_named():
@@ -202,7 +202,7 @@ def test_a_tape_that_stays_names_the_guide_for_its_model(model, section):
     found = {one.name: one for one in port_program(source).leftovers}
     assert found["tf.GradientTape"].section == section
     is_of_keras = "keras_fit" in section
-    assert ("tpudist.keras" in found["tf.GradientTape"].what) == is_of_keras
+    assert ("tpudist.keras" in found["tf.GradientTape"].instruction) == is_of_keras
     # A model that may not be a Keras model is an argument.
     assert ("model" in found) == (not is_of_keras)
     assert found["mean.result"].section == RESULT.section
@@ -227,12 +227,12 @@ def test_the_advice_for_a_tf_module_agrees_with_the_rest_of_the_port():
         "    optimizer.apply_gradients(zip(grads, net.trainable_variables))\n"
         "strategy.run(step, args=(1,))\n"
     )
-    found = [(one.name, one.what) for one in port_program(source).leftovers]
+    found = [(one.name, one.instruction) for one in port_program(source).leftovers]
     assert found == [
-        ("tf.Module", KERAS_MODULE.what),
-        ("tf.Variable", MODULE_VARIABLE.what),
-        ("tf.random.normal", RANDOM_VALUE.what),
-        ("tf.Variable", MODULE_VARIABLE.what),
+        ("tf.Module", KERAS_MODULE.instruction),
+        ("tf.Variable", MODULE_VARIABLE.instruction),
+        ("tf.random.normal", RANDOM_VALUE.instruction),
+        ("tf.Variable", MODULE_VARIABLE.instruction),
     ]
 
 
@@ -285,7 +285,7 @@ def test_hints_for_parameter_servers_match_the_guide(statement, what, section):
         f"model = keras.Sequential()\n{statement}\n"
     )
     [left] = port_program(source).leftovers
-    assert what in left.what
+    assert what in left.instruction
     assert left.section == section
     guide = (ROOT / "docs" / "parameter_servers.md").read_text()
     for code in (
@@ -300,7 +300,7 @@ def test_the_hint_for_a_checkpoint_is_runnable_code(tmp_path):
     strategy = "import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
     [left] = port_program(f"{strategy}c = tf.train.Checkpoint(m)\n").leftovers
     names = {"tpudist": tpudist, "model": {"w": np.ones(3)}, "optimizer": {"m": np.zeros(3)}}
-    code = left.what.removeprefix("name its objects: ")
+    code = left.instruction.removeprefix("name its objects: ")
     checkpoint = eval(code, names)
     path = checkpoint.save(tmp_path / "a")
     names["model"] = {"w": np.zeros(3)}

@@ -32,7 +32,7 @@ def port(statements: str) -> tuple[str, list[tuple[str, str]]]:
     ported = port_program(HEAD + statements)
     assert port_program(ported.source) == ported
     _, _, after = ported.source.partition(BODY)
-    return after, [(one.name, one.what) for one in ported.leftovers]
+    return after, [(one.name, one.instruction) for one in ported.leftovers]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_a_path_that_may_be_right_stays(statements):
     ],
 )
 def test_a_path_that_keras_rejects_is_listed_if_the_correction_is_not_certain(statements, left):
-    assert port(statements + "\n")[1] == [(name, advice.what) for name, advice in left]
+    assert port(statements + "\n")[1] == [(name, advice.instruction) for name, advice in left]
 
 
 def test_an_argument_that_keras_rejects_is_listed():
     _, [(name, what)] = port("model.save('a.keras', options=x, signatures=y)\n")
     assert name == "model.save"
-    assert what == SAVE_ARGUMENT.what.format("options, signatures")
+    assert what == SAVE_ARGUMENT.instruction.format("options, signatures")
 
 
 @pytest.mark.multiprocess

@@ -77,7 +77,7 @@ def run(options: Options) -> int:
         progress = _Progress(options.file)
         # The file is written only after the whole program is ported, so an error leaves it
         # unchanged.
-        ported = port_file(source, is_whole=not options.module, on_pass=progress.update)
+        ported = port_file(source, creates_strategy=not options.module, on_pass=progress.update)
     except port.CannotPort as error:
         raise WrongUse(f"{options.file} cannot be ported. {error}") from error
     target = options.file if options.write else options.output
@@ -121,7 +121,8 @@ def _format_leftovers(
 ) -> list[str]:
     """Returns a line per leftover, the packages that the program needs, and a summary."""
     lines = [
-        f"{file}{f', cell {x.cell}' if x.cell else ''}:{x.line}: {x.name}: {x.what} ({x.section})"
+        f"{file}{f', cell {x.cell}' if x.cell else ''}:{x.line}: {x.name}: "
+        f"{x.instruction} ({x.section})"
         for x in leftovers
     ]
     if stays:

@@ -12,7 +12,7 @@ from tpudist.port.analysis.nodes import keyword_arg, method_name
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.pipeline_steps import (
-    ONE,
+    ONE_ELEMENT,
     PARAMETERS,
     SLICES,
     Chain,
@@ -20,7 +20,7 @@ from tpudist.port.pipeline_steps import (
     Step,
     advance,
     arguments_of,
-    begin,
+    begin_chain,
     read_step,
     repeat_rows,
 )
@@ -90,7 +90,7 @@ class _ChainFinder:
         # none.
         seen: set[tuple[object, str]] = set()
         for node in self._program.nodes(cst.Call):
-            if self._program.callee(node) not in (SLICES, ONE):
+            if self._program.callee(node) not in (SLICES, ONE_ELEMENT):
                 continue
             end = _end(self._program, node)
             assert isinstance(end, cst.Call)
@@ -112,54 +112,56 @@ class _ChainFinder:
         dataset distributed under its old name. Then all statements must be in one block.
         """
         program = self._program
-        pieces: list[cst.Call] = []
-        last: cst.Call | None = None
+        pieces: list[cst.Call] = []  # `name = chain`
+        distribution: cst.Call | None = None  # `name = experimental_distribute_dataset(name)`
+        # If no value is known, the name itself is no call, and so the chains are given up.
         for value in program.values(name) or [name]:
             if not isinstance(value, cst.Call):
                 return []
             if _distributes(value, name.value):
-                if last is not None:
+                if distribution is not None:
                     return []
-                last = value
+                distribution = value
             else:
                 pieces.append(value)
         # In `dataset = dataset.batch(8)` the read of `dataset` continues the chain, and is no
         # reader. A read after the distribution sees the distributed dataset under the old name.
-        within = {id(_root(piece)) for piece in pieces}
-        end = program.line(last) if last else None
+        roots_of_pieces = {id(_root(piece)) for piece in pieces}
+        last_line = program.line(distribution) if distribution else None
         reads = [
             x
             for x in program.references(name)
-            if id(x) not in within and (end is None or program.line(x) <= end)
+            if id(x) not in roots_of_pieces and (last_line is None or program.line(x) <= last_line)
         ]
-        tails = [tail for x in reads if (tail := _end(program, x)) is not x]
-        reads = [_end(program, x) for x in reads]
-        if not reads or not all(_is_read_by_strategy(program, x) for x in reads):
+        ends = [_end(program, x) for x in reads]
+        if not ends or not all(_is_read_by_strategy(program, x) for x in ends):
             return []
-        ends = [x for x in tails if isinstance(x, cst.Call)]
-        goes_on = ends or last or not all(isinstance(_root(x), cst.Call) for x in pieces)
-        in_order = [*pieces, *ends, *([last] if last else [])]
+        tails = [x for x in ends if isinstance(x, cst.Call)]  # `name.batch(8)` where it is read
+        spans_statements = (
+            tails or distribution or not all(isinstance(_root(x), cst.Call) for x in pieces)
+        )
+        calls = [*pieces, *tails, *([distribution] if distribution else [])]
         # A statement in an `if` or a loop may run not at all or repeatedly. Only in one block is
         # the order of the lines the order of the steps.
-        if goes_on and len({id(_block(program, x)) for x in in_order}) != 1:
+        if spans_statements and len({id(_block(program, x)) for x in calls}) != 1:
             return []
-        if last is not None and any(program.line(x) > program.line(last) for x in in_order):
+        if last_line is not None and any(program.line(x) > last_line for x in calls):
             return []
-        return self._chains_of(pieces, ends)
+        return self._chains_of(pieces, tails)
 
-    def _chains_of(self, pieces: list[cst.Call], ends: list[cst.Call]) -> list[Chain]:
+    def _chains_of(self, pieces: list[cst.Call], tails: list[cst.Call]) -> list[Chain]:
         """Returns the chains of one name, in order; none if one cannot be rewritten.
 
         Args:
             pieces: Calls whose results are bound to the name.
-            ends: Calls that continue the dataset where it is read, without binding it.
+            tails: Calls that continue the dataset where it is read, without binding it.
         """
         chains: list[Chain] = []
         stage: Stage | None = None
-        for piece in sorted([*pieces, *ends], key=self._program.line):
+        for piece in sorted([*pieces, *tails], key=self._program.line):
             root, calls = _unchain(piece)
             if isinstance(root, cst.Call):
-                chain = begin(self._program, root, calls)
+                chain = begin_chain(self._program, root, calls)
                 if chain is None:
                     return []
                 stage, calls = Stage.EXAMPLES, calls[1:] if chain.repeat is not None else calls
@@ -169,17 +171,16 @@ class _ChainFinder:
             after = stage
             for call in calls:
                 step = read_step(call)
-                after = advance(after, step) if after and step else None
-                if after is None or step is None:
+                if step is None or after is None or (after := advance(after, step)) is None:
                     return []
                 chains[-1].steps.append(step)
-            # A strategy takes batches, so a chain that it reads must have come to `batch`.
-            if piece in ends and (after is None or after < Stage.BATCHED):
+            # A strategy accepts batches, so a chain that it reads must have come to `batch`.
+            if piece in tails and (after is None or after < Stage.BATCHED):
                 return []
             # A chain that ends where it is read does not change the dataset of the name.
-            stage = stage if piece in ends else after
-        is_whole = bool(ends) or (stage is not None and stage >= Stage.BATCHED)
-        return chains if is_whole else []
+            stage = stage if piece in tails else after
+        is_batched = bool(tails) or (stage is not None and stage >= Stage.BATCHED)
+        return chains if is_batched else []
 
 
 def _unchain(end: cst.BaseExpression) -> tuple[cst.BaseExpression, list[cst.Call]]:
@@ -189,6 +190,7 @@ def _unchain(end: cst.BaseExpression) -> tuple[cst.BaseExpression, list[cst.Call
         isinstance(end, cst.Call)
         and isinstance(end.func, cst.Attribute)
         and isinstance(end.func.value, cst.Call | cst.Name)
+        # `np.array(...)`: a method of a name that is no step begins a chain, it continues none.
         and not (isinstance(end.func.value, cst.Name) and end.func.attr.value not in PARAMETERS)
     ):
         calls.append(end)

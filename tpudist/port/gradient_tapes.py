@@ -27,16 +27,16 @@ from tpudist.port.analysis.transformers import Transformer
 _TAPE = "tensorflow.GradientTape"
 _TRAINED = {"trainable_variables", "trainable_weights"}
 _NAME = "loss_of_batch"
-# Statements that have another meaning in a function of their own.
-# `return` would leave the new function instead of the old one, `break` has no loop there, and
-# `global` would not name a local of the old function.
-_JUMPS = (cst.Return, cst.Yield, cst.Break, cst.Continue, cst.Await, cst.Del)
-_JUMPS += (cst.Global, cst.Nonlocal)
+# Nodes that have another meaning in a function of their own: `return` and `yield` would leave it,
+# `break` and `continue` have no loop in it, `await` needs an async function, and `del`, `global`
+# and `nonlocal` would act on its own names.
+_OF_FUNCTION = (cst.Return, cst.Yield, cst.Break, cst.Continue, cst.Await, cst.Del)
+_OF_FUNCTION += (cst.Global, cst.Nonlocal)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tape:
-    """A tape and the statement that computes the gradients.
+    """A tape and the statement after it, which computes the gradients.
 
     Attributes:
         loss: Name of the loss.
@@ -71,16 +71,16 @@ class GradientTapes(Transformer):
             return updated_node
         body: list[Any] = []
         for i, statement in enumerate(before):
-            tape = self._read(statement, before[i + 1]) if i + 1 < len(before) else None
+            tape = self._parse_tape(statement, before[i + 1]) if i + 1 < len(before) else None
             if tape is not None:
-                body += self._write(tape, after[i], after[i + 1])
-            # The statement after a tape was written with it. `_read` is a function of two nodes
-            # only, so it gives the same answer again.
-            elif i == 0 or self._read(before[i - 1], statement) is None:
+                body += self._function_and_call(tape, after[i], after[i + 1])
+            # The statement after a tape was written with it. `_parse_tape` is a function of two
+            # nodes only, so it gives the same answer again.
+            elif i == 0 or self._parse_tape(before[i - 1], statement) is None:
                 body.append(after[i])
         return updated_node.with_changes(body=body)
 
-    def _read(self, statement: cst.CSTNode, following: cst.CSTNode) -> _Tape | None:
+    def _parse_tape(self, statement: cst.CSTNode, following: cst.CSTNode) -> _Tape | None:
         """Returns the parts of a tape; None if the node is not a tape, or a part is uncertain."""
         if not isinstance(statement, cst.With) or len(statement.items) != 1:
             return None
@@ -110,7 +110,7 @@ class GradientTapes(Transformer):
             return None
         if not isinstance(loss, cst.Name) or not self._can_move(statement):
             return None
-        bound = self._names_of(statement)
+        bound = self._bound_names(statement)
         if loss.value not in bound:
             return None
         if not self._is_of_keras(variables.value, assign.targets[0].target):
@@ -152,12 +152,12 @@ class GradientTapes(Transformer):
             # function. In a class, a function does not see the names of the body.
             if isinstance(outer, cst.For | cst.While | cst.ClassDef):
                 return False
-        else:
+        else:  # not in a function
             return False
         if not isinstance(statement.body, cst.IndentedBlock):
             return False
-        inside = _nodes_of(statement.body)
-        if any(isinstance(x, _JUMPS) or self.program.callee(x) == _TAPE for x in inside):
+        inside = _subtree(statement.body)
+        if any(isinstance(x, _OF_FUNCTION) or self.program.callee(x) == _TAPE for x in inside):
             return False
         # A name that was bound before the tape would become a local of the new function, and
         # reading it before its assignment there an UnboundLocalError.
@@ -165,13 +165,13 @@ class GradientTapes(Transformer):
         return not any(
             self.program.line(binding.node) < line
             and not isinstance(binding, metadata.ImportAssignment)
-            for name in self._names_of(statement)
+            for name in self._bound_names(statement)
             for binding in self._assignments(statement, name)
         )
 
-    def _names_of(self, statement: cst.With) -> dict[str, bool]:
+    def _bound_names(self, statement: cst.With) -> dict[str, bool]:
         """Returns the names that the recorded code binds, and whether code outside reads them."""
-        inside = _nodes_of(statement.body)
+        inside = _subtree(statement.body)
         scope = self.program.scope(statement.body.body[0])
         found: dict[str, bool] = {}
         for binding in scope.assignments if scope is not None else ():
@@ -217,7 +217,7 @@ class GradientTapes(Transformer):
                     return True
             # A loop may have no rounds, and a `try` may end early: what they bind is not certain.
             elif not isinstance(statement, cst.For | cst.While | cst.Try | cst.Match):
-                if not nodes.isdisjoint(_nodes_of(statement)):
+                if not nodes.isdisjoint(_subtree(statement)):
                     return True
         return False
 
@@ -235,7 +235,9 @@ class GradientTapes(Transformer):
         found = scope.assignments[name] if scope is not None else ()
         return [binding for binding in found if isinstance(binding, metadata.Assignment)]
 
-    def _write(self, tape: _Tape, statement: Any, following: Any) -> list[cst.BaseStatement]:
+    def _function_and_call(
+        self, tape: _Tape, statement: Any, following: Any
+    ) -> list[cst.BaseStatement]:
         """Returns a function, and the statement that calls it."""
         name = self.program.free_name(_NAME)
         value: cst.BaseExpression = cst.Name(tape.loss)
@@ -262,7 +264,7 @@ class GradientTapes(Transformer):
         return [function, following.with_changes(body=[assign], leading_lines=lines)]
 
 
-def _nodes_of(node: cst.CSTNode) -> set[cst.CSTNode]:
+def _subtree(node: cst.CSTNode) -> set[cst.CSTNode]:
     """Returns a node and all nodes inside it."""
     return set(nodes_in(node, cst.CSTNode))
 

@@ -24,11 +24,11 @@ class Advice:
     """An instruction for a name, and the section of the guides that shows it.
 
     Attributes:
-        what: Instruction, as an imperative clause.
+        instruction: Instruction, as an imperative clause.
         section: File and anchor of the section.
     """
 
-    what: str
+    instruction: str
     section: str
 
 

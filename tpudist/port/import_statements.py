@@ -37,7 +37,7 @@ class ImportStatements(cst.CSTTransformer):
     def __init__(self, program: Program, imports: set[str]):
         super().__init__()
         self._program = program
-        self._reads = _reads(program)
+        self._read_imports = _find_read_imports(program)
         self._bound = _bound_at_top(program)
         self._needs = imports
         self._is_placed = False
@@ -133,10 +133,12 @@ class ImportStatements(cst.CSTTransformer):
 
     def _is_read(self, statement: _Import, name: str | None = None) -> bool:
         """Returns whether the program reads an imported name; without `name`, any of an import."""
-        return any(node is statement and name in (None, bound) for node, bound in self._reads)
+        return any(
+            node is statement and name in (None, bound) for node, bound in self._read_imports
+        )
 
 
-def _reads(program: Program) -> list[tuple[cst.CSTNode, str]]:
+def _find_read_imports(program: Program) -> list[tuple[cst.CSTNode, str]]:
     """Returns the imports that are read: the statement, and the name that it binds."""
     return [
         (assignment.node, assignment.name)
@@ -147,7 +149,10 @@ def _reads(program: Program) -> list[tuple[cst.CSTNode, str]]:
 
 
 def _bound_at_top(program: Program) -> dict[str, str]:
-    """Returns the imported module of each name of a module; empty for other names."""
+    """Returns the full name by which each name at the top is imported.
+
+    A name of STATEMENTS that the program binds otherwise has the value "".
+    """
     found: dict[str, str] = {}
     for part in _small_statements(program.module.body):
         if isinstance(part, cst.Import):
@@ -174,7 +179,7 @@ def _with_backend(body: Sequence) -> list:
     imports_keras = any(_imports(part, "keras") for part in parts)
     if not imports_keras or any(is_backend(part) for part in parts):
         return list(body)
-    # TensorFlow, keras_tuner and the like import Keras as well, so the backend must come first.
+    # TensorFlow imports Keras as well, and so do packages such as keras_tuner.
     place = next(
         i
         for i, statement in enumerate(body)

@@ -26,9 +26,9 @@ class KerasNames(Transformer):
     ) -> cst.BaseExpression:
         """Rewrites the first part of a name, if `keras` has the whole name."""
         name = self.program.name(original_node)
-        if name == _KERAS and self._is_there(original_node, _KERAS):
+        if name == _KERAS and self._keras_has(original_node):
             return self.write("keras", updated_node)
-        # A class has the same name in both; a function of `tf.losses` may have another one.
+        # Only for classes: a function of `tf.losses` may have another name in `keras.losses`.
         if name in KERAS_ALIASES and self._is_class(original_node):
             return self.write(KERAS_ALIASES[name], updated_node)
         if updated_node.attr.value == "reset_states" and self._is_metric(original_node.value):
@@ -97,14 +97,14 @@ class KerasNames(Transformer):
             return updated_node.with_changes(value=cst.SimpleString('"jax"'))
         return updated_node
 
-    def _is_there(self, node: cst.CSTNode, module: str) -> bool:
-        """Returns whether `keras` has the longest name that contains a node."""
-        name = self.program.name(_whole(self.program, node))
-        inner = name.removeprefix(module).removeprefix(".")
+    def _keras_has(self, node: cst.CSTNode) -> bool:
+        """Returns whether `keras` has the longest name that begins with `tf.keras` at a node."""
+        name = self.program.name(_longest_name(self.program, node))
+        inner = name.removeprefix(_KERAS).removeprefix(".")
         return not inner or is_in_keras(inner)
 
     def _is_class(self, node: cst.CSTNode) -> bool:
-        """Returns whether a node is followed by a class: functions may have other names there."""
+        """Returns whether a node is followed by the name of a class."""
         outer = self.program.parent(node)
         return isinstance(outer, cst.Attribute) and outer.attr.value[:1].isupper()
 
@@ -125,7 +125,7 @@ def is_backend(statement: cst.CSTNode) -> bool:
     return isinstance(index, cst.Index) and has_text(index.value, "KERAS_BACKEND")
 
 
-def _whole(program: Program, node: cst.CSTNode) -> cst.CSTNode:
+def _longest_name(program: Program, node: cst.CSTNode) -> cst.CSTNode:
     """Returns the longest name that begins with a node."""
     outer = program.parent(node)
     while isinstance(outer, cst.Attribute) and outer.value is node:

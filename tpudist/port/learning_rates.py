@@ -53,5 +53,5 @@ def is_old_rate(program: Program, node: cst.Attribute) -> bool:
     if node.attr.value != "lr" or program.name(node) or not program.imports("keras"):
         return False
     owner = node.value.attr if isinstance(node.value, cst.Attribute) else node.value
-    is_called_one = isinstance(owner, cst.Name) and "optimizer" in owner.value.lower()
-    return is_called_one or is_optimizer(program, node.value)
+    has_name_of_optimizer = isinstance(owner, cst.Name) and "optimizer" in owner.value.lower()
+    return has_name_of_optimizer or is_optimizer(program, node.value)

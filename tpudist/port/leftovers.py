@@ -44,15 +44,15 @@ from tpudist.port.tensorflow_names import STAYS, is_in_keras
 MARK = "# tpudist port:"
 
 # Methods that change a Keras object.
-_CHANGES = {"apply", "apply_gradients", "update_state"}
+_UPDATING_METHODS = {"apply", "apply_gradients", "update_state"}
 _RESULT = "result"
 # Methods of loss scale optimizers that Keras 3 does not have.
 _SCALES = {"get_scaled_loss", "get_unscaled_gradients"}
-_TRAINED = (".trainable_variables", ".trainable_weights")
+_TRAINABLE = (".trainable_variables", ".trainable_weights")
 # Ends of names of functions, which have no state.
-_FUNCTIONS = ("fn", "func", "function", "loss")
+_FUNCTION_ENDINGS = ("fn", "func", "function", "loss")
 _GRADIENTS = "tpudist.keras.value_and_grad"
-_TRAINS = {"evaluate", "fit", "predict"}
+_TRAINING_METHODS = {"evaluate", "fit", "predict"}
 # A callback that writes with `tf.summary`.
 _TENSORBOARD = "keras.callbacks.TensorBoard"
 # Prefixes of functions whose results have no state of Keras.
@@ -66,14 +66,14 @@ class Leftover:
     Attributes:
         line: Line in the ported program, from 1.
         name: Name, as the program writes it.
-        what: Instruction for the reader.
+        instruction: Imperative clause for the list of leftovers.
         section: Section of the guides that shows it.
         cell: Number of the cell in a notebook, from 1; `line` is then a line of the cell.
     """
 
     line: int
     name: str
-    what: str
+    instruction: str
     section: str
     cell: int | None = None
 
@@ -87,7 +87,7 @@ class Leftovers:
         self._has_keras_model = program.once(makes_model)
         self.found: list[tuple[cst.CSTNode, str, Advice]] = []
         self.stays: set[str] = set()
-        self._trains: list[cst.Call] = []
+        self._training_calls: list[cst.Call] = []
         self._is_without_keras = program.once(is_without_keras)
         self._has_servers = self._is_without_keras and program.once(has_servers)
         # The names in imports are left out: they are found at their uses.
@@ -100,26 +100,31 @@ class Leftovers:
             elif isinstance(node, cst.ImportFrom):
                 self._check_import(node)
         if self._is_without_keras and program.imports("keras"):
-            for call in self._trains:
+            for call in self._training_calls:
                 self._add(call.func, NO_KERAS)
         self.found += find_wrong_accesses(program)
 
     def _check_call(self, node: cst.Call) -> None:
+        """Checks a call of a method, and the object that a replica calls or changes."""
+        # A function of a module, `module.fit(...)`, is no method.
+        if isinstance(node.func, cst.Attribute) and not self._program.callee(node):
+            if node.func.attr.value in _SCALES:
+                self._add(node.func, SCALED_LOSS)
+            elif node.func.attr.value in _TRAINING_METHODS:
+                self._training_calls.append(node)
+        self._check_captured_object(node)
+
+    def _check_captured_object(self, node: cst.Call) -> None:
         """Finds objects that a replica changes and that may not be Keras objects, and results."""
         owner = node.func
-        is_named = bool(self._program.callee(node))
-        if isinstance(owner, cst.Attribute) and owner.attr.value in _SCALES and not is_named:
-            self._add(owner, SCALED_LOSS)
-        if isinstance(owner, cst.Attribute) and owner.attr.value in _TRAINS and not is_named:
-            self._trains.append(node)
-        if isinstance(owner, cst.Attribute) and owner.attr.value in {*_CHANGES, _RESULT}:
+        if isinstance(owner, cst.Attribute) and owner.attr.value in {*_UPDATING_METHODS, _RESULT}:
             owner = owner.value
-        is_function = isinstance(owner, cst.Name) and owner.value.endswith(_FUNCTIONS)
+        is_function = isinstance(owner, cst.Name) and owner.value.endswith(_FUNCTION_ENDINGS)
         if (
             isinstance(owner, cst.Name)
             and not (is_function and owner is node.func)
             and self._roles.of(node) is Role.REPLICA
-            and self._is_keras_object(owner)
+            and self._may_be_keras_object(owner)
         ):
             is_keras = self._is_by_keras(owner) or self._has_keras_variables(node)
             if self._is_without_keras or not is_keras:
@@ -137,11 +142,11 @@ class Leftovers:
 
     def lines(self) -> list[Leftover]:
         """Returns one leftover for each line and name, in order."""
-        # A name may be found twice in a line. The last advice counts, so that of
-        # `find_wrong_accesses` before all others.
+        # A name may be found twice in a line. The later advice wins; `find_wrong_accesses` is added
+        # last, so its advice has priority.
         found = {(self._program.line(node), name): advice for node, name, advice in self.found}
         return [
-            Leftover(line, name, advice.what, advice.section)
+            Leftover(line, name, advice.instruction, advice.section)
             for (line, name), advice in sorted(found.items())
         ]
 
@@ -194,8 +199,8 @@ class Leftovers:
             return RANDOM_VALUE
         return advise(name)
 
-    def _is_keras_object(self, name: cst.Name) -> bool:
-        """Returns whether a captured name is bound to results of Keras or unknown functions."""
+    def _may_be_keras_object(self, name: cst.Name) -> bool:
+        """Returns whether a name is captured, with values from Keras or from unknown functions."""
         scopes = {assignment.scope for assignment in self._program.assignments(name)}
         if self._program.scope(name) in scopes or not self._program.imports("keras"):
             return False
@@ -208,7 +213,7 @@ class Leftovers:
 
     def _is_by_keras(self, name: cst.Name) -> bool:
         """Returns whether an object, or the program's model, is certainly a Keras object."""
-        values = self._program.values(name)
+        values = self._program.values(name)  # not empty, as `_may_be_keras_object` has found
         return (
             self._has_keras_model
             or is_called_as_model(self._program, name)
@@ -222,7 +227,9 @@ class Leftovers:
 
     def _has_keras_variables(self, call: cst.Call) -> bool:
         """Returns whether a call updates an optimizer with the variables of a Keras model."""
-        return method_name(call) in _CHANGES and any(name in code_of(call) for name in _TRAINED)
+        return method_name(call) in _UPDATING_METHODS and any(
+            name in code_of(call) for name in _TRAINABLE
+        )
 
     def _is_first_value(self, node: cst.CSTNode) -> bool:
         """Returns whether a node is in the first value of a variable that Python creates."""

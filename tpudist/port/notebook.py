@@ -24,7 +24,7 @@ _WRITEFILE = re.compile(r"\s*%%writefile\b.*\n")
 def port_notebook(
     source: str,
     *,
-    is_whole: bool = True,
+    creates_strategy: bool = True,
     on_pass: Callable[[int, int], None] = lambda number, total: None,
 ) -> Ported:
     """Ports the code cells of a notebook; leftovers have a cell and a line in it.
@@ -48,10 +48,10 @@ def port_notebook(
         ) from error
     # A cell with a cell magic (`%%bash`, `%%writefile`) is not Python of the program.
     program_texts = {i: text for i, text in texts.items() if not text.lstrip().startswith("%%")}
-    new_texts, leftovers, stays = _port_cells(program_texts, is_whole, on_pass)
+    new_texts, leftovers, stays = _port_cells(program_texts, creates_strategy, on_pass)
     for i, text in texts.items():
         if command := _WRITEFILE.match(text):
-            ported = port_program(text[command.end() :], is_whole=False)
+            ported = port_program(text[command.end() :], creates_strategy=False)
             new_texts[i] = command[0] + ported.source
             first = command[0].count("\n")
             leftovers += [
@@ -83,7 +83,7 @@ def show_code(source: str) -> str:
 
 
 def _port_cells(
-    texts: dict[int, str], is_whole: bool, on_pass: Callable[[int, int], None]
+    texts: dict[int, str], creates_strategy: bool, on_pass: Callable[[int, int], None]
 ) -> tuple[dict[int, str], list[Leftover], set[str]]:
     """Returns the cells of one program after the port, its leftovers, and the names that stay."""
     commands: list[str] = []
@@ -97,7 +97,7 @@ def _port_cells(
         for i, text in texts.items()
     )
     # The cells are one program, because names of one cell are read in others.
-    ported = port_program(program, is_whole=is_whole, on_pass=on_pass)
+    ported = port_program(program, creates_strategy=creates_strategy, on_pass=on_pass)
     before, *parts = _CELL_MARK.split(ported.source)
     numbers = [int(number) for number in parts[::2]]
     assert not before  # imports that the port adds come after the first mark

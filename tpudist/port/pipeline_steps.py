@@ -10,7 +10,7 @@ import libcst as cst
 from tpudist.port.analysis.program import Program
 
 SLICES = "tensorflow.data.Dataset.from_tensor_slices"
-ONE = "tensorflow.data.Dataset.from_tensors"
+ONE_ELEMENT = "tensorflow.data.Dataset.from_tensors"
 
 
 class Stage(enum.IntEnum):
@@ -50,7 +50,7 @@ class Chain:
     steps: list[Step]
 
 
-def begin(program: Program, root: cst.Call, calls: list[cst.Call]) -> Chain | None:
+def begin_chain(program: Program, root: cst.Call, calls: list[cst.Call]) -> Chain | None:
     """Returns the start of a chain; None if its data may not be arrays."""
     if len(root.args) != 1 or root.args[0].keyword is not None or root.args[0].star:
         return None
@@ -76,6 +76,7 @@ def advance(stage: Stage, step: Step) -> Stage | None:
             return stage
         case "prefetch":
             return stage
+        # After `shuffle`, the rows of a shard depend on the order, which differs here.
         case "shard" if stage in (Stage.EXAMPLES, Stage.BATCHED) and len(args) == 2:
             return stage
         # After `batch`, TensorFlow would shuffle whole batches, and with
@@ -102,6 +103,7 @@ def arguments_of(step: Step) -> list[tuple[str, cst.BaseExpression]]:
             seed = args.get("seed")
             return [("seed", cst.Integer("0") if seed is None or _is_name(seed, "None") else seed)]
         case "batch":
+            # The others change how TensorFlow computes a batch, not the result.
             rest = [("drop_remainder", args["drop_remainder"])] if "drop_remainder" in args else []
             return [("", args["batch_size"]), *rest]
         case "repeat":

@@ -30,11 +30,15 @@ from tpudist.port.strategy_names import StrategyNames
 # reads. A later group sees the program as the earlier groups left it.
 TRANSFORMERS = (
     (DatasetPipelines,),
+    # Before ArrayOperations, which would rewrite the `tf.range` of loops.
     (GraphFunctions, StateVariables),
+    # Before ArrayOperations, which finds `x.shape` where `x.get_shape()` was.
     (ArrayValues,),
     (ArrayOperations, CpuEmulation),
     (LossFunctions, LegacyOptimizers, LearningRates, SavedFiles, StrategyNames),
+    # After all that ask for names of `tensorflow.keras`.
     (KerasNames,),
+    # Last, because it moves code, and finds models and strategies by their new names.
     (GradientTapes,),
 )
 
@@ -61,23 +65,24 @@ class Ported:
 def port_program(
     source: str,
     *,
-    is_whole: bool = True,
+    creates_strategy: bool = True,
     on_pass: Callable[[int, int], None] = lambda number, total: None,
 ) -> Ported:
     """Ports the source of a Python program. Porting the result again changes nothing.
 
     Args:
         source: Source code of the program.
-        is_whole: Whether it creates a strategy; False for another module of such a program.
+        creates_strategy: Whether it creates a strategy; False for another module of such a program.
         on_pass: Called after each pass over the program with its number, from 1, and the number of
             passes.
 
     Raises:
-        CannotPort: If the source is not Python, if `is_whole` and it uses neither tf.distribute
-            nor tpudist, or if it defines `jax`, `jnp`, `keras`, `np` or `tpudist` itself.
+        CannotPort: If the source is not Python, if `creates_strategy` and it uses neither
+            tf.distribute nor tpudist, or if it defines `jax`, `jnp`, `keras`, `np` or `tpudist`
+            itself.
     """
     program = Program(_parse(source).visit(Unmark()))
-    if is_whole and not _is_distributed(program):
+    if creates_strategy and not _is_distributed(program):
         raise CannotPort(
             "It uses neither tf.distribute nor tpudist. Name the file that creates the strategy. "
             "For another module of the same program, add --module."
@@ -88,7 +93,7 @@ def port_program(
         changes = [transformer(program) for transformer in transformers]
         module = program.module.visit(Together(changes))
         imports.update(*(change.imports for change in changes))
-        if any(change.changes for change in changes):  # names are resolved again
+        if any(change.has_changed for change in changes):  # names are resolved again
             program = Program(module)
         on_pass(number, num_passes)
     # Imports last: only now is it known which modules the new code needs, and which old imports
@@ -144,6 +149,7 @@ def _with_spaces(line: str) -> str:
 
 def _lines_after_marks(source: str) -> list[int]:
     """Returns the number of each line that is not a mark, from 1."""
+    # A line of a string that begins like a mark is taken for one, too; that is rare.
     return [i for i, line in enumerate(source.split("\n"), 1) if not line.lstrip().startswith(MARK)]
 
 

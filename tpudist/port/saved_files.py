@@ -31,7 +31,7 @@ _REPLACES = {
     WEIGHTS: (".weights.hdf5", ".hdf5", ".hdf", ".h5", ".keras", ".ckpt", ".tf"),
 }
 # Functions whose result does not depend on the file extension.
-_ASKS = ("os.path.exists", "os.path.isfile", "os.remove", "tensorflow.io.gfile.exists")
+_FORMAT_NEUTRAL = ("os.path.exists", "os.path.isfile", "os.remove", "tensorflow.io.gfile.exists")
 
 
 class SavedFiles(Transformer):
@@ -41,16 +41,17 @@ class SavedFiles(Transformer):
         """Finds the corrections."""
         super().__init__(program)
         accesses = program.once(find_accesses)
-        self._nodes: dict[cst.CSTNode, cst.CSTNode] = {}
-        self._without_format: set[cst.Call] = set()
+        self._new_nodes: dict[cst.CSTNode, cst.CSTNode] = {}
+        # Calls that lose `save_format`.
+        self._calls_without_format: set[cst.Call] = set()
         for access, end in _corrections(program, accesses):
             assert access.end is not None
             assert access.end.node is not None
             assert end.node is not None
-            self._nodes[access.end.node] = end.node
-            self._without_format.add(access.call)
+            self._new_nodes[access.end.node] = end.node
+            self._calls_without_format.add(access.call)
         # An argument that `save_weights` does not have in Keras 3, where the path decides.
-        self._without_format |= {
+        self._calls_without_format |= {
             x.call for x in accesses if x.kind == WEIGHTS and x.is_certain and not x.is_load
         }
 
@@ -58,14 +59,14 @@ class SavedFiles(Transformer):
         self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.BaseExpression:
         """Corrects a path."""
-        new = self._nodes.get(original_node)
+        new = self._new_nodes.get(original_node)
         return new.deep_clone() if isinstance(new, cst.SimpleString) else updated_node
 
     def leave_FormattedString(
         self, original_node: cst.FormattedString, updated_node: cst.FormattedString
     ) -> cst.BaseExpression:
         """Corrects an f-string that ends in a number."""
-        new = self._nodes.get(original_node)
+        new = self._new_nodes.get(original_node)
         if not isinstance(new, cst.FormattedString):
             return updated_node
         return updated_node.with_changes(parts=[*updated_node.parts, new.parts[-1]])
@@ -74,12 +75,12 @@ class SavedFiles(Transformer):
         self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
     ) -> cst.FormattedStringText:
         """Corrects the end of an f-string."""
-        new = self._nodes.get(original_node)
+        new = self._new_nodes.get(original_node)
         return new.deep_clone() if isinstance(new, cst.FormattedStringText) else updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         """Removes `save_format`."""
-        if original_node not in self._without_format:
+        if original_node not in self._calls_without_format:
             return updated_node
         args = [
             arg
@@ -105,8 +106,10 @@ def find_wrong_accesses(program: Program) -> list[tuple[cst.CSTNode, str, Advice
         elif access.is_wrong:
             found.append((function, name, MODEL_PATH if access.kind == MODEL else WEIGHTS_PATH))
         elif access.removed:
-            what = SAVE_ARGUMENT.what.format(", ".join(access.removed))
-            found.append((function, name, dataclasses.replace(SAVE_ARGUMENT, what=what)))
+            instruction = SAVE_ARGUMENT.instruction.format(", ".join(access.removed))
+            found.append(
+                (function, name, dataclasses.replace(SAVE_ARGUMENT, instruction=instruction))
+            )
         elif (
             access.is_load
             and access.kind == WEIGHTS
@@ -131,14 +134,17 @@ def _corrections(
             groups.append((group, ends))
     # Two files must not get the same name: a corrected name may be in use already, or two paths
     # that differed in their extension become equal. Such groups stay.
-    others = [
+    uncorrected_names = [
         member.end.name
         for member in accesses
         if member.end is not None and all(member not in group for group, _ in groups)
     ]
     for group, ends in groups:
-        taken = [end.name for other, more in groups if other is not group for end in more.values()]
-        if not {end.name for end in ends.values()} & {*others, *taken}:
+        names_of_other_groups = [
+            end.name for other, more in groups if other is not group for end in more.values()
+        ]
+        new_names = {end.name for end in ends.values()}
+        if new_names.isdisjoint([*uncorrected_names, *names_of_other_groups]):
             for member in group:
                 yield member, ends[member.call]
 
@@ -154,12 +160,10 @@ def _correct_group(
     ends: dict[cst.Call, PathEnd] = {}
     for member in group:
         end = member.end and member.end.with_suffix(SUFFIXES[kind], _REPLACES[kind])
-        if (
-            not end
-            or not member.end
-            or not member.is_certain
-            or not _may_rename(program, member, accesses)
-        ):
+        if not end or not member.end:
+            return None
+        # Code that is not understood may need the old name.
+        if not member.is_certain or not _may_rename(program, member, accesses):
             return None
         # Loading a model from a file of weights is an error in either Keras. `by_name` works only
         # for .h5 files.
@@ -175,9 +179,9 @@ def _correct_group(
             is_reader = other.is_load and (kind == MODEL or other.kind == WEIGHTS)
             if is_reader:
                 return None
-        elif any(member.may_be_same(other) for member in group):
+        elif any(member.is_doubtfully_same(other) for member in group):
             return None
-    return None if _mentions(program, group, accesses) else ends
+    return None if _is_path_elsewhere(program, group, accesses) else ends
 
 
 def _same_file(access: FileAccess, accesses: list[FileAccess]) -> list[FileAccess]:
@@ -195,9 +199,9 @@ def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]
     return all(
         any(
             outer in calls
-            or program.callee(outer) in _ASKS
+            or program.callee(outer) in _FORMAT_NEUTRAL
             or function_name(outer) == "print"
-            or outer is program.parent(name)
+            or outer is program.parent(name)  # the read that led to this path
             for outer in program.around(read)
         )
         for name in access.end.variables
@@ -205,7 +209,9 @@ def _may_rename(program: Program, access: FileAccess, accesses: list[FileAccess]
     )
 
 
-def _mentions(program: Program, group: list[FileAccess], accesses: list[FileAccess]) -> bool:
+def _is_path_elsewhere(
+    program: Program, group: list[FileAccess], accesses: list[FileAccess]
+) -> bool:
     """Returns whether the program has the path of a file elsewhere, too."""
     paths = {member.end.text.rstrip("/") for member in group if member.end is not None}
     known = {member.end.node for member in accesses if member.end is not None}
@@ -215,7 +221,8 @@ def _mentions(program: Program, group: list[FileAccess], accesses: list[FileAcce
         is_name = isinstance(outer, cst.Arg) and keyword_name(outer) == "name"
         # A string that is a statement is a comment.
         if node not in known and not is_name and not isinstance(outer, cst.Expr):
-            texts |= {text} if isinstance(text, str) else set()
+            if isinstance(text, str):
+                texts.add(text)
     return any(
         text.rstrip("/") == path or text.startswith(f"{path}/") for text in texts for path in paths
     )

@@ -13,7 +13,7 @@ from tpudist.port.analysis.function_roles import Role
 from tpudist.port.analysis.keras_objects import is_in_module
 from tpudist.port.analysis.nodes import function_name
 from tpudist.port.analysis.transformers import Transformer
-from tpudist.port.operations.array_operations import DTYPES
+from tpudist.port.tensorflow_names import DTYPES
 
 _VARIABLE = ("tensorflow.Variable", "tpudist.Variable")
 _METHODS = {"assign", "assign_add", "assign_sub", "numpy", "read_value", "value", "shape", "dtype"}
@@ -26,9 +26,8 @@ class StateVariables(Transformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         """Rewrites the creation of a variable."""
-        if self.program.callee(original_node) == "tensorflow.Variable" and self._is_known(
-            original_node
-        ):
+        is_variable = self.program.callee(original_node) == "tensorflow.Variable"
+        if is_variable and self._accepts_tpudist_variable(original_node):
             return updated_node.with_changes(func=self.write("tpudist.Variable"))
         return updated_node
 
@@ -36,20 +35,22 @@ class StateVariables(Transformer):
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
         """Rewrites the dtype of a variable."""
-        name = self.program.name(original_node).removeprefix("tensorflow.").removeprefix("dtypes.")
+        name = self.program.name(original_node)
+        if not name.startswith("tensorflow."):
+            return updated_node
+        name = name.removeprefix("tensorflow.").removeprefix("dtypes.")
         call = self.program.call_of_argument(original_node)
         if (
             name in DTYPES
-            and self.program.name(original_node).startswith("tensorflow.")
             and call is not None
             and self.program.callee(call) == "tensorflow.Variable"
-            and self._is_known(call)
+            and self._accepts_tpudist_variable(call)
         ):
             return self.write(f"jnp.{name}", updated_node)
         return updated_node
 
-    def _is_known(self, call: cst.Call) -> bool:
-        """Returns whether all uses of a variable are known."""
+    def _accepts_tpudist_variable(self, call: cst.Call) -> bool:
+        """Returns whether all code that uses a variable also works with a `tpudist.Variable`."""
         outer = self.program.parent(call)
         if self.roles.of(call) is not Role.HOST:
             return False

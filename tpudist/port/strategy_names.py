@@ -28,7 +28,7 @@ _INITIALIZES = {
 }
 
 # JAX allocates most of the memory at its start by default.
-_GROWS = "tensorflow.config.experimental.set_memory_growth"
+_MEMORY_GROWTH = "tensorflow.config.experimental.set_memory_growth"
 _NO_PREALLOCATION = 'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"'
 _LISTS = {
     f"tensorflow.config.{place}list_{kind}_devices"
@@ -37,7 +37,7 @@ _LISTS = {
 }
 # Listing devices starts JAX, so it has to come after these.
 _BEFORE_DEVICES = (
-    _GROWS,
+    _MEMORY_GROWTH,
     "tensorflow.config.experimental.set_virtual_device_configuration",
     "tensorflow.config.set_logical_device_configuration",
     "tensorflow.distribute.MultiWorkerMirroredStrategy",
@@ -55,7 +55,11 @@ class StrategyNames(Transformer):
     ) -> cst.BaseExpression:
         """Rewrites a name of the table."""
         name = TPUDIST.get(self.program.name(original_node))
-        if name and not self._is_server_here(original_node) and self._names_objects(original_node):
+        if (
+            name
+            and not self._is_started_server(original_node)
+            and self._names_objects(original_node)
+        ):
             return self.write(name, updated_node)
         return updated_node
 
@@ -71,7 +75,7 @@ class StrategyNames(Transformer):
             return remove_statement(self.program.parent(original_node), updated_node)
         # On a GPU, TensorFlow's option makes it allocate memory as needed. The variable of JAX has
         # the same effect, but must be set before JAX starts.
-        if called == _GROWS:
+        if called == _MEMORY_GROWTH:
             self.imports.add("os")
             statement = cst.parse_statement(_NO_PREALLOCATION)
             assert isinstance(statement, cst.SimpleStatementLine)
@@ -85,19 +89,19 @@ class StrategyNames(Transformer):
             return cst.Name("True")
         # Without a kind, TensorFlow also lists the CPU of a host with GPUs; `jax.devices()` does
         # not.
-        if name not in _LISTS or len(original_node.args) != 1 or self._waits:
+        if name not in _LISTS or len(original_node.args) != 1 or self._has_setup_before_devices:
             return updated_node
         kind = original_node.args[0].value
         if not isinstance(kind, cst.SimpleString):
             return updated_node
-        self.write("jax.devices")
+        self.imports.add("jax")
         platform = str(kind.evaluated_value).lower()
         if platform == "cpu":
             return cst.parse_expression('jax.devices("cpu")')
         return cst.parse_expression(f'[x for x in jax.devices() if x.platform == "{platform}"]')
 
     @functools.cached_property
-    def _waits(self) -> bool:
+    def _has_setup_before_devices(self) -> bool:
         """Returns whether the program sets up something that must come before JAX starts."""
         return any(
             self.program.name(x) in _BEFORE_DEVICES for x in self.program.nodes(cst.Attribute)
@@ -112,8 +116,8 @@ class StrategyNames(Transformer):
             return True
         return all(arg.keyword is not None or arg.star == "**" for arg in call.args)
 
-    def _is_server_here(self, node: cst.Attribute) -> bool:
-        """Returns whether a server is started and not stored: one of several in this process."""
+    def _is_started_server(self, node: cst.Attribute) -> bool:
+        """Returns whether a server is started and not stored: the program runs a whole cluster."""
         call = self.program.parent(node)
         return (
             self.program.name(node) == "tensorflow.distribute.Server"

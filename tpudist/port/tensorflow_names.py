@@ -41,6 +41,7 @@ DISTRIBUTE_V1 = {
     """,
 }
 
+# Names of TensorFlow, and the names of tpudist with the same meaning.
 TPUDIST = {
     "tensorflow.config.experimental_run_functions_eagerly": "tpudist.run_functions_eagerly",
     "tensorflow.train.ClusterSpec": "tpudist.cluster_resolver.ClusterSpec",
@@ -84,35 +85,23 @@ KERAS_ALIASES = {
 
 # Names of `tf.keras` that Keras 3 does not have, or only for its TensorFlow backend. A name stands
 # for everything below it, too.
-NOT_IN_KERAS = (
-    "backend",
-    "estimator",
-    "experimental",
-    "layers.experimental",
-    "layers.DenseFeatures",
-    "layers.RandomHeight",
-    "layers.RandomWidth",
-    "layers.ThresholdedReLU",
-    "losses.KLD losses.MAE losses.MAPE losses.MSE losses.MSLE losses.kld losses.logcosh",
-    "losses.kullback_leibler_divergence losses.mae losses.mape losses.mse losses.msle",
-    "metrics.KLD metrics.MAE metrics.MAPE metrics.MSE metrics.MSLE metrics.kld metrics.logcosh",
-    "metrics.kullback_leibler_divergence metrics.mae metrics.mape metrics.mse metrics.msle",
-    "mixed_precision.experimental",
-    "optimizers.experimental",
-    "optimizers.legacy",
-    "preprocessing.image.DirectoryIterator",
-    "preprocessing.image.ImageDataGenerator",
-    "preprocessing.image.Iterator",
-    "preprocessing.image.NumpyArrayIterator",
-    "preprocessing.image.apply_affine_transform",
-    "preprocessing.image.apply_brightness_shift",
-    "preprocessing.image.apply_channel_shift",
-    "preprocessing.sequence.TimeseriesGenerator",
-    "preprocessing.sequence.make_sampling_table",
-    "preprocessing.sequence.skipgrams",
-    "preprocessing.text",
-    "utils.experimental",
-    "wrappers",
+NOT_IN_KERAS = tuple(
+    """
+    backend estimator experimental wrappers mixed_precision.experimental
+    layers.experimental layers.DenseFeatures layers.RandomHeight layers.RandomWidth
+    layers.ThresholdedReLU
+    losses.KLD losses.MAE losses.MAPE losses.MSE losses.MSLE losses.kld losses.logcosh
+    losses.kullback_leibler_divergence losses.mae losses.mape losses.mse losses.msle
+    metrics.KLD metrics.MAE metrics.MAPE metrics.MSE metrics.MSLE metrics.kld metrics.logcosh
+    metrics.kullback_leibler_divergence metrics.mae metrics.mape metrics.mse metrics.msle
+    optimizers.experimental optimizers.legacy
+    preprocessing.image.DirectoryIterator preprocessing.image.ImageDataGenerator
+    preprocessing.image.Iterator preprocessing.image.NumpyArrayIterator
+    preprocessing.image.apply_affine_transform preprocessing.image.apply_brightness_shift
+    preprocessing.image.apply_channel_shift
+    preprocessing.sequence.TimeseriesGenerator preprocessing.sequence.make_sampling_table
+    preprocessing.sequence.skipgrams preprocessing.text utils.experimental
+    """.split()
 )
 # Names of `keras.backend` that Keras 3 has for every backend.
 IN_KERAS_BACKEND = (
@@ -122,8 +111,12 @@ IN_KERAS_BACKEND = (
     "backend.set_image_data_format backend.standardize_dtype backend.backend"
 ).split()
 
-# Names that still work next to JAX, because their results are read as NumPy arrays, or because they
-# only handle files.
+# Names of dtypes that `tf`, `jnp` and Keras have.
+DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32".split()
+DTYPES += ["complex64", "complex128"]
+
+# Names that still work next to JAX: their results are read as NumPy arrays, they only handle files
+# and logs, or they tell a version.
 STAYS = tuple(
     f"tensorflow.{name}"
     for name in """
@@ -137,7 +130,5 @@ def is_in_keras(name: str) -> bool:
     """Returns whether `keras` has a name of `tf.keras`, such as `layers.Dense`."""
     if name in IN_KERAS_BACKEND:
         return True
-    # Entries are joined only to keep the table short. A name matches whole parts: `backend` does
-    # not exclude `backends`.
-    missing = " ".join(NOT_IN_KERAS).split()
-    return not any(name == prefix or name.startswith(f"{prefix}.") for prefix in missing)
+    # Whole parts of a name: `backend` does not exclude `backends`.
+    return not any(name == prefix or name.startswith(f"{prefix}.") for prefix in NOT_IN_KERAS)

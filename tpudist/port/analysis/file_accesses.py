@@ -13,18 +13,6 @@ from tpudist.port.analysis.nodes import code_of, keyword_name
 from tpudist.port.analysis.program import Program
 
 MODEL, WEIGHTS = "model", "weights"
-# By name: the kind of file, the position of the path, and whether the call loads.
-_FUNCTIONS = {
-    "keras.models.save_model": (MODEL, 1, False),
-    "keras.models.load_model": (MODEL, 0, True),
-    "keras.saving.save_model": (MODEL, 1, False),
-    "keras.saving.load_model": (MODEL, 0, True),
-}
-_METHODS = {
-    "save": (MODEL, 0, False),
-    "save_weights": (WEIGHTS, 0, False),
-    "load_weights": (WEIGHTS, 0, True),
-}
 _CHECKPOINT = "keras.callbacks.ModelCheckpoint"
 _WEIGHTS_ONLY = 4  # position of `save_weights_only`
 # File extensions that Keras 3 accepts: by kind and whether it loads.
@@ -42,6 +30,46 @@ _OTHER_FORMS = {"max_shard_size", "zipped"}
 
 # Libraries whose objects have other methods of the same name.
 _OTHERS = ("flax.", "jax.", "optax.", "sklearn.", "tensorflow.train.", "torch.", "tpudist.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """A function or method that accesses a file.
+
+    Attributes:
+        kind: `MODEL` or `WEIGHTS`.
+        place: Position of the path.
+        is_load: Whether it loads.
+        is_certain: Whether the kind is certain, and Keras performs the call.
+        is_callback: Whether it is a callback that saves models.
+    """
+
+    kind: str
+    place: int
+    is_load: bool
+    is_certain: bool = True
+    is_callback: bool = False
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """File extensions that Keras 3 accepts."""
+        by_kind = _ACCEPTED[self.kind, self.is_load]
+        return _ACCEPTED_BY_CHECKPOINT if self.is_callback else by_kind
+
+
+_FUNCTIONS = {
+    f"keras.{module}.{name}": method
+    for module in ("models", "saving")
+    for name, method in (
+        ("save_model", _Method(MODEL, 1, False)),
+        ("load_model", _Method(MODEL, 0, True)),
+    )
+}
+_METHODS = {
+    "save": _Method(MODEL, 0, False),
+    "save_weights": _Method(WEIGHTS, 0, False),
+    "load_weights": _Method(WEIGHTS, 0, True),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,8 +111,8 @@ class FileAccess:
         is_equal = self.end.name == other.end.name
         return is_equal or _matches(self.end, other.end) or _matches(other.end, self.end)
 
-    def may_be_same(self, other: FileAccess) -> bool:
-        """Returns whether two calls may access the same file, by the ends of their paths."""
+    def is_doubtfully_same(self, other: FileAccess) -> bool:
+        """Returns whether two calls may access the same file, but not certainly."""
         if self.end is None or other.end is None or self.is_same(other):
             return False
         if self._has_other_folder(other.end):
@@ -114,7 +142,8 @@ def find_accesses(program: Program) -> list[FileAccess]:
 
 
 def _matches(pattern: PathEnd, end: PathEnd) -> bool:
-    """Returns whether a name is another name with numbers for inserted values."""
+    """Returns whether `end` is `pattern` with numbers in place of its inserted values."""
+    # An epoch or a loss, such as 12 or -0.5.
     return re.fullmatch(r"[-\d.]+".join(map(re.escape, pattern.literals)), end.name) is not None
 
 
@@ -137,50 +166,52 @@ class _AccessFinder:
         """Returns a call as a file access; None for other calls."""
         if any(arg.star for arg in node.args) or (method := self._find_method(node)) is None:
             return None
-        kind, place, is_load, is_certain, accepted = method
-        value = self._argument(node, place, "filepath")
+        value = self._argument(node, method.place, "filepath")
         if value is None:
             return None
         end = read_end(self._program, value)
         if end is not None and end.text.startswith("hf://"):
             return None
         # `name + "5"` may end in ".h5": unknown rather than wrong.
-        if end is not None and not end.is_name and _may_have(end.text, accepted):
+        if end is not None and not end.is_name and _may_have(end.text, method.accepted):
             end = None
         keywords = {arg.keyword.value for arg in node.args if arg.keyword}
         if keywords & _OTHER_FORMS:
             return None
         removed = keywords & _REMOVED
         # `save` of Keras 3 still accepts it, with a warning; `save_weights` does not.
-        if kind == WEIGHTS and "save_format" in keywords:
+        if method.kind == WEIGHTS and "save_format" in keywords:
             removed |= {"save_format"}
-        is_wrong = end is not None and not end.text.endswith(accepted)
-        in_order = tuple(sorted(removed))
-        return FileAccess(node, kind, is_load, is_certain, code_of(value), end, is_wrong, in_order)
+        return FileAccess(
+            node,
+            method.kind,
+            method.is_load,
+            method.is_certain,
+            code_of(value),
+            end,
+            is_wrong=end is not None and not end.text.endswith(method.accepted),
+            removed=tuple(sorted(removed)),
+        )
 
-    def _find_method(self, call: cst.Call) -> tuple[str, int, bool, bool, tuple[str, ...]] | None:
-        """Returns the method of a call: kind, position of the path, and three facts.
-
-        These are whether it loads, whether the kind is certain, and the accepted extensions.
-        """
+    def _find_method(self, call: cst.Call) -> _Method | None:
+        """Returns the method that a call accesses a file with; None for other calls."""
         name = self._program.callee(call).removeprefix("tensorflow.")
         if name == _CHECKPOINT:
             only = self._argument(call, _WEIGHTS_ONLY, "save_weights_only")
-            text = only.value if isinstance(only, cst.Name) else "" if only else "False"
-            if text == "True":
-                return WEIGHTS, 0, False, True, _ACCEPTED[WEIGHTS, False]
-            return MODEL, 0, False, text == "False", _ACCEPTED_BY_CHECKPOINT
-        if found := _FUNCTIONS.get(name):
-            return *found, True, _ACCEPTED[found[0], found[2]]
+            if isinstance(only, cst.Name) and only.value == "True":
+                return _Method(WEIGHTS, 0, False)
+            is_model = only is None or (isinstance(only, cst.Name) and only.value == "False")
+            return _Method(MODEL, 0, False, is_certain=is_model, is_callback=True)
+        if name in _FUNCTIONS:
+            return _FUNCTIONS[name]
         if name or not isinstance(call.func, cst.Attribute):
             return None
-        if (found := _METHODS.get(call.func.attr.value)) is None:
+        if (method := _METHODS.get(call.func.attr.value)) is None:
             return None
-        owner = call.func.value
-        is_certain = found[0] == WEIGHTS or self._is_model(owner)
-        if not is_certain and not self._may_be_model(owner):
-            return None
-        return *found, is_certain, _ACCEPTED[found[0], found[2]]
+        if method.kind == WEIGHTS or self._is_model(call.func.value):
+            return method
+        may_be_model = self._may_be_model(call.func.value)
+        return dataclasses.replace(method, is_certain=False) if may_be_model else None
 
     def _is_model(self, owner: cst.BaseExpression) -> bool:
         """Returns whether an object, or an attribute of objects, is certainly a Keras model."""

@@ -16,7 +16,7 @@ _SAME = ("os.fspath", "os.path.abspath", "os.path.expanduser", "os.path.normpath
 # The checkpoints of `tf.train` are several files with a common prefix.
 _CHECKPOINTS = ("tensorflow.train.latest_checkpoint", "tpudist.checkpoint.latest_checkpoint")
 _DEPTH = 9  # number of expressions that are followed, which also ends recursion
-# An inserted number, which cannot be part of a file extension.
+# A format of a number (`d`, `.2f`), whose text cannot be a file extension.
 _NUMBER = re.compile(r"[^a-z]*[dfi]")
 # Values that an operator or a callback inserts.
 _INSERTED = re.compile(r"\{[^{}]*\}|%[^%a-zA-Z]*[a-zA-Z]")
@@ -27,7 +27,8 @@ class PathEnd:
     """The known end of a path.
 
     Attributes:
-        text: The last characters of the path; a digit stands for an inserted number.
+        text: The last characters of the path. A digit stands for a number that an f-string inserts;
+            `%d` and `{}` of other formats stay.
         node: The node that contains them; None if the program does not contain them.
         is_name: Whether `text` contains the whole name of the file.
         start: The known beginning of the name, if `text` does not contain it.
@@ -54,7 +55,7 @@ class PathEnd:
     def literals(self) -> list[str]:
         """The known parts of the name, between inserted values."""
         if isinstance(self.node, cst.FormattedString):
-            return [self.start, ""]
+            return [self.start, ""]  # it ends in a number
         parts = _INSERTED.split(self.name)
         return parts if self.is_name else [self.start, *parts]
 

@@ -14,16 +14,24 @@ import libcst as cst
 from tpudist.port.analysis.nodes import code_of, keyword_name, values_of_returns
 from tpudist.port.analysis.program import Program
 
-_RUNS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
-_MAPS = {"map", "filter", "flat_map", "interleave", "scan", "take_while", "group_by_window"}
-_MAPS |= {"from_generator", "apply", "bucket_by_sequence_length", "map_and_batch"}
+_RUN_METHODS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
+_PIPELINE_METHODS = {
+    "map",
+    "filter",
+    "flat_map",
+    "interleave",
+    "scan",
+    "take_while",
+    "group_by_window",
+}
+_PIPELINE_METHODS |= {"from_generator", "apply", "bucket_by_sequence_length", "map_and_batch"}
 _FUNCTION = "tensorflow.function"
 _FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
 _KERAS = ("tensorflow.keras.", "keras.")
 
 # Prefixes of operations that read or decode examples.
-_READS = tuple(
+_READING_OPERATIONS = tuple(
     f"tensorflow.{x}" for x in "io.decode io.parse io.read_file image. py_function".split()
 )
 
@@ -64,7 +72,7 @@ class Roles:
         self._spread()
 
     def of(self, node: cst.CSTNode) -> Role | None:
-        """Returns the role of a node; None if it has several."""
+        """Returns the role of a node; None if its function has several that need different code."""
         for outer in (node, *self._program.around(node)):
             if isinstance(outer, cst.FunctionDef | cst.Lambda) and (
                 found := self._roles.get(outer)
@@ -86,8 +94,10 @@ class Roles:
         is_imported = bool(self._program.name(func))
         for method in () if is_imported else self._methods.get(func.attr.value, ()):
             self._calls.append((self._function_around(node), method))
-        is_run = func.attr.value in _RUNS and self._is_strategy(func.value, node)
-        if not is_run and func.attr.value not in _MAPS and self._program.name(func) != _FUNCTION:
+        is_run = func.attr.value in _RUN_METHODS and self._is_strategy(func.value, node)
+        is_pipeline = func.attr.value in _PIPELINE_METHODS
+        is_graph = self._program.name(func) == _FUNCTION
+        if not (is_run or is_pipeline or is_graph):
             return
         passed: list[Function] = []
         for arg in node.args:
@@ -98,7 +108,7 @@ class Roles:
                 if function is not None and not (is_run and passed):
                     passed.append(function)
                     self._passed.add(arg.value)
-        if self._program.name(func) != _FUNCTION:
+        if not is_graph:
             for function in passed:
                 self._add(function, Role.REPLICA if is_run else Role.DATASET)
 
@@ -150,10 +160,10 @@ class Roles:
     def _note_readers_of_files(self) -> None:
         """Adds the role of a pipeline to functions that read or decode examples.
 
-        Another file may pass them to `map`. They have a parameter and return a value.
+        Another file may pass them to `map`, which needs a parameter and a result.
         """
         for node in self._program.nodes(cst.Call):
-            if not self._program.callee(node).startswith(_READS):
+            if not self._program.callee(node).startswith(_READING_OPERATIONS):
                 continue
             function = self._function_around(node)
             if isinstance(function, cst.FunctionDef) and function not in self._roles:
@@ -187,15 +197,17 @@ class Roles:
     def _spread(self) -> None:
         """Adds the roles of callers to the functions that they call, until nothing changes.
 
-        The loop ends, because roles are only added and each function has at most four.
+        The loop ends, because roles are only added, and each function has at most four: HOST,
+        REPLICA, DATASET and KERAS.
         """
-        before = -1
-        while before != (before := sum(map(len, self._roles.values()))):
+        num_roles, before = sum(map(len, self._roles.values())), -1
+        while num_roles != before:
             for caller, callee in self._calls:
                 roles = self._roles_around(caller)
                 # A function without a record belongs to the host, so that role need not be added.
                 if roles != {Role.HOST} or callee in self._roles:
                     self._roles.setdefault(callee, set()).update(roles)
+            num_roles, before = sum(map(len, self._roles.values())), num_roles
 
     def _roles_around(self, function: Function | None) -> set[Role]:
         if function is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import libcst as cst
 
@@ -13,7 +13,7 @@ _MODELS = ("Sequential", "Model", "Functional", "models.", "applications.")
 _OPTIMIZERS = ("optimizers.",)
 _NO_OPTIMIZERS = ("optimizers.schedules.", "optimizers.legacy.", "optimizers.experimental.")
 _CALLBACKS = ("callbacks.",)
-# Strategies whose variables are on servers or in one place.
+# Strategies whose variables are on servers or in one place, under which Keras cannot train.
 _WITHOUT_KERAS = {
     "tpudist.ParameterServerStrategy",
     "tpudist.experimental.ParameterServerStrategy",
@@ -25,14 +25,14 @@ _DEPTH = 9  # number of names and functions that are followed, which also ends r
 def is_model(program: Program, value: cst.BaseExpression, depth: int = 0) -> bool:
     """Returns whether a value is certainly a Keras model, by its constructor, class or callback."""
     if isinstance(value, cst.Attribute):
-        return value.attr.value == "model" and _is_self(program, value.value, _CALLBACKS)
+        return value.attr.value == "model" and _is_self(program, value.value, _is_callback)
     if isinstance(value, cst.Name):
-        return _is_self(program, value, _MODELS) or _are_models(
+        return _is_self(program, value, is_class_of_models) or _are_models(
             program, program.values(value), depth
         )
     if not isinstance(value, cst.Call):
         return False
-    if _in_keras(program.callee(value)).startswith(_MODELS):
+    if _name_in_keras(program.callee(value)).startswith(_MODELS):
         return True
     if isinstance(value.func, cst.Name):
         bound = [binding.node for binding in program.assignments(value.func)]
@@ -54,7 +54,7 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
             isinstance(x, cst.Call) and is_optimizer(program, x) for x in assigned
         )
     if isinstance(value, cst.Call):
-        name = _in_keras(program.callee(value))
+        name = _name_in_keras(program.callee(value))
         return name.startswith(_OPTIMIZERS) and not name.startswith(_NO_OPTIMIZERS)
     return program.has_only(
         value, lambda x: isinstance(x, cst.Call | cst.Attribute) and is_optimizer(program, x)
@@ -62,10 +62,9 @@ def is_optimizer(program: Program, value: cst.BaseExpression) -> bool:
 
 
 def is_called_as_model(program: Program, value: cst.BaseExpression) -> bool:
-    """Returns whether the program uses an object like a model, by `training=` or `losses`.
-
-    If the object is not a Keras model, the ported code raises an error that names the problem.
-    """
+    """Returns whether the program uses an object like a model, by `training=` or `losses`."""
+    # Uncertain, but harmless: if the object is not a Keras model, the ported code raises an error
+    # that names the problem.
     return code_of(value) in program.once(_find_called_models)
 
 
@@ -120,7 +119,7 @@ def _strategy_names(program: Program) -> set[str]:
 def makes_model(program: Program) -> bool:
     """Returns whether the program creates a Keras model, or defines a class of them."""
     names = map(program.callee, program.nodes(cst.Call))
-    return any(_in_keras(name).startswith(_MODELS) for name in names) or any(
+    return any(_name_in_keras(name).startswith(_MODELS) for name in names) or any(
         _has_base(program, node, _MODELS) for node in program.nodes(cst.ClassDef)
     )
 
@@ -130,8 +129,16 @@ def _are_models(program: Program, values: Sequence[cst.BaseExpression | None], d
     return bool(values) and depth < _DEPTH and all(are_models)
 
 
-def _is_self(program: Program, value: cst.BaseExpression, bases: tuple[str, ...]) -> bool:
-    """Returns whether a name is the first parameter of a method, in a class with such a base."""
+def _is_callback(program: Program, node: cst.ClassDef) -> bool:
+    return _has_base(program, node, _CALLBACKS)
+
+
+def _is_self(
+    program: Program,
+    value: cst.BaseExpression,
+    is_owner: Callable[[Program, cst.ClassDef], bool],
+) -> bool:
+    """Returns whether a name is the first parameter of a method of such a class."""
     if not isinstance(value, cst.Name) or len(bound := program.assignments(value)) != 1:
         return False
     param = bound[0].node
@@ -142,21 +149,17 @@ def _is_self(program: Program, value: cst.BaseExpression, bases: tuple[str, ...]
             owner = next((x for x in around[i + 1 :] if not isinstance(x, cst.IndentedBlock)), None)
             if not first or first[0] is not param or not isinstance(owner, cst.ClassDef):
                 return False
-            return (
-                is_class_of_models(program, owner)
-                if bases is _MODELS
-                else _has_base(program, owner, bases)
-            )
+            return is_owner(program, owner)
     return False
 
 
 def _has_base(program: Program, node: cst.ClassDef, bases: tuple[str, ...]) -> bool:
-    return any(_in_keras(program.name(base.value)).startswith(bases) for base in node.bases)
+    return any(_name_in_keras(program.name(base.value)).startswith(bases) for base in node.bases)
 
 
-def _in_keras(name: str) -> str:
+def _name_in_keras(name: str) -> str:
     """Returns a name inside Keras, such as `optimizers.Adam`; empty for other names."""
-    if name.startswith("tensorflow.optimizers."):
+    if name.startswith("tensorflow.optimizers."):  # an alias of `tensorflow.keras.optimizers`
         return name.removeprefix("tensorflow.")
     name = name.removeprefix("tensorflow.")
     return name.removeprefix("keras.") if name.startswith("keras.") else ""

@@ -19,23 +19,33 @@ _N = TypeVar("_N", bound=cst.CSTNode)
 CELL_MARK, LINE_MARK = "__tpudist_cell__", "__tpudist_line__"
 
 # Fields of nodes that contain no names.
-_BLANKS = {"comma", "lpar", "rpar", "semicolon", "equal", "header", "footer", "indent", "dot"}
-_BLANKS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "trailing_whitespace"}
-_BLANKS |= {"lines_after_decorators", "first_colon", "second_colon", "newline", "colon", "star"}
+_NAMELESS_FIELDS = {
+    "comma",
+    "lpar",
+    "rpar",
+    "semicolon",
+    "equal",
+    "header",
+    "footer",
+    "indent",
+    "dot",
+}
+_NAMELESS_FIELDS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "star", "colon"}
+_NAMELESS_FIELDS |= {"trailing_whitespace", "lines_after_decorators", "first_colon", "second_colon"}
+_NAMELESS_FIELDS |= {"newline"}
 
 
 @functools.cache
 def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
     names = [field.name for field in dataclasses.fields(kind)]
-    return tuple(x for x in names if x not in _BLANKS and not x.startswith("whitespace"))
+    return tuple(x for x in names if x not in _NAMELESS_FIELDS and not x.startswith("whitespace"))
 
 
 def children_of(node: cst.CSTNode) -> list[cst.CSTNode]:
     """Returns the children of a node, in the order of the text."""
     found: list[cst.CSTNode] = []
     for name in _fields(type(node)):
-        # A field of a node of libcst.
-        value = getattr(node, name)
+        value = getattr(node, name)  # a field of the dataclass
         if isinstance(value, cst.CSTNode):
             found.append(value)
         elif isinstance(value, tuple | list):
@@ -64,7 +74,7 @@ def nodes_in(
 
 
 def values_of_returns(function: cst.FunctionDef) -> list[cst.BaseExpression | None]:
-    """Returns the values that a function returns, without functions inside it.
+    """Returns the values that a function returns, not counting functions inside it.
 
     A bare `return` has the value None.
     """

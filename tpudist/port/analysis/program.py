@@ -32,9 +32,8 @@ _WRITTEN = {
     "tpudist": "tpudist",
 }
 
-
 _T = TypeVar("_T")
-_N = TypeVar("_N", bound=cst.CSTNode)
+_Node = TypeVar("_Node", bound=cst.CSTNode)
 
 
 class Program:
@@ -70,7 +69,7 @@ class Program:
             for child in children_of(node)
         }
 
-    def nodes(self, node_class: type[_N]) -> list[_N]:
+    def nodes(self, node_class: type[_Node]) -> list[_Node]:
         """Returns all nodes of a class, in the order of the text."""
         if node_class not in self._by_class:
             self._by_class[node_class] = list(nodes_in(self.module, node_class))
@@ -164,7 +163,7 @@ class Program:
         )
 
     def is_bound(self, name: str) -> bool:
-        """Returns whether a name has a meaning other than an import in any scope."""
+        """Returns whether any scope binds a name otherwise than by an import."""
         return any(
             isinstance(binding, metadata.Assignment)
             and not isinstance(binding, metadata.ImportAssignment)
@@ -192,7 +191,7 @@ class Program:
         )
 
     def uses(self, prefix: str) -> bool:
-        """Returns whether the program uses a full name with this prefix."""
+        """Returns whether the program uses a dotted name with this prefix, as an attribute."""
         return any(name.startswith(prefix) for name in self._used)
 
     @functools.cached_property
@@ -200,7 +199,7 @@ class Program:
         return {self.name(node) for node in self.nodes(cst.Attribute)}
 
     def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
-        """Returns all assignments of a name; empty if it has another meaning too."""
+        """Returns all bindings of a name, imports included; empty if it may also be a builtin."""
         scope = self.scope(name)
         found = list(scope[name.value]) if scope is not None else []
         if any(not isinstance(binding, metadata.Assignment) for binding in found):
@@ -223,7 +222,7 @@ class Program:
             statement = self.parent(target)
             assert isinstance(statement, cst.Assign)
             values.append(statement.value)
-        return [] if None in values else values
+        return [] if None in values else values  # `x: int` declares a name without a value
 
     def has_only(
         self, node: cst.CSTNode, is_expected: Callable[[cst.BaseExpression], bool]

@@ -19,14 +19,14 @@ class Transformer(cst.CSTTransformer):
     Attributes:
         program: The program before the change.
         imports: Modules that the changed code needs.
-        changes: Whether anything was changed.
+        has_changed: Whether anything was changed.
     """
 
     def __init__(self, program: Program):
         super().__init__()
         self.program = program
         self.imports: set[str] = set()
-        self.changes = False
+        self.has_changed = False
 
     @functools.cached_property
     def roles(self) -> Roles:
@@ -37,14 +37,14 @@ class Transformer(cst.CSTTransformer):
         """Records whether a node changed."""
         # libcst returns the same object if no method of this class changed the node.
         result = super().on_leave(original_node, updated_node)
-        self.changes = self.changes or result is not updated_node
+        self.has_changed = self.has_changed or result is not updated_node
         return result
 
     def write(self, name: str, like: cst.CSTNode | None = None) -> cst.Name | cst.Attribute:
         """Returns the expression of a dotted name, and adds its module to `imports`.
 
         Args:
-            name: Name that begins with `jnp`, `np`, `jax`, `keras` or `tpudist`.
+            name: Name that begins with a key of `import_statements.STATEMENTS`.
             like: Expression that it replaces, for its parentheses.
         """
         self.imports.add(name.partition(".")[0])
@@ -62,7 +62,7 @@ class Together(cst.CSTTransformer):
     """Several transformers of the same module, in one walk.
 
     Each node goes through the transformers in turn. If one replaces it by a node of another class,
-    or removes it, the others do not see it.
+    or removes it, the others do not see it. Methods `visit_*` of transformers are not called.
     """
 
     def __init__(self, transformers: Sequence[Transformer]):

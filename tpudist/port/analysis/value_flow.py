@@ -29,30 +29,32 @@ class ValueFlow:
         self._program = program
         self._roles = roles
 
-    def ends_well(self, node: cst.CSTNode, depth: int = 0) -> bool:
-        """Returns whether no reader of a value needs a tensor."""
+    def needs_tensor(self, node: cst.CSTNode, depth: int = 0) -> bool:
+        """Returns whether a reader of a value needs a tensor."""
         outer = self._program.parent(node)
         # Optimistic, unlike other limits of depth: a reader so far away is rarely one that needs a
         # tensor, and JAX would then raise an error that names the attribute.
         if depth > _DEPTH or outer is None:
-            return True
+            return False
         if self._roles.of(node) is Role.REPLICA:  # all values there are arrays
-            return True
+            return False
         if isinstance(outer, cst.BinaryOperation | cst.UnaryOperation):
-            return self.ends_well(outer, depth + 1)
+            return self.needs_tensor(outer, depth + 1)
+        # The function that is called is not followed: only functions of text are known to need one.
         if isinstance(outer, cst.Arg):
-            return not self._program.callee(self._program.parent(outer)).startswith(_TAKES_TEXT)
+            return self._program.callee(self._program.parent(outer)).startswith(_TAKES_TEXT)
         if isinstance(outer, cst.Attribute) and outer.value is node:
             if outer.attr.value == "device":  # JAX has an object here, TensorFlow a string
-                return self._is_printed(outer)
-            return outer.attr.value not in _OF_TENSORS
+                return not self._is_printed(outer)
+            return outer.attr.value in _OF_TENSORS
+        # Other targets than one name are not followed, as at the end of the depth.
         name: cst.CSTNode | None = None
         if isinstance(outer, cst.Assign) and len(outer.targets) == 1:
             name = outer.targets[0].target
         elif isinstance(outer, cst.For) and outer.iter is node:
             name = outer.target
         reads = self._program.references(name) if isinstance(name, cst.Name) else []
-        return all(self.ends_well(read, depth + 1) for read in reads)
+        return any(self.needs_tensor(read, depth + 1) for read in reads)
 
     def _is_printed(self, node: cst.CSTNode) -> bool:
         """Returns whether a value is only turned into text."""

@@ -9,9 +9,9 @@ import libcst as cst
 from tpudist.port.analysis.nodes import function_name, keyword_name, values_of_returns
 from tpudist.port.analysis.program import Program
 
-_DEPTH = 12  # number of expressions that are followed, which also ends recursion
+_DEPTH = 12  # the longest chain of expressions that is followed, which also ends recursion
 # Operations whose results are always floats.
-_FLOATS = set(
+_RETURN_FLOATS = set(
     "exp cos sin tan cosh sinh tanh sqrt rsqrt log log1p expm1 sigmoid log_sigmoid erf reciprocal "
     "divide truediv divide_no_nan reduce_std reduce_variance reduce_logsumexp softmax log_softmax "
     "softplus softsign gelu silu swish elu selu leaky_relu l2_normalize normal truncated_normal "
@@ -19,22 +19,22 @@ _FLOATS = set(
     "sigmoid_cross_entropy_with_logits compute_average_loss scale_regularization_loss "
     "reduce_euclidean_norm acos asin atan acosh asinh atanh linspace".split()
 )
-_BOOLS = set(
+_RETURN_BOOLS = set(
     "equal not_equal greater greater_equal less less_equal logical_and logical_or logical_not "
     "logical_xor reduce_any reduce_all is_nan is_inf is_finite".split()
 )
-_INTEGERS = {"argmax", "argmin", "argsort", "size", "rank", "count_nonzero", "shape"}
+_RETURN_INTEGERS = {"argmax", "argmin", "argsort", "size", "rank", "count_nonzero", "shape"}
 # Operations whose results have the kind of their first argument.
-_OF_FIRST = set(
+_KEEP_FIRST_KIND = set(
     "abs sign square floor ceil round negative identity stop_gradient reduce_sum reduce_max "
     "reduce_min reduce_prod reduce_mean cumsum cumprod transpose reshape broadcast_to expand_dims "
     "squeeze tile repeat reverse roll gather gather_nd relu relu6 clip_by_value sort add_n stack "
     "concat split unstack zeros_like ones_like pad boolean_mask slice constant "
     "convert_to_tensor".split()
 )
-_OF_BOTH = set("maximum minimum add subtract multiply pow squared_difference matmul".split())
-# Positions of the parameter dtype, from 0; operations that return floats without a dtype; and
-# keywords that determine the dtype.
+# Operations whose operands have one kind, which is that of the result.
+_KEEP_KIND = set("maximum minimum add subtract multiply pow squared_difference matmul".split())
+# Positions of the parameter dtype, from 0.
 _DTYPE_PLACES = {
     "constant": 1,
     "convert_to_tensor": 1,
@@ -46,10 +46,12 @@ _DTYPE_PLACES = {
     "zeros": 1,
     "zeros_like": 1,
 }
+# Operations that return floats without a dtype.
 _MAKE_FLOATS = {"eye", "one_hot", "ones", "uniform", "zeros"}
+# Keywords that determine the dtype.
 _GIVE_DTYPES = {"dtype", "on_value", "off_value"}
 _FLOAT_NAMES = ("float", "bfloat", "half", "double")
-_PYTHON = {"float", "int", "len", "bool"}
+_NUMBER_TYPES = {"float", "int", "len", "bool"}
 _LOSSES = ("tensorflow.keras.losses.", "keras.losses.")
 
 
@@ -59,7 +61,7 @@ class Numbers(enum.Enum):
     FLOATS = "floats"
     INTEGERS = "integers or booleans"
     UNKNOWN = "unknown"
-    ANY = "any: a name whose values are being examined, which adds no information"
+    ANY = "nothing yet: a name that is being examined, which does not restrict a join"
 
 
 class ValueKinds:
@@ -165,8 +167,8 @@ class ValueKinds:
 
     def _is_python_number(self, call: cst.Call) -> bool:
         """Returns whether a call is one of `float`, `int`, `len` and `bool` of Python."""
-        is_own = isinstance(call.func, cst.Name) and self._program.assignments(call.func)
-        return not is_own and function_name(call) in _PYTHON
+        is_redefined = isinstance(call.func, cst.Name) and self._program.assignments(call.func)
+        return not is_redefined and function_name(call) in _NUMBER_TYPES
 
     def _of_all(self, values: list[cst.BaseExpression], depth: int) -> Numbers:
         """Returns the kind of several values, if it is the same."""
@@ -249,9 +251,9 @@ class ValueKinds:
 
     def _of_operation(self, last: str, call: cst.Call, depth: int) -> Numbers:
         """Returns the kind of an operation of TensorFlow, by its last name."""
-        if last in _FLOATS:
+        if last in _RETURN_FLOATS:
             return Numbers.FLOATS
-        if last in _BOOLS or last in _INTEGERS:
+        if last in _RETURN_BOOLS or last in _RETURN_INTEGERS:
             return Numbers.INTEGERS
         if last in _DTYPE_PLACES:
             keywords = {x.keyword.value for x in call.args if x.keyword}
@@ -266,9 +268,9 @@ class ValueKinds:
             return self._of_all([x.value for x in call.args[1:]], depth)
         if last == "einsum" and len(call.args) > 1:
             return self.numbers(call.args[1].value, depth + 1)
-        if last in _OF_BOTH:
+        if last in _KEEP_KIND:
             return self._of_operands([x.value for x in call.args[:2]], depth)
-        if last in _OF_FIRST and call.args:
+        if last in _KEEP_FIRST_KIND and call.args:
             return self.numbers(call.args[0].value, depth + 1)
         return Numbers.UNKNOWN
 

@@ -19,7 +19,12 @@ from tpudist.port.analysis.transformers import Transformer, with_parentheses_of
 from tpudist.port.analysis.value_flow import ValueFlow
 from tpudist.port.analysis.value_kinds import ValueKinds
 from tpudist.port.operations.helper_functions import HELPERS, with_helpers
-from tpudist.port.operations.irregular_operations import IRREGULAR, SAME_ARGUMENTS, Call
+from tpudist.port.operations.irregular_operations import (
+    IRREGULAR,
+    SAME_ARGUMENTS,
+    Call,
+    Irregular,
+)
 from tpudist.port.operations.operation_table import (
     CLIPS_BY_NORM,
     OPERATIONS,
@@ -37,16 +42,17 @@ from tpudist.port.operations.templates import (
     names_in,
     parse_template,
 )
+from tpudist.port.tensorflow_names import DTYPES
 
-DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32".split()
-DTYPES += ["complex64", "complex128"]
 # A comment above statements that clip by a norm on replicas.
 _CLIP_COMMENT = (
     "# Each replica clips by the norm of its own gradients before the sum over replicas, as with",
     "# tf.distribute. To get the result of one device, clip after the sum.",
 )
-# Name of a value that an expression reads twice.
-_TWICE = "values"
+# Name for an argument that a template reads more than once.
+_SHARED_VALUE = "values"
+# The longest chain of names and operands that is followed, which also ends recursion.
+_DEPTH = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +63,13 @@ class _Target:
         template: The expression, with `_x` for the argument `x`.
         parameters: Parameters of the operation, with their defaults.
         arrays: Parameters that must be arrays.
-        used: Parameters whose arguments the template already contains.
+        handled: Parameters whose arguments need no place in the template.
     """
 
     template: str
     parameters: dict[str, str | None]
     arrays: frozenset[str]
-    used: frozenset[str] = frozenset()
+    handled: frozenset[str] = frozenset()
 
 
 class ArrayOperations(Transformer):
@@ -106,8 +112,8 @@ class ArrayOperations(Transformer):
         args = bind(updated_node, target.parameters) or {}
         keywords = {name for name, arg in args.items() if arg.keyword}
         filled = self._fill(target.template, values, keywords)
-        places = cst.Arg | cst.Assign | cst.AugAssign | cst.Return | cst.Element | cst.Expr
         # At these places an expression needs no parentheses, whatever it is.
+        places = cst.Arg | cst.Assign | cst.AugAssign | cst.Return | cst.Element | cst.Expr
         if not updated_node.lpar and not isinstance(self.program.parent(original_node), places):
             filled = in_parentheses(filled)
         if updated_node.lpar and not isinstance(filled, cst.Tuple):
@@ -121,7 +127,7 @@ class ArrayOperations(Transformer):
         args, originals = bind(updated, target.parameters), bind(original, target.parameters)
         assert args is not None
         assert originals is not None
-        values = {name: arg.value for name, arg in args.items() if name not in target.used}
+        values = {name: arg.value for name, arg in args.items() if name not in target.handled}
         for name, value in values.items():
             before = originals[name].value
             if name in target.arrays:
@@ -166,7 +172,7 @@ class ArrayOperations(Transformer):
             return cst.SimpleString(f'"{name}"')
         if name == "string" or (called.startswith("tensorflow.") and target is None):
             return updated_node
-        if self._is_of_tensorflow(original_node):
+        if self._is_argument_of_tensorflow(original_node):
             return updated_node
         return self.write(f"jnp.{name}", updated_node)
 
@@ -174,7 +180,7 @@ class ArrayOperations(Transformer):
         """Returns the function with the same arguments that replaces a call's function."""
         name = SAME_ARGUMENTS.get(self.program.callee(call))
         role = self.roles.of(call)
-        if name is None or role in (Role.DATASET, None) or self._is_of_tensorflow(call):
+        if name is None or role in (Role.DATASET, None) or self._is_argument_of_tensorflow(call):
             return None
         if any(arg.keyword and arg.keyword.value != "indexing" for arg in call.args):
             return None
@@ -216,45 +222,55 @@ class ArrayOperations(Transformer):
         name = self.program.callee(call)
         if name.startswith("keras.backend."):
             name = f"tensorflow.{name}"
+        operation = OPERATIONS.get(name) or IRREGULAR.get(name)
         role = self.roles.of(call)
-        operation, irregular = OPERATIONS.get(name), IRREGULAR.get(name)
-        if (operation is None and irregular is None) or role in (Role.DATASET, None):
+        if operation is None or role in (Role.DATASET, None):
             return None
-        if self._is_of_tensorflow(call) or not self._flow.ends_well(call):
+        if self._is_argument_of_tensorflow(call) or self._flow.needs_tensor(call):
             return None
         # On replicas, random numbers need a key for each replica and step, which only the author
         # can choose.
         if name in RANDOM and role is not Role.HOST:
             return None
-        if role is Role.HOST and self.roles.builds_model(call):
-            role = Role.KERAS  # `keras.ops` accept symbolic tensors and arrays
-        is_keras = role is Role.KERAS
-        if irregular is not None:
-            parameters, arrays, choose = irregular
-            if (args := bind(call, parameters)) is None:
-                return None
-            values = {key: arg.value for key, arg in args.items()}
-            described = Call(self.program, self._kinds, role, call, values)
-            template = choose(described)
-            if not template:
-                return None
-            args = {key: arg for key, arg in args.items() if key not in described.used}
-            if is_keras:
-                template = for_keras(template.replace("jnp.astype(", "keras.ops.cast("))
-            target = _Target(template, parameters, arrays, frozenset(described.used))
-        else:
-            assert isinstance(operation, Operation)
-            template = operation.keras if is_keras else operation.jax
-            if not template and self.roles.of(call) is Role.HOST:
-                template = operation.jax
-            if not template or (args := bind(call, operation.parameters)) is None:
-                return None
-            target = _Target(template, operation.parameters, operation.arrays)
+        # A constant of strings stays: no device can store it.
         if name == "tensorflow.constant" and call.args:
-            # A constant of strings stays: no device can store it.
             if any(True for _ in nodes_in(call.args[0].value, cst.SimpleString)):
                 return None
+        if (args := bind(call, operation.parameters)) is None:
+            return None
+        if isinstance(operation, Irregular):
+            target = self._irregular_target(operation, call, args)
+        else:
+            target = self._regular_target(operation, call)
+        if not target.template:
+            return None
+        args = {key: arg for key, arg in args.items() if key not in target.handled}
         return target if self._can_fill(target, args) else None
+
+    def _irregular_target(
+        self, operation: Irregular, call: cst.Call, args: dict[str, cst.Arg]
+    ) -> _Target:
+        role = Role.KERAS if self._prefers_keras(call) else self.roles.of(call)
+        values = {key: arg.value for key, arg in args.items()}
+        described = Call(self.program, self._kinds, role, call, values)
+        template = operation.choose(described)
+        if role is Role.KERAS:
+            template = for_keras(template.replace("jnp.astype(", "keras.ops.cast("))
+        handled = frozenset(described.handled)
+        return _Target(template, operation.parameters, operation.arrays, handled)
+
+    def _regular_target(self, operation: Operation, call: cst.Call) -> _Target:
+        template = operation.keras if self._prefers_keras(call) else operation.jax
+        # In a function that builds a model, `keras.ops` are preferred. `jnp` is the fallback,
+        # because the arrays may be symbolic only in other calls.
+        if not template and self.roles.of(call) is Role.HOST:
+            template = operation.jax
+        return _Target(template, operation.parameters, operation.arrays)
+
+    def _prefers_keras(self, call: cst.Call) -> bool:
+        """Returns whether a call may get symbolic tensors, which `keras.ops` accept like arrays."""
+        role = self.roles.of(call)
+        return role is Role.KERAS or (role is Role.HOST and self.roles.builds_model(call))
 
     def _can_fill(self, target: _Target, args: dict[str, cst.Arg]) -> bool:
         """Returns whether the template has a place for each argument, and computes it once."""
@@ -290,12 +306,14 @@ class ArrayOperations(Transformer):
 
     def _needs_array(self, value: cst.BaseExpression, template: str) -> bool:
         """Returns whether a value may be an object that JAX does not accept as an array."""
-        if "_input.shape" in template:
+        if "_input.shape" in template:  # chosen only for a value that has a shape
             return False
+        # These accept every object.
         if template.startswith(("keras.", "jnp.asarray(", "jax.lax.map", "jax.vmap")):
             return False
         if self._kinds.is_number(value):
-            return ".at[" in template
+            return ".at[" in template  # the one method in templates that a Python number lacks
+        # `jnp` rejects lists. Other values on replicas are arrays.
         if self._kinds.may_be_list(value):
             return not (isinstance(value, cst.Call) and self._is_ported_to_array(value))
         if self.roles.of(value) not in (Role.HOST, Role.BOTH):
@@ -308,7 +326,7 @@ class ArrayOperations(Transformer):
 
     def _is_array(self, value: cst.BaseExpression, depth: int = 0) -> bool:
         """Returns whether a value in Python is certainly a number or an array of JAX or NumPy."""
-        if depth > 9:  # this also ends recursion
+        if depth > _DEPTH:
             return False
         if self._kinds.is_number(value):
             return True
@@ -322,6 +340,7 @@ class ArrayOperations(Transformer):
             if name.startswith("tensorflow."):
                 target = self._target(value)
                 return target is not None and not self._kinds.may_be_list(value)
+            # `strategy.reduce`, `strategy.gather` and `metric.result` return arrays.
             return method_name(value) in ("reduce", "gather", "result")
         return self.program.has_only(value, lambda x: self._is_array(x, depth + 1))
 
@@ -354,7 +373,7 @@ class ArrayOperations(Transformer):
         taken = {x for value in values.values() for x in names_in(value)}
         names: dict[str, str] = {}
         for name in sorted(twice):
-            names[name] = self.program.free_name(_TWICE, taken)
+            names[name] = self.program.free_name(_SHARED_VALUE, taken)
             taken.add(names[name])
         names |= {x: self.program.free_name(x, taken) for x in loop_names(template) & taken}
         for helper in HELPERS.keys() & names_in(parse_template(template)):
@@ -365,8 +384,8 @@ class ArrayOperations(Transformer):
                 self.imports.add(module)
         return fill_template(template, values, keywords, names)
 
-    def _is_of_tensorflow(self, node: cst.CSTNode) -> bool:
-        """Returns whether a node is in an argument of `tf.data`, or in a remaining TensorSpec."""
+    def _is_argument_of_tensorflow(self, node: cst.CSTNode) -> bool:
+        """Returns whether `tf.data`, `tf.io` or a TensorSpec that stays has a node as argument."""
         for outer in self._expression_around(node):
             name = self.program.callee(outer)
             if name.startswith(("tensorflow.data.", "tensorflow.TensorSpec", "tensorflow.io.")):

@@ -19,7 +19,7 @@ _MAKERS = ("tensorflow.Variable", "tpudist.Variable")
 class ArrayValues(Transformer):
     """Rewrites methods and attributes of tensors.
 
-    `x.numpy()` becomes `np.asarray(x)[()]`: an array, or the scalar of a scalar.
+    `x.numpy()` becomes `np.asarray(x)[()]`: an array, or a NumPy scalar for an array without dims.
     """
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
@@ -34,10 +34,10 @@ class ArrayValues(Transformer):
             return updated_node
         if func.attr.value == "numpy" and role is Role.HOST and not self._is_variable(func.value):
             array = cst.Call(self.write("np.asarray"), [cst.Arg(owner)])
-            everything = cst.SubscriptElement(
+            empty_index = cst.SubscriptElement(
                 cst.Index(cst.Tuple([], lpar=[cst.LeftParen()], rpar=[cst.RightParen()]))
             )
-            return with_parentheses_of(cst.Subscript(array, [everything]), updated_node)
+            return with_parentheses_of(cst.Subscript(array, [empty_index]), updated_node)
         if func.attr.value == "get_shape":
             return with_parentheses_of(cst.Attribute(owner, cst.Name("shape")), updated_node)
         is_shape = isinstance(owner, cst.Attribute) and owner.attr.value == "shape"

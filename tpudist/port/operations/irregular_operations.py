@@ -25,7 +25,7 @@ class Call:
         role: Role of the code around the call.
         node: The call.
         args: Arguments by parameter.
-        used: Parameters whose arguments the template already contains.
+        handled: Parameters whose arguments need no place in the template.
     """
 
     program: Program
@@ -33,11 +33,11 @@ class Call:
     role: Role | None
     node: cst.Call
     args: dict[str, cst.BaseExpression]
-    used: set[str] = dataclasses.field(default_factory=set)
+    handled: set[str] = dataclasses.field(default_factory=set)
 
-    def use(self, *names: str) -> None:
-        """Records arguments that are part of the template."""
-        self.used.update(names)
+    def mark_handled(self, *names: str) -> None:
+        """Records arguments that need no place: the template has their meaning, if any."""
+        self.handled.update(names)
 
     @property
     def is_on_host(self) -> bool:
@@ -45,15 +45,15 @@ class Call:
         return self.role is Role.HOST
 
 
-_NAMES = {"True": True, "False": False}
+_BOOL_LITERALS = {"True": True, "False": False}
 
 
 def _mean(call: Call) -> str:
-    # In TensorFlow the mean of integers is an integer, rounded toward zero.
-    of = "_input_tensor, _axis, keepdims=_keepdims"
+    of, dtype = "_input_tensor, _axis, keepdims=_keepdims", "_input_tensor.dtype"
     if call.kinds.is_number(call.args["input_tensor"]):
-        return ""
-    numbers, dtype = call.kinds.numbers(call.args["input_tensor"]), "_input_tensor.dtype"
+        return ""  # a Python number has no dtype
+    # In TensorFlow the mean of integers is an integer, rounded toward zero.
+    numbers = call.kinds.numbers(call.args["input_tensor"])
     if numbers is Numbers.FLOATS:
         return f"jnp.mean({of})"
     if call.role is Role.KERAS:
@@ -76,10 +76,10 @@ def _matmul(call: Call) -> str:
     for name in ("a", "b"):
         transposed = call.args.get(f"transpose_{name}")
         text = code_of(transposed) if transposed is not None else "False"
-        if text not in _NAMES:
+        if text not in _BOOL_LITERALS:
             return ""
-        names.append(f"jnp.swapaxes(_{name}, -1, -2)" if _NAMES[text] else f"_{name}")
-        call.use(f"transpose_{name}")
+        names.append(f"jnp.swapaxes(_{name}, -1, -2)" if _BOOL_LITERALS[text] else f"_{name}")
+        call.mark_handled(f"transpose_{name}")
     return f"jnp.matmul({', '.join(names)})"
 
 
@@ -91,7 +91,7 @@ def _split(call: Call) -> str:
     is_literal = isinstance(sizes, cst.List | cst.Tuple)
     numbers = [code_of(x.value) for x in sizes.elements] if is_literal else [""]
     if all(x.isdigit() for x in numbers):
-        call.use("num_or_size_splits")
+        call.mark_handled("num_or_size_splits")
         ends = [sum(map(int, numbers[: i + 1])) for i in range(len(numbers) - 1)]
         return f"jnp.split(_value, {ends}, _axis)"
     # A size may be -1, also in a name. Only the array tells the size of that part.
@@ -100,9 +100,9 @@ def _split(call: Call) -> str:
 
 
 def _concat(call: Call) -> str:
-    # Parts of shapes make a shape, a tuple of Python numbers.
+    # Parts of shapes make a shape, which stays a sequence of Python numbers. It has one axis.
     if are_parts_of_shape(call.program, call.args["values"]):
-        call.use("axis")
+        call.mark_handled("axis")
         return "[size for part in _values for size in part]"
     return "jnp.concatenate(_values, _axis)"
 
@@ -118,7 +118,7 @@ def _stack(call: Call) -> str:
 
 def _unstack(call: Call) -> str:
     # `num` repeats the size of the dim, which JAX reads from the array.
-    call.use("num")
+    call.mark_handled("num")
     return "list(jnp.unstack(_value, axis=_axis))"
 
 
@@ -127,7 +127,7 @@ def _pad(call: Call) -> str:
     if mode is not None and not isinstance(mode, cst.SimpleString):
         return ""
     name = "constant" if mode is None else str(mode.evaluated_value).lower()
-    call.use("mode")
+    call.mark_handled("mode")
     if name == "constant":
         return "jnp.pad(_tensor, _paddings, constant_values=_constant_values)"
     if name in ("reflect", "symmetric"):
@@ -146,7 +146,7 @@ def _range(call: Call) -> str:
 def _norm(call: Call) -> str:
     if "ord" in call.args and not has_text(call.args["ord"], "euclidean"):
         return ""
-    call.use("ord")
+    call.mark_handled("ord")
     return "jnp.linalg.norm(_tensor, axis=_axis, keepdims=_keepdims)"
 
 
@@ -162,12 +162,13 @@ def _where(call: Call) -> str:
 
 
 def _band_part(call: Call) -> str:
-    call.use("num_lower", "num_upper")
+    call.mark_handled("num_lower", "num_upper")
     bands = (code_of(call.args["num_lower"]), code_of(call.args["num_upper"]))
     return {("-1", "0"): "jnp.tril(_input)", ("0", "-1"): "jnp.triu(_input)"}.get(bands, "")
 
 
 def _sequence_mask(call: Call) -> str:
+    # The default of maxlen is the longest length, so the shape would depend on data.
     if "maxlen" not in call.args:
         return ""
     mask = "jnp.arange(_maxlen) < jnp.expand_dims(_lengths, -1)"
@@ -177,7 +178,7 @@ def _sequence_mask(call: Call) -> str:
 def _top_k(call: Call) -> str:
     outer = call.program.parent(call.node)
     # JAX always sorts, which also satisfies sorted=False.
-    call.use("sorted")
+    call.mark_handled("sorted")
     if "k" not in call.args:
         return ""
     # TensorFlow returns a named tuple, with `.values` and `.indices`; JAX returns a pair.
@@ -188,10 +189,12 @@ def _top_k(call: Call) -> str:
 
 
 def _shape(call: Call) -> str:
-    # A tuple of numbers if all readers accept one, else an array.
+    # A list has no attribute `shape`, and of a symbolic tensor only `keras.ops.shape` tells a size
+    # that is not known yet.
     array = call.args["input"]
-    is_name = isinstance(array, cst.Name | cst.Attribute) and not call.kinds.may_be_list(array)
-    shape = "_input.shape" if is_name and call.role is not Role.KERAS else "jnp.shape(_input)"
+    is_array = isinstance(array, cst.Name | cst.Attribute) and not call.kinds.may_be_list(array)
+    shape = "_input.shape" if is_array and call.role is not Role.KERAS else "jnp.shape(_input)"
+    # A tuple of numbers if all readers accept one, else an array.
     return shape if is_taken_as_shape(call.program, call.node) else f"jnp.array({shape})"
 
 
@@ -204,7 +207,8 @@ def _cond(call: Call) -> str:
 
 
 def _one_hot(call: Call) -> str:
-    # JAX has only ones and zeros. Without a dtype, `on_value` and `off_value` determine it.
+    # `jax.nn.one_hot` writes only ones and zeros. Without a dtype, `on_value` and `off_value`
+    # determine it.
     dtype = "_dtype"
     for name, value in (("on_value", 1), ("off_value", 0)):
         if name in call.args:
@@ -213,7 +217,7 @@ def _one_hot(call: Call) -> str:
                 return ""
             if text == f"{value}" and "dtype" not in call.args:
                 dtype = '"int32"'
-            call.use(name)
+            call.mark_handled(name)
     return f"jax.nn.one_hot(_indices, _depth, axis=_axis, dtype={dtype})"
 
 
@@ -235,6 +239,7 @@ def _add_n(call: Call) -> str:
 
 
 def _count_nonzero(call: Call) -> str:
+    # `keras.ops.count_nonzero` has no keepdims. Without a place for it, a call that has it stays.
     keepdims = "" if call.role is Role.KERAS else ", keepdims=_keepdims"
     count = f"jnp.count_nonzero(_input, _axis{keepdims})"
     return f"jnp.astype({count}, _dtype)" if "dtype" in call.args else count
@@ -248,8 +253,8 @@ def _name_scope(call: Call) -> str:
     return "" if names_summaries else "jax.named_scope(_name)"
 
 
-def _trace(call: Call) -> str:
-    call.use("_r")  # it says that this is a step, as does the number of the step
+def _profiler_trace(call: Call) -> str:
+    call.mark_handled("_r")  # `_r=1` marks a step for TensorFlow's profiler; here `step_num` does
     if "step_num" in call.args:
         return "jax.profiler.StepTraceAnnotation(_name, step_num=_step_num)"
     return "jax.profiler.TraceAnnotation(_name)"
@@ -257,7 +262,7 @@ def _trace(call: Call) -> str:
 
 def _tensor_spec(call: Call) -> str:
     # Specifications for a pipeline or a graph stay.
-    call.use("name")
+    call.mark_handled("name")
     code = code_of(call.node)
     if "None" in code or "string" in code or not {"shape", "dtype"} <= set(call.args):
         return ""
@@ -265,6 +270,7 @@ def _tensor_spec(call: Call) -> str:
 
 
 def _parameters(text: str) -> dict[str, str | None]:
+    """Returns the parameters of "a b=" for `bind`: None if required, "" if optional."""
     found: dict[str, str | None] = {}
     for parameter in text.split():
         name, has_default, _ = parameter.partition("=")
@@ -281,9 +287,23 @@ SAME_ARGUMENTS = {
     "tensorflow.nest.assert_same_structure": "keras.tree.assert_same_structure",
 }
 
-# By name: the parameters, the parameters that must be arrays, and a function that chooses a
-# template; an empty template leaves the call unchanged.
-IRREGULAR: dict[str, tuple[dict[str, str | None], frozenset[str], Callable[[Call], str]]] = {}
+
+@dataclasses.dataclass(frozen=True)
+class Irregular:
+    """An operation whose template depends on the call.
+
+    Attributes:
+        parameters: Parameters for `templates.bind`.
+        arrays: Parameters that must be arrays.
+        choose: Returns the template for a call; "" if the call stays.
+    """
+
+    parameters: dict[str, str | None]
+    arrays: frozenset[str]
+    choose: Callable[[Call], str]
+
+
+IRREGULAR: dict[str, Irregular] = {}  # by name
 for _names, _text, _arrays, _choose in (
     ("reduce_mean math.reduce_mean", "input_tensor axis= keepdims=", "input_tensor", _mean),
     ("reduce_prod math.reduce_prod", "input_tensor axis= keepdims=", "input_tensor", _prod),
@@ -307,12 +327,9 @@ for _names, _text, _arrays, _choose in (
     ("add_n math.add_n", "inputs", "", _add_n),
     ("math.count_nonzero", "input axis= keepdims= dtype=", "input", _count_nonzero),
     ("name_scope", "name", "", _name_scope),
-    ("profiler.experimental.Trace", "name step_num= _r=", "", _trace),
+    ("profiler.experimental.Trace", "name step_num= _r=", "", _profiler_trace),
     ("TensorSpec", "shape= dtype= name=", "", _tensor_spec),
 ):
     for _name in _names.split():
-        IRREGULAR[f"tensorflow.{_name}"] = (
-            _parameters(_text),
-            frozenset(_arrays.split()),
-            _choose,
-        )
+        _operation = Irregular(_parameters(_text), frozenset(_arrays.split()), _choose)
+        IRREGULAR[f"tensorflow.{_name}"] = _operation

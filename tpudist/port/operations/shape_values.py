@@ -10,6 +10,7 @@ from tpudist.port.analysis.program import Program
 _TAKES_SHAPES = set(
     "reshape zeros ones fill broadcast_to normal uniform truncated_normal tile".split()
 )
+_DEPTH = 3  # number of names that are followed, which also ends recursion
 
 
 def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
@@ -28,13 +29,12 @@ def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bo
         last = name.rpartition(".")[2]
         if function_name(call) in ("print", "len", "tuple", "list"):
             return True
-        takes_all = last == "reduce_prod" and len(call.args) == 1
-        return name.startswith("tensorflow.") and (last in _TAKES_SHAPES or takes_all)
-    if isinstance(outer, cst.AssignTarget | cst.Assign) and depth < 3:
-        if not isinstance(outer, cst.Assign) or len(outer.targets) != 1:
-            return False
+        # The product of all sizes is a number. With an axis it would be an array.
+        is_number = last == "reduce_prod" and len(call.args) == 1
+        return name.startswith("tensorflow.") and (last in _TAKES_SHAPES or is_number)
+    if isinstance(outer, cst.Assign) and len(outer.targets) == 1 and depth < _DEPTH:
         target = outer.targets[0].target
-        if isinstance(target, cst.Tuple):
+        if isinstance(target, cst.Tuple):  # it is unpacked into numbers
             return True
         reads = program.references(target) if isinstance(target, cst.Name) else []
         return bool(reads) and all(is_taken_as_shape(program, read, depth + 1) for read in reads)
@@ -46,12 +46,12 @@ def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bo
 
 
 def are_parts_of_shape(program: Program, values: cst.CSTNode | None) -> bool:
-    """Returns whether a list has only shapes, parts of shapes and lists, and at least one shape."""
+    """Returns whether a list has only shapes, slices of shapes and literal lists, and a shape."""
     if not isinstance(values, cst.List | cst.Tuple):
         return False
     parts = [x.value for x in values.elements if not isinstance(x.value, cst.List)]
-    wholes = [x.value if isinstance(x, cst.Subscript) else x for x in parts]
-    return bool(wholes) and all(program.callee(x) == "tensorflow.shape" for x in wholes)
+    shapes = [x.value if isinstance(x, cst.Subscript) else x for x in parts]
+    return bool(shapes) and all(program.callee(x) == "tensorflow.shape" for x in shapes)
 
 
 def is_shape(program: Program, value: cst.BaseExpression) -> bool:

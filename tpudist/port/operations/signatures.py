@@ -8,7 +8,7 @@ from tpudist.port.analysis.program import Program
 
 
 def is_signature(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
-    """Returns whether a signature or TensorFlow reads a specification, or nothing does."""
+    """Returns whether a specification stays: a signature, TensorFlow or nothing reads it."""
     for outer in program.around(node):
         if isinstance(outer, cst.Arg) and outer.keyword and "signature" in outer.keyword.value:
             return True

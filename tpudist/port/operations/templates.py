@@ -15,11 +15,12 @@ import libcst as cst
 from tpudist.port.analysis.nodes import keyword_arg, nodes_in
 
 # Keywords with the same meaning here, which stay keywords.
-_SAME = {"axis", "dtype", "keepdims"}
+_KEPT_KEYWORDS = {"axis", "dtype", "keepdims"}
 # Functions whose arguments have no names.
 _BY_POSITION = ("jnp.astype",)
-# Arguments that are dropped: the name in a graph, and the dtype of counts, which is int32 here.
-_DROPS = {"name", "output_type", "out_type", "validate_indices"}
+# Arguments that are dropped: the name in a graph, the dtype of counts, which is int32 here, and
+# checks of indices, which JAX never makes.
+_DROPPED_KEYWORDS = {"name", "output_type", "out_type", "validate_indices"}
 
 
 def fill_template(
@@ -34,7 +35,7 @@ def fill_template(
         template: The template.
         values: Arguments by parameter.
         keywords: Parameters whose arguments are keywords in the original call.
-        names: New names, for arguments with two places and for names that the template binds.
+        names: New names, for arguments with several places and for names that the template binds.
     """
     filler = _Filler(values, keywords, names, template.startswith(_BY_POSITION))
     filled = parse_template(template).deep_clone().visit(filler)
@@ -70,7 +71,7 @@ class _Filler(cst.CSTTransformer):
                 is_left_out = True
                 continue
             if name is not None and before.keyword is None and not self._by_position:
-                is_same = name in _SAME and name in self._keywords and i > 0
+                is_same = name in _KEPT_KEYWORDS and name in self._keywords and i > 0
                 if is_left_out or is_same:
                     arg = keyword_arg(name, arg.value)
             elif before.keyword is not None:
@@ -86,6 +87,9 @@ class _Filler(cst.CSTTransformer):
         """Finds places in a body whose arguments also have a place in the test."""
         tested = names_in(node.test)
         self._later |= {x for x in _all_names(node.body) if x.value in tested}
+        # Only one of the branches is computed, so a name from one would be unbound in the other.
+        unbound = (names_in(node.body) & names_in(node.orelse)) - tested
+        assert not any(name.startswith("_") for name in unbound)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         """Puts an argument in its place, or renames a name of the template."""
@@ -154,26 +158,32 @@ def _parameter(node: cst.BaseExpression) -> str | None:
 
 
 def bind(call: cst.Call, parameters: dict[str, str | None]) -> dict[str, cst.Arg] | None:
-    """Returns the arguments of a call by parameter; None if that is not certain."""
+    """Returns the arguments of a call by parameter; None if that is not certain.
+
+    Args:
+        call: The call.
+        parameters: Parameters in order: None for a required one, the default that the new code must
+            write for an optional one, "" if it need not write one.
+    """
     found: dict[str, cst.Arg] = {}
     names = list(parameters)
     for i, arg in enumerate(call.args):
         if arg.star or (arg.keyword is None and i >= len(names)):
             return None
         name = arg.keyword.value if arg.keyword else names[i]
-        if arg.keyword and name in _DROPS:
+        if arg.keyword and name in _DROPPED_KEYWORDS:
             continue
         if name not in parameters or name in found:
             return None
         is_none = isinstance(arg.value, cst.Name) and arg.value.value == "None"
         if is_none and parameters[name] is not None:
-            continue  # the default of every optional parameter
+            continue  # None is the same as leaving an optional argument out
         found[name] = arg
     return found
 
 
 def is_simple(value: cst.BaseExpression) -> bool:
-    """Returns whether a value may be written twice: names and numbers, also in lists."""
+    """Returns whether a value may be computed twice: a name, attribute or number, or a list."""
     if isinstance(value, cst.List | cst.Tuple):
         return all(is_simple(element.value) for element in value.elements)
     if isinstance(value, cst.UnaryOperation):
