@@ -26,6 +26,7 @@ from benchmarks import (
     calls,
     checkpoint,
     comparison,
+    create,
     determinism,
     emulation,
     examples,
@@ -52,6 +53,7 @@ TAILS_SLICE = "v5e:2x4"
 CHECKPOINT_REPEATS = 3
 Suite = Literal[
     "calls",
+    "create",
     "programs",
     "tails",
     "tpu",
@@ -78,22 +80,24 @@ class Config:
     """Measures tpudist against hand-written JAX, on 8 emulated devices."""
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
-    """Suites to measure: Python time per call; the compiled programs; the programs of partial
-    batches; the programs that the TPU compiler creates for v5e:4x4 and v6e:2x4, and those of
-    partial batches for v5e:2x4 (needs libtpu, takes minutes); loops that never wait; checkpoints;
-    the distributed iterator; the planner's estimates against published training runs (an hour) and
-    its own time from 8 to 4096 chips; the steps of the programs in examples/; the cost of
-    `deterministic=8`; steps in two processes, by hand, watched, and with a state that is kept for
-    survivors; rows of an embedding table by id; steps of parameter servers, against TensorFlow's
-    and a hand-written loop on Ray; the cost of importing; the time and memory to read pretrained
-    weights, against Orbax; the training loop around a step; a partial batch and a step by tpudist,
-    JAX, Keras, Accelerate and Fabric; steps of Keras' `fit` in a scope, against
+    """Suites to measure: Python time per call; the creation of a model; the compiled programs; the
+    programs of partial batches; the programs that the TPU compiler creates for v5e:4x4 and v6e:2x4,
+    and those of partial batches for v5e:2x4 (needs libtpu, takes minutes); loops that never wait;
+    checkpoints; the distributed iterator; the planner's estimates against published training runs
+    (an hour) and its own time from 8 to 4096 chips; the steps of the programs in examples/; the
+    cost of `deterministic=8`; steps in two processes, by hand, watched, and with a state that is
+    kept for survivors; rows of an embedding table by id; steps of parameter servers, against
+    TensorFlow's and a hand-written loop on Ray; the cost of importing; the time and memory to read
+    pretrained weights, against Orbax; the training loop around a step; a partial batch and a step
+    by tpudist, JAX, Keras, Accelerate and Fabric; steps of Keras' `fit` in a scope, against
     keras.distribution.DataParallel, and custom loops over Keras models, against hand-written
     ones."""
     published: tuple[str, ...] = ()
     """Names of the published runs to plan (default: all)."""
     calls: int = 600
     """Number of timings of each variant of a call."""
+    create_repeats: int = 5
+    """Number of times that the create suite creates each model in each way."""
     small_steps: int = 20_000
     """Length of the emulation suite's loop of small steps."""
     transformer_steps: int = 300
@@ -164,6 +168,7 @@ def emulated(config: Config) -> list[Figure]:
 
 MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     "calls": lambda config: calls.figures(config.calls),
+    "create": lambda config: create.figures(config.create_repeats),
     "programs": lambda config: programs.figures(None, f"{NUM_DEVICES} CPU devices"),
     "tails": lambda config: tails.figures(None, f"{NUM_DEVICES} CPU devices"),
     "tpu": on_slices,

@@ -49,28 +49,42 @@ def use_replica_axis(mesh: ReplicaMesh, closed: jaxprs.ClosedJaxpr) -> jaxprs.Cl
     return closed if mesh.axis_name is None else _rename_in(closed, mesh.axis_name)
 
 
-def call_for_all(mesh: ReplicaMesh, function: Callable[..., Any], *args: PyTree) -> Any:
-    """Calls a function that creates state, and that may communicate over the replica axis.
+def trace_for_all(
+    mesh: ReplicaMesh, function: Callable[..., Any], *args: PyTree
+) -> tuple[jaxprs.ClosedJaxpr, PyTree]:
+    """Traces a function that creates state, and that may communicate over the replica axis.
 
     Models that normalize over replicas do so in their initializers. All replicas have the same
     values there.
+
+    Returns:
+        The program, whose inputs are the arrays of `args`; and the abstract result.
 
     Raises:
         ValueError: If the result depends on the replica's number.
     """
     names = [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(internals.name_axis(name, mesh.num_replicas))
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
+    # Collectives are effects of a program. Most functions have none, and are traced without the
+    # `vmap` below, which takes as long as the trace itself.
+    if not closed.effects:
+        return closed, result
+    evaluate = core.jaxpr_as_fun(closed)
     for name in names:
-        # Nothing is mapped: the axis only exists, so that collectives over it can be traced.
+        # Nothing is mapped: the axis only exists, so that the collectives have a meaning.
         unmapped: Any = None
-        function = jax.vmap(
-            function,
+        evaluate = jax.vmap(
+            evaluate,
             in_axes=unmapped,
             out_axes=unmapped,
             axis_name=name,
             axis_size=mesh.num_replicas,
         )
     try:
-        return function(*args)
+        return jax.make_jaxpr(evaluate)(*jax.tree.leaves(args)), result
     except ValueError as error:
         if "vmap has mapped output" not in str(error):
             raise

@@ -13,9 +13,10 @@ from flax.typing import LogicalRules
 from jax.sharding import Sharding
 
 from tpudist.array_types import PyTree
-from tpudist.lowering import compile
+from tpudist.display.progress_line import ProgressLine
+from tpudist.lowering import compile, creation_parts
 from tpudist.processes import process_agreement
-from tpudist.programs import axis_errors, axis_names, program_digest
+from tpudist.programs import axis_errors, axis_names, jaxprs, program_digest
 from tpudist.state import missing_arrays, nnx_contents
 from tpudist.xla import compile_log, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
@@ -61,13 +62,20 @@ class Creation:
     _name: str
     _mesh: ReplicaMesh
     _structure: _Structure
-    _abstract: tuple[nnx.State, list[PyTree]]
-    _program: jax.stages.Wrapped
+    _closed: jaxprs.ClosedJaxpr
     _arguments: nnx.State
+    _treedef: jax.tree_util.PyTreeDef
+    _abstract: list[jax.ShapeDtypeStruct]
 
     def lower(self) -> jax.stages.Lowered:
-        """Returns the lowered program that creates the arrays."""
-        return self._program.lower(self._arguments)
+        """Returns one lowered program that creates all arrays."""
+
+        def create(state_in: nnx.State) -> PyTree:
+            values = jax.tree.leaves(state_in)
+            return self._treedef.unflatten(compile.evaluate(self._closed, values))
+
+        shardings = self._treedef.unflatten([x.sharding for x in self._abstract])
+        return jax.jit(create, out_shardings=shardings).lower(self._arguments)
 
     def run(self) -> PyTree:
         """Returns the value of `init`. Each device creates only its part of an array.
@@ -80,8 +88,17 @@ class Creation:
             process_agreement.agree(self._mesh, self._intention())
         try:
             # A surrounding `jax.disable_jit` would create whole arrays on one device.
-            with jax.disable_jit(False):
-                arrays = self._program(self._arguments)
+            with (
+                jax.disable_jit(False),
+                ProgressLine("strategy.create", len(self._abstract), "arrays") as progress,
+            ):
+                arrays = creation_parts.compute(
+                    self._closed,
+                    jax.tree.leaves(self._arguments),
+                    [x.sharding for x in self._abstract],
+                    self._mesh,
+                    progress.advance,
+                )
         except RuntimeError as error:
             if "deleted" in str(error):
                 flat = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
@@ -90,7 +107,7 @@ class Creation:
                 ]
                 missing_arrays.explain(error, self._name, named)
             raise
-        return self._structure.fill(*arrays)
+        return self._fill(arrays)
 
     def _intention(self) -> process_agreement.Intention:
         flat = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
@@ -98,12 +115,15 @@ class Creation:
             f"argument {jax.tree_util.keystr(path)}": program_digest.write_value(x)
             for path, x in flat
         }
-        program = program_digest.write_program(self._program.trace(self._arguments).jaxpr)
+        program = program_digest.write_program(self._closed)
         return process_agreement.Intention(f"Strategy.create of '{self._name}'", facts, program)
 
     def make_abstract(self) -> PyTree:
         """Returns the value of `init` with `jax.ShapeDtypeStruct`s, which have shardings."""
-        return self._structure.fill(*self._abstract)
+        return self._fill(self._abstract)
+
+    def _fill(self, leaves: Sequence[PyTree]) -> PyTree:
+        return self._structure.fill(*self._treedef.unflatten(leaves))
 
 
 def plan_creation(
@@ -123,34 +143,25 @@ def plan_creation(
         mesh: The replicas. `init` may communicate over them; its results are equal on all.
     """
     name = compile_log.name_of(init)
-    create, structure, (state, values), state_in = _trace(init, args, mesh, name)
-    flat, treedef = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    shardings, abstract = [], []
-    for leaf in flat:
+    closed, structure, (state, values), state_in = _trace(init, args, mesh, name)
+    abstract = []
+    for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         value = variable.get_raw_value() if variable is not None else leaf
-        sharding, placed = _place(value, functools.partial(place, variable=variable))
-        # `jit` compares the structure of `out_shardings` with the structure of the results. There
-        # the Variables are nodes, so the shardings need Variables around them.
-        shardings.append(sharding if variable is None else variable.replace(sharding))
-        abstract.append(placed if variable is None else variable.replace(placed))
-    boxes = [
-        _place(value, functools.partial(place, variable=box.replace_boxed(value)))
-        for box, value in zip(structure.boxes.values(), values, strict=True)
-    ]
-    out_shardings = treedef.unflatten(shardings), [sharding for sharding, _ in boxes]
-    program = jax.jit(create, out_shardings=out_shardings)
-    abstract_values = treedef.unflatten(abstract), [placed for _, placed in boxes]
-    return Creation(name, mesh, structure, abstract_values, program, state_in)
+        abstract += _place(value, functools.partial(place, variable=variable))
+    for box, value in zip(structure.boxes.values(), values, strict=True):
+        abstract += _place(value, functools.partial(place, variable=box.replace_boxed(value)))
+    treedef = jax.tree.structure((state, values))
+    return Creation(name, mesh, structure, closed, state_in, treedef, abstract)
 
 
 def _trace(
     init: Callable[..., PyTree], args: Sequence[PyTree], mesh: ReplicaMesh, name: str
-) -> tuple[Callable[[nnx.State], PyTree], _Structure, tuple[nnx.State, list[PyTree]], nnx.State]:
+) -> tuple[jaxprs.ClosedJaxpr, _Structure, tuple[nnx.State, list[PyTree]], nnx.State]:
     """Traces `init`, and nothing calls it again: a second trace could return something else.
 
     Returns:
-        The function that computes the result's arrays from the arrays of `args`; the structure of
+        The program that computes the result's arrays from the arrays of `args`; the structure of
         the result; its arrays (abstract); and the arrays of `args`.
     """
     graphdef_in, state_in = nnx.split(tuple(args))
@@ -165,17 +176,9 @@ def _trace(
         structures.append(structure)
         return state, values
 
-    def find_arrays_for_all(state_in):
-        return axis_names.call_for_all(mesh, find_arrays, state_in)
-
     with axis_errors.explain_axes(mesh, name):
-        closed, arrays = jax.make_jaxpr(find_arrays_for_all, return_shape=True)(state_in)
-    treedef = jax.tree.structure(arrays)
-
-    def create(state_in: nnx.State) -> PyTree:
-        return treedef.unflatten(compile.evaluate(closed, jax.tree.leaves(state_in)))
-
-    return create, structures[-1], arrays, state_in
+        closed, arrays = axis_names.trace_for_all(mesh, find_arrays, state_in)
+    return closed, structures[-1], arrays, state_in
 
 
 def _split(result: PyTree) -> tuple[_Structure, nnx.State, list[PyTree]]:
@@ -190,14 +193,11 @@ def _split(result: PyTree) -> tuple[_Structure, nnx.State, list[PyTree]]:
     return _Structure(nesting, graphdef, empty), state, values
 
 
-def _place(value: PyTree, place: Callable[[Any], Sharding]) -> tuple[PyTree, PyTree]:
-    """Returns the shardings of a value's arrays, and `jax.ShapeDtypeStruct`s with them."""
-    shardings = jax.tree.map(place, value)
-    return shardings, jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        value,
-        shardings,
-    )
+def _place(value: PyTree, place: Callable[[Any], Sharding]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays of a value with their shardings."""
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)) for x in jax.tree.leaves(value)
+    ]
 
 
 def sharding_of_annotation(

@@ -53,9 +53,9 @@ class StateMethods(StrategyBase):
     ) -> PyTree:
         """Creates a model, an optimizer or any pytree on the mesh, never whole on one device.
 
-        `init(*args)` is compiled, and each array is created in its place. Its annotation (Flax
-        `out_sharding` with logical or mesh axis names) determines the place, or else the strategy's
-        placement rule.
+        `init(*args)` is traced once. Small compiled programs, which equal layers share, create each
+        array in its place. The array's annotation (Flax `out_sharding` with logical or mesh axis
+        names) determines the place, or else the strategy's placement rule.
 
         Args:
             init: Called with `args`; returns NNX objects or any pytree of arrays. It must not
@@ -95,7 +95,7 @@ class StateMethods(StrategyBase):
     def lower_create(
         self, init: Callable[..., PyTree], *args: PyTree, memory_kind: str | None = None
     ) -> jax.stages.Lowered:
-        """Returns the lowered program of `create` without running it."""
+        """Returns one lowered program that creates what `create` does, without running it."""
         context.require_scope_or_default(self, "lower_create")
         with self.scope():
             return self._plan_creation(init, args, memory_kind).lower()

@@ -1,0 +1,354 @@
+"""Computes the arrays of a new model with one small XLA program per kind of array.
+
+The time that XLA takes to compile one program for all initial values grows faster than the model,
+although the layers of a model are alike. So the traced program is divided into *parts*: a part is
+the operations that compute one array, or several arrays that share a large operand. Parts that
+differ only in their inputs share one XLA program: a model of 24 layers needs as many as one of 2.
+
+Alike layers differ in their random keys. Keys and small integers that depend on constants only are
+*seeds*: they are computed first, operation by operation, and are inputs of the parts. Numbers with
+fractions are never seeds: XLA rewrites operations on constants (a division becomes a product), so a
+constant that became an input could change the last bit of a value.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from tpudist.programs import jaxprs, operations
+from tpudist.programs.jaxprs import Atom
+from tpudist.xla import internals, random_keys
+from tpudist.xla.mesh import ReplicaMesh
+
+# A value of up to this size is computed again by each part that needs it. A larger one is computed
+# once, so all arrays that depend on it belong to one part.
+_MAX_SMALL = 1024
+_MAX_PROGRAMS = 256
+"""Number of XLA programs that later creations can use again."""
+
+
+def compute(
+    closed: jaxprs.ClosedJaxpr,
+    values: Sequence[Any],
+    shardings: Sequence[Sharding],
+    mesh: ReplicaMesh,
+    advance: Callable[[int], object],
+) -> list[jax.Array]:
+    """Returns the results of a program, each created with its sharding.
+
+    The values are those of one XLA program for all results, bit for bit.
+
+    Args:
+        closed: The program.
+        values: Its inputs.
+        shardings: Sharding of each result.
+        mesh: The devices.
+        advance: Called with the number of results that were created since the last call.
+    """
+    program = _Program(closed)
+    seeds = program.compute_seeds(mesh)
+    known = dict(zip(program.jaxpr.invars, values, strict=True))
+    results: list[Any] = [None] * len(shardings)
+    # The inputs are NumPy arrays, whose transfer JAX calls implicit.
+    with internals.place_explicitly():
+        for part in program.divide(shardings):
+            # Another creation has other constants, and the cache would keep these alive.
+            make = _make_program.__wrapped__ if part.consts else _make_program
+            inputs = [seeds[x] if x in seeds else known[x] for x in part.inputs]
+            is_local = not part.consts and all(x in seeds for x in part.inputs)
+            if is_local and all(x.is_fully_replicated for x in part.shardings):
+                # If every device needs all of an array, one computes it and the others copy it.
+                with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
+                    arrays = make(part, on_one_device=True)(*inputs)
+                arrays = list(map(_copy_to_all, arrays, part.shardings))
+            else:
+                arrays = make(part)(*inputs)
+            for i, array in zip(part.results, arrays, strict=True):
+                results[i] = array
+            advance(len(arrays))
+    return results
+
+
+def _copy_to_all(array: jax.Array, sharding: Sharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # Here `device_put` would compare the values of all processes.
+    kind = sharding.memory_kind
+    in_order = sharding.addressable_devices_indices_map(array.shape)
+    devices = [SingleDeviceSharding(x, memory_kind=kind) for x in in_order]
+    copies = jax.device_put([array] * len(devices), devices)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The operations that compute some results of a program. Equal parts share an XLA program.
+
+    Attributes:
+        signature: All that decides what XLA compiles, with variables numbered by first use.
+        inputs: Variables whose values are passed.
+        key_impls: Generators of the inputs that are data of random keys.
+        eqns: The operations, in order.
+        outputs: The variables or literals of the results.
+        results: Positions of the results in the whole program.
+        shardings: Their shardings.
+        consts: Constants of the whole program that the part reads.
+    """
+
+    signature: "_Hashed"
+    inputs: list[core.Var] = field(compare=False)
+    key_impls: dict[core.Var, Any] = field(compare=False)
+    eqns: list[core.JaxprEqn] = field(compare=False)
+    outputs: list[Atom] = field(compare=False)
+    results: list[int] = field(compare=False)
+    shardings: tuple[Sharding, ...]
+    consts: dict[core.Var, Any] = field(compare=False)
+
+    def evaluate(self, *inputs: Any) -> list[Any]:
+        """Returns the results for the values of `inputs`."""
+        values = dict(self.consts)
+        for variable, value in zip(self.inputs, inputs, strict=True):
+            impl = self.key_impls.get(variable)
+            values[variable] = jax.random.wrap_key_data(value, impl=impl) if impl else value
+        for eqn in self.eqns:
+            operands = [_read(values, x) for x in eqn.invars]
+            values.update(zip(eqn.outvars, operations.bind(eqn, operands), strict=True))
+        return [_read(values, x) for x in self.outputs]
+
+
+@functools.lru_cache(maxsize=_MAX_PROGRAMS)
+def _make_program(part: _Part, on_one_device: bool = False) -> jax.stages.Wrapped:
+    if on_one_device:
+        return jax.jit(part.evaluate)
+    return jax.jit(part.evaluate, out_shardings=list(part.shardings))
+
+
+class _Program:
+    """A traced creation, with the roles of its operations."""
+
+    def __init__(self, closed: jaxprs.ClosedJaxpr):
+        self.jaxpr = jaxprs.open_jaxpr(closed)
+        self._consts = dict(zip(self.jaxpr.constvars, jaxprs.consts_of(closed), strict=True))
+        self._producers = {x: i for i, eqn in enumerate(self.jaxpr.eqns) for x in eqn.outvars}
+        # Numbers of the operations with small operands and results, and of those that make seeds.
+        self._small: set[int] = set()
+        self._seeds: set[int] = set()
+        self._key_impls: dict[core.Var, Any] = {}
+        # Programs inside operations by id; alike layers share them.
+        self._known: dict[int, _Hashed] = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if eqn.effects or not all(map(_is_small, (*eqn.invars, *eqn.outvars))):
+                continue
+            producers = set(self._producers_of(eqn.invars))
+            if not producers <= self._small:
+                continue
+            self._small.add(i)
+            of_constants = all(x in self._producers for x in eqn.invars if _is_variable(x))
+            if of_constants and producers <= self._seeds and all(map(_is_exact, eqn.outvars)):
+                self._seeds.add(i)
+
+    def compute_seeds(self, mesh: ReplicaMesh) -> dict[core.Var, np.ndarray]:
+        """Returns the values of the seeds; random keys as their data."""
+        values: dict[core.Var, Any] = {}
+        # On one device, since an operation on all devices takes several times as long to start.
+        with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
+            for i in sorted(self._seeds):
+                eqn = self.jaxpr.eqns[i]
+                operands = [_read(values, x) for x in eqn.invars]
+                values.update(zip(eqn.outvars, operations.bind(eqn, operands), strict=True))
+            data = {x: value for x, value in values.items() if self._is_input(x)}
+            keys = {x: value for x, value in data.items() if random_keys.is_key(value)}
+            self._key_impls = {x: jax.random.key_impl(key) for x, key in keys.items()}
+            data |= {x: jax.random.key_data(key) for x, key in keys.items()}
+        # As NumPy arrays, which every process can pass to a program of all devices.
+        return dict(zip(data, jax.device_get(list(data.values())), strict=True))
+
+    def divide(self, shardings: Sequence[Sharding]) -> Iterator[_Part]:
+        """Yields the parts of the program."""
+        results = range(len(shardings))
+        if self.jaxpr.effects:
+            yield self._make_part(list(results), shardings, range(len(self.jaxpr.eqns)))
+            return
+        groups: dict[Any, list[int]] = {}
+        leaders = self._lead_large()
+        for i, x in enumerate(self.jaxpr.outvars):
+            producer = self._producer_of(x)
+            leader = None if producer is None else leaders.get(producer)
+            groups.setdefault(("result", i) if leader is None else leader, []).append(i)
+        for positions in groups.values():
+            yield self._make_part(positions, shardings)
+
+    def _lead_large(self) -> dict[int, int]:
+        """Returns the number of the first connected large operation, for each large operation."""
+        leaders: dict[int, int] = {}
+
+        def lead(i: int) -> int:
+            while leaders[i] != i:
+                leaders[i] = i = leaders[leaders[i]]
+            return i
+
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if i in self._small:
+                continue
+            leaders[i] = i
+            for producer in self._producers_of(eqn.invars):
+                if producer in leaders:
+                    first, second = sorted((lead(producer), lead(i)))
+                    leaders[second] = first
+        return {i: lead(i) for i in leaders}
+
+    def _make_part(
+        self,
+        results: list[int],
+        shardings: Sequence[Sharding],
+        numbers: Iterable[int] | None = None,
+    ) -> _Part:
+        """Returns the part that computes these results.
+
+        Args:
+            results: Positions of the results.
+            shardings: Shardings of all results.
+            numbers: Numbers of its operations. Default: the operations that the results need.
+        """
+        outputs = [self.jaxpr.outvars[i] for i in results]
+        if numbers is None:
+            needed: set[int] = set()
+            waiting = list(outputs)
+            while waiting:
+                x = waiting.pop()
+                producer = self._producer_of(x)
+                if producer is not None and producer not in needed and not self._is_input(x):
+                    needed.add(producer)
+                    waiting.extend(self.jaxpr.eqns[producer].invars)
+            numbers = sorted(needed)
+        eqns = [self.jaxpr.eqns[i] for i in numbers]
+        signature = _Signature(self._known)
+        lines = [signature.write_equation(eqn) for eqn in eqns]
+        lines.append(tuple(signature.write_atom(x) for x in outputs))
+        made = {x for eqn in eqns for x in eqn.outvars}
+        read = [x for x in signature.numbers if x not in made]
+        inputs = [x for x in read if x not in self._consts]
+        consts = {x: self._consts[x] for x in read if x in self._consts}
+        return _Part(
+            signature=_Hashed((tuple(lines), tuple(x.aval for x in read))),
+            inputs=inputs,
+            key_impls={x: self._key_impls[x] for x in inputs if x in self._key_impls},
+            eqns=eqns,
+            outputs=outputs,
+            results=results,
+            shardings=tuple(shardings[i] for i in results),
+            consts=consts,
+        )
+
+    def _producer_of(self, x: Atom) -> int | None:
+        return self._producers.get(x) if _is_variable(x) else None
+
+    def _producers_of(self, atoms: Iterable[Atom]) -> Iterator[int]:
+        return (i for i in map(self._producer_of, atoms) if i is not None)
+
+    def _is_input(self, x: Atom) -> bool:
+        """Whether parts receive a value as an input: a seed that NumPy can hold."""
+        # NumPy arrays have no weak type.
+        return self._producer_of(x) in self._seeds and not getattr(x.aval, "weak_type", False)
+
+
+class _Signature:
+    """Writes equations as hashable values that are equal for equal programs."""
+
+    def __init__(self, known: dict[int, "_Hashed"]):
+        self.numbers: dict[core.Var, int] = {}
+        self._known = known
+
+    def write_equation(self, eqn: core.JaxprEqn) -> tuple[Any, ...]:
+        operands = tuple(map(self.write_atom, eqn.invars))
+        results = tuple(map(self.write_atom, eqn.outvars))
+        params = tuple((name, self.write(value)) for name, value in sorted(eqn.params.items()))
+        return eqn.primitive, operands, results, params, eqn.ctx
+
+    def write_atom(self, x: Atom) -> Any:
+        if _is_variable(x):
+            return self.numbers.setdefault(x, len(self.numbers))
+        return x.aval, self.write(jaxprs.literal_value(x))
+
+    def write(self, value: Any) -> Any:
+        """Returns a hashable value that is equal only for parameters with the same effect."""
+        if jaxprs.is_program(value):
+            if id(value) not in self._known:
+                self._known[id(value)] = _Hashed(self._write_program(value))
+            return self._known[id(value)]
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(self.write, value))
+        if isinstance(value, dict):
+            return tuple((key, self.write(x)) for key, x in value.items())
+        if isinstance(value, np.ndarray | np.generic | float | complex):
+            array = np.asarray(value)  # bytes, because 0.0 equals -0.0
+            return type(value), array.dtype, array.shape, array.tobytes()
+        try:
+            hash(value)
+        except TypeError:
+            return _Identity(value)
+        return type(value), value
+
+    def _write_program(self, program: jaxprs.Program) -> Any:
+        jaxpr = jaxprs.open_jaxpr(program)
+        inner = _Signature(self._known)
+        inputs = tuple((inner.write_atom(x), x.aval) for x in jaxpr.invars)
+        constants = tuple((inner.write_atom(x), x.aval) for x in jaxpr.constvars)
+        lines = tuple(map(inner.write_equation, jaxpr.eqns))
+        outputs = tuple(map(inner.write_atom, jaxpr.outvars))
+        consts = tuple(map(_Identity, jaxprs.consts_of(program)))
+        return inputs, constants, lines, outputs, consts
+
+
+class _Hashed:
+    """A value whose hash is computed once."""
+
+    def __init__(self, value: Any):
+        self._value = value
+        self._hash = hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class _Identity:
+    """An object that is equal only to itself. It is kept, so that its id is not used again."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _is_variable(x: Atom) -> TypeGuard[core.Var]:
+    return isinstance(x, core.Var)
+
+
+def _is_small(x: Atom) -> bool:
+    return math.prod(jaxprs.shape_of(x)) <= _MAX_SMALL
+
+
+def _is_exact(x: Atom) -> bool:
+    dtype = jaxprs.dtype_of(x)
+    return random_keys.is_key(x.aval) or (
+        dtype is not None and not jnp.issubdtype(dtype, np.inexact)
+    )
+
+
+def _read(values: Mapping[core.Var, Any], x: Atom) -> Any:
+    return values[x] if _is_variable(x) else jaxprs.literal_value(x)
