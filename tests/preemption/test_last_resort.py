@@ -16,7 +16,7 @@ from tpudist.preemption.notice import Notice
 PROGRAM = """
 import sys, time, tpudist
 from tpudist.preemption import last_resort
-last_resort.WITHOUT_STEPS_S = 3.0
+last_resort.NO_BOUNDARY_S = 3.0
 manager = tpudist.checkpoint.CheckpointManager(tpudist.TrainState(), sys.argv[1])
 handler = tpudist.experimental.PreemptionCheckpointHandler(None, manager)
 print("ready", flush=True)
@@ -47,7 +47,7 @@ def test_a_program_without_boundaries_ends_by_sigterm(tmp_path):
 
 def test_a_program_with_slow_steps_is_given_time():
     pace = Pace()
-    assert pace.limit_s == last_resort.WITHOUT_STEPS_S == 10
+    assert pace.limit_s == last_resort.NO_BOUNDARY_S == 10
     pace._last_s -= 100  # it has begun so long ago
     pace.reach_boundary()
     assert pace.limit_s == last_resort.PATIENCE_S
@@ -59,7 +59,7 @@ def test_a_program_with_slow_steps_is_given_time():
 def test_the_last_resort_ends_only_programs_without_boundaries(monkeypatch):
     ended = []
     monkeypatch.setattr(last_resort, "_POLL_S", 0.01)
-    monkeypatch.setattr(last_resort, "WITHOUT_STEPS_S", 0.2)
+    monkeypatch.setattr(last_resort, "NO_BOUNDARY_S", 0.2)
     monkeypatch.setattr(LastResort, "_end", lambda self, waited_s: ended.append(self))
     notices = {does: Notice(does) for does in ("come", "save", "close", "nothing")}
     paces = {does: Pace() for does in notices}
@@ -69,7 +69,7 @@ def test_the_last_resort_ends_only_programs_without_boundaries(monkeypatch):
     for notice in notices.values():
         notice.give("SIGTERM")
     paces["come"].reach_boundary()
-    paces["save"].is_saving = True
+    paces["save"].has_acted = True
     last["close"].close()
     time.sleep(0.6)
     for one in last.values():

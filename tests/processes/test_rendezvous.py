@@ -105,7 +105,19 @@ def test_two_processes_with_the_number_0_raise_in_all(address):
 def test_late_processes_get_the_error_too(address, monkeypatch, twice, processes):
     monkeypatch.setattr(rendezvous_host, "LATE_S", 5.0)
     start = time.monotonic()
-    results = join(address, processes)
+    with contextlib.ExitStack() as stack:
+
+        def connect_a_stranger():
+            """Its open connection is not that of a process, so others are still expected."""
+            while time.monotonic() < start + 5:
+                with contextlib.suppress(OSError):
+                    host, port = address.split(":")
+                    return stack.enter_context(socket.create_connection((host, int(port))))
+
+        stranger = threading.Thread(target=connect_a_stranger)
+        stranger.start()
+        results = join(address, processes)
+        stranger.join()
     for error in results:
         assert error.startswith(f"StartupError: Two processes have the number {twice}: ")
     assert time.monotonic() - start < 4.0

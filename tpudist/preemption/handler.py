@@ -176,7 +176,7 @@ class PreemptionCheckpointHandler:
         if not self._agreement.reach_boundary():
             return
         # A save may reach boundaries itself, for example in an evaluation of `save_fn`.
-        self._is_handling = self._pace.is_saving = True
+        self._is_handling = self._pace.has_acted = True
         try:
             notice = self._agreement.notice
             assert notice.content is not None

@@ -8,7 +8,7 @@ import time
 from tpudist.preemption.notice import Notice
 from tpudist.processes.exit_codes import EXIT_PREEMPTED
 
-WITHOUT_STEPS_S = 10.0
+NO_BOUNDARY_S = 10.0
 """Seconds for a program that has never reached a boundary: it has nothing to save."""
 PATIENCE_S = 60.0
 """Minimum seconds for other programs; they get four times their longest step if that is more."""
@@ -22,12 +22,13 @@ class Pace:
         count: Number of boundaries so far.
         mean_s: Mean time between boundaries.
         longest_s: Longest time between boundaries.
-        is_saving: Whether the program is at a boundary and saves its state.
+        has_acted: Whether the program has reached the boundary after a notice, and has begun to
+            save its state there.
     """
 
     def __init__(self):
         self.count, self.mean_s, self.longest_s = 0, 0.0, 0.0
-        self.is_saving = False
+        self.has_acted = False
         self._last_s = time.monotonic()
 
     def reach_boundary(self) -> None:
@@ -51,7 +52,7 @@ class Pace:
     @property
     def limit_s(self) -> float:
         """Seconds after a notice within which the program must reach a boundary."""
-        return max(PATIENCE_S, 4 * self.longest_s) if self.count else WITHOUT_STEPS_S
+        return max(PATIENCE_S, 4 * self.longest_s) if self.count else NO_BOUNDARY_S
 
 
 class LastResort:
@@ -72,14 +73,17 @@ class LastResort:
         self._closing.set()
 
     def _watch(self) -> None:
-        known_s = 0.0
+        known_s: float | None = None
         while not self._closing.wait(_POLL_S):
             if self._notice.content is None:
                 continue
-            if self._pace.is_saving:
-                return  # the program has reached the boundary, and ends by itself
+            if self._pace.has_acted:
+                # It ends by itself. A grace period is not watched: it is for work of any kind, and
+                # the machine ends at its end.
+                return
             # From the notice or the last boundary on, whichever is later.
-            known_s = known_s or time.monotonic()
+            if known_s is None:
+                known_s = time.monotonic()
             waited_s = min(time.monotonic() - known_s, self._pace.waited_s)
             if waited_s > self._pace.limit_s:
                 self._end(waited_s)

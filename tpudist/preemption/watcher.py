@@ -9,8 +9,10 @@ from tpudist.preemption import gce
 from tpudist.preemption.notice import Notice, close_with
 from tpudist.preemption.notice_listener import NoticeListener
 from tpudist.processes import generations
+from tpudist.processes.reported_wait import ReportedWait
 
 _PAUSE_S = 0.1
+_REPORT_S = 5.0
 _log = logging.getLogger("tpudist.preemption")
 _numbers = generations.Numbers()
 
@@ -65,8 +67,11 @@ class PreemptionWatcher:
         if content is None or content.process == jax.process_index():
             return
         _log.warning("Waiting for process %d to end.", content.process)
+        # Without a limit: if that process is killed, the watch of the processes ends this one.
+        wait, index = ReportedWait(_REPORT_S), jax.process_index()
         try:
             while self._notice.board.read(f"left/{content.process}") is None:
+                wait.report(lambda: f"Process {index} waits for process {content.process} to end")
                 time.sleep(_PAUSE_S)
         except ConnectionError:  # process 0 has ended, and with it the board and all others
             pass

@@ -21,7 +21,7 @@ LATE_S = 6.0
 """Seconds for which process 0 reports an error to processes that arrive late."""
 _SLICE_S = 0.5  # between two looks at the clock
 _SEND_S = 0.5  # an answer fits into the buffer of a connection, unless the guest is dead
-_CLOSE_S = 2.0
+_CLOSE_S = 2.0  # for all guests together to close their connections
 
 
 def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> None:
@@ -32,9 +32,9 @@ def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> Non
     """
     try:
         server = listen(host, port)
-    except StartupError as error:
+    except StartupError:
         _ask_port_holder(host, port, num_processes)
-        raise error
+        raise
     with server, selectors.DefaultSelector() as selector:
         guests = _Guests(num_processes)
         server.setblocking(False)
@@ -43,11 +43,8 @@ def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> Non
             while guests.missing:
                 _serve_guests(server, selector, guests)
                 missing = _list_processes(guests.missing)
-                wait.report(
-                    lambda names=missing: (
-                        f"Process 0 at {host}:{port} waits for {names} of {num_processes}"
-                    )
-                )
+                waits = f"Process 0 at {host}:{port} waits for {missing} of {num_processes}"
+                wait.report(lambda waits=waits: waits)  # bound now, for the linter
                 if wait.is_over:
                     raise StartupError(
                         f"Of {num_processes} processes, {missing} did not connect to {host}:{port} "
@@ -87,14 +84,17 @@ def _serve_guests(
 def _answer_late_guests(server: socket.socket, guests: "_Guests", problem: str) -> None:
     """Reports an error to processes that have not arrived yet, which would wait for 300 s."""
     deadline = time.monotonic() + LATE_S
-    if len(guests) < guests.num_expected:
+    num_late = guests.num_expected - guests.num_introduced
+    if num_late > 0:
         _log.warning(
             "The run cannot start. Notifying the other processes for %g s: %s", LATE_S, problem
         )
     server.settimeout(0.1)
-    while len(guests) < guests.num_expected and time.monotonic() < deadline:
+    # Not all open connections count: a stranger may have one.
+    while num_late > 0 and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             guest, _ = server.accept()
+            num_late -= 1
             guests.open(guest)
             guests.answer({"error": problem}, [guest])
 
@@ -121,19 +121,17 @@ class _Guests:
     """The processes that have connected to process 0."""
 
     def __init__(self, num_processes: int):
-        self._host = rendezvous_messages.introduce(num_processes, 0)
+        self._own = rendezvous_messages.introduce(num_processes, 0)
         # Text of each open connection, and the connection of each process that is introduced.
         # A guest that closes its connection leaves both, so that it may come again.
         self._texts: dict[socket.socket, bytes] = {}
         self._known: dict[int, tuple[socket.socket, Introduction]] = {}
         self.num_expected = num_processes - 1
-
-    def __len__(self) -> int:
-        return len(self._texts)
+        self.num_introduced = 0
 
     @property
     def missing(self) -> list[int]:
-        return [i for i in range(1, self._host["count"]) if i not in self._known]
+        return [i for i in range(1, self._own["count"]) if i not in self._known]
 
     def open(self, connection: socket.socket) -> None:
         self._texts[connection] = b""
@@ -155,6 +153,7 @@ class _Guests:
         if not data or len(text) > rendezvous_messages.MAX_BYTES:
             del self._texts[connection]
             self._known = {i: x for i, x in self._known.items() if x[0] is not connection}
+            self.num_introduced = len(self._known)
             return False
         if text.endswith(b"\n"):
             introduction = rendezvous_messages.parse_introduction(text)
@@ -165,9 +164,11 @@ class _Guests:
         return True
 
     def _admit(self, connection: socket.socket, guest: Introduction) -> None:
-        index, host = guest["index"], self._host
+        index, host = guest["index"], self._own
         # After an error, guests that are still expected get it, too: by the larger of both counts.
         self.num_expected = max(self.num_expected, guest["count"] - 1)
+        self.num_introduced += 1
+        # This guest, unless another one had the number before.
         known_connection, known = self._known.setdefault(index, (connection, guest))
         for name, theirs, ours in (
             ("number of processes", guest["count"], host["count"]),

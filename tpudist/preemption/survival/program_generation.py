@@ -38,12 +38,14 @@ class ProgramGeneration(Link):
         self.thread: threading.Thread | None = None
         self.has_unwound = False
         self._send = send
-        # The newest commit that is known not to be the last one. The program may be in the step
-        # that leads to the next.
+        # The newest commit that the program has passed, or with whose state it began. It may be in
+        # the step that leads to the next.
         self._commit = commit
         self._is_pausing = False
         self._last: int | None = None
-        self._changed = threading.Condition()  # guards these three, `is_over` and `ends_all`
+        # Guards these three, `is_over` and `ends_all`. `Survivor` reads the two without it: a value
+        # that is out of date costs one more step, which is discarded.
+        self._changed = threading.Condition()
 
     def is_last(self, commit: int) -> bool:
         """Whether the generation ends with a commit; waits while that is being agreed on."""

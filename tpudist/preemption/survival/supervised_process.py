@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -77,9 +78,10 @@ class _Received:
 
 @dataclasses.dataclass(frozen=True)
 class _Outgoing:
-    """A message for the supervisor.
+    """A message for the supervisor, which the main thread sends.
 
-    Only the main thread sends, because an exception may end the program's thread within a line.
+    The program's thread never sends itself, because `generations.raise_in` may end it within a
+    line. The watch, whose thread nobody ends, sends lost processes itself.
     """
 
     message: Message
@@ -98,7 +100,7 @@ class SupervisedProcess:
 
     Args:
         train: Called with a `Survivor` in each generation.
-        every: Number of commits per copy of the state.
+        commits_per_copy: Number of commits per copy of the state.
         allowed: Numbers of processes with which the program can run; None for any number.
         in_process: Whether JAX restarts in this process; None for the default of the platform.
         supervisor: Address of the supervisor: host, port, secret, and number of this process.
@@ -107,12 +109,13 @@ class SupervisedProcess:
     def __init__(
         self,
         train: Callable[[Survivor], Any],
-        every: int,
+        commits_per_copy: int,
         allowed: list[int] | None,
         in_process: bool | None,
         supervisor: str,
     ):
-        self._train, self._every, self._in_process = train, every, in_process
+        self._train, self._in_process = train, in_process
+        self._commits_per_copy = commits_per_copy
         self._allowed = allowed
         host, port, self._secret, self._index = supervisor.split()
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -129,8 +132,12 @@ class SupervisedProcess:
         # Generation and state that other processes may fetch. Fixed when a generation begins, so
         # that all members get the same state.
         self._offer: tuple[int, StateCopy | None] = (-1, None)
-        self._result, self._has_result = None, False
-        self._order = -1  # the newest generation that the supervisor has ordered
+        self._result, self._has_result = None, False  # a result may be None
+        self._ordered_generation = -1  # the newest one
+        # An error of the program, and when it is raised. It may follow from the loss of another
+        # process. Then an order to stop arrives soon, and the error is forgotten.
+        self._error: BaseException | None = None
+        self._raise_at_s = math.inf
 
     def run(self) -> Any:
         """Runs the program through all generations; returns its result.
@@ -151,7 +158,7 @@ class SupervisedProcess:
         threading.Thread(target=self._listen, name="tpudist supervisor", daemon=True).start()
         try:
             while True:
-                match self._events.get():
+                match self._next_event():
                     case _Received({"done": _}):
                         if not self._has_result:
                             raise SystemExit(0)  # a spare that was not needed
@@ -170,7 +177,19 @@ class SupervisedProcess:
                         self._end_alone()
         finally:
             signal.signal(signal.SIGTERM, before)
+            # Nobody fetches a state now: "done" means that all processes have finished, and a
+            # process that ends for another reason is lost to the others anyway.
             self._server.close()
+
+    def _next_event(self) -> object:
+        """Waits for an event; raises the error of the program if its time has come."""
+        if self._error is None:
+            return self._events.get()
+        left_s = self._raise_at_s - time.monotonic()
+        if left_s > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=left_s)
+        raise self._error
 
     # The supervisor.
 
@@ -211,15 +230,15 @@ class SupervisedProcess:
             self._end_generation("it received a request to end")
             raise SystemExit(EXIT_PREEMPTED)
         if "stop" in order:
-            self._order = order["stop"]
+            self._ordered_generation = order["stop"]
             if self._generation is not None and not self._may_restart_jax(self._generation):
                 self._end_program(self._generation, order["why"])
                 restart_in_place.restart(self._connection, self._state)
             self._end_generation(order["why"])
-            self._offer = self._order, self._state
-            commit = self._state.commit if self._state else -1
-            self._send(ready=self._order, commit=commit)
-        elif "go" in order and order["go"] == self._order:
+            self._offer = self._ordered_generation, self._state
+            commit = self._state.commit if self._state else -1  # the supervisor's "none"
+            self._send(ready=self._ordered_generation, commit=commit)
+        elif "go" in order and order["go"] == self._ordered_generation:
             joining = threading.Thread(target=self._join, args=(order,), daemon=True)
             generations.forget(joining)  # it may never return
             joining.start()
@@ -235,7 +254,7 @@ class SupervisedProcess:
 
     def _end_generation(self, why: str) -> None:
         generation, self._generation = self._generation, None
-        self._result, self._has_result = None, False
+        self._result, self._has_result, self._error = None, False, None
         if generation is not None:
             generations.leave(self._end_program(generation, why))
 
@@ -271,8 +290,10 @@ class SupervisedProcess:
                 )
             belong = generations.connect(order["service"], order["count"], order["rank"])
         except Exception as error:  # of the network, or of jaxlib, whose type varies
+            # As for an error of the program: if a member was lost meanwhile, a newer order arrives,
+            # and this failure does not matter.
             time.sleep(_HOLD_COLLECTIVE_S)
-            if self._order == order["go"]:
+            if self._ordered_generation == order["go"]:
                 _log.warning("This process cannot join the others: %s", error)
                 self._send(failed=order["go"], why=str(error)[:500])
             return
@@ -281,7 +302,7 @@ class SupervisedProcess:
     def _begin(self, joined: _Joined) -> None:
         """Becomes a member of a generation, and starts the program."""
         order, number = joined.order, joined.order["go"]
-        if number != self._order:
+        if number != self._ordered_generation:
             return
         joined.belong()
         task = {"type": "worker", "index": order["rank"]}
@@ -289,14 +310,14 @@ class SupervisedProcess:
             {"cluster": {"worker": order["cluster"]}, "task": task}
         )
         self._state = joined.state
-        commit = joined.state.commit if joined.state else 0
+        commit = joined.state.commit if joined.state else 0  # so many steps are done
         generation = ProgramGeneration(
             number,
             commit,
             lambda message: self._events.put(_Outgoing(message)),
             Copies(joined.state),
         )
-        survivor = Survivor(number, generation.copies, self._every, generation)
+        survivor = Survivor(number, generation.copies, self._commits_per_copy, generation)
         generation.thread = threading.Thread(
             target=self._run_thread,
             args=(generation, survivor),
@@ -339,24 +360,9 @@ class SupervisedProcess:
             self._result, self._has_result = ended.result, True
             self._send(finished=ended.generation.number, commit=ended.commit)
             return
-        # An error may follow from the loss of another process. Then an order to stop arrives soon,
-        # and the error is forgotten. Other events keep their order.
         is_collective = _may_come_from_collective(ended.error)
-        deadline = time.monotonic() + (_HOLD_COLLECTIVE_S if is_collective else _HOLD_S)
-        others = []
-        while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                event = self._events.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if isinstance(event, _Received) and "stop" in event.message:
-                self._obey(event.message)
-                break
-            others.append(event)
-        for event in others:
-            self._events.put(event)
-        if self._generation is ended.generation:
-            raise ended.error
+        self._error = ended.error
+        self._raise_at_s = time.monotonic() + (_HOLD_COLLECTIVE_S if is_collective else _HOLD_S)
 
     def _serve_state(self, connection: JsonConnection) -> None:
         """Sends the state to another member of the same generation."""

@@ -6,6 +6,7 @@ called again in another thread, with the newest state that any process has in me
 where JAX is not known to restart in a process, the program itself restarts in it (`exec`).
 """
 
+import operator
 import os
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -49,7 +50,8 @@ def survive(
 
     Args:
         train: Called with a `Survivor`, to which it reports its state.
-        every: Commits per copy of the state in host memory. At most this many steps are repeated.
+        every: Commits per copy of the state in host memory. After a loss, at most this many steps
+            are repeated, and in addition the steps whose copy was not complete yet.
         processes: Numbers of processes with which the program can continue, such as (1, 2, 4); by
             default any number. Extra processes wait.
         in_process: Whether JAX restarts in the same process when other processes fail. With False,
@@ -59,11 +61,12 @@ def survive(
 
     Raises:
         RuntimeError: If JAX has already started its devices.
-        ValueError: If a number is below 1, or this system does not support `in_process=False`.
+        ValueError: If a number is not a whole number of at least 1, or this system does not support
+            `in_process=False`.
         SystemExit: With code 143 if this process received a request to end (SIGTERM); with code 0
             if it was not needed at the end of the run.
     """
-    allowed = _check_options(every, processes, in_process)
+    every, allowed = _check_options(every, processes, in_process)
     supervisor = os.environ.get(generations.SUPERVISOR_VARIABLE)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
@@ -73,17 +76,21 @@ def survive(
 
 def _check_options(
     every: int, processes: Collection[int] | None, in_process: bool | None
-) -> list[int] | None:
-    """Returns the allowed numbers of processes, ascending; None for any number."""
-    allowed = None if processes is None else sorted(set(processes))
-    if every < 1 or allowed is not None and (not allowed or allowed[0] < 1):
+) -> tuple[int, list[int] | None]:
+    """Returns `every`, and the allowed numbers of processes, ascending; None for any number."""
+    try:
+        commits_per_copy = operator.index(every)  # also of NumPy
+        allowed = None if processes is None else sorted(set(map(operator.index, processes)))
+    except TypeError:
+        commits_per_copy, allowed = 0, None
+    if commits_per_copy < 1 or (allowed is not None and (not allowed or allowed[0] < 1)):
         raise ValueError(
             f"survive(every={every!r}, processes={processes!r}): every and processes must be "
             f"whole numbers of at least 1."
         )
     if in_process is False and (why := restart_in_place.why_not_supported()):
         raise ValueError(f"survive(in_process=False) is not supported: {why}. Omit in_process.")
-    return allowed
+    return commits_per_copy, allowed
 
 
 def _require_no_devices() -> None:

@@ -1,11 +1,14 @@
 """Survivor: the object by which a program commits and restores its state in memory.
 
 Copies of the state are made on the devices and moved to the host by a thread, so a commit does not
-wait. Each process has the whole state: every process that remains can continue, and send the state
-to others.
+wait. If steps are faster than the thread, it leaves out copies: at most two are on the devices.
+Each process has the whole state: every process that remains can continue, and send the state to
+others.
 """
 
+import contextlib
 import dataclasses
+import logging
 import queue
 import threading
 from collections.abc import Mapping
@@ -20,6 +23,8 @@ from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entry, find_ent
 from tpudist.goodput import goodput
 from tpudist.processes import host_copies
 from tpudist.processes.generations import GenerationEnded
+
+_log = logging.getLogger("tpudist")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +81,23 @@ class Copies:
                 arrays[entry.name] = np.array(value)
         copies = host_copies.begin(list(on_devices.values()))
         arrays |= zip(on_devices, copies, strict=True)
-        self._waiting.put(StateCopy(commit, leaves, found.aliases, arrays))
+        self._replace_waiting(StateCopy(commit, leaves, found.aliases, arrays))
 
     def end(self, wait_s: float) -> StateCopy | None:
         """Stops after a moment for unfinished copies; returns the newest complete copy."""
         self._waiting.put(None)
         self.thread.join(wait_s)
         return self.newest
+
+    def _replace_waiting(self, state: StateCopy) -> None:
+        # Only the newest copy counts, and an older one would keep memory of the devices. The queue
+        # has at most one: this thread alone adds states. Without a lock, which an exception of
+        # `generations.raise_in` could leave locked.
+        with contextlib.suppress(queue.Empty):
+            if self._waiting.get_nowait() is None:  # `end` was called meanwhile
+                self._waiting.put(None)
+                return
+        self._waiting.put(state)
 
     def _finish(self) -> None:
         while (state := self._waiting.get()) is not None:
@@ -91,8 +106,10 @@ class Copies:
                     name: host_copies.finish(x) if isinstance(x, jax.Array) else x
                     for name, x in state.arrays.items()
                 }
-            except Exception:  # a process was lost in this step; jaxlib's type varies
-                return
+            except Exception as error:  # jaxlib's type varies
+                # A process was lost in this step, or this host has too little memory now.
+                _log.info("Commit %d has no copy on the host: %s", state.commit, error)
+                continue
             # One assignment: other threads see the old copy or the new one, never a part.
             self.newest = dataclasses.replace(state, arrays=arrays)
             del state, arrays  # else the loop keeps a third copy while it waits
@@ -101,21 +118,23 @@ class Copies:
 class Survivor:
     """Restores the state of a program from memory, and commits it there; see `survive`.
 
+    Without a supervisor, too: `restore` works in the same way after a commit.
+
     Attributes:
         generation: Number of the generation. 0 without a supervisor, where there is only one;
             otherwise the first one is 1.
     """
 
-    def __init__(self, generation: int, copies: Copies, every: int, link: "Link"):
+    def __init__(self, generation: int, copies: Copies, commits_per_copy: int, link: "Link"):
         self.generation = generation
-        self._copies, self._every, self._link = copies, every, link
-        self._commits = copies.newest.commit if copies.newest else 0
+        self._copies, self._commits_per_copy, self._link = copies, commits_per_copy, link
+        self._num_commits = copies.newest.commit if copies.newest else 0
         self._manager: CheckpointManager | None = None
 
     @property
     def num_commits(self) -> int:
         """Number of commits of the run, in all generations."""
-        return self._commits
+        return self._num_commits
 
     def restore(self, state: Checkpoint, manager: CheckpointManager | None = None) -> bool:
         """Restores the newest state that a running process has in memory into `state`.
@@ -135,6 +154,7 @@ class Survivor:
             CheckpointError: If the objects do not match the committed ones; lists all differences.
         """
         self._manager = manager
+        # For the supervisor's order to restart: the main thread must not start JAX to find it out.
         self._link.platform = jax.default_backend()
         newest = self._copies.newest
         if newest is None:
@@ -156,20 +176,20 @@ class Survivor:
 
     @goodput.count_as(goodput.Phase.CHECKPOINT)
     def commit(self, state: Checkpoint) -> None:
-        """Reports the state after a step. Every `every`-th commit keeps a copy of it.
+        """Reports the state after a step. One of each `every` commits keeps a copy of it.
 
         All processes call this at the same place, with all objects that the next step needs: model,
         optimizer, iterator, random streams. Returns when the copies on the devices are dispatched,
         which takes no more time than a step. A generation ends here if processes join, or if one
         received a request to end.
         """
-        self._commits += 1
+        self._num_commits += 1
         if self._link.is_over:
             raise GenerationEnded
-        self._link.platform = jax.default_backend()
-        is_last = self._link.is_last(self._commits)
-        if is_last or self._commits % self._every == 0:
-            self._copies.begin(self._commits, state)
+        self._link.platform = jax.default_backend()  # the program need not call `restore`
+        is_last = self._link.is_last(self._num_commits)
+        if is_last or self._num_commits % self._commits_per_copy == 0:
+            self._copies.begin(self._num_commits, state)
         if is_last:
             if self._link.ends_all and self._manager is not None:
                 self._manager.save(force=True)
