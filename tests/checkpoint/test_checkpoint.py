@@ -495,6 +495,14 @@ def test_a_state_that_is_not_json_raises(tmp_path):
         CheckpointManager(Checkpoint(batches=Odd(1)), tmp_path).save(1)
 
 
+def test_a_state_may_contain_nan(tmp_path):
+    class Odd(Counter):
+        def get_state(self):
+            return {"mean": float("nan")}
+
+    assert CheckpointManager(Checkpoint(batches=Odd(1)), tmp_path).save(1)
+
+
 def test_an_unsupported_dtype_raises(tmp_path):
     with pytest.raises(TypeError, match="'x' is x uint4.3., and checkpoints cannot store"):
         CheckpointManager(Checkpoint(x=jnp.ones(3, jnp.uint4)), tmp_path).save(1)

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpudist
 from places import PYTHONPATH
-from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, steps_on_disk
+from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.retention import Retention
 
 
@@ -39,7 +41,6 @@ def _checkpoint(value: float = 0.0, **more) -> Checkpoint:
         ({"max_to_keep": 1, "keep_every_s": 200.0}, 60, [10, 30, 50, 60]),
         ({"max_to_keep": 1, "best": ("loss", "min")}, 60, [20, 60]),
         ({"max_to_keep": 1, "best": ("loss", "max")}, 60, [50, 60]),
-        ({"max_to_keep": 1, "best": ("loss", "min"), "num_best": 2}, 60, [20, 30, 60]),
         ({"max_to_keep": 1, "best": ("other", "min")}, 60, [60]),
         # A run that went back to an older step saves a lower number than there is.
         ({"max_to_keep": 1}, 10, [10, 60]),
@@ -311,7 +312,7 @@ FULL_DISK = """
             time.sleep(0.01)
             if caught:
                 break
-    print("told", str(caught[0].message).splitlines()[0])
+    print("told", caught[0].filename, str(caught[0].message).splitlines()[0])
     for call in (manager.check, manager.wait):
         try:
             call()
@@ -331,7 +332,9 @@ def _check_full_disk(folder: Path, limit: int) -> None:
     assert finished.returncode == 0, finished.stderr[-3000:]
     lines = [x for x in finished.stdout.splitlines() if not x.startswith("[")]
     assert lines[0] == f"saving {folder / '2'}"
-    assert lines[1].startswith(f"told The checkpoint of step 2 could not be saved to {folder}: ")
+    assert lines[1].startswith(
+        f"told <string> The checkpoint of step 2 could not be saved to {folder}:"
+    )
     assert lines[2].startswith("error The checkpoint of step 2 could not be saved")
     assert "The last checkpoint is of step 1." in lines[2]
     assert lines[3:] == [
@@ -438,6 +441,38 @@ def test_an_old_checkpoint_that_cannot_be_deleted_causes_a_warning(tmp_path):
         manager.wait()
     assert manager.steps == [1, 2]
     assert manager.verify(2) == []
+
+
+def test_nothing_is_deleted_while_the_metrics_cannot_be_read(tmp_path, monkeypatch):
+    """The best checkpoint may be among those that an object store did not return."""
+    rules = {"max_to_keep": 1, "best": ("loss", "min")}
+    with CheckpointManager(_checkpoint(), tmp_path, **rules) as manager:
+        manager.save(1, metrics={"loss": 1.0})
+    manager = CheckpointManager(_checkpoint(), tmp_path, **rules)
+    monkeypatch.setattr(steps_on_disk, "read_contents", _raise(OSError("try again")))
+    manager.save(2, metrics={"loss": 2.0})
+    with pytest.warns(UserWarning, match="no old one was deleted: try again"):
+        manager.wait()
+    monkeypatch.undo()
+    manager.save(3, metrics={"loss": 3.0})
+    manager.wait()
+    assert (manager.steps, manager.best_step) == ([1, 3], 1)
+
+
+def test_a_process_that_does_not_answer_hides_no_error(monkeypatch):
+    barrier = Barrier("barrier")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(barrier, "_channel", SimpleNamespace(exchange=_raise(RuntimeError("late"))))
+    barrier.finish_round(OSError("full"))
+    with pytest.raises(RuntimeError, match="late"):
+        barrier("key", 1000)
+
+
+def _raise(error):
+    def call(*_, **__):
+        raise error
+
+    return call
 
 
 @pytest.mark.slow

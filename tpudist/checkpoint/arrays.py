@@ -15,28 +15,31 @@ from orbax.checkpoint import type_handlers
 
 from tpudist.array_types import PyTree
 from tpudist.checkpoint import entries
-from tpudist.checkpoint.entries import Path
+from tpudist.checkpoint.entries import ValuePath
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, CONTENTS
 
 Spec: TypeAlias = jax.ShapeDtypeStruct | np.ndarray
 """Shape, dtype and sharding of an array to read; without a sharding it is read with NumPy."""
+_ORBAX_METADATA_FILE = "_METADATA"  # Orbax writes it into each item that is a tree
 
 
-# What happens on the disk in one save. A crash at any moment leaves the state of the line before,
-# and `Directory.remove_unfinished` deletes the temporary directory at the next save.
-#
-#   1. Orbax creates `<step>.orbax-checkpoint-tmp/` and writes the arrays and the JSON into it, each
-#      process its own shards. Object stores cannot rename, so there it is `<step>/` itself.
-#   2. All processes meet at a barrier: every file has been written.
-#   3. `before_commit`, in process 0: the manifest with the checksums of all files, and fsync.
-#   4. Commit, in process 0: the directory is renamed to `<step>/`; in an object store, the file
-#      `commit_success.txt` is written.
-#   5. All processes meet at a second barrier, after which the save has succeeded.
-#
-# So a committed step always has a manifest, and a step without one is not ours.
 class Writer:
     """Writes steps in the background, one at a time.
+
+    What happens on the disk in one save:
+
+      1. Orbax creates `<step>.orbax-checkpoint-tmp/` and writes the arrays and the JSON into it,
+         each process its own shards. Object stores cannot rename, so there it is `<step>/` itself.
+      2. All processes meet at a barrier: every file has been written.
+      3. `before_commit`, in process 0: the manifest with the checksums of all files, and fsync.
+      4. Commit, in process 0: the directory is renamed to `<step>/`; in an object store, the file
+         `commit_success.txt` is written.
+      5. All processes meet at a second barrier, after which the save has succeeded.
+
+    A crash at any moment leaves the state of the line before, and `Directory.remove_unfinished`
+    deletes the temporary directory at the next save. So a committed step always has a manifest, and
+    a step without one is not ours.
 
     Args:
         before_commit: Called in the background, in process 0, after all files of a step are
@@ -71,7 +74,7 @@ class Writer:
     def begin(
         self,
         path: epath.Path,
-        arrays: Mapping[Path, jax.Array | np.ndarray],
+        arrays: Mapping[ValuePath, jax.Array | np.ndarray],
         contents: Mapping[str, Any],
     ) -> None:
         """Copies the arrays to the host, and starts to write them in the background.
@@ -92,12 +95,12 @@ class Writer:
         self._checkpointer.close()
 
 
-def read_arrays(path: epath.Path, specs: Mapping[Path, Spec]) -> dict[Path, Any]:
+def read_arrays(path: epath.Path, specs: Mapping[ValuePath, Spec]) -> dict[ValuePath, Any]:
     """Reads some of the arrays of a step.
 
     Args:
         path: Directory of the item that contains the arrays.
-        specs: Path of each array to read -> its shape, dtype and sharding.
+        specs: ValuePath of each array to read -> its shape, dtype and sharding.
     """
     if not specs:
         return {}
@@ -124,12 +127,12 @@ def _restore_args(x: Spec) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
 
 
-def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[Path, Any]]:
+def foreign_item(path: epath.Path) -> tuple[epath.Path, dict[ValuePath, Any]]:
     """Returns the item with the arrays of a step that plain Orbax wrote, and their metadata."""
     # Orbax's CheckpointManager calls the item of a single tree `default`; other names are the
     # user's choice.
     for item in (ARRAYS, "default", *sorted(x.name for x in path.iterdir() if x.is_dir())):
-        if (path / item / "_METADATA").exists():
+        if (path / item / _ORBAX_METADATA_FILE).exists():
             checkpointer = ocp.Checkpointer(_array_handler())
             try:
                 metadata = checkpointer.metadata(path / item)
@@ -152,13 +155,15 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
         type_handler_registry=type_handlers.create_type_handler_registry(
             (jax.Array, type_handlers.ArrayHandler(use_replica_parallel=parallel)),
             (np.ndarray, type_handlers.NumpyHandler()),
+            # Plain Orbax stores Python numbers in this way; our own are in the JSON.
             (int, type_handlers.ScalarHandler()),
             (float, type_handlers.ScalarHandler()),
         )
     )
 
 
-def _nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+def _nest(flat: Mapping[ValuePath, Any]) -> dict[str, Any]:
+    # No path is the beginning of another one: a value is not also a container.
     tree: dict[str, Any] = {}
     for path, x in flat.items():
         node = tree
@@ -169,12 +174,12 @@ def _nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def _lookup(tree: PyTree, path: Path) -> Any:
+def _lookup(tree: PyTree, path: ValuePath) -> Any:
     for part in _parts(path):
         tree = tree[part]
     return tree
 
 
-def _parts(path: Path) -> Iterable[str]:
+def _parts(path: ValuePath) -> Iterable[str]:
     # Orbax makes names of files of these, so each part is escaped.
     return [entries.join_path((part,)) for part in path]

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -20,7 +20,8 @@ from tpudist.array_types import PyTree, Shape
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.xla import tree_depth
 
-Path = tuple[str, ...]
+ValuePath: TypeAlias = tuple[str, ...]
+"""Name of a value, in parts."""
 
 ARRAY, KEY, VALUE, STATE = "array", "random key", "value", "state"
 
@@ -70,7 +71,7 @@ class Entry:
     """One value that is saved.
 
     Attributes:
-        path: Name, in parts.
+        path: Name of the value, in parts.
         kind: `ARRAY`, `KEY` (typed random keys), `VALUE` (a Python number, bool or string) or
             `STATE` (the position of an iterator).
         shape: Shape of an array or of keys. A first dim of -1 means that only the value has the
@@ -84,7 +85,7 @@ class Entry:
             values have been written.
     """
 
-    path: Path
+    path: ValuePath
     kind: str
     shape: tuple[int, ...]
     dtype: str
@@ -118,7 +119,7 @@ def _escape(part: str) -> str:
     # A part becomes the name of a file or of an object in a store, and "." separates parts.
     for char in "%./\\":
         part = part.replace(char, f"%{ord(char):02X}")
-    return part or "%"
+    return part or "%"  # an empty part; no other is "%" alone, because each "%" is escaped
 
 
 def describe(kind: str, shape: Iterable[int], dtype: str) -> str:
@@ -153,12 +154,13 @@ class Entries:
         # of an object that was freed may belong to another one.
         self._seen: dict[int, str] = {}
         self._alive: list[object] = []
-        # The three phases of `finish`.
-        self._states: list[Callable[[], None]] = []
-        self._values: list[Callable[[], None]] = []
-        self._ends: list[Callable[[], None]] = []
+        # The calls that `finish` makes, in three phases.
+        self._write_states: list[Callable[[], None]] = []
+        self._write_values: list[Callable[[], None]] = []
+        self._finish_objects: list[Callable[[], None]] = []
         self._unsupported: list[str] = []
         self._outer: list[object] = []  # containers that are being searched, outermost first
+        # All objects found so far: the wrapper of a library's object may need another of them.
         self._neighbors: list[Any] = list(objects.values())
         for name, x in objects.items():
             self._add((name,), x, functools.partial(replace, name))
@@ -177,10 +179,10 @@ class Entries:
         """Moves the written values into the objects."""
         # Positions first: an iterator may reject its position, and then the arrays are unchanged.
         # Last the objects that need all of their arrays, such as a table on servers.
-        for finish in (*self._states, *self._values, *self._ends):
+        for finish in (*self._write_states, *self._write_values, *self._finish_objects):
             finish()
 
-    def _add(self, path: Path, x: object, replace: Callable[[Any], None] | None) -> None:
+    def _add(self, path: ValuePath, x: object, replace: Callable[[Any], None] | None) -> None:
         if x is None:
             return
         # The order matters. NNX objects come first: an optimizer of tpudist also has objects, which
@@ -193,7 +195,7 @@ class Entries:
         elif has_objects(x):
             self._add_container(path, x)
         elif has_state(x):
-            write = _defer(x.set_state, self._states)
+            write = _defer(x.set_state, self._write_states)
             self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
         elif library_objects.is_known(x):
             opened = library_objects.open_object(x, self._neighbors)
@@ -204,7 +206,9 @@ class Entries:
         else:
             self._add_leaves(path, x, replace, None)
 
-    def _add_container(self, path: Path, x: ObjectHolder) -> None:
+    def _add_container(self, path: ValuePath, x: ObjectHolder) -> None:
+        # A container that two attributes share is searched, and its plain values are saved, twice:
+        # a restore sets each attribute.
         if any(x is outer for outer in self._outer):
             return  # a reference to an outer container, whose objects are saved there
         self._outer.append(x)
@@ -217,11 +221,12 @@ class Entries:
             self._add((*path, name), inner, replace)
         self._outer.pop()
 
-    def _add_nnx(self, path: Path, x: nnx_contents.Object) -> None:
+    def _add_nnx(self, path: ValuePath, x: nnx_contents.Object) -> None:
         binding = nnx_binding.Binding((x,))
         for index, (variable, value) in enumerate(
             zip(binding.variables, binding.values(), strict=True)
         ):
+            # Without the first part, the number of the object in the binding.
             inner = (*path, *map(str, binding.paths[index][1:]))
             if variable is not None and self._is_known(variable, inner):
                 continue
@@ -233,14 +238,14 @@ class Entries:
             for name, inner in x.checkpoint_objects().items():
                 self._add((*path, name), inner, None)
 
-    def _add_variable(self, path: Path, variable: ArrayHolder) -> None:
+    def _add_variable(self, path: ValuePath, variable: ArrayHolder) -> None:
         if self._is_known(variable, path):
             return
         shape, dtype, sharding = variable.checkpoint_spec()
-        write = _defer(variable.restore, self._values)
+        write = _defer(variable.restore, self._write_values)
         end = getattr(variable, "finish_restore", None)  # optional in `ArrayHolder`
         if end is not None:
-            self._ends.append(end)
+            self._finish_objects.append(end)
         read = variable.checkpoint_value
         if sharding is None:
             name = np.dtype(dtype).name
@@ -249,15 +254,19 @@ class Entries:
         self._add_array(path, jax.ShapeDtypeStruct(shape, dtype), sharding, read, write)
 
     def _add_leaves(
-        self, path: Path, tree: PyTree, replace: Callable[[Any], None] | None, kind: type | None
+        self,
+        path: ValuePath,
+        tree: PyTree,
+        replace: Callable[[Any], None] | None,
+        kind: type | None,
     ) -> None:
         tree_depth.check_depth(tree, f"'{join_path(path)}' of the checkpoint", _is_object)
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
-        cell = _Cell([x for _, x in flat], treedef, replace)
+        restored = _TreeBeingRestored([x for _, x in flat], treedef, replace)
         for index, (keys, x) in enumerate(flat):
             inner = (*path, *map(key_name, keys))
-            read = functools.partial(operator.getitem, cell.leaves, index)
-            write = functools.partial(cell.write, index)
+            read = functools.partial(operator.getitem, restored.leaves, index)
+            write = functools.partial(restored.write, index)
             if _is_object(x):
                 # It is restored in place, so the tree needs no new leaf.
                 self._add(inner, x, None)
@@ -269,7 +278,7 @@ class Entries:
             elif isinstance(x, np.ndarray | np.generic) and _has_numbers(x):
                 shape, dtype = x.shape, x.dtype.name
                 if isinstance(x, np.generic):
-                    write = functools.partial(cell.write_scalar, index)
+                    write = functools.partial(restored.write_scalar, index)
                 self.entries.append(
                     Entry(inner, ARRAY, shape, dtype, read, write, kind, on_host=True)
                 )
@@ -279,11 +288,11 @@ class Entries:
                 self.entries.append(Entry(inner, VALUE, (), type(x).__name__, read, write, kind))
             else:
                 self._refuse(inner, x)
-        self._values.append(cell.finish)
+        self._write_values.append(restored.finish)
 
     def _add_array(
         self,
-        path: Path,
+        path: ValuePath,
         x: jax.Array | jax.ShapeDtypeStruct,
         sharding: jax.sharding.Sharding | None,
         read: Callable[[], Any],
@@ -296,12 +305,12 @@ class Entries:
             Entry(path, KEY if key else ARRAY, tuple(x.shape), dtype, read, write, kind, sharding)
         )
 
-    def _refuse(self, path: Path, x: object) -> None:
+    def _refuse(self, path: ValuePath, x: object) -> None:
         kind = f"{type(x).__module__}.{type(x).__name__}"
         dtype = f" of {x.dtype}" if isinstance(x, np.ndarray) else ""
         self._unsupported.append(f"{join_path(path)}: {kind}{dtype}")
 
-    def _is_known(self, x: object, path: Path) -> bool:
+    def _is_known(self, x: object, path: ValuePath) -> bool:
         """Whether an object was found before; if so, records its other name."""
         # Wrappers of one Keras variable are created again at each access: the variable counts.
         x = getattr(x, "checkpoint_identity", x)
@@ -374,7 +383,7 @@ def _describe_duplicates(names: Iterable[str]) -> list[str]:
 
 
 def _defer(write: Callable[[Any], None], later: list[Callable[[], None]]) -> Callable[[Any], None]:
-    """Returns a function that takes a value now, and appends the call that writes it to `later`."""
+    """Returns a `write` that only records its call in `later`; `Entries.finish` makes it."""
     return lambda value: later.append(functools.partial(write, value))
 
 
@@ -393,7 +402,7 @@ def key_name(key: object) -> str:
 
 
 @dataclasses.dataclass
-class _Cell:
+class _TreeBeingRestored:
     """The leaves of a tree that is replaced as a whole, when all of them have been written."""
 
     leaves: list[Any]

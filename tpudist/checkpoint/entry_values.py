@@ -25,19 +25,19 @@ def target(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def place(
-    entry: Entry, value: jax.Array | np.ndarray, *, again: bool = False
+    entry: Entry, value: jax.Array | np.ndarray, *, is_shared: bool = False
 ) -> jax.Array | np.ndarray:
     """Returns a stored value as its entry has it: on its devices, and keys as keys.
 
     Args:
         entry: Entry of the value.
         value: Value that was read.
-        again: Whether another entry has got this value already, so that this one needs a copy.
+        is_shared: Whether another entry has this value already, so that this one needs a copy.
     """
     if entry.on_host:
-        return np.array(value) if again else value
+        return np.array(value) if is_shared else value
     with placement.without_mesh():
-        if again and entry.sharding is not None:
+        if is_shared and entry.sharding is not None:
             value = jax.device_put(value, target(entry).sharding).copy()
         if not isinstance(value, jax.Array):
             # `jnp.array` copies. On CPUs `device_put` may use the memory of a NumPy array as it is,

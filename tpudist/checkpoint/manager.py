@@ -21,8 +21,8 @@ from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
-from tpudist.checkpoint.saves_in_order import Saver, finish_other
-from tpudist.checkpoint.steps_on_disk import History
+from tpudist.checkpoint.saver import Saver, finish_other
+from tpudist.checkpoint.steps_on_disk import StepsOnDisk
 from tpudist.goodput import goodput
 from tpudist.options import shorten, warn_if_given
 from tpudist.processes import generations
@@ -30,7 +30,7 @@ from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 # Numbers of the managers, for the names of their channels. They are equal in all processes, because
 # all create the same managers in the same order.
-_names = generations.Numbers()
+_numbers = generations.Numbers()
 
 
 class CheckpointManager:
@@ -71,6 +71,13 @@ class CheckpointManager:
         asynchronous: Whether `save` returns as soon as the state has been copied.
         timeout_s: Maximum seconds for one save, including waiting for other processes.
 
+    Attributes:
+        checkpoint: Same as the argument.
+        checkpoint_interval: Same as the argument.
+        retention: Rules by which checkpoints are kept.
+        restored: Report of the last restore; None before it.
+        notes: Whole numbers by name that `save` stores with the objects and `restore` sets.
+
     Raises:
         TypeError: If `checkpoint` is not a `Checkpoint` or `TrainState`, or `directory` is not
             a path.
@@ -104,22 +111,21 @@ class CheckpointManager:
         self.checkpoint_interval = checkpoint_interval
         self._interval = Interval(checkpoint_interval, step_counter, checkpoint)
         self.restored: RestoreReport | None = None
-        # Saved with the objects, and restored if the checkpoint has them.
         self.notes: dict[str, int] = {}
         self._init_fn = init_fn
         self._asynchronous = asynchronous
         self._timeout_s = timeout_s
         self._files = _open_directory(directory)
-        number = next(_names)
+        number = next(_numbers)
         self._channel = Channel(f"checkpoint/{number}")
-        self._history = History(self._files, self._channel, timeout_s)
+        self._on_disk = StepsOnDisk(self._files, self._channel, timeout_s)
         barrier = Barrier(f"checkpoint/{number}/writing")
-        self._saver = Saver(self._files, self._history, self.retention, barrier, timeout_s)
+        self._saver = Saver(self._files, self._on_disk, self.retention, barrier, timeout_s)
         # Whether this process left no partial files in the directory. False at first, because an
         # earlier program may have left some.
         self._is_clean = False
         self._is_open = True
-        # For programs that also save from another thread.
+        # Only for `save`, which a program may also call in another thread.
         self._lock = threading.RLock()
 
     # Existing checkpoints.
@@ -132,12 +138,12 @@ class CheckpointManager:
     @property
     def steps(self) -> list[int]:
         """Numbers of all checkpoints, ascending. The checkpoints are not verified."""
-        return self._history.steps()
+        return self._on_disk.steps()
 
     @property
     def latest_step(self) -> int | None:
         """Number of the newest checkpoint, or None."""
-        return self._history.latest()
+        return self._on_disk.latest()
 
     @property
     def checkpoints(self) -> list[str]:
@@ -152,8 +158,8 @@ class CheckpointManager:
     @property
     def best_step(self) -> int | None:
         """Number of the best checkpoint by the metric, or None. It is not verified."""
-        best = self.retention.best_steps(self._history.metrics())
-        return best[0] if best else None
+        _, _, metrics = self._on_disk.facts()
+        return self.retention.best_step(metrics)
 
     @property
     def best_checkpoint(self) -> str | None:
@@ -163,7 +169,7 @@ class CheckpointManager:
 
     def verify(self, step: int) -> list[str]:
         """Returns the problems of the files of a checkpoint; an empty list if it is intact."""
-        return self._history.verify(step)
+        return self._on_disk.verify(step)
 
     # Saving.
 
@@ -205,11 +211,12 @@ class CheckpointManager:
         warn_if_given("CheckpointManager.save(options", options, "Orbax's defaults are used")
         context.require_cross_replica("CheckpointManager.save")
         self._require_open()
-        if check_interval and not force and not self._interval.is_over(self._agree_on_latest):
-            return None
-        at_exit = lost_saves.note_at_exit(self.directory)
-        with self._lock, goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
-            return self._save(checkpoint_number, metrics, allow_nan)
+        with self._lock:
+            if check_interval and not force and not self._interval.is_over(self._agree_on_latest):
+                return None
+            at_exit = lost_saves.note_at_exit(self.directory)
+            with goodput.phase(goodput.Phase.CHECKPOINT), at_exit:
+                return self._save(checkpoint_number, metrics, allow_nan)
 
     def check(self) -> None:
         """Raises the error of a save that has failed in the background; returns at once.
@@ -274,7 +281,7 @@ class CheckpointManager:
         self._prepare(step)
         self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
         self._saver.begin(step, arrays, contents)
-        self._is_clean = True
+        self._is_clean = True  # from here on, the saver removes the files of a save that fails
         self._interval.begin()
         if not self._asynchronous:
             self.wait()
@@ -284,7 +291,7 @@ class CheckpointManager:
 
     def _prepare(self, step: int) -> None:
         """Prepares the directory for a new step; all processes succeed, or all raise."""
-        self._history.require_same_step(step)
+        self._on_disk.require_same_step(step)
         finish_other(self.directory)
         # Only process 0 changes the directory. Its error goes to all processes before any raises:
         # if only process 0 raised, the others would wait for it in the save.
@@ -294,18 +301,18 @@ class CheckpointManager:
                 if not self._is_clean:
                     self._files.remove_unfinished()
                     self._is_clean = True
-                self._history.make_room(step)
+                self._on_disk.make_room(step)
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"Cannot save step {step} to {self._files}: {error}"
-        problem = self._history.agree(problem)
-        self._history.forget_damage()
+        problem = self._on_disk.agree(problem)
+        self._on_disk.forget_damage()
         if problem:
             raise CheckpointError(problem)
 
     def _agree_on_latest(self) -> int | None:
-        return self._history.agree(self.latest_step)
+        return self._on_disk.agree(self.latest_step)
 
     def _number(self, requested: int | None) -> int:
         counter = find_step(self.checkpoint) if requested is None else requested
@@ -334,7 +341,7 @@ class CheckpointManager:
         Mirrors `tf.train.CheckpointManager.restore_or_initialize`.
         """
         self._wait_for_all()
-        if not self._history.agree(self._files.steps()):
+        if not self._on_disk.agree(self._files.steps()):
             if self._init_fn is not None:
                 self._init_fn()
             return None
@@ -389,20 +396,21 @@ class CheckpointManager:
     def _restore(self, step: int | None, selection: Selection, *, verify: bool) -> RestoreReport:
         context.require_cross_replica("CheckpointManager.restore")
         self._wait_for_all()
-        found = entries.find_entries(self.checkpoint)
-        chosen, skipped = self._history.choose(step, verify=verify)
-        path = self._files.step(chosen)
-        try:
-            notes = read_notes(path)
-            report = restore(found, chosen, path, selection)
-        except Exception:
-            if jax.process_count() > 1 or path.exists():
-                raise
-            # The program that trains has removed it in the meantime, and has saved newer ones, so
-            # this ends. Several processes cannot decide this each on its own.
-            return self._restore(step, selection, verify=verify)
+        while True:
+            found = entries.find_entries(self.checkpoint)
+            chosen, skipped = self._on_disk.choose(step, verify=verify)
+            path = self._files.step(chosen)
+            try:
+                notes = read_notes(path)
+                report = restore(found, chosen, path, selection)
+                break
+            except Exception:
+                # The program that trains may have removed it in the meantime. It has saved newer
+                # ones, so this ends. Several processes cannot decide this each on its own.
+                if jax.process_count() > 1 or path.exists():
+                    raise
         goodput.note("restore", path=str(path))
-        self.notes = notes
+        self.notes = notes  # after `restore`, which changes nothing if it fails
         self.restored = dataclasses.replace(report, skipped=skipped)
         return self.restored
 

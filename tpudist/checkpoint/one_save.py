@@ -4,6 +4,7 @@ The order of events on the disk is described in `arrays.Writer`.
 """
 
 import concurrent.futures.thread  # registers its hook before ours, so it runs after ours
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from tpudist.checkpoint import lost_saves
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _unfinished: "set[Save]" = set()
+_ROUNDS = 2  # of `Barrier` in a save: all files are written; process 0 has committed the step
+_MAX_ERROR_LENGTH = 600  # Orbax appends a long source location
 
 
 class Save:
@@ -62,8 +65,8 @@ class Save:
         if error is None:
             lost_saves.forget(self._directory)
         else:
-            text = f"{type(error).__name__}: {error}"[:600]
-            lost_saves.note(self._directory, f"Step {self.step} in {self._directory}: {text}")
+            text = f"Step {self.step} in {self._directory}: {describe_error(error)}"
+            lost_saves.note(self._directory, text)
         # Last: `_finish_all` waits until the failure is recorded.
         _unfinished.discard(self)
 
@@ -77,6 +80,12 @@ class Save:
         self._thread.join()
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns the class and the beginning of the message of an error."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= _MAX_ERROR_LENGTH else f"{text[:_MAX_ERROR_LENGTH]}..."
+
+
 def _finish_all() -> None:
     for save in list(_unfinished):
         save.join()
@@ -87,7 +96,7 @@ def _finish_all() -> None:
 # runs before that. In Python 3.12.0 and 3.12.1 no thread can start when this hook runs, either;
 # then `lost_saves` reports the save.
 getattr(threading, "_register_atexit", lambda _: None)(_finish_all)  # private in Python
-assert concurrent.futures.thread
+assert concurrent.futures.thread  # keeps the import, which is there for its effect
 
 
 class Barrier:
@@ -103,32 +112,33 @@ class Barrier:
     def __init__(self, name: str):
         self._channel = Channel(name)
         self._rounds = 0
-        self._is_process_missing = False
+        self._last_round_failed = False
 
     def __call__(self, key: str, timeout_ms: int) -> None:
         """Waits for the other processes; Orbax calls it."""
         self._rounds += 1
-        self._is_process_missing = True  # until the exchange returns without a timeout
+        self._last_round_failed = True  # until the exchange returns without a timeout
         answers = self._channel.exchange("", timeout_s=timeout_ms / 1000)
-        self._is_process_missing = False
+        self._last_round_failed = False
         failed = [f"process {i}: {answer}" for i, answer in enumerate(answers) if answer]
         if failed:
             raise FailedElsewhere("; ".join(failed))
 
     def finish_round(self, error: BaseException | None) -> None:
-        """Ends a save, and sends its error to the processes that wait in the barrier."""
+        """Ends a save, and sends its error to the processes that wait in the barrier.
+
+        Raises nothing if they do not answer: the error of the save is the one to report.
+        """
         # The rounds of a channel must stay in step, so a failed process takes part in the one round
         # that the others are in, or will come to. There is none after the second round. And if a
         # process was missing in a round, it would be missing again: that would take a second
         # timeout.
         failed_here = error is not None and not isinstance(error, FailedElsewhere)
-        others_wait = self._rounds < _ROUNDS and not self._is_process_missing
-        if failed_here and others_wait and jax.process_count() > 1:
-            self._channel.exchange(f"{type(error).__name__}: {error}", timeout_s=TIMEOUT_S)
+        others_wait = self._rounds < _ROUNDS and not self._last_round_failed
         self._rounds = 0
-
-
-_ROUNDS = 2  # all files are written; process 0 has committed the step
+        if failed_here and others_wait and jax.process_count() > 1:
+            with contextlib.suppress(Exception):
+                self._channel.exchange(f"{type(error).__name__}: {error}", timeout_s=TIMEOUT_S)
 
 
 class FailedElsewhere(RuntimeError):

@@ -1,7 +1,8 @@
 """Writes and reads checkpoints at paths that the program chooses, as `tf.train.Checkpoint` does.
 
 They have the format of a manager's steps. A new checkpoint replaces an old one only when it is
-complete. Paths of a replacement, and what a crash after each step leaves:
+complete; but in object stores, which cannot rename, the old one is deleted before. Paths of a
+replacement, and what a crash after each step leaves:
 
     1. write PATH.new.orbax-checkpoint-tmp   the old checkpoint
     2. rename it to PATH.new (commit)        both: the next save or restore finishes the replacement
@@ -26,13 +27,13 @@ from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
-from tpudist.checkpoint.saves_in_order import finish_other, make_failure
+from tpudist.checkpoint.saver import finish_other, make_failure
 from tpudist.checkpoint.steps_on_disk import agree, find_problems, require_same
 from tpudist.processes import generations
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _NEW = ".new"
-_names = generations.Numbers()
+_numbers = generations.Numbers()
 
 
 def write_at(
@@ -60,7 +61,7 @@ def write_at(
         TypeError: If an object cannot be saved.
     """
     target = _resolve(path)
-    channel = Channel(f"checkpoint/path/{next(_names)}")
+    channel = Channel(f"checkpoint/path/{next(_numbers)}")
     found = entries.find_entries(checkpoint)
     arrays, contents = gather(found, number, {})
     contents["notes"] = notes
@@ -74,7 +75,7 @@ def write_at(
     if problem:
         raise CheckpointError(problem)
     _write(target, epath.Path(place), arrays, contents)
-    problem = agree(_finish(target, on_written), channel, TIMEOUT_S)
+    problem = agree(_publish(target, on_written), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
 
@@ -82,7 +83,7 @@ def write_at(
 def _write(
     target: epath.Path,
     place: epath.Path,
-    arrays: Mapping[entries.Path, jax.Array | np.ndarray],
+    arrays: Mapping[entries.ValuePath, jax.Array | np.ndarray],
     contents: Mapping[str, Any],
 ) -> None:
     """Writes to `place`, which is `target` or `PATH.new`; returns after the commit."""
@@ -90,7 +91,7 @@ def _write(
 
     is_remote = manifest.is_remote(place)
     hidden = place if is_remote else place.with_name(place.name + TEMPORARY_SUFFIX)
-    barrier = Barrier(f"checkpoint/path/{next(_names)}/writing")
+    barrier = Barrier(f"checkpoint/path/{next(_numbers)}/writing")
     writer = Writer(
         # Before the commit the files are in `hidden`, except in object stores, which cannot rename.
         lambda: manifest.write(hidden if hidden.exists() else place),
@@ -129,7 +130,7 @@ def read_at(
             processes pass different paths.
     """
     target = None if path is None else _resolve(path)
-    channel = Channel(f"checkpoint/path/{next(_names)}")
+    channel = Channel(f"checkpoint/path/{next(_numbers)}")
     require_same(target, channel, TIMEOUT_S, "restore different paths")
     if target is None:
         return None, {}
@@ -184,7 +185,7 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
     return str(place), ""
 
 
-def _finish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
+def _publish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
     """Moves a new checkpoint to its path, in process 0; returns the problem or ""."""
     if jax.process_index():
         return ""
@@ -202,6 +203,7 @@ def _locate(target: epath.Path) -> tuple[str, str]:
     if jax.process_index():
         return "", ""
     if target.is_dir():
+        # A directory that is neither may be a checkpoint of plain Orbax; `find_problems` decides.
         if is_ours(target) or not _list_checkpoints(target):
             return str(target), ""
         return "", (

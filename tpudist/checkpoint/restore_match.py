@@ -116,7 +116,9 @@ def match(
     # Rules and selectors that match nothing are errors, because they are usually misspelled.
     problems = renaming.list_problems() + _list_unused([*(only or ()), *exclude], found.entries)
     partial = selection.partial and selection.is_everything
-    pairs, casts, used = [], [], set()
+    pairs: list[tuple[Entry, str]] = []
+    casts: list[str] = []
+    used: set[str] = set()
     for entry in selected:
         name = by_name.get(entry.name)
         if entry.name in ambiguous:
@@ -185,7 +187,7 @@ def _difference(entry: Entry, leaf: Leaf, cast: bool) -> str | None:
     there = _describe_leaf(leaf)
     here = describe(entry.kind, entry.shape, entry.dtype)
     if numbers.needs_conversion(entry, leaf):
-        return None
+        return None  # `numbers` converts, for example, a Python number to an array `[]`
     fits = leaf["kind"] == entry.kind
     if entry.kind in (ARRAY, KEY):
         fits = fits and tuple(leaf["shape"]) == entry.shape
@@ -206,7 +208,7 @@ def _describe_replicas(
     leaf = saved.get(by_name.get(f"{entry.name}.0", ""))
     if leaf is None or leaf["kind"] != entry.kind or leaf["dtype"] != entry.dtype:
         return None
-    if tuple(leaf["shape"][1:]) != entry.shape or not leaf["shape"]:
+    if not leaf["shape"] or tuple(leaf["shape"][1:]) != entry.shape:
         return None
     n = leaf["shape"][0]
     return (
@@ -228,12 +230,12 @@ def _covers(selector: str | type, entry: Entry) -> bool:
     """Whether an entry is below a name, matches a pattern, or belongs to a type of Variables."""
     if isinstance(selector, type):
         return entry.variable_type is not None and issubclass(entry.variable_type, selector)
-    if _is_exactly_below(entry.name, selector):
+    if _is_at_or_below(entry.name, selector):
         return True
     return "*" in selector and _pattern(selector).fullmatch(entry.name) is not None
 
 
-def _is_exactly_below(name: str, prefix: str) -> bool:
+def _is_at_or_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
@@ -248,8 +250,8 @@ def _rename_all(
     names: Iterable[str], renaming: "_Renames", aliases: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns new names -> names in `saved`, and ambiguous new names -> the names that share it."""
-    # A renamed name replaces a value that has the new name in the checkpoint, in either order. Two
-    # renamed names conflict, unless they are names of one value.
+    # A renamed value has precedence over a value that has this name already in the checkpoint,
+    # whichever comes first. Two renamed names conflict, unless they are names of one value.
     by_name: dict[str, str] = {}
     renamed: dict[str, str] = {}
     ambiguous: dict[str, str] = {}
@@ -258,8 +260,9 @@ def _rename_all(
         if new == name:
             by_name.setdefault(new, old)
             continue
-        if aliases.get(other := renamed.setdefault(new, name), other) != old:
-            ambiguous[new] = f"{other}, {name}"
+        first = renamed.setdefault(new, name)
+        if aliases.get(first, first) != old:  # two values would get one name
+            ambiguous[new] = f"{ambiguous.get(new, first)}, {name}"
         by_name[new] = old
     return by_name, ambiguous
 
@@ -274,12 +277,13 @@ class _Renames:
 
     def __call__(self, name: str) -> str:
         for old, new in self._rename:
-            if _is_exactly_below(name, old):
+            if _is_at_or_below(name, old):
                 self._used.add(old)
                 return new + name[len(old) :]
             found = _pattern(old).fullmatch(name) if "*" in old else None
             if found:
                 self._used.add(old)
+                # All groups except the last one, `below`.
                 return _fill(old, new, found.groups()[:-1]) + (found["below"] or "")
         return name
 

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to keep. It only computes; `saves_in_order` deletes the others."""
+"""Decides which checkpoints to keep. It only computes; `saver` deletes the others."""
 
 import dataclasses
 import math
@@ -12,11 +12,10 @@ class Retention:
     """Rules that each keep some checkpoints; checkpoints that no rule keeps are deleted.
 
     Attributes:
-        max_to_keep: Number of recent checkpoints to keep; None for all.
+        max_to_keep: Number of checkpoints with the highest steps to keep; None for all.
         keep_period: Number of steps; multiples of it are kept.
         keep_every_s: Interval in seconds; one checkpoint of each interval is kept.
         best: Name of a metric, and `min` or `max`: the best checkpoint by it is kept.
-        num_best: Number of best checkpoints to keep.
 
     Raises:
         ValueError: If a rule is out of range.
@@ -26,17 +25,13 @@ class Retention:
     keep_period: int | None = None
     keep_every_s: float | None = None
     best: tuple[str, str] | None = None
-    num_best: int = 1
 
     def __post_init__(self):
-        numbers = {
-            "max_to_keep": self.max_to_keep,
-            "keep_period": self.keep_period,
-            "num_best": self.num_best,
-        }
-        for name, value in numbers.items():
-            wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
-            if value is not None and wrong:
+        for name in ("max_to_keep", "keep_period"):
+            value = vars(self)[name]
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"CheckpointManager({name}={shorten(value)}): {name} must be None or a whole "
                     f"number of at least 1."
@@ -78,16 +73,15 @@ class Retention:
             )
         return numbers
 
-    def best_steps(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Returns the best steps, best first; of equal ones the newer first."""
+    def best_step(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+        """Returns the best step, of equal ones the newest; None if no step has the metric."""
         if self.best is None:
-            return []
+            return None
         name, mode = self.best
         values = {step: x[name] for step, x in metrics.items() if name in x}
         values = {step: x for step, x in values.items() if not math.isnan(x)}
         sign = 1 if mode == "min" else -1
-        ordered = sorted(values, key=lambda step: (sign * values[step], -step))
-        return ordered[: self.num_best]
+        return min(values, key=lambda step: (sign * values[step], -step), default=None)
 
     def steps_to_remove(
         self,
@@ -108,7 +102,9 @@ class Retention:
         if self.max_to_keep is None:
             return []
         keep = {newest, *ordered[-self.max_to_keep :]}
-        keep |= set(self.best_steps({k: v for k, v in metrics.items() if k in steps}))
+        best = self.best_step({k: v for k, v in metrics.items() if k in steps})
+        if best is not None:
+            keep.add(best)
         if self.keep_period is not None:
             keep |= {step for step in ordered if step % self.keep_period == 0}
         if self.keep_every_s is not None:

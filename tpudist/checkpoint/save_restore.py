@@ -14,7 +14,16 @@ import numpy as np
 from etils import epath
 
 from tpudist.checkpoint import entry_values, not_finite, numbers, restore_match
-from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entries, Entry, Path, join_path
+from tpudist.checkpoint.entries import (
+    ARRAY,
+    KEY,
+    STATE,
+    VALUE,
+    Entries,
+    Entry,
+    ValuePath,
+    join_path,
+)
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_valid_contents
 from tpudist.checkpoint.restore_match import Leaf, Match, RestoreReport, Selection
@@ -29,7 +38,7 @@ _UNKNOWN_DTYPES = (
 
 def gather(
     found: Entries, step: int, metrics: Mapping[str, float]
-) -> tuple[dict[Path, jax.Array | np.ndarray], dict[str, Any]]:
+) -> tuple[dict[ValuePath, jax.Array | np.ndarray], dict[str, Any]]:
     """Returns the arrays of a step by path, and everything else as JSON; see `format`.
 
     Raises:
@@ -37,9 +46,10 @@ def gather(
         ValueError: If an array differs between replicas since a call that did not reduce it.
         TypeError: If a state is not JSON, or a dtype cannot be stored.
     """
-    arrays: dict[Path, jax.Array | np.ndarray] = {}
+    arrays: dict[ValuePath, jax.Array | np.ndarray] = {}
     leaves: dict[str, dict[str, Any]] = {}
-    gone, abstract = [], []
+    donated: list[str] = []
+    abstract: list[str] = []
     for entry in found.entries:
         value = entry.read()
         entry = entry.fit(np.shape(value)) if entry.kind == ARRAY else entry
@@ -49,19 +59,19 @@ def gather(
             leaf["value"] = _check_json(entry, value)
             continue
         if isinstance(value, jax.Array) and value.is_deleted():
-            gone.append(entry.name)
+            donated.append(entry.name)
         elif isinstance(value, jax.ShapeDtypeStruct):
             abstract.append(entry.name)
         elif 0 not in entry.shape:
             drift.check([value], [entry.name], "CheckpointManager.save")
             arrays[entry.path] = _to_storable(entry, value)
             leaf["path"] = list(entry.path)
-    if gone:
+    if donated:
         raise CheckpointError(
             f"Cannot save step {step}: these arrays were donated to a step or deleted: "
-            f"{', '.join(gone)}. Pass the checkpoint the arrays that the step returned, or a copy "
-            f"made before that step (copy.deepcopy(model); nnx.clone shares its arrays). Or pass "
-            f"RunOptions(donate_state=False) to that step."
+            f"{', '.join(donated)}. Pass the checkpoint the arrays that the step returned, or a "
+            f"copy made before that step (copy.deepcopy(model); nnx.clone shares its arrays). Or "
+            f"pass RunOptions(donate_state=False) to that step."
         )
     if abstract:
         raise CheckpointError(
@@ -79,13 +89,13 @@ def gather(
 
 
 def refuse_not_finite(
-    found: Entries, arrays: Mapping[Path, jax.Array | np.ndarray], step: int, consequence: str
+    found: Entries, arrays: Mapping[ValuePath, jax.Array | np.ndarray], step: int, consequence: str
 ) -> None:
     """Raises if arrays of a step contain NaN or infinities.
 
     Args:
         found: Entries of the step.
-        arrays: Path of each array of the step -> the array.
+        arrays: ValuePath of each array of the step -> the array.
         step: Number of the step.
         consequence: Sentence for the error that names the checkpoint that remains.
 
@@ -109,15 +119,16 @@ def restore(found: Entries, step: int, path: epath.Path, selection: Selection) -
         CheckpointError: If the step does not match the objects, or cannot be read. The objects are
             unchanged then.
     """
-    # Match, read, convert, write: every check that may fail comes before the first write.
+    # Match, read, convert, write: every check that may fail comes before the first write. `write`
+    # only records a value; `found.finish()` is the first change of an object.
     item, leaves, aliases = _describe(path)
     match = restore_match.match(found, leaves, aliases, str(path), selection)
     values = _read_values(match, item, leaves, path)
-    converted: dict[str, Any] = {
-        entry.name: numbers.convert(entry, leaf, _number_of(leaf, values))
-        for entry, leaf in ((entry, leaves[name]) for entry, name in match.pairs)
-        if numbers.needs_conversion(entry, leaf)
-    }
+    converted: dict[str, Any] = {}
+    for entry, name in match.pairs:
+        leaf = leaves[name]
+        if numbers.needs_conversion(entry, leaf):
+            converted[entry.name] = numbers.convert(entry, leaf, _number_of(leaf, values))
     used: set[str] = set()
     for entry, name in match.pairs:
         leaf = leaves[name]
@@ -131,9 +142,9 @@ def restore(found: Entries, step: int, path: epath.Path, selection: Selection) -
         else:
             # Two objects that shared one array when it was saved may be separate now. Each gets an
             # array of its own, because a step may donate one of them.
-            again = name in used
+            value = values[tuple(leaf["path"])]
+            entry.write(entry_values.place(entry, value, is_shared=name in used))
             used.add(name)
-            entry.write(entry_values.place(entry, values[tuple(leaf["path"])], again=again))
     found.finish()
     return RestoreReport(
         step,
@@ -147,11 +158,11 @@ def restore(found: Entries, step: int, path: epath.Path, selection: Selection) -
 
 def _read_values(
     match: Match, item: epath.Path, leaves: Mapping[str, Leaf], path: epath.Path
-) -> dict[Path, Any]:
+) -> dict[ValuePath, Any]:
     """Reads the arrays of all matched entries. An array without elements is not stored."""
     from tpudist.checkpoint.arrays import read_arrays  # Orbax takes a while to import
 
-    specs: dict[Path, jax.ShapeDtypeStruct] = {}
+    specs: dict[ValuePath, jax.ShapeDtypeStruct] = {}
     for entry, name in match.pairs:
         leaf = leaves[name]
         if leaf["kind"] in (ARRAY, KEY) and 0 not in entry.shape:
@@ -171,7 +182,7 @@ def _read_values(
         ) from error
 
 
-def _number_of(leaf: Leaf, values: Mapping[Path, Any]) -> Any:
+def _number_of(leaf: Leaf, values: Mapping[ValuePath, Any]) -> Any:
     return leaf["value"] if leaf["kind"] == VALUE else values[tuple(leaf["path"])]
 
 
@@ -222,12 +233,13 @@ def _check_dtype(entry: Entry) -> None:
 
 def _check_json(entry: Entry, value: object) -> object:
     try:
-        if json.loads(json.dumps(value)) != value:
+        restored = json.loads(json.dumps(value))
+        # The texts are for NaN, which JSON stores well, but which differs from itself.
+        if restored != value and repr(restored) != repr(value):
             raise ValueError("it would not be restored unchanged")
     except (TypeError, ValueError) as error:
-        if value == value:  # False for nan, which JSON stores well, but which differs from itself
-            raise TypeError(
-                f"get_state() of '{entry.name}' returned {value!r}, which JSON cannot store "
-                f"({error}). Use dicts with str keys, lists, str, int, float, bool and None."
-            ) from error
+        raise TypeError(
+            f"get_state() of '{entry.name}' returned {value!r}, which JSON cannot store "
+            f"({error}). Use dicts with str keys, lists, str, int, float, bool and None."
+        ) from error
     return value

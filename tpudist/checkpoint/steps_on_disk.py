@@ -6,7 +6,7 @@ files are verified in shares, one for each process.
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -18,12 +18,12 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
 from tpudist.processes.coordination import Channel
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restore_or_initialize`
 
 
-def agree(value: T, channel: Channel, timeout_s: float) -> T:
+def agree(value: _T, channel: Channel, timeout_s: float) -> _T:
     """Returns the value of process 0, in all processes."""
     # It travels as JSON, so callers must not rely on tuples: they arrive as lists.
     (answer, *_) = channel.exchange(json.dumps(value), timeout_s=timeout_s)
@@ -71,7 +71,7 @@ def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
     return lines
 
 
-class History:
+class StepsOnDisk:
     """The steps of a directory, with their times, metrics and problems.
 
     All processes must call the same methods in the same order.
@@ -89,7 +89,8 @@ class History:
         # Steps that failed verification -> their problems. They stay on the disk, and do not count,
         # until the next save sets them aside: restoring must not change the directory.
         self._damaged: dict[int, list[str]] = {}
-        self._facts: dict[int, dict[str, Any]] = {}
+        # Step -> its time and its metrics; empty if the step is damaged, or not ours.
+        self._times_and_metrics: dict[int, dict[str, Any]] = {}
 
     def steps(self) -> list[int]:
         """Returns the numbers of the steps that are not known to be damaged, ascending."""
@@ -99,7 +100,7 @@ class History:
         """Returns the highest of these numbers, or None."""
         return max(self.steps(), default=None)
 
-    def agree(self, value: T) -> T:
+    def agree(self, value: _T) -> _T:
         """Returns process 0's value: other processes may see a change in the directory earlier."""
         return agree(value, self._channel, self._timeout_s)
 
@@ -116,29 +117,28 @@ class History:
 
     def remember(self, step: int, contents: Mapping[str, Any]) -> None:
         """Records the time and the metrics of a step that is being saved."""
-        self._facts[step] = {"metrics": contents["metrics"], "time": contents["time"]}
+        self._times_and_metrics[step] = {"metrics": contents["metrics"], "time": contents["time"]}
 
     def forget(self, step: int) -> None:
         """Forgets a step that was not saved."""
-        self._facts.pop(step, None)
+        self._times_and_metrics.pop(step, None)
 
-    def times(self) -> dict[int, float]:
-        """Returns the time at which each step was saved, in seconds, if it is known."""
-        return {step: facts["time"] for step, facts in self._read_facts(self.steps())}
+    def facts(self) -> tuple[list[int], dict[int, float], dict[int, dict[str, float]]]:
+        """Returns the steps, and of each that has them, the time of the save and the metrics.
 
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """Returns the metrics of each step, if it has any."""
-        return {step: facts["metrics"] for step, facts in self._read_facts(self.steps())}
-
-    def _read_facts(self, steps: Iterable[int]) -> Iterable[tuple[int, dict[str, Any]]]:
+        Raises:
+            OSError: If the storage fails.
+        """
+        steps = self.steps()
         for step in steps:
-            if step not in self._facts:
+            if step not in self._times_and_metrics:
                 try:
                     self.remember(step, read_contents(self._files.step(step)))
-                except (OSError, ValueError, KeyError, TypeError):  # damaged, or not ours
-                    self._facts[step] = {}
-            if self._facts[step]:
-                yield step, self._facts[step]
+                except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+                    self._times_and_metrics[step] = {}
+        known = {step: x for step in steps if (x := self._times_and_metrics[step])}
+        times = {step: x["time"] for step, x in known.items()}
+        return steps, times, {step: x["metrics"] for step, x in known.items()}
 
     # Verification.
 
@@ -158,41 +158,51 @@ class History:
         difference = f"restore different steps of {self._files}"
         value = "the newest" if requested is None else f"step {requested}"
         require_same(value, self._channel, self._timeout_s, difference)
+        # Ends, because it repeats only if a step has disappeared: the program that deleted it has
+        # saved newer ones, and a requested step that is missing is an error.
+        while True:
+            steps = self._steps_to_try(requested)
+            skipped: list[str] = []
+            for step in steps:
+                path = self._files.step(step)
+                problems = find_problems(path, self._channel, self._timeout_s) if verify else []
+                if not problems:
+                    for line in skipped:
+                        warnings.warn(
+                            f"{line}\nUsing the checkpoint of step {step} instead.",
+                            stacklevel=_OUTSIDE,
+                        )
+                    return step, tuple(skipped)
+                # Another program may have deleted the step while it was read.
+                if step not in self.agree(self._files.steps()):
+                    break
+                self._damaged[step] = problems
+                listed = "\n".join(f"  {problem}" for problem in problems)
+                skipped.append(f"The checkpoint {path} is damaged:\n{listed}")
+            else:
+                listed = "\n".join(skipped)
+                raise CheckpointError(
+                    f"Every requested checkpoint is damaged, so nothing was restored.\n{listed}\n"
+                    f"To restore one without verification, call restore(step, verify=False). To "
+                    f"start from scratch, use another directory."
+                )
+
+    def _steps_to_try(self, requested: int | None) -> list[int]:
+        """Returns the requested step, or all steps, newest first."""
         steps = self.agree(self._files.steps())
         if not steps:
             raise CheckpointError(
                 f"{self._files} contains no checkpoint to restore. Check the path, or call "
                 f"restore_or_initialize(), which starts from scratch if no checkpoint exists."
             )
-        if requested is not None and requested not in steps:
+        if requested is None:
+            return steps[::-1]
+        if requested not in steps:
             raise CheckpointError(
                 f"{self._files} contains no checkpoint of step {requested}. It contains steps "
                 f"{', '.join(map(str, steps))}."
             )
-        skipped: list[str] = []
-        for step in [requested] if requested is not None else reversed(steps):
-            path = self._files.step(step)
-            problems = find_problems(path, self._channel, self._timeout_s) if verify else []
-            if not problems:
-                for line in skipped:
-                    warnings.warn(
-                        f"{line}\nUsing the checkpoint of step {step} instead.",
-                        stacklevel=_OUTSIDE,
-                    )
-                return step, tuple(skipped)
-            # The program that writes the directory may have deleted the step while it was read. It
-            # has saved newer ones then, so this ends.
-            if step not in self.agree(self._files.steps()):
-                return self.choose(requested, verify=verify)
-            self._damaged[step] = problems
-            listed = "\n".join(f"  {problem}" for problem in problems)
-            skipped.append(f"The checkpoint {self._files.step(step)} is damaged:\n{listed}")
-        listed = "\n".join(skipped)
-        raise CheckpointError(
-            f"Every requested checkpoint is damaged, so nothing was restored.\n{listed}\nTo "
-            f"restore one without verification, call restore(step, verify=False). To start from "
-            f"scratch, use another directory."
-        )
+        return [requested]
 
     # Before a save.
 

@@ -11,14 +11,18 @@ import numpy as np
 from tpudist import step_boundaries
 from tpudist.checkpoint import lost_saves, manifest
 from tpudist.checkpoint.directory import Directory
-from tpudist.checkpoint.entries import Path
+from tpudist.checkpoint.entries import ValuePath
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.one_save import Barrier, Save
+from tpudist.checkpoint.one_save import Barrier, Save, describe_error
 from tpudist.checkpoint.retention import Retention
-from tpudist.checkpoint.steps_on_disk import History
+from tpudist.checkpoint.steps_on_disk import StepsOnDisk
 
 if TYPE_CHECKING:
     from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
+
+# Stack levels from `_warn` to the program, both from the iterator of its loop (a step boundary) and
+# from `CheckpointManager.check`.
+_OUTSIDE = 5
 
 # Directory -> the save that writes to it. Two managers of one program may use one directory.
 _in_flight: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
@@ -36,7 +40,7 @@ class Saver:
 
     Args:
         files: Directory of the steps.
-        history: Steps of the directory.
+        on_disk: Steps of the directory.
         retention: Rules by which old steps are deleted after each save.
         barrier: Barrier of the background threads of all processes.
         timeout_s: Maximum seconds for one save.
@@ -45,13 +49,13 @@ class Saver:
     def __init__(
         self,
         files: Directory,
-        history: History,
+        on_disk: StepsOnDisk,
         retention: Retention,
         barrier: Barrier,
         timeout_s: float,
     ):
         self._files = files
-        self._history = history
+        self._on_disk = on_disk
         self._retention = retention
         self._barrier = barrier
         self._timeout_s = timeout_s
@@ -64,7 +68,7 @@ class Saver:
     def begin(
         self,
         step: int,
-        arrays: Mapping[Path, jax.Array | np.ndarray],
+        arrays: Mapping[ValuePath, jax.Array | np.ndarray],
         contents: Mapping[str, Any],
     ) -> None:
         """Copies the arrays, and starts to write them in the background."""
@@ -74,16 +78,16 @@ class Saver:
             barrier = self._barrier if jax.process_count() > 1 else None
             self._writer = Writer(self._before_commit, barrier, self._timeout_s)
         self._step = step
-        # Before the commit, so that retention knows the step at once; `_failure` forgets it again.
-        self._history.remember(step, contents)
+        # Before the commit, so that retention knows the step at once. If the save fails,
+        # `_after_save` forgets it again.
+        self._on_disk.remember(step, contents)
         try:
             self._writer.begin(self._files.step(step), arrays, contents)
         except BaseException as error:  # Ctrl-C too
             self._abandon()
             self._after_save(step, error)
-            failure = self._failure(step, error)
             if isinstance(error, Exception):
-                raise failure from error
+                raise self._failure(step, error) from error
             raise
         directory, wait = str(self._files), self._writer.wait
         self._save = Save(step, directory, wait, lambda error: self._after_save(step, error))
@@ -131,19 +135,28 @@ class Saver:
     def _after_save(self, step: int, error: BaseException | None) -> None:
         """Runs in the background, in every process, after a save has ended."""
         self._barrier.finish_round(error)  # first, because others may wait for this process
+        if error is not None:
+            self._on_disk.forget(step)
         if jax.process_index():
             return
         if error is not None:
             self._files.remove_unfinished()
             return
-        times, metrics = self._history.times(), self._history.metrics()
-        steps = self._history.steps()
+        try:
+            steps, times, metrics = self._on_disk.facts()
+        except OSError as failure:
+            # Not without all metrics: the best checkpoint might be deleted.
+            self._warnings.append(
+                f"Could not read all checkpoints in {self._files}, so no old one was deleted: "
+                f"{failure}. The next save tries again."
+            )
+            return
         for old in self._retention.steps_to_remove(steps, times, metrics, newest=step):
             try:
                 self._files.remove(old)
-            except OSError as error:
+            except OSError as failure:
                 self._warnings.append(
-                    f"Could not delete the old checkpoint {self._files.step(old)}: {error}. It "
+                    f"Could not delete the old checkpoint {self._files.step(old)}: {failure}. It "
                     f"still uses disk space. Delete it manually."
                 )
 
@@ -151,11 +164,11 @@ class Saver:
         """Issues warnings that arose in the background."""
         # In the program's thread, where warning filters and the stack of the program apply.
         while self._warnings:
-            warnings.warn(self._warnings.pop(), stacklevel=5)
+            warnings.warn(self._warnings.pop(0), stacklevel=_OUTSIDE)
         save = self._save
         if save is not None and save.is_done and save.error is not None and not save.is_reported:
             save.is_reported = True
-            warnings.warn(str(self._failure(save.step, save.error)), stacklevel=4)
+            warnings.warn(str(self._failure(save.step, save.error)), stacklevel=_OUTSIDE)
 
     def _finish(self) -> None:
         # Cleared first: an error is raised by one call only.
@@ -166,8 +179,7 @@ class Saver:
             raise self._failure(save.step, save.error) from save.error
 
     def _failure(self, step: int, error: BaseException) -> CheckpointError:
-        self._history.forget(step)
-        latest = self._history.latest()
+        latest = self._on_disk.latest()
         good = (
             "No earlier checkpoint exists. "
             if latest is None
@@ -185,12 +197,7 @@ def make_failure(problem: str, error: BaseException, remainder: str) -> Checkpoi
         remainder: Sentence that names the last good checkpoint, or "".
     """
     return CheckpointError(
-        f"The checkpoint {problem}: {type(error).__name__}: {_shorten(error)}\n{remainder}The "
-        f"partial files of this checkpoint were deleted. Free disk space or repair the directory, "
-        f"then save again."
+        f"The checkpoint {problem}: {describe_error(error)}\n{remainder}Its partial "
+        f"files are never restored, and are deleted if the directory allows it. Free disk space or "
+        f"repair the directory, then save again."
     )
-
-
-def _shorten(error: BaseException) -> str:
-    text = str(error)  # Orbax appends a long source location
-    return text if len(text) < 600 else f"{text[:600]}..."
