@@ -169,7 +169,7 @@ class Survivor:
                 entry.write(newest.leaves[name]["value"])
                 continue
             value = _place(entry, newest.arrays[name])
-            entry.write(entry_values.place(entry, value, again=name in used))
+            entry.write(entry_values.place(entry, value, is_shared=name in used))
             used.add(name)
         found.finish()
         return True
