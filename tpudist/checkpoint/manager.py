@@ -12,6 +12,7 @@ import jax
 
 from tpudist import context
 from tpudist.checkpoint import entries, lost_saves
+from tpudist.checkpoint.background_saver import BackgroundSaver, finish_other
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
@@ -21,7 +22,6 @@ from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector
 from tpudist.checkpoint.retention import Retention
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore
-from tpudist.checkpoint.saver import Saver, finish_other
 from tpudist.checkpoint.steps_on_disk import StepsOnDisk
 from tpudist.goodput import goodput
 from tpudist.options import shorten, warn_if_given
@@ -120,7 +120,9 @@ class CheckpointManager:
         self._channel = Channel(f"checkpoint/{number}")
         self._on_disk = StepsOnDisk(self._files, self._channel, timeout_s)
         barrier = Barrier(f"checkpoint/{number}/writing")
-        self._saver = Saver(self._files, self._on_disk, self.retention, barrier, timeout_s)
+        self._saver = BackgroundSaver(
+            self._files, self._on_disk, self.retention, barrier, timeout_s
+        )
         # Whether this process left no partial files in the directory. False at first, because an
         # earlier program may have left some.
         self._is_clean = False

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to keep. It only computes; `saver` deletes the others."""
+"""Decides which checkpoints to keep. It only computes; `background_saver` deletes the others."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Saver: writes one step after another in the background, and reports the errors."""
+"""BackgroundSaver: writes one step after another in the background, and reports the errors."""
 
 import warnings
 import weakref
@@ -35,7 +35,7 @@ def finish_other(directory: str) -> None:
         other.join()
 
 
-class Saver:
+class BackgroundSaver:
     """The saves of one manager, one at a time.
 
     Args:
