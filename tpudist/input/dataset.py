@@ -17,9 +17,9 @@ from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.feeds import auto_shard, explain
-from tpudist.input.feeds.auto_shard import Sharding
+from tpudist.input.feeds.auto_shard import Division
 from tpudist.input.feeds.explain import Explanation
-from tpudist.input.feeds.per_replica_batches import Pipelines
+from tpudist.input.feeds.per_replica_batches import WholeBatches
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.iterator import DistributedIterator, require_no_trace
 from tpudist.input.iterator_state import Position
@@ -45,16 +45,16 @@ class DistributedDataset:
 
     The size of the global batch is the largest batch so far (for a `NumpyDataset`, the argument of
     its `batch`), and a batch with fewer rows is a partial batch. Examples may have several shapes,
-    such as sequences in buckets by length. Then each shape has its largest batch, and a step is
-    compiled for each. For datasets from a function, each replica has whole batches, of one shape in
-    one step. A pass without batches has no elements.
+    such as sequences in buckets by length. Then the largest batch is counted for each shape
+    separately, and a step is compiled for each. For datasets from a function, each replica has
+    whole batches, of one shape in one step. A pass without batches has no elements.
 
     Matches `tf.distribute.DistributedDataset`, except that there a partial batch has another shape.
 
     Args:
         source: A batched `NumpyDataset`; or an iterable of global batches, pytrees of arrays
             `[rows, ...]`; or a function that returns such an iterable for each pass. With several
-            processes, all must have the same batches. `Pipelines` return the replicas' own batches.
+            processes, all must have the same batches. Or a feed of whole batches for the replicas.
         replica_mesh: The replicas.
         partial_batch: Treatment of a global batch with fewer rows; see `InputOptions`.
         auto_shard_policy: Division of the data among several processes.
@@ -70,7 +70,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        source: iterable.Source | IndexedDataset | Pipelines,
+        source: iterable.Source | IndexedDataset | WholeBatches,
         replica_mesh: ReplicaMesh,
         *,
         partial_batch: PartialBatch | str | None = None,
@@ -84,11 +84,11 @@ class DistributedDataset:
         if isinstance(source, DistributedDataset | DistributedIterator):
             raise TypeError("The dataset is already distributed. Iterate over it as it is.")
         self._mesh = replica_mesh
-        self._sharding: Sharding | None = None
-        if isinstance(source, Pipelines):
-            self._feed: SplitBatches | Pipelines = source
+        self._division: Division | None = None
+        if isinstance(source, WholeBatches):
+            self._feed: SplitBatches | WholeBatches = source
         else:
-            self._feed, self._sharding = auto_shard.make_feed(
+            self._feed, self._division = auto_shard.make_feed(
                 source, replica_mesh, partial_batch, auto_shard_policy
             )
             # One line about the division, from one process. Nothing is read for it.
@@ -101,6 +101,7 @@ class DistributedDataset:
         self._num_passes = 0
         self._has_warned = False
         processes = replica_mesh.processes
+        # The names connect several processes; one process does not use them.
         number = next(_numbers[processes]) if len(processes) > 1 else None
         group = "" if self.is_everywhere else f"/{'-'.join(map(str, processes))}"
         self._names_of_passes = (f"input{group}/{number}/{i}" for i in itertools.count())
@@ -126,6 +127,7 @@ class DistributedDataset:
 
     @next_pass.setter
     def next_pass(self, position: Position) -> None:
+        # Only the number of the pass counts: `iter` always begins at the start of one.
         self._num_passes = position.pass_number
 
     @property
@@ -180,7 +182,7 @@ class DistributedDataset:
 
     def explanation(self, *, read: bool) -> Explanation:
         """Returns the result of `tpudist.input.explain`. If `read`, may read the first batch."""
-        return explain.explain_feed(self._feed, self._mesh, self._sharding, read=read)
+        return explain.explain_feed(self._feed, self._mesh, self._division, read=read)
 
     @property
     def cardinality(self) -> int:

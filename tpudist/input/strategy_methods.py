@@ -7,7 +7,7 @@ from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.dataset import DistributedDataset
-from tpudist.input.feeds import from_function, one_batch
+from tpudist.input.feeds import from_function, input_option_checks, one_batch
 from tpudist.input.input_context import InputContext
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.tf1_iterator import InitializableIterator
@@ -39,7 +39,8 @@ class DataMethods(StrategyBase):
         Returns:
             A `DistributedDataset` of pytrees of PerReplica; plain arrays with one replica. A
             partial last batch is padded to the same shape, and its real rows are counted exactly.
-            The default strategy returns the dataset itself if it is iterable.
+            The default strategy returns the dataset itself if it is iterable; a function becomes a
+            `DistributedDataset`, too.
 
         Raises:
             NotImplementedError: If the options request PER_REPLICA replication; see
@@ -51,8 +52,8 @@ class DataMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "experimental_distribute_dataset")
         if self.keeps_datasets:
-            return self._keep_dataset(dataset, options)
-        return self._distribute(dataset, from_function.options_of_split(options))
+            return self._return_unchanged(dataset, options)
+        return self._distribute(dataset, input_option_checks.options_of_split(options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -84,11 +85,11 @@ class DataMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "distribute_datasets_from_function")
         if self.keeps_datasets:
-            return self._keep_dataset(dataset_fn(InputContext()), options)
+            return self._return_unchanged(dataset_fn(InputContext()), options)
         per_replica = self.takes_input_per_replica
-        options = from_function.options_of_function(options, self, per_replica)
-        pipelines = from_function.pipelines(dataset_fn, self.replica_mesh, options)
-        return self._distribute(pipelines, options)
+        options = input_option_checks.options_of_function(options, self, per_replica)
+        feed = from_function.call_dataset_fn(dataset_fn, self.replica_mesh, options)
+        return self._distribute(feed, options)
 
     def distribute_batch(
         self,
@@ -127,13 +128,13 @@ class DataMethods(StrategyBase):
         context.require_cross_replica("distribute_batch")
         context.require_scope_or_default(self, "distribute_batch")
         if not has_device_dim:
-            return one_batch.split(self.replica_mesh, batch, global_batch_size)
+            return one_batch.split_rows(self.replica_mesh, batch, global_batch_size)
         if global_batch_size is not None:
             raise ValueError(
                 "distribute_batch(has_device_dim=True, global_batch_size=...): the parts of "
                 "devices are always full. Omit global_batch_size."
             )
-        return one_batch.split_parts(self.replica_mesh, batch)
+        return one_batch.split_device_parts(self.replica_mesh, batch)
 
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: object = None) -> Any:
         """Returns a dataset of the rows of NumPy arrays; batch it, then distribute it.
@@ -144,9 +145,9 @@ class DataMethods(StrategyBase):
         warn_if_given("experimental_make_numpy_dataset(session", session, "there are no sessions")
         return NumpyDataset(numpy_input)
 
-    def _keep_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """Returns the dataset, or an iterable one for a function that returns one per pass."""
-        options = from_function.check_options(options)
+    def _return_unchanged(self, dataset: Any, options: InputOptions | None) -> Any:
+        """Returns the dataset. A function that returns an iterable per pass becomes an iterable."""
+        options = input_option_checks.check_options(options)
         if options is not None and options.partial_batch is not None:
             warn_if_given(
                 "InputOptions(partial_batch",
@@ -157,7 +158,7 @@ class DataMethods(StrategyBase):
         return self._distribute(dataset) if is_function else dataset
 
     def _distribute(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        arguments = from_function.dataset_options(options)
+        arguments = input_option_checks.arguments_of_dataset(options)
         return DistributedDataset(dataset, self.replica_mesh, strategy=self, **arguments)
 
     # For the methods of `strategy/deprecated_methods.py`.
@@ -170,5 +171,5 @@ class DataMethods(StrategyBase):
         self, input_fn: Callable[[InputContext], Any]
     ) -> InitializableIterator:
         context.require_scope_or_default(self, "make_input_fn_iterator")
-        pipelines, options = from_function.pipelines_or_calls(input_fn, self.replica_mesh)
-        return InitializableIterator(self._distribute(pipelines, options))
+        feed, options = from_function.call_input_fn(input_fn, self.replica_mesh)
+        return InitializableIterator(self._distribute(feed, options))

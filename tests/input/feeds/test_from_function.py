@@ -356,12 +356,12 @@ def test_the_number_of_elements_is_reported_if_it_is_known(two):
         (
             [np.zeros(2), np.float32(1)],
             ValueError,
-            r"float32\[\], but the first batch holds float32\[rows",
+            r"float32\[\], but earlier batches hold float32\[rows",
         ),
         (
             [np.zeros(2), np.zeros(2, int)],
             ValueError,
-            "int32.rows., but the first batch holds float32",
+            "int32.rows., but earlier batches hold float32",
         ),
         ([{"x": np.zeros(4), "y": np.zeros(3)}], ValueError, r"\['x'\] 4, \['y'\] 3"),
         ([np.array(["a"])], TypeError, "has dtype <U1"),
@@ -390,7 +390,7 @@ def test_processes_that_share_a_replica_cannot_feed_it_different_data():
     devices = np.array([[types.SimpleNamespace(process_index=process) for process in range(2)]])
     mesh = types.SimpleNamespace(num_replicas=1, mesh=types.SimpleNamespace(devices=devices))
     with pytest.raises(NotImplementedError, match="replica spans several processes.*Use experim"):
-        from_function.pipelines(lambda _: [np.zeros(2)], mesh)  # type: ignore
+        from_function.call_dataset_fn(lambda _: [np.zeros(2)], mesh)  # type: ignore
 
 
 def test_an_error_of_a_dataset_function_is_raised_at_its_step(two):

@@ -43,7 +43,7 @@ def wait_until(condition, timeout_s=10.0):
 
 def test_an_idle_loop_prepares_its_items():
     numbers = Numbers(2000)
-    assert list(Prefetcher(numbers, 2, any_thread=True)) == list(range(2000))
+    assert list(Prefetcher(numbers, 2, may_run_in_loop=True)) == list(range(2000))
     assert numbers.made_by.count(threading.get_ident()) > 1000
     assert not numbers.at_once
 
@@ -58,7 +58,7 @@ def test_an_iterator_that_belongs_to_one_thread_stays_in_it():
 def test_the_thread_prepares_items_while_the_loop_is_busy():
     """This includes a loop that prepared all items so far. The buffer size is never exceeded."""
     numbers = Numbers()
-    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    prefetcher = Prefetcher(numbers, 2, may_run_in_loop=True)
     for number in range(200):
         assert next(prefetcher) == number
     wait_until(lambda: len(numbers.made_by) == 202)
@@ -70,7 +70,7 @@ def test_the_thread_prepares_items_while_the_loop_is_busy():
 
 def test_slow_steps_find_items_ready():
     numbers = Numbers()
-    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    prefetcher = Prefetcher(numbers, 2, may_run_in_loop=True)
     for number in range(20):
         assert next(prefetcher) == number
         wait_until(lambda number=number: len(numbers.made_by) == number + 3)
@@ -83,7 +83,7 @@ def test_no_item_is_lost_or_prepared_twice_for_any_timing_of_the_loop(pauses):
     numbers = Numbers(400)
     seen = []
     for number, pause_s in zip(
-        Prefetcher(numbers, 2, any_thread=True), itertools.cycle(pauses), strict=False
+        Prefetcher(numbers, 2, may_run_in_loop=True), itertools.cycle(pauses), strict=False
     ):
         seen.append(number)
         if pause_s:
@@ -97,8 +97,8 @@ def test_an_error_of_an_iterator_is_raised_once_from_the_thread_or_the_loop():
         yield from range(100)
         raise KeyError("in the source")
 
-    for any_thread in (False, True):
-        prefetcher = Prefetcher(items(), 2, any_thread=any_thread)
+    for may_run_in_loop in (False, True):
+        prefetcher = Prefetcher(items(), 2, may_run_in_loop=may_run_in_loop)
         with pytest.raises(KeyError, match="in the source") as info:
             list(prefetcher)
         assert any(entry.name == "items" for entry in info.traceback)
@@ -108,14 +108,14 @@ def test_an_error_of_an_iterator_is_raised_once_from_the_thread_or_the_loop():
 def test_items_are_prepared_in_the_context_of_the_start_of_the_pass():
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
-    prefetcher = Prefetcher((variable.get() for _ in range(50)), 1, any_thread=True)
+    prefetcher = Prefetcher((variable.get() for _ in range(50)), 1, may_run_in_loop=True)
     variable.set(8)
     assert list(prefetcher) == [7] * 50
 
 
 def test_several_loops_may_share_one_prefetcher():
     numbers = Numbers(2000)
-    prefetcher = Prefetcher(numbers, 2, any_thread=True)
+    prefetcher = Prefetcher(numbers, 2, may_run_in_loop=True)
     taken = [[] for _ in range(3)]
     threads = [threading.Thread(target=lambda x=x: x.extend(prefetcher)) for x in taken]
     for thread in threads:
@@ -129,7 +129,7 @@ def test_several_loops_may_share_one_prefetcher():
 def test_an_unreferenced_prefetcher_ends_its_thread():
     """This includes a prefetcher whose loop prepared all items."""
     before = threading.active_count()
-    prefetcher = Prefetcher(Numbers(), 2, any_thread=True)
+    prefetcher = Prefetcher(Numbers(), 2, may_run_in_loop=True)
     for _ in range(100):
         next(prefetcher)
     gone = weakref.ref(prefetcher)

@@ -24,14 +24,14 @@ from tpudist.xla.mesh import ReplicaMesh
 _ROWS_ONLY = "In one step they may differ only in the number of rows."
 
 
-class ProcessPipelines(Protocol):
-    """The pipelines of one process; see `input.feeds.per_replica_batches.Pipelines`.
+class ProcessFeed(Protocol):
+    """The feed of one process; see `input.feeds.per_replica_batches.WholeBatches`.
 
     Attributes:
-        first: The first batch, with which all others must agree; None before the first batch.
+        example: One row of the last step's first batch; None before the first step.
     """
 
-    first: Batch | None
+    example: Batch | None
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class ProcessPipelines(Protocol):
 
 
 def parts(
-    pipelines: ProcessPipelines,
+    feed: ProcessFeed,
     mesh: ReplicaMesh,
     steps: Iterator[Step],
     passes: Sequence[HasState],
@@ -75,7 +75,7 @@ def parts(
     All processes must call this.
 
     Args:
-        pipelines: The pipelines of this process.
+        feed: The feed of this process.
         mesh: All replicas.
         steps: Batches of this process's replicas, step by step.
         passes: Passes through the datasets of this process, for their positions.
@@ -87,11 +87,11 @@ def parts(
         ValueError: If the batches of the processes do not fit together.
     """
     with rounds.leave_on_error():
-        yield from _parts(pipelines, mesh, steps, passes, position, rounds)
+        yield from _parts(feed, mesh, steps, passes, position, rounds)
 
 
 def _parts(
-    pipelines: ProcessPipelines,
+    feed: ProcessFeed,
     mesh: ReplicaMesh,
     steps: Iterator[Step],
     passes: Sequence[HasState],
@@ -102,7 +102,7 @@ def _parts(
     # for the rows and, only if a process has no batch of a new shape, one for an example.
     at_end: Step = [None] * len(mesh.local_replicas)
     step = rounds.call_and_report(lambda: next(steps, at_end))
-    plans = _agree_on_plan(pipelines, step, position, rounds)
+    plans = _agree_on_plan(feed, step, position, rounds)
     number = rounds.step = position.step
     description: str | None = None
     while True:
@@ -111,8 +111,8 @@ def _parts(
         has_any = any(batch is not None for batch in step)
         message = {
             "rows": count_rows(step),
-            "batch": pipelines.first.description if has_any and pipelines.first else None,
-            "drops": pipelines.drops_incomplete_steps,
+            "batch": feed.example.description if has_any and feed.example else None,
+            "drops": feed.drops_incomplete_steps,
             "states": states,
         }
         answers = rounds.exchange(message)
@@ -120,18 +120,18 @@ def _parts(
         drops = any(answer["drops"] for answer in answers)
         # Every process decides from the same answers, so all end at the same step.
         if not any(counts) and not number:
-            warn_of_empty_pass(pipelines)
+            warn_of_empty_pass(feed)
         if not any(counts) or (drops and not all(counts)):
             return
-        description = _agree_on_shapes(pipelines, answers, description, rounds)
-        yield pipelines.join(step, counts), pipelines.state([x["states"] for x in answers], plans)
+        description = _agree_on_shapes(feed, answers, description, rounds)
+        yield feed.join(step, counts), feed.state([x["states"] for x in answers], plans)
         number += 1
         rounds.step = number
         step = rounds.call_and_report(lambda: next(steps, at_end))
 
 
 def _agree_on_plan(
-    pipelines: ProcessPipelines, step: Step, position: Position, rounds: Rounds
+    feed: ProcessFeed, step: Step, position: Position, rounds: Rounds
 ) -> list[dict[str, Any]]:
     """Checks that all processes have the same kind of data, but not the same data.
 
@@ -140,9 +140,9 @@ def _agree_on_plan(
     """
     answers = rounds.exchange(
         {
-            "plan": [pipelines.plan, *position[:2]],
-            "own plan": pipelines.local_plan,
-            "digest": _digest(step) if pipelines.must_differ else None,
+            "plan": [feed.plan, position.pass_number, position.step],
+            "own plan": feed.local_plan,
+            "digest": _digest(step) if feed.must_differ else None,
         }
     )
     _require_one(rounds, answers, "plan", "received datasets or states of different kinds")
@@ -151,14 +151,14 @@ def _agree_on_plan(
 
 
 def _agree_on_shapes(
-    pipelines: ProcessPipelines, answers: list[dict[str, Any]], known: str | None, rounds: Rounds
+    feed: ProcessFeed, answers: list[dict[str, Any]], last: str | None, rounds: Rounds
 ) -> str:
     """Checks that the batches of a step have one shape, and gives each process an example of it.
 
     Args:
-        pipelines: The pipelines of this process.
+        feed: The feed of this process.
         answers: Messages of all processes about this step.
-        known: Description of the last step's batches; all processes have an example of it.
+        last: Description of the last step's batches; all processes have an example of it.
         rounds: Channel for the messages of the pass.
 
     Returns:
@@ -168,15 +168,15 @@ def _agree_on_shapes(
     descriptions = [answer["batch"] for answer in answers]
     this = rounds.processes.index(jax.process_index())
     sender = next(i for i, text in enumerate(descriptions) if text is not None)
-    if None in descriptions and descriptions[sender] != known:
+    if None in descriptions and descriptions[sender] != last:
         # Padding repeats a real row. A process without a batch has none, so it receives one.
-        first = pipelines.first
+        own = feed.example
         messages = rounds.exchange(
-            {"example": None if first is None or sender != this else _encode_batch(first)}
+            {"example": None if own is None or sender != this else _encode_batch(own)}
         )
         if descriptions[this] is None:
-            example = messages[sender]["example"]
-            pipelines.first = _decode_batch(example, rounds.processes[sender])
+            encoded = messages[sender]["example"]
+            feed.example = _decode_batch(encoded, rounds.processes[sender])
     return descriptions[sender]
 
 
@@ -191,17 +191,20 @@ def _require_one(
         first, other = next(iter(values)), different[0]
         raise ValueError(
             f"The processes {problem}: process {first} {values[first]}, process {other} "
-            f"{values[other]}. Each replica takes one part of the same element. {rule}"
+            f"{values[other]}. Each replica takes one part of the same element.{rule and ' '}{rule}"
         )
 
 
 def _digest(step: Step) -> str | None:
     # Only of the first step: it is enough to find processes that read the same data by mistake.
+    # Processes without data are not a mistake.
+    if step[0] is None:
+        return None
     digest = hashlib.sha256()
     for batch in step:
         for leaf in [] if batch is None else batch.leaves:
             digest.update(np.ascontiguousarray(leaf).tobytes())
-    return None if step[0] is None else digest.hexdigest()
+    return digest.hexdigest()
 
 
 def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
@@ -211,8 +214,8 @@ def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
             raise ValueError(
                 f"The datasets of processes {first} and {other} begin with exactly the same "
                 "examples, but auto_shard_policy OFF or HINT declares that each holds different "
-                f"data: every example would be read {len(digests)} times in an epoch. Give each "
-                "process its own part, or give all of them the same dataset with "
+                f"data: every example would be read {digests.count(digest)} times in an epoch. "
+                "Give each process its own part, or give all of them the same dataset with "
                 "AutoShardPolicy.DATA."
             )
 

@@ -10,7 +10,7 @@ import warnings
 
 import jax
 
-from tpudist.input.feeds.per_replica_batches import Pipelines
+from tpudist.input.feeds.per_replica_batches import WholeBatches
 from tpudist.input.feeds.rebatch import Rebatched
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.sources import adapt
@@ -23,11 +23,11 @@ _OWN_DATA = (AutoShardPolicy.OFF, AutoShardPolicy.HINT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharding:
+class Division:
     """The division of a dataset among processes.
 
     Attributes:
-        policy: The policy in use; None for one process.
+        policy: The policy in use; None for one process, whose data are not shared.
         why: The reason, and the cost, as text.
     """
 
@@ -40,7 +40,7 @@ def make_feed(
     mesh: ReplicaMesh,
     partial_batch: PartialBatch | str | None,
     policy: AutoShardPolicy,
-) -> tuple[SplitBatches | Pipelines, Sharding]:
+) -> tuple[SplitBatches | WholeBatches, Division]:
     """Returns the feed of this process's replicas, and the division of the dataset.
 
     Raises:
@@ -61,7 +61,7 @@ def make_feed(
         _require_whole_replicas(mesh, policy)
         parts = Rebatched(source, mesh.num_replicas, PartialBatch.of(partial_batch))
         why = "each process has its own data, and its replicas take parts of the batches"
-        return Pipelines([parts], mesh, must_differ=True), Sharding(policy, why)
+        return WholeBatches([parts], mesh, must_differ=True), Division(policy, why)
     if policy is AutoShardPolicy.FILE:
         source = _order_by_files(source, len(processes))
     # With one process, OFF and HINT differ from the default only in how they split a partial
@@ -69,10 +69,10 @@ def make_feed(
     fills_first = not several and policy in _OWN_DATA
     batches = SplitBatches(source, mesh, partial_batch, fills_first=fills_first)
     if not several:
-        return batches, Sharding(None, "one process reads all")
+        return batches, Division(None, "one process reads all")
     if policy is AutoShardPolicy.FILE:
         why = "each process reads the rows of its own replicas, in an order by files"
-        return batches, Sharding(policy, why)
+        return batches, Division(policy, why)
     if isinstance(source, IndexedDataset):
         why = "examples are read by number, each by the process whose replica takes it"
     else:
@@ -81,7 +81,7 @@ def make_feed(
             "rows; if that is too slow, use examples that can be read by number, or give each "
             "process its own data with AutoShardPolicy.OFF"
         )
-    return batches, Sharding(AutoShardPolicy.DATA, why)
+    return batches, Division(AutoShardPolicy.DATA, why)
 
 
 def _apply_hint(
@@ -126,7 +126,7 @@ def _order_by_files(
             "processes, so several processes open the same file and each reads its own part. No "
             f"example is read twice. Write at least {num_processes} files so that each process has "
             "its own.",
-            stacklevel=2,
+            stacklevel=6,  # your call of `experimental_distribute_dataset`
         )
     return source.with_order_by_files()
 

@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 
 from tpudist.display.text_tables import Column, TextTable
-from tpudist.input.feeds.auto_shard import Sharding
-from tpudist.input.feeds.per_replica_batches import Pipelines
+from tpudist.input.feeds.auto_shard import Division
+from tpudist.input.feeds.per_replica_batches import WholeBatches
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import PartialBatch
@@ -126,18 +126,18 @@ def explain(dataset: object) -> Explanation:
 
 
 def explain_feed(
-    feed: SplitBatches | Pipelines, mesh: ReplicaMesh, sharding: Sharding | None, *, read: bool
+    feed: SplitBatches | WholeBatches, mesh: ReplicaMesh, division: Division | None, *, read: bool
 ) -> Explanation:
     """Returns the explanation of a feed. If `read`, it may read the first batch."""
     policy = "each has its own"
-    if sharding is not None:
-        policy = "not shared" if sharding.policy is None else sharding.policy.name
-    if isinstance(feed, Pipelines):
+    if division is not None:
+        policy = "not shared" if division.policy is None else division.policy.name
+    if isinstance(feed, WholeBatches):
         own = feed.source
         return Explanation(
             own,
             policy,
-            sharding.why if sharding else "a function made the datasets, one by one",
+            division.why if division else "a function made the datasets, one by one",
             PartialBatch.PAD.value,
             None,
             tuple(
@@ -145,12 +145,12 @@ def explain_feed(
                 for process, replicas in _replicas(mesh).items()
             ),
         )
-    assert sharding is not None, feed
+    assert division is not None, feed
     size = feed.global_batch_size(read=read)
     return Explanation(
         feed.source.name,
         policy,
-        sharding.why,
+        division.why,
         feed.partial_batch.value,
         size,
         tuple(_host(feed, mesh, size, *item) for item in _replicas(mesh).items()),

@@ -21,7 +21,7 @@ _Array: TypeAlias = jax.Array | np.ndarray
 _LABEL = "The batch"  # in errors
 
 
-def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
+def split_rows(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
     # JAX arrays that need no padding go from device to device, without a copy in host memory.
     if mesh.num_processes == 1:
@@ -32,6 +32,8 @@ def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> Py
             is_full = global_batch_size in (None, num_rows)
             if rows_per_replica and not remainder and is_full:
                 return _put(mesh, leaves, treedef, rows_per_replica)
+    # Through host memory. The other processes receive an error here as this process's message in
+    # the round of `require_same`.
     host, names, size = batch_agreement.call_and_report(
         mesh, lambda: _read_whole(batch, global_batch_size)
     )
@@ -39,7 +41,7 @@ def split(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> Py
     if mesh.num_replicas == 1 and size == host.num_rows:
         leaves = host.take(np.arange(size), copy=False)
         return to_devices.place(mesh, Parts(leaves, host.treedef, None))
-    rows, positions = split_batches.shares(host.num_rows, size, mesh)
+    rows, positions = split_batches.rows_and_positions(host.num_rows, size, mesh)
     return to_devices.place(mesh, Parts(host.take(positions, copy=False), host.treedef, rows))
 
 
@@ -57,7 +59,7 @@ def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch
     return HostBatch(arrays, treedef, num_rows), names, int(size)
 
 
-def split_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
+def split_device_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
     """Splits arrays `[devices, rows, ...]` of `jax.pmap`; see `Strategy.distribute_batch`."""
     leaves, names, treedef, num_rows = batch_agreement.call_and_report(
         mesh, lambda: _read_parts(mesh, parts)
@@ -132,7 +134,10 @@ def _put(
     *,
     num_leading: int = 1,
 ) -> PyTree:
-    """Places JAX arrays with `num_rows` rows per replica, in one `device_put`."""
+    """Places JAX arrays with `num_rows` rows per replica, in one `device_put`.
+
+    `num_leading` is the number of leading dims of the arrays that contain the rows.
+    """
     # One replica gets plain arrays `[rows, ...]`, several a leading dim of replicas. Arrays that
     # have these dims already (of `jax.pmap`) are not reshaped: that would be a program of its own.
     replica_dim = () if mesh.num_replicas == 1 else (mesh.num_replicas,)

@@ -1,8 +1,8 @@
 """Feed whose datasets return whole batches for each replica, so that nothing is split.
 
 A *step* is one batch for each replica of this process, from one dataset in turn or from a dataset
-per replica. All replicas run one program. So each replica's part has the rows of the largest batch
-so far with examples of the same shapes. Padding repeats a real row, and a replica without a batch
+per replica. All replicas run one program, so their parts have equal sizes: the rows of the largest
+batch so far that had the same shapes. Padding repeats a real row, and a replica without a batch
 has 0 real rows.
 """
 
@@ -39,7 +39,7 @@ from tpudist.xla.mesh import ReplicaMesh
 _Source: TypeAlias = IndexedDataset | IterableSource | Rebatched
 
 
-class Pipelines:
+class WholeBatches:
     """A feed whose elements consist of whole batches, one for each replica.
 
     A last step that does not feed all replicas is padded like a partial batch. It is dropped if
@@ -51,6 +51,12 @@ class Pipelines:
         replica_mesh: The replicas. This feeds the replicas of this process.
         must_differ: Whether it is an error if several processes have the same data.
 
+    Attributes:
+        example: One row of the last step's first batch. All batches have its structure and dtypes;
+            the shapes may change from step to step. None before the first step.
+        must_differ: See Args.
+        may_run_in_loop: See `feed_ahead.Feed`.
+
     Raises:
         TypeError: If a dataset is not a dataset of batches.
     """
@@ -60,11 +66,10 @@ class Pipelines:
     ):
         assert len(datasets) in (1, len(replica_mesh.local_replicas)), datasets
         self._sources = [_to_source(dataset) for dataset in datasets]
-        self.any_thread = all(isinstance(x, NumpyDataset) for x in self._sources)
+        self.may_run_in_loop = all(isinstance(x, NumpyDataset) for x in self._sources)
         self.must_differ = must_differ
         self._mesh = replica_mesh
-        # One row with the structure and dtypes of all batches, and the shapes of the last step.
-        self.first: Batch | None = None
+        self.example: Batch | None = None
         self._sizes = FullSizes()
 
     @property
@@ -105,7 +110,7 @@ class Pipelines:
 
     @property
     def cardinality(self) -> int:
-        """Number of steps of a pass; -1 if it has no end, -2 if unknown."""
+        """Number of steps of a pass; -1 if it has no end, -2 if unknown. May read a batch."""
         counts = [source.cardinality for source in self._sources]
         if self._mesh.num_processes > 1 or UNKNOWN_CARDINALITY in counts:
             return UNKNOWN_CARDINALITY
@@ -133,6 +138,7 @@ class Pipelines:
             specs = [to_devices.part_spec(self._mesh, x.shape, x.dtype, None) for x in first.leaves]
             return first.treedef.unflatten(specs)
         n = self._mesh.num_replicas
+        # A single replica's batches are not padded to the largest one.
         size = max(sizes) if n == 1 else self.rows_per_replica or max(sizes)
         rows = None if n == 1 else (size,) * n
         return first.treedef.unflatten(
@@ -152,7 +158,9 @@ class Pipelines:
         if not sources:
             raise NoBatches
         return [
-            _as_batch(source.first(), 0) if isinstance(source, IterableSource) else _example(source)
+            _as_batch(source.peek_first(), 0)
+            if isinstance(source, IterableSource)
+            else _example(source)
             for source in sources
         ]
 
@@ -163,7 +171,7 @@ class Pipelines:
     @property
     def drops_incomplete_steps(self) -> bool:
         """Whether a step that does not feed all replicas is dropped."""
-        return self._drops_remainder or (self.first is not None and self.first.num_rows is None)
+        return self._drops_remainder or (self.example is not None and self.example.num_rows is None)
 
     def host_parts(
         self, position: Position, *, keep: bool, rounds: Rounds | None
@@ -208,8 +216,7 @@ class Pipelines:
                 passes.append((map(_as_batch, elements, itertools.count()), elements))
             else:
                 batches = source.begin(position.pass_number, state)
-                is_batched = not isinstance(source, IndexedDataset) or source.global_batch_size
-                taken = _take_batches(batches, bool(is_batched), source.owns_memory)
+                taken = _take_batches(batches, _is_batched(source), source.owns_memory)
                 passes.append((taken, batches))
         return passes
 
@@ -264,56 +271,57 @@ class Pipelines:
 
     def _remember(self, batch: Batch) -> None:
         leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
-        self.first = batch._replace(leaves=leaves)
+        self.example = batch._replace(leaves=leaves)
 
     def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
         """Returns the batches of a step in padded arrays `[num_local_replicas, ...]`.
 
-        `first` must have the shapes of the step.
+        `example` must have the shapes of the step.
 
         Args:
             step: The batches.
             rows: Number of rows of each replica, over all processes.
         """
-        assert self.first is not None, step
-        first, size = self.first, self._sizes.record(describe_shapes(self.first), max(rows))
+        assert self.example is not None, step
+        size = self._sizes.record(describe_shapes(self.example), max(rows))
+        treedef, num_rows = self.example.treedef, self.example.num_rows
         if self._mesh.num_replicas == 1:
             (batch,) = step
             assert batch is not None, step
-            return Parts(batch.leaves, first.treedef, None)
+            return Parts(batch.leaves, treedef, None)
         leaves = []
-        for i, example in enumerate(first.leaves):
+        for i, row in enumerate(self.example.leaves):
             parts = [None if batch is None else batch.leaves[i] for batch in step]
-            if first.num_rows is None:
+            if num_rows is None:
                 leaves.append(np.stack([x for x in parts if x is not None]))
                 continue
             # A row of this step if there is one: a resumed run then pads like the original run,
             # which saw other batches before.
-            example = next((x[:1] for x in parts if x is not None), example)
-            joined = np.empty((len(step), size, *example.shape[1:]), example.dtype)
+            row = next((x[:1] for x in parts if x is not None), row)
+            joined = np.empty((len(step), size, *row.shape[1:]), row.dtype)
             for part, x in zip(joined, parts, strict=True):
                 # A replica without a batch gets only padding; `rows` counts 0 rows for it.
-                x = example if x is None else x
+                x = row if x is None else x
                 part[: len(x)] = x
                 part[len(x) :] = x[-1]
             leaves.append(joined)
-        return Parts(leaves, first.treedef, None if first.num_rows is None else rows)
+        return Parts(leaves, treedef, None if num_rows is None else rows)
 
     def _check(self, batch: Batch) -> None:
-        if self.first is None:
+        if self.example is None:
             self._remember(batch)
-        first = self.first
-        assert first is not None, batch
-        if batch.treedef != first.treedef:
+        example = self.example
+        assert example is not None, batch
+        if batch.treedef != example.treedef:
             raise ValueError(
-                f"A batch of a dataset function has the structure {batch.treedef}, but the first "
-                f"batch has {first.treedef}. Use the same structure for all batches."
+                f"A batch of a dataset function has the structure {batch.treedef}, but earlier "
+                f"batches have {example.treedef}. Use the same structure for all batches."
             )
-        types, first_types = ([(x.ndim, x.dtype) for x in b.leaves] for b in (batch, first))
-        if types != first_types or (batch.num_rows is None) != (first.num_rows is None):
+        types, earlier_types = ([(x.ndim, x.dtype) for x in b.leaves] for b in (batch, example))
+        if types != earlier_types or (batch.num_rows is None) != (example.num_rows is None):
             raise ValueError(
-                f"A batch of a dataset function holds {describe_shapes(batch)}, but the first "
-                f"batch holds {describe_shapes(first)}. Arrays may differ only in the sizes of "
+                f"A batch of a dataset function holds {describe_shapes(batch)}, but earlier "
+                f"batches hold {describe_shapes(example)}. Arrays may differ only in the sizes of "
                 "their dims."
             )
 
@@ -360,8 +368,11 @@ def _state_of_process(process: int, state: State, key: str) -> Any:
 def _example(source: IndexedDataset | Rebatched) -> Batch:
     """Returns a batch of abstract arrays with the shapes of an element of `source`."""
     leaves, treedef = jax.tree.flatten(source.element_spec)
-    is_batched = not isinstance(source, IndexedDataset) or source.global_batch_size is not None
-    return Batch(leaves, treedef, leaves[0].shape[0] if is_batched else None)
+    return Batch(leaves, treedef, leaves[0].shape[0] if _is_batched(source) else None)
+
+
+def _is_batched(source: _Source) -> bool:
+    return not isinstance(source, IndexedDataset) or source.global_batch_size is not None
 
 
 def _take_batches(

@@ -168,7 +168,9 @@ class RebatchedPass(Iterator["Part"]):
             self._after = self._batches.get_state()
             expected, self._expected = self._expected, None
             if expected not in (None, self._after.get("checksum")):
-                raise ValueError(iterable.OTHER_BATCHES.format(1, self._rebatched.name))
+                raise ValueError(
+                    iterable.OTHER_BATCHES.format(num_batches=1, name=self._rebatched.name)
+                )
             if self._num_rows_taken is not None:
                 self._num_taken = self._find_part(self._parts, self._num_rows_taken)
                 self._num_rows_taken = None

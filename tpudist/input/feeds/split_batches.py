@@ -37,6 +37,9 @@ class SplitBatches:
     far with examples of the same shapes; an `IndexedDataset` knows it. Examples may have several
     shapes, such as sequences in buckets by length: a step is compiled for each.
 
+    Attributes:
+        may_run_in_loop: See `feed_ahead.Feed`.
+
     Args:
         source: Source of the batches.
         replica_mesh: The replicas.
@@ -62,7 +65,7 @@ class SplitBatches:
         # The only replica needs no counts of rows, unless you request padding for it.
         pads_one = partial_batch is not None and self.partial_batch is PartialBatch.PAD
         self._counts_rows = replica_mesh.num_replicas > 1 or pads_one
-        self.any_thread = isinstance(self.source, NumpyDataset)
+        self.may_run_in_loop = isinstance(self.source, NumpyDataset)
         self._sizes = FullSizes()
         # Structure and rows of the first batch of any pass, with which later ones must agree.
         self._treedef: jax.tree_util.PyTreeDef | None = None
@@ -119,8 +122,9 @@ class SplitBatches:
             keep: Whether the parts wait in host memory, while the source makes the next batch.
             rounds: Channel on which several processes compare their batches; None for one process.
         """
-        # A user's loader may reuse its arrays for the next batch. On CPU, JAX uses aligned NumPy
-        # arrays in place; elsewhere it reads them until the copy to the device has ended.
+        # A user's loader may reuse its arrays for the next batch. So a part is copied if it is read
+        # after the next batch is made: if it is kept, and on CPU, where JAX uses aligned NumPy
+        # arrays in place. Else it is only borrowed; see `_take`.
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
         state, num_read = position.source, 0
         if state is not None and self.source.global_batch_size is None:
@@ -179,13 +183,14 @@ class SplitBatches:
         return _assignment(num_rows, size, self._mesh.num_replicas, shrinks, self._fills_first)
 
     def _take(self, batch: RowBatch, size: int, copy: bool) -> Parts:
-        # Not copied here: then the copy to the device must end before the source is read again.
+        # A borrowed part shares memory with the source: its copy to the device must end before the
+        # source makes the next batch.
         borrowed, num_rows = not self.source.owns_memory and not copy, batch.num_rows
         if not self._counts_rows:
             leaves = batch.take(np.arange(num_rows), copy=copy)
             return Parts(leaves, batch.treedef, None, borrowed)
         shrinks = self.partial_batch is PartialBatch.SHRINK
-        rows, positions = shares(num_rows, size, self._mesh, shrinks, self._fills_first)
+        rows, positions = rows_and_positions(num_rows, size, self._mesh, shrinks, self._fills_first)
         return Parts(batch.take(positions, copy=copy), batch.treedef, rows, borrowed)
 
     def _apply_partial_batch(self, source: IndexedDataset) -> IndexedDataset:
@@ -255,7 +260,7 @@ def _assignment(
 
 
 @functools.lru_cache(maxsize=1024)
-def shares(
+def rows_and_positions(
     num_rows: int, size: int, mesh: ReplicaMesh, shrinks: bool = False, fills_first: bool = False
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Returns the rows of each replica, and the positions of the rows that this process reads.

@@ -40,7 +40,7 @@ class FileDataset(RecordDataset):
         self._num_rows = int(self._ends[-1])
         self.num_files = len(paths)
         self._is_ordered_by_files = False
-        self._begin(parse, random_transform, num_threads)
+        self._set_up(parse, random_transform, num_threads)
 
     @property
     def files_read(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class FileDataset(RecordDataset):
                 assert isinstance(reader, ParquetFile), reader
                 columns = reader.read_columns(file_numbers)
             leaves, treedef = jax.tree_util.tree_flatten(columns)
-            self._check(int(numbers[where[0]]), [x[0] for x in leaves], treedef)
+            self._check_like_first(int(numbers[where[0]]), [x[0] for x in leaves], treedef)
             for target, leaf in zip(stacked, leaves, strict=True):
                 target[where] = leaf
         return [leaf.reshape(np.shape(rows) + leaf.shape[1:]) for leaf in stacked]

@@ -26,13 +26,14 @@ from tpudist.options import AutoShardPolicy
 Source: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 OTHER_BATCHES = (
-    "The state was taken after {} batches of a pass through the dataset ({}), which were read "
-    "again to return there. The last one differs from the batch before the state, so some examples "
-    "would be lost and others repeated. If the dataset is shuffled, or changes examples at random, "
-    "seed it, so that each run draws the same numbers: for example tf.data's shuffle(n, seed=0), "
-    "or np.random.default_rng(0) where you make the loader. Or use a dataset that resumes from a "
-    "few integers, tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), "
-    "or give the iterators get_state and set_state. To start a new pass, omit the state."
+    "The state was taken after {num_batches} batches of a pass through the dataset ({name}), which "
+    "were read again to return there. The last one differs from the batch before the state, so "
+    "some examples would be lost and others repeated. If the dataset is shuffled, or changes "
+    "examples at random, seed it, so that each run draws the same numbers: for example tf.data's "
+    "shuffle(n, seed=0), or np.random.default_rng(0) where you make the loader. Or use a dataset "
+    "that resumes from a few integers, "
+    "tpudist.input.from_records(examples).shuffle(seed=0).batch(global_batch_size), or give the "
+    "iterators get_state and set_state. To start a new pass, omit the state."
 )
 
 
@@ -41,6 +42,8 @@ class IterableSource:
 
     A dataset may draw a new order in each pass. So a resumed run first opens as many passes as were
     opened before, and compares the checksum of the last batch that it reads again.
+
+    Implements `BatchSource`.
 
     Attributes:
         depends_on_passes: Whether the order of a pass may depend on the passes opened before it.
@@ -65,7 +68,7 @@ class IterableSource:
         self._adapt = adapt
         self._inner: IterableSource | None = None  # a library's dataset from the function
         self._is_used = False  # whether a pass was read, for a source with one pass
-        self._last_read: Callable[[], object] = lambda: None  # returns the last pass's iterator
+        self._last_iterator: Callable[[], object] = lambda: None  # returns that of the last pass
         self.name = type(source).__name__
         # Passes are opened when they are first read. That may happen in several threads that
         # prepare batches, but the order of passes must be the order of these first reads.
@@ -86,7 +89,11 @@ class IterableSource:
         return iter(iterable) if self._inner is None else self._inner._open()
 
     def _open_at(self, state: State | None) -> tuple[Iterator[PyTree], int]:
-        """Opens the next pass near the position of `state`; also returns its number of batches."""
+        """Opens the next pass at the position of `state` or before it.
+
+        Returns:
+            The iterator, and the number of batches before its position.
+        """
         iterator = self._take_peeked() or self._open()
         if state is None or "iterator" not in state or not _has_state(iterator):
             return iterator, 0
@@ -103,7 +110,7 @@ class IterableSource:
         """See `BatchSource`."""
         if self._inner is not None:
             return self._inner.shuffle_without_seed()
-        return shuffle_seeds.find(self._source, self._last_read())
+        return shuffle_seeds.find_unseeded(self._source, self._last_iterator())
 
     # Shared by all sources.
 
@@ -123,12 +130,12 @@ class IterableSource:
     @functools.cached_property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of the first batch. Reads it, if no batch was read before."""
-        batch = host_batch.from_element(self.first(), 0)
+        batch = host_batch.from_element(self.peek_first(), 0)
         return batch.treedef.unflatten(
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in batch.leaves]
         )
 
-    def first(self) -> PyTree:
+    def peek_first(self) -> PyTree:
         """Returns the first batch, or arrays of its shapes if a batch was read before.
 
         The pass that this opens is the next one to be read: opening one more could change the order
@@ -138,18 +145,19 @@ class IterableSource:
             if self._example is not None:
                 return self._example
             iterator = self._open()
-            rewound = iterator
+            unread = iterator  # as if its first batch had not been read
             if _has_state(iterator):
                 before = iterator_state.get_user_state(iterator)
                 first = next(iterator, _END)
                 iterator_state.set_user_state(iterator, before)
             else:
                 first = next(iterator, _END)
-                rewound = _PutBack([] if first is _END else [first], iterator)
+                unread = _PutBack([] if first is _END else [first], iterator)
             if iterator is self._source:
-                self._source = rewound
+                self._source = unread
             elif self.depends_on_passes:
-                self._peeked = rewound
+                self._peeked = unread
+            # Otherwise the next pass begins with this batch in any case, and this one is dropped.
             if first is _END:
                 raise NoBatches
             return first
@@ -172,6 +180,7 @@ class IterableSource:
             opened = (
                 iterator_state.read_count(state, "opened") if "opened" in state else pass_number
             )
+            # A pass that has ended is not opened again, but the next one comes after it.
             self._num_required = opened + bool(state.get("ended"))
         return Elements(self, state)
 
@@ -197,7 +206,7 @@ class IterableSource:
         return peeked
 
     def record_shapes(self, element: PyTree, index: int) -> None:
-        """Stores the shapes of a batch, so that `first` need not read one."""
+        """Stores the shapes of a batch, so that `peek_first` need not read one."""
         if self._example is None:
             leaves, _, treedef = host_batch.as_arrays(element, f"Batch {index} of the dataset")
             like = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in leaves]
@@ -209,12 +218,12 @@ class IterableSource:
             if self._is_used and not _has_state(iterator):
                 self._raise_second_pass()
             self._is_used = True
-        was_read = self._last_read() is iterator
+        was_read = self._last_iterator() is iterator
         # A generator must be closed when its pass is dropped, so it is not kept alive here.
         try:
-            self._last_read = weakref.ref(iterator)
+            self._last_iterator = weakref.ref(iterator)
         except TypeError:  # the iterator of a list, for example, which has nothing to close
-            self._last_read = lambda: iterator
+            self._last_iterator = lambda: iterator
         return was_read
 
     def _raise_second_pass(self) -> None:
@@ -294,14 +303,17 @@ class Elements(Iterator[PyTree]):
         if num_read < self.num_taken and expected is not None:
             self._checksum = batch_checksum.checksum(last, self.num_taken - 1)
             if self._checksum != expected:
-                raise ValueError(OTHER_BATCHES.format(self.num_taken, self._source.name))
+                raise ValueError(
+                    OTHER_BATCHES.format(num_batches=self.num_taken, name=self._source.name)
+                )
         self._checksum = expected
 
     def get_state(self) -> State:
         """Returns the position: the number of batches, and the state of the user's iterator.
 
-        The user's state is from before the last batch, or earlier. So a resumed run reads that
-        batch again, and its checksum shows whether the data are the same.
+        The state of the user's iterator is the one at the previous call, or at the beginning. So a
+        resumed run reads the batches since then again, and the checksum of the last one shows
+        whether the data are the same.
         """
         if self.iterator is None:
             return {"batches": 0} if self._state is None else self._state
@@ -314,6 +326,7 @@ class Elements(Iterator[PyTree]):
         if self._user_state is not None and _has_state(self.iterator):
             state["iterator"], number = self._user_state
             state["since"] = self.num_taken - number
+            # For the next call.
             self._user_state = iterator_state.get_user_state(self.iterator), self.num_taken
         return state
 

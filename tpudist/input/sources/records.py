@@ -14,6 +14,7 @@ from tpudist.input.transfer import host_batch, reused_memory
 
 RandomTransform: TypeAlias = Callable[[PyTree, np.random.Generator], PyTree]
 
+# More threads of one dataset rarely help: Python runs one at a time, and the steps need some too.
 _MAX_THREADS = 8
 # Fewest examples for one thread: for fewer, the handover costs more than it saves.
 _MIN_CHUNK = 4
@@ -32,13 +33,6 @@ class Records(Protocol):
         ...
 
 
-@runtime_checkable
-class _BatchedRecords(Protocol):
-    """A source that reads several records at once, faster than one by one; as in PyTorch."""
-
-    def __getitems__(self, numbers: list[int], /) -> Sequence[Any]: ...
-
-
 class RecordDataset(IndexedDataset):
     """Examples that several threads read by number; the examples of a batch are stacked.
 
@@ -47,24 +41,27 @@ class RecordDataset(IndexedDataset):
 
     def __init__(
         self,
-        source: Records,
+        source: Any,
         transform: Callable[[Any], PyTree] | None = None,
         *,
         random_transform: RandomTransform | None = None,
         num_threads: int | None = None,
     ):
         self._source = source
-        self._fetch_several = source.__getitems__ if isinstance(source, _BatchedRecords) else None
+        # A method of PyTorch's datasets, which reads several records faster than one by one. On the
+        # class: a wrapper that passes on unknown names may change the records in `__getitem__`.
+        has_method = hasattr(type(source), "__getitems__")
+        self._fetch_several = source.__getitems__ if has_method else None
         self._num_rows = _length(source)
-        self._begin(transform, random_transform, num_threads)
+        self._set_up(transform, random_transform, num_threads)
 
-    def _begin(
+    def _set_up(
         self,
         transform: Callable[[Any], PyTree] | None,
         random_transform: RandomTransform | None,
         num_threads: int | None,
     ) -> None:
-        """Sets the functions and reads the first example. `_fetch` must work before."""
+        """Sets the functions and reads the first example. Call it last: it uses `_fetch`."""
         if random_transform is not None and not callable(random_transform):
             raise TypeError(
                 f"random_transform={random_transform!r}: it must be a function of an example and a "
@@ -97,6 +94,7 @@ class RecordDataset(IndexedDataset):
 
     def _fetch(self, numbers: list[int]) -> Sequence[Any]:
         """Returns the records with these numbers; several threads call it at once."""
+        # A single number is read like the first example, whose shapes all others must have.
         if self._fetch_several is not None and len(numbers) > 1:
             return self._fetch_several(numbers)
         return [self._source[number] for number in numbers]
@@ -115,7 +113,7 @@ class RecordDataset(IndexedDataset):
             numbers = flat[start:end].tolist()
             records = self._transform_records(numbers, self._fetch(numbers), epoch)
             for row, number, record in zip(range(start, end), numbers, records, strict=True):
-                leaves = self._check_leaves(number, record)
+                leaves = self._leaves_of(number, record)
                 for target, leaf in zip(stacked, leaves, strict=True):
                     target[row] = leaf
 
@@ -147,18 +145,18 @@ class RecordDataset(IndexedDataset):
 
     def _rng(self, epoch: int, number: int) -> np.random.Generator:
         # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same
-        # numbers as [seed, epoch], which shuffles the epoch.
+        # numbers as [seed, epoch], which shuffles the epoch. Without a shuffle the seed is 0.
         seeds = np.random.SeedSequence([self._settings.seed or 0, epoch], spawn_key=(number,))
         return np.random.default_rng(seeds)
 
-    def _check_leaves(self, number: int, example: PyTree) -> list[Any]:
+    def _leaves_of(self, number: int, example: PyTree) -> list[Any]:
         """Returns the leaves of an example; raises `ValueError` if they differ from the first's."""
         # Most examples are pytrees of NumPy arrays that match at once; this runs for each.
         leaves, treedef = jax.tree_util.tree_flatten(example)
         if treedef == self._treedef and all(map(_matches, leaves, self._leaf_specs)):
             return leaves
         leaves, _, treedef = self._example(number, example)
-        self._check(number, leaves, treedef)
+        self._check_like_first(number, leaves, treedef)
         return leaves
 
     def _example(
@@ -184,7 +182,7 @@ class RecordDataset(IndexedDataset):
         del text_type
         return "Omit it, or convert it to numbers: from_records(source, transform=function)."
 
-    def _check(
+    def _check_like_first(
         self, number: int, leaves: list[np.ndarray], treedef: jax.tree_util.PyTreeDef
     ) -> None:
         if treedef != self._treedef:
@@ -216,7 +214,7 @@ class _Threads:
         if self.num_threads == 1 or count <= chunk:
             function(0, count)
             return
-        if self._executor is None:
+        if self._executor is None:  # two passes at once may make two; the replaced one is unused
             self._executor = concurrent.futures.ThreadPoolExecutor(
                 self.num_threads, thread_name_prefix="tpudist-read"
             )

@@ -19,7 +19,7 @@ _MIN_DRAWN_ENTROPY = 1 << 96
 _SHUFFLES = (np.random.shuffle, np.random.permutation, np.random.choice)
 
 
-def find(source: object, iterator: object) -> str | None:
+def find_unseeded(source: object, iterator: object) -> str | None:
     """Returns the name of an unseeded generator of a user's dataset; None if none is found.
 
     Args:
@@ -27,7 +27,7 @@ def find(source: object, iterator: object) -> str | None:
         iterator: The current pass through it.
     """
     functions = [source, getattr(type(source), "__iter__", None), iterator]
-    values = _values_of(source, iterator)
+    values = _reachable_values(source, iterator)
     if any(_shuffles(c, values) for f in functions for c in _code_of(f)):
         # The global generator. `np.random.seed` replaces it by one with the seed as its entropy.
         if _has_no_seed(np.random.mtrand._rand):  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def _globals_of(code: types.CodeType, module: Mapping[str, object]) -> dict[str,
     return {name: module.get(name) for name in names}
 
 
-def _values_of(source: object, iterator: object) -> dict[str, object]:
+def _reachable_values(source: object, iterator: object) -> dict[str, object]:
     """Returns the values by name that a dataset can draw from.
 
     These are attributes, and the variables, closures and defaults that its functions use.

@@ -83,5 +83,5 @@ class BatchSource(Protocol):
         ...
 
     def begin(self, pass_number: int, state: State | None = None) -> SourcePass:
-        """Returns the batches of a pass, after those that `state` counts."""
+        """Returns the batches of a pass from the position of `state` on, or from the start."""
         ...

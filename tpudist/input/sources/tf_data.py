@@ -50,7 +50,7 @@ class TfDataSource(iterable.IterableSource):
                 for spec in leaves
             ]
             return treedef.unflatten(specs)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.first())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek_first())
 
     def _open(self) -> Iterator[PyTree]:
         return self._dataset.as_numpy_iterator()

@@ -4,7 +4,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tpudist.array_types import PyTree
 from tpudist.input.iterator_state import Position, State
@@ -28,13 +28,11 @@ class Feed(Protocol):
     """A feed, which returns the elements of a dataset in host memory.
 
     Attributes:
-        any_thread: Whether several threads may run one pass in turn, and each element is quick.
+        may_run_in_loop: Whether the loop's thread may make elements, too: they are quick, and no
+            process waits for another in them.
     """
 
-    cardinality: Any
-    element_spec: Any
-    plan: Any
-    any_thread: bool
+    may_run_in_loop: bool
 
     def host_parts(
         self, position: Position, *, keep: bool, rounds: Rounds | None
@@ -72,7 +70,7 @@ class Elements(Iterator[Element]):
         rounds = Rounds(name, stop, replica_mesh.processes) if several else None
         wait_on_host = prefetch > 0 and not fetch_to_device
         parts = feed.host_parts(position, keep=wait_on_host, rounds=rounds)
-        any_thread = feed.any_thread and rounds is None
+        may_run_in_loop = feed.may_run_in_loop and rounds is None
 
         def begin() -> Iterator[Element]:
             if wait_on_host:
@@ -80,12 +78,13 @@ class Elements(Iterator[Element]):
             placed = _PlacedParts(replica_mesh, parts)
             if not prefetch:
                 return placed
-            return Prefetcher(placed, prefetch, any_thread=any_thread)
+            return Prefetcher(placed, prefetch, may_run_in_loop=may_run_in_loop)
 
         self._begin: Callable[[], Iterator[Element]] | None = begin
         self._elements: Iterator[Element] = iter(())
         self._stop = stop
-        # If the loop drops this object, its thread may be waiting for other processes.
+        # If the loop drops this object, its thread may be waiting for other processes. Also at
+        # exit, which does no harm: `_stop_all` does the same.
         weakref.finalize(self, stop.set)
 
     def __next__(self) -> Element:

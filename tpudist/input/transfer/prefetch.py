@@ -20,10 +20,11 @@ import jax
 from tpudist.input.transfer.turns import Turns
 from tpudist.xla.settings import Setting
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 # Seconds to wait for one thread at exit. A thread may be stuck in a user's iterator.
 _EXIT_TIMEOUT_S = 2.0
-# Seconds without `next` after which the thread makes items again, for a loop that makes its own.
+# Seconds without `next` after which the thread makes items again, for a loop that makes its own. It
+# is a few times `turns._SOON_S`, so a loop that stays away longer is at work.
 _AWAY_S = 4e-3
 _live: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
 # Also threads whose prefetchers are gone: a thread inside JAX at the end of the interpreter aborts
@@ -31,7 +32,7 @@ _live: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
-class Prefetcher(Iterator[T], Generic[T]):
+class Prefetcher(Iterator[_T], Generic[_T]):
     """The items of an iterator, in its order, made up to `buffer_size` items ahead.
 
     If the iterator raises an error, the `next` for that item raises it, with the traceback of the
@@ -41,15 +42,16 @@ class Prefetcher(Iterator[T], Generic[T]):
     Args:
         iterator: The iterator to run.
         buffer_size: Number of items to make ahead.
-        any_thread: Whether `iterator` may also run in the thread that calls `next`. It does so for
-            a loop that always waits for the next item, where another thread would only add delay.
+        may_run_in_loop: Whether `iterator` may also run in the thread that calls `next`. It does
+            so for a loop that always waits for the next item, where another thread would only add
+            delay.
     """
 
-    def __init__(self, iterator: Iterator[T], buffer_size: int, *, any_thread: bool = False):
+    def __init__(self, iterator: Iterator[_T], buffer_size: int, *, may_run_in_loop: bool = False):
         assert buffer_size > 0, buffer_size
         make = _bind_context(iterator)
         self._buffer = _Buffer(buffer_size)
-        self._make_here = make if any_thread else None
+        self._make_in_loop = make if may_run_in_loop else None
         self._turns = Turns()
         # The thread must have no reference to this object, or it would never be collected.
         self._thread = threading.Thread(
@@ -60,8 +62,8 @@ class Prefetcher(Iterator[T], Generic[T]):
         _threads.add(self._thread)
         self._thread.start()
 
-    def __next__(self) -> T:
-        make = self._make_here
+    def __next__(self) -> _T:
+        make = self._make_in_loop
         if make is not None and self._turns.is_loops_turn():
             item, error = self._buffer.get_or_make(make)
         else:
@@ -86,24 +88,24 @@ class Prefetcher(Iterator[T], Generic[T]):
 
     def _end(self) -> None:
         self._buffer.close()
-        self._make_here = None
+        self._make_in_loop = None
 
 
-class _Buffer(Generic[T]):
+class _Buffer(Generic[_T]):
     """A bounded queue of (item, error) pairs between the thread and the loop.
 
     One item is made at a time, by the thread or by the loop. `_is_making` is the right to make the
     next one. It is taken and released under the lock, so the items keep the iterator's order. While
-    a loop makes its own items, it counts them, and the thread waits as long as the count grows
-    within `_AWAY_S`. Once closed, the queue accepts no items, and `get` returns StopIteration.
+    the loop makes its own items it counts its turns. The thread waits until the count has not grown
+    for `_AWAY_S`. Once closed, the queue accepts no items, and `get` returns StopIteration.
     """
 
     def __init__(self, size: int):
         self._size = size
-        self._items: collections.deque[tuple[T | None, BaseException | None]] = collections.deque()
+        self._items: collections.deque[tuple[_T | None, BaseException | None]] = collections.deque()
         self._is_closed = False
         self._is_making = False  # whether the thread or a loop makes the next item now
-        self._num_made_by_loop = 0  # 0: the thread makes the items
+        self._num_loop_turns = 0  # since the thread made items; 0: it does so now
         self._num_waiting = 0  # loops that wait for an item: usually one
         # Reentrant: the garbage collector may call `close` in a thread that has the lock.
         self._lock = threading.RLock()
@@ -115,39 +117,41 @@ class _Buffer(Generic[T]):
             while not self._is_closed:
                 if len(self._items) >= self._size:
                     self._changed.wait()
-                elif self._is_making or self._num_made_by_loop:
-                    before = self._num_made_by_loop
+                elif self._is_making or self._num_loop_turns:
+                    before = self._num_loop_turns
                     # With a timeout: a notification for each item costs as much as the item.
                     self._changed.wait(_AWAY_S)
-                    if self._num_made_by_loop == before and not self._is_making:
-                        self._num_made_by_loop = 0
+                    if self._num_loop_turns == before and not self._is_making:
+                        self._num_loop_turns = 0
                 else:
                     self._is_making = True
                     return True
             return False
 
-    def put(self, item: T | None, error: BaseException | None = None) -> None:
+    def put(self, item: _T | None, error: BaseException | None = None) -> None:
+        """Appends an item, or the error in its place. Call it after `wait_for_room`."""
         with self._lock:
             self._is_making = False
             if not self._is_closed:
                 self._items.append((item, error))
             self._changed.notify_all()
 
-    def get(self) -> tuple[T | None, BaseException | None]:
+    def get(self) -> tuple[_T | None, BaseException | None]:
+        """Waits for the next item or error, and removes it. From now on the thread makes items."""
         with self._lock:
-            if self._num_made_by_loop:
-                self._num_made_by_loop = 0
+            if self._num_loop_turns:
+                self._num_loop_turns = 0
                 self._changed.notify_all()
             while not self._is_closed and not self._items:
                 self._wait()
             return self._pop()
 
-    def get_or_make(self, make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    def get_or_make(self, make: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
         """Returns the same as `get`, but makes the item here if the thread is not making it."""
         is_mine = False
         try:
             with self._lock:
-                self._num_made_by_loop += 1
+                self._num_loop_turns += 1
                 while not self._is_closed and not self._items and self._is_making:
                     self._wait()
                 if self._is_closed or self._items:
@@ -172,7 +176,7 @@ class _Buffer(Generic[T]):
         finally:
             self._num_waiting -= 1
 
-    def _pop(self) -> tuple[T | None, BaseException | None]:
+    def _pop(self) -> tuple[_T | None, BaseException | None]:
         if self._is_closed:
             return None, StopIteration()
         pair = self._items.popleft()
@@ -180,20 +184,21 @@ class _Buffer(Generic[T]):
         return pair
 
     def close(self) -> None:
+        """Drops all items, and wakes up all threads that wait here."""
         with self._lock:
             self._is_closed = True
             self._items.clear()
             self._changed.notify_all()
 
 
-def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
+def _bind_context(iterator: Iterator[_T]) -> Callable[[], _T]:
     """Returns a function that makes the next item, in a copy of the present context variables.
 
     `with jax.enable_x64(True)` applies to one thread only, so the function enters it too.
     """
     run, has_64_bits = contextvars.copy_context().run, Setting.ENABLE_X64.read()
 
-    def make() -> T:
+    def make() -> _T:
         if Setting.ENABLE_X64.read() == has_64_bits:
             return run(next, iterator)
         with jax.enable_x64(has_64_bits):
@@ -202,7 +207,7 @@ def _bind_context(iterator: Iterator[T]) -> Callable[[], T]:
     return make
 
 
-def _fill(buffer: _Buffer[T], make: Callable[[], T]) -> None:
+def _fill(buffer: _Buffer[_T], make: Callable[[], _T]) -> None:
     try:
         # Waits before making an item: otherwise one more than `buffer_size` would be in memory.
         while buffer.wait_for_room():

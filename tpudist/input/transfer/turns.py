@@ -9,12 +9,13 @@ import time
 
 # A loop that returns within 40 us has done nothing between items.
 _IDLE_S = 40e-6
-# A loop that returns within 1 ms is worth a trial of up to 8 items. A failed trial costs the work
-# that the thread could have done meanwhile: at most 8 ms.
+# A loop that returns within 1 ms is worth a trial. A trial fails when it has had 8 more busy items
+# (taken later than `_IDLE_S`) than idle ones. That costs the work that the thread could have done
+# meanwhile: about 8 ms.
 _SOON_S = 1e-3
-_MAX_BUSY = 8
-# Items that must come soon before a trial. It grows fourfold after each failed one, so that trials
-# cost at most 8 ms in 512 items.
+_MAX_BUSY_ITEMS = 8
+# Items that must come soon before a trial. It grows fourfold after each failed one, and never
+# shrinks, so that trials cost at most about 8 ms in 512 items.
 _PATIENCE = 8
 _MAX_PATIENCE = 512
 
@@ -42,10 +43,11 @@ class Turns:
             if self._num_soon > self._patience:
                 self._is_trial, self._num_busy = True, 0
         elif not self._num_soon:
+            # The loop was at work: the thread makes items again, but the trial has not failed.
             self._is_trial = False
         else:
             self._num_busy = max(self._num_busy + (1 if away_s > _IDLE_S else -1), 0)
-            if self._num_busy >= _MAX_BUSY:
+            if self._num_busy >= _MAX_BUSY_ITEMS:
                 self._is_trial, self._num_soon = False, 0
                 self._patience = min(4 * self._patience, _MAX_PATIENCE)
         return self._is_trial
