@@ -410,6 +410,24 @@ def test_variables_that_a_function_creates_are_created_once(mirrored):
     assert float(mirrored.run(step, (x,))[0]) == 1 + 3 * sum(range(N))
 
 
+def test_a_mean_of_16_bit_state_matches_compiled_code(mirrored):
+    """If each addition rounded, the sum of 8 numbers of 8 bits would differ."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.mean = nnx.BatchStat(jnp.zeros((), jnp.bfloat16))
+
+    def step(model, x):
+        model.mean[...] = jnp.asarray(60000 + 937.5 * x[0], jnp.bfloat16)
+
+    def program():
+        model = Model()
+        mirrored.run(step, (model, ids(mirrored)))
+        return model.mean[...]
+
+    run_both_ways(mirrored, program)
+
+
 def test_results_have_the_same_structure_as_compiled_results(mirrored):
     """Equal values that each replica computed itself are still returned as a PerReplica."""
     x, data = ids(mirrored), jnp.arange(3.0)

@@ -1,8 +1,10 @@
 """`tpudist.function`: code in cross-replica context as one compiled program."""
 
+import copy
 import dataclasses
 import functools
 import gc
+import types
 import weakref
 
 import jax
@@ -437,6 +439,26 @@ def test_methods_are_functions_of_their_instance(mirrored):
     one, two = Trainer(1.0), Trainer(5.0)
     assert [float(one.step(1.0)), float(two.step(1.0)), float(one.step(1.0))] == [2, 6, 3]
     assert one.step is one.step
+
+
+def test_a_method_has_the_name_of_its_attribute_and_belongs_to_its_object():
+    class Adder:
+        def __init__(self, number):
+            self.number = number
+
+        def add(self, x):
+            return x + self.number
+
+        compiled_add = tpudist.function(add)
+
+    one = Adder(1)
+    assert one.compiled_add(1) == 2
+    assert type(one.add) is types.MethodType
+    for make in (copy.copy, copy.deepcopy):
+        other = make(one)
+        other.number = 10
+        assert [int(x.compiled_add(1)) for x in (one, other)] == [2, 11]
+    assert one.compiled_add.__reduce__() == (getattr, (one, "compiled_add"))
 
 
 def test_a_method_of_an_nnx_object_gets_it_as_an_argument(mirrored):

@@ -1,5 +1,6 @@
 """State in plain pytrees, as Linen and Optax use it: passed as an argument and returned."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -278,6 +279,23 @@ def test_parameters_that_would_differ_raise_with_their_name():
     each = tpudist.RunOptions(aggregation={"params": "none", "opt_state": "none"})
     state, _ = train(strategy, make_state(Model()), make_step(reduce=False), each)
     assert isinstance(state.params["Dense_0"]["bias"], tpudist.PerReplica)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_refused"), [("params/kernel", True), ("ema-params", False), ("params copy", False)]
+)
+def test_a_collection_is_a_whole_part_of_a_path(key, is_refused):
+    strategy = tpudist.MirroredStrategy()
+    x = strategy.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group)
+    )
+
+    def add(state, x):
+        return {key: state[key] + x, "step": state["step"] + 1}
+
+    refused = pytest.raises(ValueError, match="would differ between replicas")
+    with refused if is_refused else contextlib.nullcontext():
+        strategy.run(add, args=({key: jnp.zeros(2), "step": jnp.int32(0)}, x))
 
 
 def test_gradients_are_not_treated_as_parameters():

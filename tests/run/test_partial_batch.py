@@ -324,6 +324,14 @@ def test_a_result_that_is_not_an_array_is_checked_for_the_actual_rows():
         strategy.run(step, (tail(4),))  # 2 and 2
 
 
+@pytest.mark.parametrize("empty", [np.nan, np.inf])
+def test_a_number_of_an_empty_replica_may_be_infinite_or_nan(empty):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    (tail,) = strategy.experimental_distribute_dataset([np.ones(1, np.float32)])
+    found = strategy.run(lambda x: x.shape[0] / 2 if x.shape[0] else empty, (tail,))
+    np.testing.assert_array_equal(strategy.experimental_local_results(found), [0.5, empty])
+
+
 @pytest.mark.parametrize("how", ["cond", "scan", "grad"])
 def test_variables_are_assigned_anywhere_on_partial_batches_too(strategy, how):
     with strategy.scope():

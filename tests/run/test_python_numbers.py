@@ -93,6 +93,18 @@ def test_a_function_that_needs_a_python_number_gets_it(mirrored, use, told, comp
     assert message.startswith("step needs n as a Python number")
 
 
+def test_a_number_after_a_star_has_a_name_of_its_own(mirrored, told):
+    def step(x, *numbers, size):
+        return x + numbers[1] * jnp.ones(size)
+
+    assert mirrored.run(step, (1.0, 2.0, 3.0), {"size": 2}).tolist() == [4, 4]
+    [message] = told()
+    assert message.startswith("step needs size as a Python number")
+    assert mirrored.run(step, (1.0, 2.0, 5.0), {"size": 2}).tolist() == [6, 6]
+    [record] = [x for x in tpudist.compile_log() if x.function == "step"][-1:]
+    assert record.cause == "first call"
+
+
 def test_only_the_number_that_is_needed_becomes_static(mirrored, told, compiles):
     def step(x, hyper, num_steps):
         for _ in range(num_steps):

@@ -149,6 +149,18 @@ def test_a_context_used_after_its_call_raises(mirrored):
         tpudist.get_strategy().run(lambda: kept[0].all_gather(jnp.ones(1), 0))
 
 
+def test_the_default_context_reduces_to_the_dtypes_of_several_replicas(mirrored):
+    def reduce():
+        here = tpudist.get_replica_context()
+        slices = tpudist.IndexedSlices(jnp.ones((1, 2)), jnp.asarray([3]), (4, 2))
+        values = {"integer": jnp.int32(3), "number": 2.5, "slices": slices}
+        return [x.dtype for x in jax.tree.leaves(here.all_reduce("mean", values))]
+
+    dtypes = []
+    mirrored.run(lambda: dtypes.append(reduce()))
+    assert dtypes == [reduce()]
+
+
 def test_each_thread_has_its_own_context(mirrored):
     seen = {}
 

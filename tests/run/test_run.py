@@ -917,11 +917,17 @@ def test_containers_unknown_to_jax_are_merged(mirrored):
     class Pair(list):
         pass
 
+    class Lists(collections.defaultdict):
+        pass
+
     def step(x):
         mine = x + tpudist.get_replica_context().replica_id_in_sync_group
-        return Metrics(mine=mine, pair=Pair([x, Metrics(mine=mine, name="a")]))
+        pair = Pair([x, Metrics(mine=mine, name="a")])
+        return Metrics(mine=mine, pair=pair, lists=Lists(list, {"a": [x]}))
 
     result = mirrored.run(step, (jnp.float32(1),))
+    assert type(result["lists"]) is Lists
+    assert result["lists"]["b"] == []
     assert (type(result), type(result["pair"])) == (Metrics, Pair)
     assert isinstance(result["mine"], tpudist.PerReplica)
     assert type(result["pair"][1]) is Metrics

@@ -7,6 +7,7 @@ takes from iterators are taken before each call, and fed to the program.
 
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,8 +106,12 @@ class Function:
     def __init__(self, func: Callable[..., PyTree]):
         functools.update_wrapper(self, func)
         self._function = func
+        # Its name in the class, if it is a method; and for the bound method of an object, where it
+        # was found: the function of the class, and the object.
+        self._attribute = compile_log.name_of(func)
+        self._bound_from: tuple[Function, Any] | None = None
         self._strategy: StrategyBase | None = None
-        self._was_traced = False  # to learn its strategy, if none is in scope
+        self._has_looked_for_strategy = False
         # The iterators that a call takes elements of, by nesting and static values of arguments.
         self._sources: dict[Any, list[_Source]] = {}
         # The sources of the call in progress, for the trace that it may start: one per thread.
@@ -169,7 +174,8 @@ class Function:
             # Arrays of any library, and PerReplicas, have a dtype.
             if not hasattr(x, "dtype") and not isinstance(x, nnx_contents.OBJECT_TYPES)
         )
-        sources = self._sources.get((treedef, static), [])
+        # A copy, because a trace may extend it, and other threads may make the same call.
+        sources = list(self._sources.get((treedef, static), ()))
         try:
             with step_boundaries.one_step():
                 return self._call(args, kwargs, iterators, sources)
@@ -225,13 +231,14 @@ class Function:
         if context.has_strategy() or strategy is None:
             strategy = context.get_strategy()
             leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_leaf)
-            unknown = not self._was_traced or any(map(is_per_replica, leaves))
-            if unknown and not context.has_strategy():
+            # A PerReplica may belong to another strategy than in the last call.
+            is_unknown = not self._has_looked_for_strategy or any(map(is_per_replica, leaves))
+            if is_unknown and not context.has_strategy():
                 # A trace finds out to which strategy the function belongs, by the methods and
                 # Variables that it uses. It gets one part of each PerReplica, and moves nothing to
                 # a mesh that may not be the right one.
                 strategy._lower_once(self._body, *_with_one_part((args, kwargs)))
-                self._was_traced = True
+                self._has_looked_for_strategy = True
         return strategy._call_once(self._body, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -240,12 +247,28 @@ class Function:
             return self
         if isinstance(instance, nnx_contents.OBJECT_TYPES):
             return functools.partial(self, instance)
-        bound = Function(self._function.__get__(instance, owner))
-        try:
-            instance.__dict__[self._function.__name__] = bound
-        except (AttributeError, TypeError):
-            pass  # no place to keep it, so each access compiles it again
+        # The object keeps the bound method, since a table of objects here would keep them alive.
+        # Not under the name of the attribute: `copy.copy(instance)` would then call the original.
+        attributes = getattr(instance, "__dict__", {})  # an object with slots has none
+        key = f"_tpudist_function_{self._attribute}"
+        bound = attributes.get(key)
+        if bound is None or any(map(operator.is_not, bound._bound_from, (self, instance))):
+            bound = Function(self._function.__get__(instance, owner))
+            bound._attribute, bound._bound_from = self._attribute, (self, instance)
+            try:
+                attributes[key] = bound
+            except TypeError:
+                pass  # a class, whose attributes cannot be set this way: each access compiles again
         return bound
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles the bound method of an object: as that of the object's copy."""
+        if self._bound_from is None:
+            return super().__reduce__()
+        return getattr, (self._bound_from[1], self._attribute)
 
 
 class IteratorArgument:

@@ -14,6 +14,7 @@ from tpudist.options import warn_of_deprecation
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops
 from tpudist.values import indexed_slices
+from tpudist.values.indexed_slices import is_slices
 from tpudist.values.per_replica import LocalPart, PerReplica, is_distributed
 from tpudist.xla import (
     collectives,
@@ -107,7 +108,11 @@ class ReplicaContext:
         options = self._check_options(options, "all_reduce(options")
         _check_host_values(value, "all_reduce")
         if self._frame is None:
-            return jax.tree.map(jnp.asarray, value)
+            return jax.tree.map(
+                lambda x: x if is_slices(x) else jnp.asarray(collectives.widen_for_mean(op, x)),
+                value,
+                is_leaf=is_slices,
+            )
         return indexed_slices.all_reduce(
             op, value, lambda op, dense: cross_device_ops.all_reduce(op, dense, options)
         )

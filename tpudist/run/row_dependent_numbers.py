@@ -4,6 +4,7 @@
 numbers that it returns, and confirms it for the numbers of rows that occur.
 """
 
+import math
 from collections.abc import Mapping
 
 from tpudist.programs.rows.errors import RowsError
@@ -19,6 +20,9 @@ from tpudist.programs.rows.row_sizes import (
 )
 from tpudist.run.outputs.results import CallOutputs
 
+# Formulas are computed in float64, and the function may round to float32.
+_TOLERANCE = 1e-5
+
 
 def find_numbers(
     outputs: Mapping[Point, CallOutputs], points: tuple[Point, ...]
@@ -32,28 +36,28 @@ def find_numbers(
     Raises:
         RowsError: If the result depends on the rows in another way.
     """
-    numbers: dict[int, Piecewise] = {}
+    formulas: dict[int, Piecewise] = {}
     for i, (kind, first) in enumerate(outputs[points[0]].result):
         values = [outputs[p].result[i][1] for p in points]
         if kind != "itself" or all(x is first or are_equal(x, first) for x in values):
             continue
-        number = None
+        formula = None
         if all(type(x) is int for x in values):
-            number = fit_size(tuple(values), points)
-        elif all(isinstance(x, int | float) for x in values):
-            number = fit_number([float(x) for x in values], points)
-        if not isinstance(number, RowSize | RowNumber):
+            formula = fit_size(tuple(values), points)
+        elif all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
+            formula = fit_number([float(x) for x in values], points)
+        if not isinstance(formula, RowSize | RowNumber):
             raise RowsError(
                 f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
                 f"{points[1]} rows: this value is not an array, but depends on the number of "
                 "rows"
             )
-        numbers[i] = Piecewise(number, _find_pieces(outputs, i, number))
-    return numbers
+        formulas[i] = Piecewise(formula, _find_pieces(outputs, i, formula))
+    return formulas
 
 
 def _find_pieces(
-    outputs: Mapping[Point, CallOutputs], result: int, number: RowSize | RowNumber
+    outputs: Mapping[Point, CallOutputs], result: int, formula: RowSize | RowNumber
 ) -> tuple[Piece, ...]:
     """Returns the values that replace a formula below `MIN_TRACED_ROWS` rows."""
     pieces = []
@@ -61,7 +65,7 @@ def _find_pieces(
         kind, actual = found.result[result]
         few = tuple((i, count) for i, count in enumerate(point) if count < MIN_TRACED_ROWS)
         if few and kind == "itself" and type(actual) in (int, float):
-            if not _follows(actual, number.at(point)):
+            if not _follows(actual, formula.at(point)):
                 pieces.append(Piece(few, actual))
     # The most specific piece comes first: it fixes the most numbers of rows.
     return tuple(sorted(pieces, key=lambda piece: -len(piece.counts)))
@@ -70,34 +74,29 @@ def _find_pieces(
 def confirm_numbers(
     outputs: Mapping[Point, CallOutputs],
     first: CallOutputs,
-    numbers: Mapping[int, Piecewise],
+    formulas: Mapping[int, Piecewise],
     point: Point,
 ) -> None:
     """Raises RowsError if the result at `point` does not follow from other numbers of rows.
 
     Args:
         first: The outputs at the first point.
-        numbers: Result of `find_numbers`.
+        formulas: Result of `find_numbers`.
         point: Numbers of rows of one replica.
     """
     if point not in outputs:
         return
     for i, (kind, actual) in enumerate(outputs[point].result):
-        number, expected = numbers.get(i), first.result[i][1]
-        if number is not None:
-            same = _follows(actual, number.at(point))
+        formula, expected = formulas.get(i), first.result[i][1]
+        if formula is not None:
+            follows = _follows(actual, formula.at(point))
         else:
-            same = kind == "array" or actual is expected or are_equal(actual, expected)
-        if not same:
+            follows = kind == "array" or actual is expected or are_equal(actual, expected)
+        if not follows:
             raise RowsError(
                 f"it returns {actual!r} with {point} rows, which does not follow from other "
                 "numbers of rows"
             )
-
-
-def _follows(actual: float, predicted: object) -> bool:
-    # Formulas are computed in float64, and the function may round to float32.
-    return abs(float(predicted) - actual) <= 1e-5 * abs(actual)  # type: ignore[arg-type]
 
 
 def are_equal(a: object, b: object) -> bool:
@@ -106,3 +105,9 @@ def are_equal(a: object, b: object) -> bool:
         return bool(a == b) or (a != a and b != b)
     except Exception:
         return False
+
+
+def _follows(actual: float, predicted: object) -> bool:
+    # `isclose` is False for two NaNs. Infinity is close to itself only.
+    is_close = math.isclose(actual, float(predicted), rel_tol=_TOLERANCE)  # type: ignore[arg-type]
+    return is_close or are_equal(actual, predicted)

@@ -45,20 +45,28 @@ def describe_call(
 
 def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """Returns the name of each flat argument: the function's parameter, and the path inside it."""
-    try:
-        parameters = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _names_of_positional(fn, len(args))
     names = []
     for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
-        rest = jax.tree_util.keystr(path[2:])
-        key = path[1]
-        if isinstance(key, jax.tree_util.DictKey):
-            names.append(f"{key.key}{rest}")
-        else:
-            i = key.idx
-            names.append((parameters[i] if i < len(parameters) else f"args[{i}]") + rest)
+        # `args` or `kwargs`; the position or the keyword there; and the path inside the argument.
+        _, key, *rest = path
+        name = key.key if isinstance(key, jax.tree_util.DictKey) else parameters[key.idx]
+        names.append(f"{name}{jax.tree_util.keystr(tuple(rest))}")
     return names
+
+
+def _names_of_positional(fn: Callable[..., Any], num_args: int) -> list[str]:
+    """Returns the names of the first positional arguments: `x`, or `args[0]` for a star."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for parameter in parameters[:num_args]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return names + [f"{parameter.name}[{i}]" for i in range(num_args - len(names))]
+        names.append(parameter.name)
+    return names + [f"args[{i}]" for i in range(len(names), num_args)]
 
 
 def explain_overwritten(

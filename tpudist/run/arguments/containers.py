@@ -4,6 +4,7 @@ Dataclasses, and subclasses of mappings, lists and tuples, are leaves of JAX's t
 registered with JAX.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,20 +17,23 @@ from tpudist.xla.traces import is_traced
 
 
 @jax.tree_util.register_pytree_node_class
-class _Record:
-    """A pytree node with the contents of a container; unflattening it builds the container."""
+class _ContainerNode:
+    """A pytree node with the contents of a container; unflattening it builds the container.
 
-    def __init__(self, cls: type, keys: tuple[Any, ...], values: list[Any]):
-        self.cls, self.keys, self.values = cls, keys, values
+    `arguments` are those that its constructor takes before the contents.
+    """
+
+    def __init__(self, cls: type, arguments: tuple, keys: tuple[Any, ...], values: list[Any]):
+        self.cls, self.arguments, self.keys, self.values = cls, arguments, keys, values
 
     def tree_flatten(self):
-        return tuple(self.values), (self.cls, self.keys)
+        return tuple(self.values), (self.cls, self.arguments, self.keys)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[type, tuple[Any, ...]], children: Any) -> Any:
-        container, keys = aux
+    def tree_unflatten(cls, aux: tuple[type, tuple, tuple[Any, ...]], children: Any) -> Any:
+        container, arguments, keys = aux
         if issubclass(container, Mapping):
-            return container(dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
+            return container(*arguments, dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
         if issubclass(container, list | tuple):
             return container(children)
         # A dataclass: past its constructor, which may not accept the fields, and past `frozen`.
@@ -58,7 +62,8 @@ def unpack(
         has_containers = True
         items = _items(x)
         values = [jax.tree.map(open_container, value, is_leaf=is_leaf) for _, value in items]
-        return _Record(type(x), tuple(key for key, _ in items), values)
+        arguments = (x.default_factory,) if isinstance(x, collections.defaultdict) else ()
+        return _ContainerNode(type(x), arguments, tuple(key for key, _ in items), values)
 
     return jax.tree.map(open_container, tree, is_leaf=is_leaf), has_containers
 

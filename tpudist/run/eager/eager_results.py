@@ -70,7 +70,7 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
     arguments = [None if isinstance(x, PerReplica) else _form_of(x) for x in run.leaves]
     for i in run.kinds.numbers:
         arguments[i] = (), jax.numpy.result_type(run.leaves[i])
-    returned, certain = find_returned_state(treedef, results, run.structure, arguments)
+    returned, not_gradients = find_returned_state(treedef, results, run.structure, arguments)
     labels = call_description.names_of_leaves(run.fn, run.args, run.kwargs)
     rules = dict(run.rules)
     others = [i for i, x in enumerate(merged) if isinstance(x, PerReplica) and i not in returned]
@@ -78,7 +78,9 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
     names |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
     differing = {i: (label, merged[i].dtype) for i, label in names.items()}
     causes = dict.fromkeys(differing, "its new value differs between replicas")
-    for i, op in state_collections.decide(differing, certain, causes, rules, run.name).items():
+    for i, op in state_collections.decide(
+        differing, not_gradients, causes, rules, run.name
+    ).items():
         if op is None:
             first = replica_parts.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
             merged[i] = jax.device_put(first, run.mesh.replicated)

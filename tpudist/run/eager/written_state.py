@@ -22,6 +22,7 @@ from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import divergence
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica, open_parts
+from tpudist.xla import collectives
 from tpudist.xla.mesh import ReplicaMesh
 
 _SUM, _NONE = VariableAggregation.SUM, VariableAggregation.NONE
@@ -202,9 +203,12 @@ def _combine(
         return parts[0]
     if isinstance(rule, ReduceOp):
         return (np.max if rule is ReduceOp.MAX else np.min)(np.stack(parts), axis=0)
-    total = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
+    dtype = parts[0].dtype
+    # As collectives do: 16-bit floats are added up in float32.
+    wide = np.float32 if collectives.is_16_bit_float(dtype) else dtype
+    total = np.sum(np.stack(parts), axis=0, dtype=wide).astype(dtype)
     mean = ReduceOp.from_variable_aggregation(rule) is ReduceOp.MEAN
-    return (total / count).astype(parts[0].dtype) if mean else total
+    return (total / count).astype(dtype) if mean else total
 
 
 def _place(run: ReplicaGroup, value: Any, old: object) -> jax.Array | PerReplica:

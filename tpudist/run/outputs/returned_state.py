@@ -51,7 +51,7 @@ def find_returned_state(
         wholes.append((treedef, first))
         first += treedef.num_leaves
     returned: dict[int, int] = {}
-    certain: set[int] = set()
+    not_gradients: set[int] = set()
     taken: set[int] = set()
     for part, start in _parts(result, 0, _DEPTH):
         for treedef, first in wholes:
@@ -67,9 +67,9 @@ def find_returned_state(
                 taken.add(first)
                 returned |= {i: k for i, k in pairs.items() if i not in returned}
                 if not all(_may_be_gradient(results[start + i]) for i in places):
-                    certain |= set(pairs)
+                    not_gradients |= set(pairs)
                 break
-    return returned, certain
+    return returned, not_gradients
 
 
 def _may_be_gradient(form: Form | None) -> bool:
@@ -105,9 +105,9 @@ def find_returned_outputs(
         _form_of(closed.out_avals[output]) if kind == "array" else None
         for kind, output in found.result
     ]
-    leaves, certain = find_returned_state(found.treedef, results, structure, arguments)
+    leaves, not_gradients = find_returned_state(found.treedef, results, structure, arguments)
     outputs = {i: found.result[i][1] for i in leaves}
-    return {outputs[i]: fed[k][0] for i, k in leaves.items()}, {outputs[i] for i in certain}
+    return {outputs[i]: fed[k][0] for i, k in leaves.items()}, {outputs[i] for i in not_gradients}
 
 
 def _form_of(aval: jax.ShapeDtypeStruct) -> Form:

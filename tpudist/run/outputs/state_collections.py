@@ -19,18 +19,24 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.run.outputs import divergence
 from tpudist.run.outputs.output_placement import OutputPlacement
 
-RULES = {"params": None, "opt_state": None, "batch_stats": "mean"}
-"""The aggregation of a collection that differs between replicas; None if it must not differ."""
+_MUST_AGREE = "must agree"
+RULES = {"params": _MUST_AGREE, "opt_state": _MUST_AGREE, "batch_stats": "mean"}
+"""The rule for a collection that differs between replicas; see `RunOptions.aggregation`.
 
-_MAX_NAMES = 10
+`_MUST_AGREE` raises an error then. It is not a rule for users, whose `"none"` keeps all values.
+"""
+
+_MAX_NAMES = 10  # in a warning
 _RESULT = "result"
-_NAME = re.compile(r"[A-Za-z_]\w*")
+# A part of a printed path, such as `state.params['Dense_0']['ema-kernel']`. A key that is itself a
+# path, such as 'params/Dense_0/kernel', has several parts.
+_NAME = re.compile(r"[^\W\d](?:[\w -]*\w)?")
 
 
 def place_collections(
     proof: replica_agreement.Agreement,
     labels: Mapping[int, str],
-    certain: Collection[int],
+    not_gradients: Collection[int],
     dtypes: Sequence[np.dtype],
     rules: Mapping[str, str],
     name: str,
@@ -42,7 +48,7 @@ def place_collections(
         proof: For each output, whether and why it differs.
         labels: Names of the outputs that are state, such as
             `state.params['Dense_0']['kernel']`.
-        certain: The outputs that are certainly not gradients.
+        not_gradients: The outputs that are certainly not gradients.
         rules: The user's rules, by name of the collection. They take precedence.
 
     Raises:
@@ -50,7 +56,7 @@ def place_collections(
     """
     differing = {i: (label, dtypes[i]) for i, label in labels.items() if placement.stacked[i]}
     causes = {i: proof.describe_cause(i) for i in differing}
-    for i, op in decide(differing, certain, causes, rules, name).items():
+    for i, op in decide(differing, not_gradients, causes, rules, name).items():
         placement.aggregate(i, op)
 
 
@@ -64,11 +70,10 @@ def find_collections(
     if not differing:
         return {}
     labels = paths_of(result)
-    known = {**RULES, **rules}
     return {
         i: labels[i]
         for i in differing
-        if i in labels and known.get(collection_of(labels[i], rules) or "") not in (None, "none")
+        if i in labels and _find_rule(labels[i], rules)[1] not in (_MUST_AGREE, "none")
     }
 
 
@@ -121,7 +126,7 @@ def describe_unknown(rules: Mapping[str, str], labels: Sequence[str], name: str)
 
 def decide(
     differing: Mapping[int, tuple[str, np.dtype]],
-    certain: Collection[int],
+    not_gradients: Collection[int],
     causes: Mapping[int, str],
     rules: Mapping[str, str],
     name: str,
@@ -132,7 +137,7 @@ def decide(
 
     Args:
         differing: Name and dtype of each such state.
-        certain: The state that is certainly not a gradient.
+        not_gradients: The state that is certainly not a gradient.
         causes: Cause of the difference, for each such state.
         rules: The user's rules, by name of the collection. They take precedence.
 
@@ -142,11 +147,10 @@ def decide(
     decided: dict[int, ReduceOp | None] = {}
     refused = []
     for i, (label, dtype) in differing.items():
-        collection = collection_of(label, rules)
-        rule = "none" if collection is None else {**RULES, **rules}[collection]
-        if collection is None or rule == "none" or (rule is None and i not in certain):
+        collection, rule = _find_rule(label, rules)
+        if rule == "none" or (rule == _MUST_AGREE and i not in not_gradients):
             continue
-        if rule is None or (rule == "mean" and not jnp.issubdtype(dtype, jnp.inexact)):
+        if rule == _MUST_AGREE or (rule == "mean" and not jnp.issubdtype(dtype, jnp.inexact)):
             refused.append((f"'{label}'", causes[i], _remedy_of(collection)))
         else:
             decided[i] = None if rule == "only_first_replica" else ReduceOp[rule.upper()]
@@ -159,6 +163,14 @@ def collection_of(label: str, rules: Mapping[str, str]) -> str | None:
     """Returns the innermost collection that the path of some state goes through."""
     names = _NAME.findall(label)
     return next((x for x in reversed(names) if x in rules or x in RULES), None)
+
+
+def _find_rule(label: str, rules: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the collection of some state, and its rule; an empty name and "none" without one."""
+    collection = collection_of(label, rules)
+    if collection is None:
+        return "", "none"
+    return collection, rules.get(collection) or RULES[collection]
 
 
 def _remedy_of(collection: str) -> str:

@@ -147,7 +147,7 @@ class StateOutputs:
             ValueError: If parameters or optimizer state would differ between replicas.
         """
         call, inputs, rules = self.call, self.call.inputs, dict(self.call.rules)
-        returned, certain = returned_state.find_returned_outputs(
+        returned, not_gradients = returned_state.find_returned_outputs(
             self.found, call.structure, inputs, self.closed, self.num_variables
         )
         if call.strategy.num_replicas_in_sync == 1 or call.whole or ALL_COLLECTIONS in rules:
@@ -164,7 +164,7 @@ class StateOutputs:
             self._warn_of_unknown_rules(rules)
         dtypes = [x.dtype for x in self.closed.out_avals]
         state_collections.place_collections(
-            proof, names_of_outputs, certain, dtypes, rules, call.name, placement
+            proof, names_of_outputs, not_gradients, dtypes, rules, call.name, placement
         )
         return returned
 
