@@ -289,7 +289,7 @@ def test_the_devices_of_a_replica_have_axes_of_prime_sizes(number, shape, num_re
     ("make", "message"),
     [
         (
-            lambda a: tpudist.TPUStrategy(None, a, replica_axes={"fsdp": 2}),
+            lambda a: tpudist.TPUStrategy(None, a, replica_axes={"fsdp": 2}, devices=["tpu:9"]),
             "replica_axes={'fsdp': 2}, experimental_device_assignment",
         ),
         (

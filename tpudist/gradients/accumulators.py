@@ -28,8 +28,8 @@ class Accumulators:
 
     def add(self, sums: list[jax.Array], grads: PyTree) -> list[jax.Array]:
         """Returns the sums with the gradients of one more microbatch."""
-        # Gradients are placed before they are added, so XLA reduces each one directly to its shard
-        # (a reduce-scatter). Placed after, whole gradients would be in memory.
+        # Gradients are placed like the sums before they are added, so that XLA can reduce each one
+        # directly to its shard (a reduce-scatter).
         pairs = zip(sums, self._constrain(jax.tree.leaves(grads)), strict=True)
         return self._constrain(s + g.astype(s.dtype) for s, g in pairs)
 

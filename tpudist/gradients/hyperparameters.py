@@ -69,7 +69,6 @@ def write(state: PyTree, name: str, value: ArrayLike) -> None:
         variable.assign(new, read_value=False)
         return
     if not traces.is_traced(new) and not traces.is_traced(old):
-        # A new sharding would compile the step again.
         new = jax.device_put(new, old.sharding)
     variable.set_value(new)
 
@@ -95,7 +94,8 @@ def _find_one(state: PyTree, name: str) -> _StateVariable:
 
 def _flatten(state: PyTree) -> list[tuple[_StateVariable, list[object]]]:
     found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)[0]
-    # JAX's path entries: DictKey has `key`, GetAttrKey has `name`, SequenceKey has neither.
+    # JAX's path entries: DictKey and FlattenedIndexKey have `key`, GetAttrKey has `name`, and
+    # SequenceKey has neither.
     return [(x, [getattr(k, "key", getattr(k, "name", None)) for k in path]) for path, x in found]
 
 

@@ -204,7 +204,8 @@ def split_rows(batch: PyTree, num_parts: int) -> PyTree:
         devices = math.prod(split_axes()[axis] for axis in axes)
         if not axes or parts.shape[1] % devices:
             return parts
-        # The constraint keeps rows where they are: XLA could otherwise split dim 0, the loop's.
+        # Without the constraint, XLA need not keep rows split: for v5e and parameters split over
+        # `fsdp`, each device would compute with all rows of a part and some features.
         free = (PartitionSpec.UNCONSTRAINED,) * (parts.ndim - 2)
         return jax.lax.with_sharding_constraint(parts, PartitionSpec(None, axes, *free))
 

@@ -80,7 +80,7 @@ def _rows_first(
         )
     if not dim:
         return value.array, axis
-    # Dims before it move back by one.
+    # The dims that were before it are one later now.
     moved = tuple(0 if a == dim else a + (a < dim) for a in axis)
     return jnp.moveaxis(value.array, 1 + dim, 1), moved
 
@@ -94,7 +94,7 @@ def reduce_all(
     """Reduces several leaves without an axis; see `reduce`. They share collectives if possible."""
     values = [capture_in_trace(x) for x in values]
     ops = strategy.cross_device_ops
-    # Concrete values without `ops` run one program each, which `reduce` caches by shape.
+    # Concrete values without `ops` run one program each, which JAX caches by shape.
     batch = {
         i: x
         for i, x in enumerate(values)
@@ -195,7 +195,7 @@ def _reduce_dims(
     op: ReduceOp, x: jax.Array, axes: tuple[int, ...], where: jax.Array | None
 ) -> jax.Array:
     if op is ReduceOp.SUM:
-        # Narrow integers keep their dtype, which NumPy would widen; booleans are counted.
+        # Narrow integers keep their dtype, which `jnp.sum` would widen; booleans are counted.
         dtype = None if x.dtype == jnp.bool_ else x.dtype
         return jnp.sum(x, axes, dtype=dtype, where=where)
     if op is ReduceOp.MEAN:
@@ -241,8 +241,8 @@ def _reduce_part(
         frame = context.current().frame
         if op is not ReduceOp.MEAN or frame is None or not frame.has_partial_batch:
             return cross_device_ops.reduce(op, _reduce_dims(op, x, axis, None), options)
-        # The trace of a partial batch replaces this number by the real rows of each replica; see
-        # `programs/rows`.
+        # In the trace of a partial batch, this number is found because it changes with the size of
+        # the batch, and replaced by the real rows of each replica; see `programs/rows/labels`.
         real = x.shape[0]
     mask = (jnp.arange(x.shape[0]) < real).reshape(-1, *(1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:

@@ -32,8 +32,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: Device that stores the state. Default: the compute device if there is only
             one, or else the host, `cpu:0`; with a `memory_kind`, the first compute device.
         memory_kind: Memory of the parameter device, such as `pinned_host`. Default: its own memory.
-        axis_name: A second name of the replica axis, in addition to "replica", for functions and
-            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        axis_name: Same as in `MirroredStrategy`.
 
     Raises:
         ValueError: If a device does not exist, is named twice or belongs to another process, or if
@@ -56,8 +55,8 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is None:
             # As in TensorFlow: state of several devices is in host memory, unless the user names
             # another memory, which then is a memory of the first device.
-            first = len(devices) == 1 or memory_kind is not None
-            parameter_device = devices[0] if first else "cpu:0"
+            uses_first_device = len(devices) == 1 or memory_kind is not None
+            parameter_device = devices[0] if uses_first_device else "cpu:0"
         home = as_devices([parameter_device], local=True)[0]
         self.storage = CentralStorage(mesh, home, memory_kind)
         super().__init__(mesh)
@@ -87,12 +86,13 @@ class CentralStorage(Storage):
     """
 
     def __init__(self, mesh: ReplicaMesh, device: jax.Device, memory_kind: str | None):
-        home = make_mesh([device])
+        mesh_of_device = make_mesh([device])
         if memory_kind is not None:
-            placement.check_memory_kind(home, memory_kind)
+            placement.check_memory_kind(mesh_of_device, memory_kind)
         self._mesh, self.device = mesh, device
         self.sharding = SingleDeviceSharding(device, memory_kind=memory_kind)
-        is_default = memory_kind in (None, placement.memory_kinds(home)[0])
+        # The first kind is the device's default memory.
+        is_default = memory_kind in (None, placement.memory_kinds(mesh_of_device)[0])
         # A CPU device reports several kinds of memory, but they are all the same memory.
         self.shares_memory = device in mesh.device_set and (is_default or device.platform == "cpu")
         shards = list(mesh.mesh.devices.flat)
@@ -111,7 +111,9 @@ class CentralStorage(Storage):
         # A PerReplica that a function captures is not stored, and keeps its parts.
         stacked = self._mesh.stacked
         shardings = [
-            stacked if isinstance(x, jax.Array) and x.sharding == stacked else replicated
+            stacked
+            if isinstance(x, jax.Array) and not is_traced(x) and x.sharding == stacked
+            else replicated
             for x in leaves
         ]
         return treedef.unflatten(jax.device_put(leaves, shardings))
@@ -124,9 +126,9 @@ class CentralStorage(Storage):
 
     def place(self, values: PyTree) -> PyTree:
         """Moves a pytree of arrays from any devices to the parameter device."""
-        return jax.device_put(jax.tree.map(self._one_part, values), self.sharding)
+        return jax.device_put(jax.tree.map(self._on_one_device, values), self.sharding)
 
-    def _one_part(self, x: object) -> object:
+    def _on_one_device(self, x: object) -> object:
         if not isinstance(x, jax.Array) or is_traced(x) or len(x.sharding.device_set) == 1:
             return x
         if not x.is_fully_replicated:

@@ -29,13 +29,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             XLA chooses.
         mutual_tls: Certificates with which the workers authenticate each other. Not in
             tf.distribute.
-        axis_name: A second name of the replica axis, in addition to "replica", for functions and
-            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-        deterministic: Fixed number of replicas, a power of two, for every number of devices that
-            divides it. Each device runs an equal number of replicas one after another, and sums are
-            added in one order. A run then gives the same bits on every such mesh, but takes longer;
-            see docs/determinism.md. By default each device is one replica, and XLA chooses the
-            order of sums. Not in tf.distribute.
+        axis_name: Same as in `MirroredStrategy`.
+        deterministic: Same as in `MirroredStrategy`.
 
     Raises:
         ValueError: If an argument has a wrong type, or the cluster does not contain this task.
@@ -75,10 +70,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         # Order matters from here on: an evaluator is not one of `processes()`, and JAX accepts a
         # connection only before it starts its devices, which `as_devices` below does.
-        alone = self._cluster_resolver.is_evaluator
-        workers = [] if alone else self._cluster_resolver.processes()
+        is_evaluator = self._cluster_resolver.is_evaluator
+        workers = [] if is_evaluator else self._cluster_resolver.processes()
         if len(workers) > 1 and not jax.distributed.is_initialized():
-            # Before the mesh: JAX must not start its devices until the workers are connected.
             index = self._cluster_resolver.process_index()
             connection.connect(workers[0], len(workers), index, mutual_tls)
         super().__init__(

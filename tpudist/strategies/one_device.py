@@ -15,8 +15,7 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: JAX device or a name such as `cpu:0`. Default: the first device.
-        axis_name: A second name of the replica axis, in addition to "replica", for functions and
-            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
+        axis_name: Same as in `MirroredStrategy`.
     """
 
     variables_have_components = False

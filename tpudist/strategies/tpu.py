@@ -62,19 +62,14 @@ class TPUStrategy(Strategy):
             `tpudist.experimental.partitioners`. It splits over `fsdp` if replicas have that axis,
             or else over all their axes together. With n devices on these axes, it splits the
             largest dim that divides by n and that the partitioner wants in at least n pieces; other
-            variables stay whole. If it wants more than one piece but fewer than n, or nothing
-            divides, this is logged once for each shape. By default, the largest dim of arrays with
-            at least 1024 elements is split over `fsdp`.
+            variables stay whole. If a partition is wanted but impossible, this is logged once for
+            each shape. By default, the largest dim of arrays with at least 1024 elements is split
+            over `fsdp`.
         compiler_options: Compiler options for all programs of this strategy; an empty dict for
             none. Default: those of `tpudist.xla.compiler.compiler_options` for these chips.
         devices: JAX devices or names such as `tpu:0`. Default: all devices of the run.
-        axis_name: A second name of the replica axis, in addition to "replica", for functions and
-            models that name it, as with `jax.pmap`: `jax.lax.pmean(x, "batch")`.
-        deterministic: Fixed number of replicas, a power of two, for every number of devices that
-            divides it. Each device runs an equal number of replicas one after another, and sums are
-            added in one order. A run then gives the same bits on every such mesh, but takes longer;
-            see docs/determinism.md. By default each device is one replica, and XLA chooses the
-            order of sums. Not in tf.distribute.
+        axis_name: Same as in `MirroredStrategy`.
+        deterministic: Same as in `MirroredStrategy`.
 
     Raises:
         ValueError: If the devices do not split into such replicas, a rule names an axis that the
@@ -108,17 +103,13 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = tpu_cluster_resolver or TPUClusterResolver()
         self.device_assignment = experimental_device_assignment
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
-        self._partitioner = _check_partitioner(variable_partitioner)
         if devices is None and not self._cluster_resolver.is_local:
             _connect_workers()  # before the mesh: afterwards, JAX has started its devices
         mesh = _make_replica_mesh(
-            as_devices(devices),
-            replica_axes,
-            experimental_device_assignment,
-            axis_name,
-            deterministic,
+            devices, replica_axes, experimental_device_assignment, axis_name, deterministic
         )
         super().__init__(mesh, logical_axis_rules=logical_axis_rules or ())
+        self._partitioner = _check_partitioner(variable_partitioner)
         if variable_partitioner is None:
             _warn_of_misspelled_axes(replica_axes or {}, logical_axis_rules or ())
         elif mesh.devices_per_replica == 1:
@@ -225,23 +216,24 @@ class TPUStrategy(Strategy):
 
 
 def _make_replica_mesh(
-    devices: Sequence[jax.Device],
+    devices: Sequence[jax.Device | str] | None,
     replica_axes: Mapping[str, int] | None,
     assignment: DeviceAssignment | None,
     axis_name: str | None,
     deterministic: int | None,
 ) -> ReplicaMesh:
     """Returns the mesh of the replicas, and warns if its devices are not TPUs."""
-    if assignment is None:
-        mesh = make_mesh(devices, replica_axes, axis_name=axis_name, deterministic=deterministic)
-    elif replica_axes is None:
-        mesh = _mesh_of_assignment(assignment, devices, axis_name, deterministic)
-    else:
+    if assignment is not None and replica_axes is not None:
         raise ValueError(
             f"TPUStrategy(replica_axes={dict(replica_axes)}, "
             "experimental_device_assignment=...): both determine the devices of a replica. "
             "Pass only one of them."
         )
+    found = as_devices(devices)
+    if assignment is None:
+        mesh = make_mesh(found, replica_axes, axis_name=axis_name, deterministic=deterministic)
+    else:
+        mesh = _mesh_of_assignment(assignment, found, axis_name, deterministic)
     if mesh.platform != "tpu":
         _log.warning(
             "TPUStrategy runs on %d %s devices, because no TPU was found.",
@@ -297,6 +289,7 @@ def _connect_workers() -> None:
     if len(workers) < 2 or jax.distributed.is_initialized() or "ps" in resolver.cluster_spec().jobs:
         return
     if resolver.task_type in ("chief", "worker"):
+        # The first worker is the coordinator of JAX's runtime.
         connection.connect(workers[0], len(workers), resolver.process_index())
 
 
@@ -312,10 +305,10 @@ def _check_partitioner(partitioner: Partitioner | None) -> Partitioner | None:
 
 def _warn_of_misspelled_axes(axes: Iterable[str], rules: Sequence[logical_axes.Rule]) -> None:
     """Warns of an axis that no rule uses and whose name is similar to a default axis."""
+    targets = {axis for _, target in rules for axis in logical_axes.axes_of(target)}
     for axis in axes:
         near = logical_axes.nearest_axis(axis)
-        targets = [(target,) if isinstance(target, str) else target or () for _, target in rules]
-        if near and not any(axis in target for target in targets):
+        if near and axis not in targets:
             _log.warning(
                 "TPUStrategy(replica_axes) has the axis '%s', but no rule splits anything over it. "
                 "Did you mean '%s'? Without a rule, only annotations that name '%s' itself split "

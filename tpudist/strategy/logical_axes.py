@@ -75,7 +75,7 @@ def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
     """
     axes = set(mesh.inner_axes)
     for name, target in own:
-        unknown = set(_names(target)) - axes
+        unknown = set(axes_of(target)) - axes
         if unknown:
             raise ValueError(
                 f"The logical axis rule ({name!r}, {target!r}) names mesh axis "
@@ -94,7 +94,8 @@ def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
     return (*own, *default, *themselves)
 
 
-def _names(target: Target) -> tuple[str, ...]:
+def axes_of(target: Target) -> tuple[str, ...]:
+    """Returns the mesh axes of a rule."""
     return () if target is None else (target,) if isinstance(target, str) else tuple(target)
 
 
