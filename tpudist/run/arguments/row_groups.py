@@ -31,6 +31,8 @@ class RowGroups:
 
         None and an empty tuple if every batch is full. It is on the path of each call.
         """
+        if _are_full(values):
+            return None, ()
         # The number of a group by its key: padded rows, and real rows of each replica.
         group_of: dict[tuple[int, tuple[int, ...]], int] = {}
         members = []
@@ -44,3 +46,19 @@ class RowGroups:
             return None, ()
         sizes, rows = zip(*group_of, strict=True)
         return cls(sizes, tuple(members)), rows
+
+
+def _are_full(values: Sequence[PerReplica]) -> bool:
+    """Whether every batch is full, as in almost all calls; False if a closer look is needed."""
+    # Loops without a Python call for each value, because values may be many.
+    for x in values:
+        if x.rows is None:
+            continue
+        shape = x.array.shape  # `[num_replicas, ...]`
+        if x.other_rows or len(shape) < 2:
+            return False
+        size = shape[x.dim + 1]
+        for real in x.rows:
+            if real != size:
+                return False
+    return True
