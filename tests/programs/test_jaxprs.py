@@ -202,7 +202,7 @@ DOCTORED = {
     "a scan with one parameter less": lambda: (doctored(a_scan(), unroll=None), "parameters"),
     "a scan whose operands are counted otherwise": lambda: (counted_otherwise(a_scan(), 1), "scan"),
     "a scan whose length is not a number": lambda: (doctored(a_scan(), length="n"), "length='n'"),
-    "a scan of another length": lambda: (doctored(a_scan(), length=9), "9 turns"),
+    "a scan of another length": lambda: (doctored(a_scan(), length=9), "9 iterations"),
     "a scan whose body is a function": lambda: (
         doctored(a_scan(), jaxpr=lambda x: x, note=OTHER_BODY),
         "scan",
@@ -239,17 +239,17 @@ DOCTORED = {
     ),
     "a new primitive with a program": lambda: (
         equation("jit", jax.jit(jnp.sin)).replace(primitive=core.Primitive("loop_of_tomorrow")),
-        "'loop_of_tomorrow', which holds a program",
+        "'loop_of_tomorrow', which contains a program",
     ),
     "a new primitive with programs in a dict": lambda: (
         equation("sin", jnp.sin).replace(
             primitive=core.Primitive("choice_of_tomorrow"), params={"by": {"x": [OTHER_BODY]}}
         ),
-        "'choice_of_tomorrow', which holds a program",
+        "'choice_of_tomorrow', which contains a program",
     ),
     "a primitive that hides its program": lambda: (
         equation("sin", jnp.sin).replace(primitive=core.Primitive("call_exported")),
-        "'call_exported', which holds a program",
+        "'call_exported', which contains a program",
     ),
 }
 

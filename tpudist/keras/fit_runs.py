@@ -195,7 +195,7 @@ class FitRuns:
         # need not correspond.
         pairs = zip(*lines, texts[0].equations, strict=False)
         differ = (eqn for x, y, eqn in pairs if x != y and eqn is not None)
-        return user_lines.first_line_of(differ)
+        return user_lines.first_users_line_of(differ)
 
     def _step(self, state: State, batch: Batch) -> Any:
         return self._model.train_step(state, batch)

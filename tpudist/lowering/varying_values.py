@@ -38,7 +38,7 @@ class VaryingValues:
         Raises:
             ValueError: If a collective runs under control flow that varies, with the line.
         """
-        flags = [False] * program.count
+        flags = [False] * program.num_values
         for number, flag in zip(program.inputs, varying, strict=True):
             flags[number] = flag
         for step in program.steps:

@@ -14,10 +14,11 @@ from jax.extend import core
 from tpudist.programs import jaxprs
 from tpudist.xla import random_keys
 
+# An operation that is in none of the lists may be an addition (`_Dependence.UNKNOWN`).
 _KEEP = frozenset(
     "convert_element_type copy copy_p reshape squeeze broadcast_in_dim stop_gradient".split()
 )
-_NOT_LINEAR = frozenset(
+_NOT_ADDITIONS = frozenset(
     "scatter dynamic_update_slice mul div max min neg rem pow integer_pow square sqrt rsqrt exp "
     "log tanh abs sign floor".split()
 )
@@ -96,6 +97,7 @@ def _read_value(dependences: Mapping[int, _Dependence], x: object) -> _Dependenc
 def _dependence_of(primitive: str, operands: Sequence[_Dependence]) -> _Dependence:
     depends = [x not in (_Dependence.FREE, _Dependence.ADDED) for x in operands]
     if primitive in ("add", "add_any", "sub"):
+        # In `x - state` the sign of the state changes.
         if _Dependence.OTHER in operands or (primitive == "sub" and depends[1]):
             return _Dependence.OTHER
         if all(depends):
@@ -104,10 +106,11 @@ def _dependence_of(primitive: str, operands: Sequence[_Dependence]) -> _Dependen
             return _Dependence.OTHER if is_double else _Dependence.UNKNOWN
         if any(depends):
             return operands[depends.index(True)]
+        # A zero plus x may be a state that was reset, plus x.
         return _Dependence.ADDED if _Dependence.ADDED in operands else _Dependence.FREE
     if primitive in _KEEP:
         return operands[0]
     if not any(depends):
         return _Dependence.FREE
-    is_other = primitive in _NOT_LINEAR or _Dependence.OTHER in operands
+    is_other = primitive in _NOT_ADDITIONS or _Dependence.OTHER in operands
     return _Dependence.OTHER if is_other else _Dependence.UNKNOWN

@@ -14,10 +14,19 @@ from tpudist.programs import jaxprs, user_lines
 from tpudist.xla.hlo.source_lines import line_of_error
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
+# JAX's texts, the same in jax 0.10 and 0.12:
+# "Found an unbound axis name: batch. To fix this, please call psum under `jax.shard_map`."
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
+# "Resource axis: model of P('model',) is not found in mesh: ('replica',)."
 _NO_SUCH_AXIS = re.compile(r"Resource axis: (\S+) of (.+?) is not found in mesh")
-_NOT_EXPLICIT = re.compile(r"passed to (.+?) cannot contain axis names that are of type Auto or M")
+# "PartitionSpec passed to einsum cannot contain axis names that are of type Auto or Manual. Got
+# PartitionSpec: P('replica',) with axis name: replica of type: AxisType.Manual." ("M" suffices.)
+_NOT_EXPLICIT = re.compile(
+    r"passed to (.+?) cannot contain axis names that are of type Auto or Manual"
+)
 _MANUAL = re.compile(r"with axis name: (\S+) of type: (?:AxisType\.)?Manual")
+# "The spec of NamedSharding passed to with_sharding_constraint can only refer to Auto axes of the
+# mesh. Got spec=P('replica',) and mesh=..."
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _SPEC = re.compile(r"(?:PartitionSpec: |spec=|pspec )(P(?:artitionSpec)?\(.*?\))(?: |\.|$)")
 
@@ -113,9 +122,8 @@ def describe_missing_axis(mesh: Mesh, subject: str, *, spec: object, axis: str) 
         f"{subject} asks for {spec}, but the mesh has the axes {axes}, and no {axis!r}. "
         "Annotations of Linen's with_partitioning and sharding constraints name axes of the mesh. "
         f"Give replicas that axis, with TPUStrategy(replica_axes={{{axis!r}: ...}}), or annotate "
-        "with logical "
-        "names (nn.with_logical_partitioning, nnx.with_partitioning) that have a rule: "
-        f"logical_axis_rules=(({axis!r}, None),) leaves this axis whole."
+        "with logical names (nn.with_logical_partitioning, nnx.with_partitioning) that have a "
+        f"rule: logical_axis_rules=(({axis!r}, None),) leaves this axis whole."
     )
 
 

@@ -86,7 +86,7 @@ def trace_for_all(
     try:
         return jax.make_jaxpr(evaluate)(*jax.tree.leaves(args)), result
     except ValueError as error:
-        if "vmap has mapped output" not in str(error):
+        if "vmap has mapped output" not in str(error):  # JAX's text, from 0.10 to 0.12
             raise
         raise ValueError(
             "State that is created would differ between replicas: it depends on "
@@ -97,7 +97,7 @@ def trace_for_all(
 
 
 def _rename_in(value: Any, name: str) -> Any:
-    """Returns a parameter of an equation with the axis renamed in the programs inside."""
+    """Returns a program, or a parameter with programs inside, with the axis renamed in them."""
     if isinstance(value, jaxprs.ClosedJaxpr) and jaxprs.open_jaxpr(value) is not value:
         return value.replace(jaxpr=_rename_in(value.jaxpr, name))
     if isinstance(value, core.Jaxpr):

@@ -1,6 +1,7 @@
 """A replica's program as a flat list of operations, without references and communicating calls.
 
-Every collective is an operation of the list, so that a program can be split there
+Every collective is an operation of the list, so that a program can be split there: replicas that
+share a device compute one after the other until a collective, and *meet* there
 (`logical_replicas`).
 """
 
@@ -34,7 +35,7 @@ def flatten(closed: Program, *, inline_calls: bool = False) -> "FlatProgram":
         ValueError: If the program uses a reference in an unsupported way.
     """
     flat = FlatProgram()
-    flat.inputs = tuple(flat.new() for _ in jaxprs.open_jaxpr(closed).invars)
+    flat.inputs = tuple(flat.new_number() for _ in jaxprs.open_jaxpr(closed).invars)
     flat.outputs = tuple(_Flattening(flat, {}, inline_calls).program(closed, flat.inputs))
     return flat
 
@@ -78,19 +79,19 @@ class FlatProgram:
         inputs: Numbers of the inputs.
         steps: The operations in order.
         outputs: Numbers of the outputs.
-        count: Number of values.
+        num_values: Number of values.
     """
 
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     inputs: tuple[int, ...] = ()
     steps: list[Operation] = dataclasses.field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    count: int = 0
+    num_values: int = 0
 
-    def new(self) -> int:
+    def new_number(self) -> int:
         """Returns the number of a new value."""
-        self.count += 1
-        return self.count - 1
+        self.num_values += 1
+        return self.num_values - 1
 
 
 @dataclasses.dataclass
@@ -116,7 +117,7 @@ class _Flattening:
         return self._constant(atom.val) if isinstance(atom, core.Literal) else numbers[atom]
 
     def _constant(self, value: ArrayLike) -> int:
-        number = self.flat.new()
+        number = self.flat.new_number()
         self.flat.constants[number] = value
         return number
 
@@ -129,7 +130,7 @@ class _Flattening:
             structure = jaxprs.structure_of(eqn)
             if isinstance(structure, Call) and structure.copies == 1:
                 return self._inline(eqn, structure, operands)
-        outputs = tuple(self.flat.new() for _ in eqn.outvars)
+        outputs = tuple(self.flat.new_number() for _ in eqn.outvars)
         calls = tuple(self.calls)
         self.flat.steps.append(Operation(eqn, tuple(operands), outputs, communicates, calls=calls))
         return outputs
@@ -145,14 +146,15 @@ class _Flattening:
         """Updates the content of a reference; returns the results of the equation."""
         access = access_of(eqn)
         if access is Access.MAKE:
-            cell = self.flat.new()
+            cell = self.flat.new_number()
             self.contents[cell] = operands[0]
             return [cell]
         if access is None:
             structure = jaxprs.structure_of(eqn)
-            if isinstance(structure, Call):
+            if isinstance(structure, Call) and structure.copies == 1:
                 return self._inline(eqn, structure, operands)
             raise make_error(eqn, f"a Variable or reference is changed inside of {eqn.primitive}.")
+        # More operands are the indices of a part.
         if len(operands) > (1 if access in (Access.READ, Access.END) else 2):
             raise make_error(eqn, "a part of a Variable or reference is read or changed.")
         cell = operands[0]
@@ -160,7 +162,7 @@ class _Flattening:
         if access is Access.WRITE:
             self.contents[cell] = operands[1]
         elif access is Access.ADD:
-            self.contents[cell] = self.flat.new()
+            self.contents[cell] = self.flat.new_number()
             step = Operation(eqn, (before, operands[1]), (self.contents[cell],), False, adds=True)
             self.flat.steps.append(step)
             return []
@@ -180,7 +182,10 @@ def _holds_collective(jaxpr: core.Jaxpr) -> bool:
 
 
 def is_collective(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation names the replica axis."""
+    """Returns whether an equation names the replica axis.
+
+    Also `axis_index`, which does not communicate, but must run where the replica is known.
+    """
     return any(_names_replicas(eqn.params.get(name)) for name in AXES)
 
 
@@ -191,13 +196,14 @@ def _names_replicas(axes: object) -> bool:
 def split_into_rounds(program: FlatProgram) -> list[list[Operation]]:
     """Returns the operations before each meeting of the replicas, and after the last one.
 
+    A meeting computes collectives for all replicas at once, between two rounds.
     An operation is in the earliest possible round: it runs before a collective that it does not
     wait for, and collectives that do not wait for each other share one meeting.
     """
     rounds: list[list[Operation]] = [[]]
     # The first round in which each value exists. The results of a collective exist in the round
     # after its own. Operations are in order, so the rounds of all operands are known.
-    ready = [0] * program.count
+    ready = [0] * program.num_values
     for step in program.steps:
         first = max((ready[i] for i in step.inputs), default=0)
         while len(rounds) <= first + step.communicates:
@@ -209,7 +215,7 @@ def split_into_rounds(program: FlatProgram) -> list[list[Operation]]:
 
 
 def find_needed(program: FlatProgram, rounds: list[list[Operation]]) -> list[set[int]]:
-    """Returns the values that each round's meeting, later rounds or the caller need."""
+    """Returns for each round the values that its meeting, later rounds or the caller need."""
     needed, later = [], set(program.outputs)
     for steps in reversed(rounds):
         needed.append(later | {i for x in steps if x.communicates for i in x.inputs})

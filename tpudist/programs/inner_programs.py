@@ -12,7 +12,7 @@ from tpudist.programs.flat_program import FlatProgram, Operation
 Compute = Callable[[Operation, Sequence[Any]], list[Any]]
 
 
-def find(eqn: core.JaxprEqn) -> list[FlatProgram]:
+def find_programs(eqn: core.JaxprEqn) -> list[FlatProgram]:
     """Returns the programs of a scan or branch; nothing for another operation."""
     structure = jaxprs.structure_of(eqn)
     if not isinstance(structure, jaxprs.Scan | jaxprs.Cond):
@@ -33,14 +33,14 @@ def make_function(program: FlatProgram, compute: Compute) -> Callable[..., list[
     return run
 
 
-def evaluate(
+def evaluate_inside(
     eqn: core.JaxprEqn, programs: Sequence[FlatProgram], values: Sequence[Any], compute: Compute
 ) -> list[Any]:
     """Returns the results of a scan or branch.
 
     Args:
         eqn: The scan or branch.
-        programs: The result of `find`.
+        programs: The result of `find_programs`.
         values: Values of the operands.
         compute: Called with each operation and its inputs; returns its results.
     """
@@ -48,7 +48,7 @@ def evaluate(
     structure = jaxprs.structure_of(eqn)
     if isinstance(structure, jaxprs.Cond):
         return list(jax.lax.switch(values[0], functions, *values[1:]))
-    assert isinstance(structure, jaxprs.Scan), "`find` returns no others"
+    assert isinstance(structure, jaxprs.Scan), "`find_programs` returns no others"
     first = structure.num_consts
     last = first + structure.num_carry
 

@@ -83,7 +83,7 @@ class Call(_OneBody):
 
 @dataclasses.dataclass(frozen=True)
 class Elementary:
-    """One operation that programs define in part: how a scatter combines numbers, how one solves.
+    """One operation with programs as parts: how a scatter combines numbers, how a solver solves.
 
     Its results are a function of its operands if the programs are functions of their inputs.
     """

@@ -1,4 +1,4 @@
-"""Reads the programs inside an equation of a jaxpr. Only this file knows how JAX stores them.
+"""Reads the programs inside an equation of a jaxpr: only this file knows how JAX stores these.
 
 Everything that walks a jaxpr (the proof of equality, the count of FLOPs, the search for
 collectives) uses `structure_of`. An equation that does not look as expected is `Unknown`, with a
@@ -59,10 +59,10 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
     layout = _LAYOUTS.get(name)
     if layout is None:
         if bodies or name in _HIDE_PROGRAMS:
-            return _unknown(f"the primitive '{name}', which holds a program", bodies)
+            return _unknown(f"the primitive '{name}', which contains a program", bodies)
         return None
-    if not bodies and name not in _ALWAYS_HOLD_PROGRAMS:
-        return None  # a scatter that replaces, for one
+    if not bodies and name.startswith("scatter"):
+        return None  # it replaces; only other scatters combine numbers by a program
     try:
         if frozenset(eqn.params) not in layout.parameters:
             raise _UnknownLayout(f"with the parameters {', '.join(sorted(eqn.params))}")
@@ -98,14 +98,18 @@ def expand(eqn: core.JaxprEqn) -> ClosedJaxpr:
 
 def callee_of(eqn: core.JaxprEqn, body: core.Jaxpr) -> Program:
     """Returns the program of a `Call` with its constants; `body` is the same without them."""
+    # A `call_hi_primitive` has no program among its parameters.
     for program in programs_of(tuple(eqn.params.values())):
         if open_jaxpr(program) is body:
             return program
     return expand(eqn)
 
 
-def find_unread_parameters(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
-    """Returns why an operation cannot be read; None if its parameters are one of the known sets."""
+def reason_if_unknown(eqn: core.JaxprEqn, known: Sequence[frozenset[str]]) -> str | None:
+    """Returns why an operation cannot be read; None if its parameters are one of the known sets.
+
+    Each reason is logged once.
+    """
     if frozenset(eqn.params) in known:
         return None
     names = ", ".join(sorted(eqn.params)) or "none"
@@ -155,7 +159,10 @@ def walk(program: Program) -> Iterator[core.JaxprEqn]:
 
 
 def walk_used(program: Program) -> Iterator[core.JaxprEqn]:
-    """Yields the equations of a program whose results are used in it, and those inside them."""
+    """Yields the equations of a program whose results are used in it, and those inside them.
+
+    All results of a program inside an equation count as used.
+    """
     opened = open_jaxpr(program)
     used = {x for x in opened.outvars if isinstance(x, core.Var)}
     for eqn in reversed(opened.eqns):
@@ -174,6 +181,9 @@ def constants_of(program: Program) -> Iterator[Any]:
             yield from constants_of(inner)
 
 
+_logged: set[str] = set()
+
+
 def _unknown(reason: str, bodies: tuple[core.Jaxpr, ...]) -> Unknown:
     reason = f"{reason}, which this tpudist does not know from jax {jax.__version__}"
     if reason not in _logged:
@@ -182,9 +192,6 @@ def _unknown(reason: str, bodies: tuple[core.Jaxpr, ...]) -> Unknown:
             "Not understood: %s. tpudist assumes that its result differs between replicas.", reason
         )
     return Unknown(reason, bodies)
-
-
-_logged: set[str] = set()
 
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
@@ -213,7 +220,7 @@ def _program(value: object) -> core.Jaxpr:
     return open_jaxpr(value)
 
 
-def _count(value: object, name: str) -> int:
+def _require_count(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _UnknownLayout(f"with {name}={value!r}")
     return value
@@ -239,7 +246,7 @@ def _signature(aval: _Aval) -> tuple:
 def _element_of(aval: _Aval, length: int) -> jax.ShapeDtypeStruct:
     """Returns the part of an operand or result of a scan that belongs to one iteration."""
     if not aval.shape or aval.shape[0] != length:
-        raise _UnknownLayout(f"with {aval} for {length} turns")
+        raise _UnknownLayout(f"with {aval} for {length} iterations")
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
 
 
@@ -249,7 +256,7 @@ def _avals(atoms: Sequence[Atom]) -> list[Any]:
 
 def _read_scan(eqn: core.JaxprEqn) -> Scan:
     params = eqn.params
-    body, length = _program(params["jaxpr"]), _count(params["length"], "length")
+    body, length = _program(params["jaxpr"]), _require_count(params["length"], "length")
     operands, results = _avals(eqn.invars), _avals(eqn.outvars)
     if "ft_in" in params:  # since jax 0.11
         consts, carry, xs = (len(group) for group in params["ft_in"].unpack())
@@ -260,8 +267,8 @@ def _read_scan(eqn: core.JaxprEqn) -> Scan:
                 f"{carried} carried results"
             )
     else:
-        consts = _count(params["num_consts"], "num_consts")
-        carry = _count(params["num_carry"], "num_carry")
+        consts = _require_count(params["num_consts"], "num_consts")
+        carry = _require_count(params["num_carry"], "num_carry")
     # The numbers would also add up if constants and carry were swapped, and the proof of equality
     # would then follow the wrong values. So shapes and dtypes are compared in each place too.
     unsliced, ys = operands[: consts + carry], results[carry:]
@@ -276,8 +283,8 @@ def _read_scan(eqn: core.JaxprEqn) -> Scan:
 def _read_while(eqn: core.JaxprEqn) -> While:
     params = eqn.params
     cond, body = _program(params["cond_jaxpr"]), _program(params["body_jaxpr"])
-    of_cond = _count(params["cond_nconsts"], "cond_nconsts")
-    of_body = _count(params["body_nconsts"], "body_nconsts")
+    of_cond = _require_count(params["cond_nconsts"], "cond_nconsts")
+    of_body = _require_count(params["body_nconsts"], "body_nconsts")
     operands = _avals(eqn.invars)
     carry = operands[of_cond + of_body :]
     _require_match("operands of its condition", operands[:of_cond] + carry, _avals(cond.invars))
@@ -325,7 +332,7 @@ def _read_shard_map(eqn: core.JaxprEqn) -> Call:
         )
     copies = 1
     for axis in eqn.params["newly_manual_axes"]:
-        copies *= _count(sizes[axis], f"size of {axis}")
+        copies *= _require_count(sizes[axis], f"size of {axis}")
     return Call(body, copies=copies)
 
 
@@ -438,5 +445,3 @@ _LAYOUTS: Mapping[str, _Layout] = {
 }
 # They contain programs in a form other than a jaxpr.
 _HIDE_PROGRAMS = ("call_exported", "call_hi_primitive_linearized")
-# A scatter that replaces contains no program; the other primitives of `_LAYOUTS` always do.
-_ALWAYS_HOLD_PROGRAMS = frozenset(_LAYOUTS) - {name for name in _LAYOUTS if "scatter" in name}

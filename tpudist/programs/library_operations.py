@@ -18,7 +18,7 @@ from tpudist.programs import jaxpr_rewrite, jaxprs
 _OWN = {"jax", "jaxlib", "tpudist"}
 # Real programs nest a few such primitives, as solvers are nested. A primitive whose
 # implementation contains itself would expand without end.
-_MAX_ROUNDS = 32
+_MAX_LEVELS = 32
 
 
 def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
@@ -27,9 +27,10 @@ def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
     A primitive stays if its function cannot be traced.
     """
     kept: set[core.Primitive] = set()
-    # Each round either expands one level of nesting, or adds a primitive to `kept`. It ends if
-    # nothing changes.
-    for _ in range(_MAX_ROUNDS):
+    # Each round either expands one level of nesting, or adds a primitive to `kept`. Ends if nothing
+    # changes: a program has a finite number of primitives to keep.
+    num_levels = 0
+    while num_levels < _MAX_LEVELS:
         selects = functools.partial(_is_expandable, kept)
         try:
             expanded = jaxpr_rewrite.rewrite(closed, selects, _compute)
@@ -38,7 +39,7 @@ def expand(closed: jaxprs.ClosedJaxpr) -> jaxprs.ClosedJaxpr:
             continue
         if expanded is closed:
             break
-        closed = expanded
+        closed, num_levels = expanded, num_levels + 1
     return closed
 
 

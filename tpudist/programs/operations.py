@@ -48,7 +48,7 @@ def evaluate(
             `compute_operation`.
     """
     compute = compute or compute_operation
-    values: list[Any] = [None] * program.count
+    values: list[Any] = [None] * program.num_values
     for number, value in (*program.constants.items(), *zip(program.inputs, inputs, strict=True)):
         values[number] = value
     for step in program.steps:

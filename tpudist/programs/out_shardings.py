@@ -8,10 +8,10 @@ only while a replica function is traced; other code is not affected.
 # `_let_through` accepts a request that JAX would reject. Then a value must be constrained for it:
 # either the result of the primitive that has the request as a parameter (`_OPERATIONS`), or the
 # result of a function of JAX that would ignore the request or apply it to another value
-# (`_FUNCTIONS`). Each accepted request waits in `_Trace.waiting` until a value is constrained for
-# it. A request that still waits at the end of the trace raises an error, so none is ignored
-# silently. Requests of other functions, and of functions whose wrapped parts this JAX lacks, are
-# rejected as by JAX.
+# (`_FUNCTIONS`). Each accepted request is in `_waiting` until a value is constrained to its axes. A
+# request that still waits at the end of the trace raises an error: this JAX ignored it. That is
+# missed if another request for the same axes was applied later. Requests of other functions, and of
+# functions whose wrapped parts this JAX lacks, are rejected as by JAX.
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -55,15 +55,15 @@ _MESH_OF_AUTO_AXES = "_get_new_mesh"  # called by auto_axes, in "pjit"
 
 # The functions whose requests are applied, by their name in JAX's errors, with the parts of JAX
 # that must have been wrapped.
-_AUTO = {"reshard_p", _MESH_OF_AUTO_AXES}  # functions that use jax.sharding.auto_axes
-_FILLED = {"broadcast_in_dim_p", "reshard_p"}
+_BY_AUTO_AXES = {"reshard_p", _MESH_OF_AUTO_AXES}  # functions that use jax.sharding.auto_axes
+_BY_BROADCAST = {"broadcast_in_dim_p", "reshard_p"}
 _SUPPORTED: dict[str, set[str]] = {
     "reshard": {"reshard_p"},
     "dot_general": {"dot_general_p", "conv_general_dilated_p"},  # convolutions use this name too
     "ragged_dot_general": {"ragged_dot_general_p"},
-    "einsum": {"_einsum"} | _AUTO,
-    "broadcast_in_dim": _FILLED,
-    "jnp.broadcast_to": _FILLED,
+    "einsum": {"_einsum"} | _BY_AUTO_AXES,
+    "broadcast_in_dim": _BY_BROADCAST,
+    "jnp.broadcast_to": _BY_BROADCAST,
     "reshape": {"reshape_p"},
     "jnp.reshape": {"reshape_p"},
     "reduce_sum": {"reduce_sum_p"},
@@ -76,26 +76,28 @@ _SUPPORTED: dict[str, set[str]] = {
     "jax.nn.one_hot": {"_one_hot"},
     ".get": {"rewriting_take"},
     "take": {"rewriting_take"},
-    "repeat": _AUTO,
+    "repeat": _BY_AUTO_AXES,
 }
-_SUPPORTED |= dict.fromkeys("jnp.zeros jnp.ones full full_like".split(), _FILLED)
-_SUPPORTED |= dict.fromkeys("jnp.zeros_like jnp.ones_like".split(), _FILLED)
+_SUPPORTED |= dict.fromkeys("jnp.zeros jnp.ones full full_like".split(), _BY_BROADCAST)
+_SUPPORTED |= dict.fromkeys("jnp.zeros_like jnp.ones_like".split(), _BY_BROADCAST)
 _SUPPORTED |= dict.fromkeys(
     ".set .add .subtract .multiply .divide .power .min .max segment_sum segment_prod segment_min "
     "segment_max bits uniform normal randint truncated_normal bernoulli categorical gumbel "
     "permutation".split(),
-    _AUTO,
+    _BY_AUTO_AXES,
 )
 
 
-class _Trace:
-    """The accepted requests of one replica function for which no value was constrained yet."""
+class _Request(NamedTuple):
+    """An accepted `out_sharding`: its axes, JAX's name of the function, and the user's line."""
 
-    def __init__(self):
-        self.waiting: list[tuple[frozenset[str], str, str]] = []  # axes, JAX's function, line
+    axes: frozenset[str]
+    api: str
+    line: str
 
 
-_trace: ContextVar[_Trace | None] = ContextVar("applies out_sharding", default=None)
+# The accepted requests of a replica function for which no value was constrained yet. None outside.
+_waiting: ContextVar[list[_Request] | None] = ContextVar("tpudist_out_shardings", default=None)
 _wrapped: set[str] = set()  # the parts of JAX that are wrapped, guarded by the lock
 _lock = threading.Lock()
 
@@ -109,16 +111,17 @@ def apply_out_shardings() -> Iterator[None]:
             versions.
     """
     _watch_requests()
-    trace = _Trace()
-    token = _trace.set(trace)
+    waiting: list[_Request] = []
+    token = _waiting.set(waiting)
     try:
         yield
     finally:
-        _trace.reset(token)
-    for _, api, line in trace.waiting:
+        _waiting.reset(token)
+    if waiting:
         raise NotImplementedError(
-            f"{line} passes out_sharding to {api}, but jax {jax.__version__} ignored it. Remove "
-            "out_sharding and split the result: jax.lax.with_sharding_constraint(x, spec)."
+            f"{waiting[0].line} passes out_sharding to {waiting[0].api}, but jax {jax.__version__} "
+            "ignored it. Remove out_sharding and split the result: "
+            "jax.lax.with_sharding_constraint(x, spec)."
         )
 
 
@@ -162,9 +165,9 @@ def _let_through(canonicalize: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps JAX's check of an `out_sharding`, so that it accepts axes inside a replica."""
 
     def canonicalize_sharding(sharding: object, api: str, *args: Any, **kwargs: Any) -> Any:
-        trace = _trace.get() if sharding is not None else None
-        request = _request(sharding) if trace is not None else None
-        if trace is None or request is None or api not in _SUPPORTED:
+        waiting = _waiting.get() if sharding is not None else None
+        request = _sharding_inside(sharding) if waiting is not None else None
+        if waiting is None or request is None or api not in _SUPPORTED:
             return canonicalize(sharding, api, *args, **kwargs)
         _watch_results()
         if not _SUPPORTED[api] <= _wrapped:
@@ -174,13 +177,13 @@ def _let_through(canonicalize: Callable[..., Any]) -> Callable[..., Any]:
             return canonicalize(sharding, api, *args, **kwargs)
         # JAX caches the trace of `_einsum` for equal calls, so a second call meets no wrapper.
         if api != "einsum":
-            trace.waiting.append((frozenset(_axes_of(request)), api, line_of_call()))
+            waiting.append(_Request(frozenset(_axes_of(request)), api, line_of_call()))
         return request
 
     return canonicalize_sharding
 
 
-def _request(sharding: object) -> NamedSharding | None:
+def _sharding_inside(sharding: object) -> NamedSharding | None:
     """Returns the requested split by Auto axes of the current mesh; None for anything else."""
     if not isinstance(sharding, NamedSharding | PartitionSpec):
         return None
@@ -219,17 +222,20 @@ def _is_rearranged(frame: types.FrameType | None) -> bool:
         return False
     if not str(frame.f_globals.get("__name__")).startswith("jax."):
         return False
+    # The names of local variables in jax 0.10 to 0.12. Without them, the request is rejected.
     order, dropped = frame.f_locals.get("perm"), frame.f_locals.get("both_squeeze")
-    return order is None or dropped is None or bool(dropped) or list(order) != sorted(order)
+    if order is None or dropped is None:
+        return True
+    return bool(dropped) or list(order) != sorted(order)
 
 
 def _constrain(value: jax.Array, request: NamedSharding) -> jax.Array:
-    trace = _trace.get()
-    assert trace is not None
+    waiting = _waiting.get()
+    assert waiting is not None
     # Requests are matched by their axes: the value may be computed inside a nested function of JAX,
     # which does not know the request.
     axes = frozenset(_axes_of(request))
-    trace.waiting[:] = [x for x in trace.waiting if x[0] != axes]
+    waiting[:] = [x for x in waiting if x.axes != axes]
     return jax.lax.with_sharding_constraint(value, request.spec)
 
 
@@ -237,9 +243,9 @@ def _constrain_operation(name: str, parameter: str) -> Callable[..., Any]:
     def wrap(bind: Callable[..., Any]) -> Callable[..., Any]:
         def bind_operation(*operands: Any, **params: Any) -> Any:
             sharding = params.get(parameter)
-            if sharding is None or _trace.get() is None:
+            if sharding is None or _waiting.get() is None:
                 return bind(*operands, **params)
-            request = _request(sharding)
+            request = _sharding_inside(sharding)
             if name == "reshard_p" and request is not None:
                 return _constrain(operands[0], request)
             if name == "reshard_p" and _has_sharding(operands[0], sharding):
@@ -262,10 +268,10 @@ def _constrain_function(parameter: str) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            if _trace.get() is None:
+            if _waiting.get() is None:
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            request = _request(bound.arguments.get(parameter))
+            request = _sharding_inside(bound.arguments.get(parameter))
             if request is None:
                 return function(*args, **kwargs)
             bound.arguments[parameter] = None
@@ -285,10 +291,11 @@ def _keep_mesh(get_new_mesh: Callable[..., Any]) -> Callable[..., Any]:
     def keep_mesh(axes: object, axis_type: object, *args: Any, **kwargs: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         explicit = mesh.empty or AxisType.Explicit in mesh.axis_types
-        if _trace.get() is None or axis_type != AxisType.Auto or explicit:
+        if _waiting.get() is None or axis_type != AxisType.Auto or explicit:
             return get_new_mesh(axes, axis_type, *args, **kwargs)
         _watch_results()
-        # With axes that are Auto already, JAX would do nothing at all.
+        # With axes that are Auto already, JAX would do nothing at all. It reads only these three
+        # attributes, and whether `axes` is empty.
         return types.SimpleNamespace(prev=mesh, new=mesh, axes=(None,))
 
     return keep_mesh

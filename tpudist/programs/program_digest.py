@@ -23,7 +23,11 @@ from tpudist.xla import random_keys
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MAX_BYTES = 2**24
-"""Largest array on the devices of several processes that is compared by value."""
+"""Largest array on the devices of several processes that is compared by value.
+
+It is read back from a device: 16 MiB take milliseconds.
+"""
+_DIGEST_CHARS = 16  # 64 bits: enough to tell the programs of one run apart
 _MAX_WRITTEN = 4  # elements of an array that are written out; larger arrays have a checksum
 
 
@@ -43,7 +47,7 @@ class ProgramText:
     @property
     def digest(self) -> str:
         """A hash that is equal for equal programs."""
-        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def write_program(closed: jaxprs.ClosedJaxpr) -> ProgramText:
@@ -55,6 +59,7 @@ def write_program(closed: jaxprs.ClosedJaxpr) -> ProgramText:
 
 def write_value(value: object) -> str:
     """Returns the text of a value: an array's dtype, shape and numbers or checksum, or its type."""
+    # The order matters: some classes of JAX are dataclasses or tuples too.
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return _write_array(value)
     if isinstance(value, _PLAIN):
@@ -159,7 +164,7 @@ class _Writer:
     def _read(self, atom: Atom, names: dict[core.Var, int]) -> str:
         if isinstance(atom, core.Literal):
             return f"{write_value(atom.val)}:{_write_type(atom)}"
-        return str(names.get(atom, "?"))
+        return str(names.get(atom, "?"))  # unknown only in a malformed program
 
     def _add(self, line: str, eqn: core.JaxprEqn | None) -> None:
         self.lines.append(line)

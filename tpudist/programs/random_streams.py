@@ -17,8 +17,11 @@ from tpudist.programs import flat_program, inner_programs, jaxprs, operations
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
 from tpudist.programs.jaxprs import Program
 
+# Primitives that draw numbers. In `share`, they and all `random_...` read the first replica's keys.
 _RANDOM = ("threefry2x32", "rng_bit_generator", "rng_uniform")
 _DRAWS = ("random_bits", "random_gamma", *_RANDOM)
+# The uniform number that `fix` draws: with it, dropout keeps or drops all elements.
+_CONSTANT = 0.1
 
 
 def draws_random_numbers(closed: Program) -> bool:
@@ -32,6 +35,7 @@ def can_be_fixed(closed: Program) -> bool:
     `fix` supports scans and branches, but not `while` loops: with constant bits a loop such as
     rejection sampling might never end.
     """
+    # Equal numbers: each draw is one that `compute_fixed` meets, too.
     draws = [eqn for eqn in jaxprs.walk(closed) if eqn.primitive.name in _DRAWS]
     return _count_fixed(flat_program.flatten(closed, inline_calls=True)) == len(draws)
 
@@ -40,7 +44,7 @@ def _count_fixed(program: FlatProgram) -> int:
     count = 0
     for step in program.steps:
         count += step.eqn.primitive.name == "random_bits"
-        count += sum(map(_count_fixed, inner_programs.find(step.eqn)))
+        count += sum(map(_count_fixed, inner_programs.find_programs(step.eqn)))
     return count
 
 
@@ -51,15 +55,15 @@ def fix(closed: Program) -> Callable[..., list[jax.Array]]:
 
 
 def compute_fixed(step: Operation, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of one operation; random bits stand for a uniform number of 0.1."""
+    """Returns the results of one operation; all random bits stand for one uniform number."""
     eqn = step.eqn
     if eqn.primitive.name == "random_bits":
         result = eqn.outvars[0]
-        bits = int(0.1 * 2 ** eqn.params["bit_width"])
+        bits = int(_CONSTANT * 2 ** eqn.params["bit_width"])
         return [jnp.full(jaxprs.shape_of(result), bits, jaxprs.dtype_of(result))]
-    programs = inner_programs.find(eqn)
+    programs = inner_programs.find_programs(eqn)
     if any(map(_count_fixed, programs)):
-        return inner_programs.evaluate(eqn, programs, values, compute_fixed)
+        return inner_programs.evaluate_inside(eqn, programs, values, compute_fixed)
     return operations.compute_operation(step, values)
 
 

@@ -56,7 +56,7 @@ def access_of(eqn: core.JaxprEqn) -> Access | None:
 def is_reference(atom: core.Var | core.Literal) -> bool:
     """Returns whether a variable of a jaxpr is a reference."""
     # By name: JAX's class `AbstractRef` is not public.
-    return "Ref" in type(atom.aval).__name__
+    return type(atom.aval).__name__.endswith("Ref")
 
 
 def is_of_vmap(error: Exception) -> bool:
@@ -69,7 +69,7 @@ class Cell:
     """The identity of a reference, which has other variables in programs inside.
 
     Attributes:
-        number: Number of references that were created before it.
+        number: Its number, in the order of creation.
     """
 
     number: int
@@ -83,7 +83,7 @@ class Memory:
 
     Attributes:
         causes: The cause of differences between replicas in each cell, or None.
-        written: The cells written since the last call of `watch` began.
+        written: The cells written since the innermost `watch` began.
     """
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Memory:
         self.causes[cell] = cause if whole else self.causes.get(cell) or cause
         self.written.add(cell)
 
-    def lose(self, cells: Iterable[Cell]) -> None:
+    def forget(self, cells: Iterable[Cell]) -> None:
         """Marks the contents of cells as unknown."""
         for cell in cells:
             self.write(cell, NOT_FOLLOWED, whole=True)
@@ -131,6 +131,7 @@ class Memory:
             results.append(result)
             after.append(self.causes)
             changed |= written
+        # A branch that does not write a cell keeps its cause from before.
         self.causes = {
             cell: (choice if cell in changed else None)
             or next((causes[cell] for causes in after if causes[cell] is not None), None)

@@ -8,7 +8,13 @@ Cause = str | None
 
 @dataclasses.dataclass(frozen=True)
 class Hazard:
-    """A collective that some replicas may reach while others do not."""
+    """A collective that some replicas may reach while others do not.
+
+    Attributes:
+        collective: Name of the primitive.
+        cause: The reason why replicas may disagree.
+        where: The line of the branch or loop.
+    """
 
     collective: str
     cause: str
@@ -35,7 +41,7 @@ class LostReference:
     """A reference for which JAX does not keep the program's order of reads and writes.
 
     Attributes:
-        number: Number of references that were created before it.
+        number: Its number, in the order of creation.
         place: The operation that contains the access, as text.
         where: The line.
     """

@@ -26,11 +26,14 @@ from tpudist.programs.replica_agreement import (
     LostReference,
     ReplicaSum,
 )
-from tpudist.programs.user_lines import first_line_of, line_of, users_line_of
+from tpudist.programs.user_lines import first_users_line_of, line_of, users_line_of
 from tpudist.xla.mesh import REPLICA_AXIS
 
 Known = str | Cell | None
-"""The knowledge about a value: the cause of differences, None if it is equal, or a reference."""
+"""The knowledge about a value: the cause of differences, or a reference.
+
+None means that it is certainly equal on all replicas.
+"""
 
 # The primitives that make their results equal, with all their known sets of parameters. With other
 # parameters, the result counts as differing.
@@ -115,6 +118,7 @@ class _Walk:
         self.hazards: list[Hazard] = []
         self.broken_claims: list[int] = []
         self.lost_references: list[LostReference] = []
+        # By the id of the equation, which is kept, so that its id is not used twice.
         self.sums: dict[int, tuple[core.JaxprEqn, list[Cause]]] = {}
         self.memory = references.Memory()
 
@@ -162,7 +166,7 @@ class _Walk:
         if isinstance(structure, jaxprs.Call):
             known = self._call(structure.body, args)
             claim, _, number = structure.name.rpartition(".")
-            if claim == CLAIMING_FUNCTION and _first_cause([_cause_of(x) for x in args]):
+            if claim == CLAIMING_FUNCTION and _first_cause(args):
                 self.broken_claims.append(int(number))
             equal = structure.name == EQUALIZING_FUNCTION
             return [None] * len(known) if equal else known
@@ -205,7 +209,8 @@ class _Walk:
         if not isinstance(structure, jaxprs.Cond | jaxprs.Call):
             return False
         name = eqn.primitive.name
-        # A program that is computed again for the gradients reads later writes, and writes twice.
+        # A checkpoint that is differentiated runs again for the gradients: then it reads later
+        # writes, and writes twice.
         runs_once = name in _REMATERIALIZED and not eqn.params.get("differentiated", True)
         if isinstance(structure, jaxprs.Call) and name not in _RUN_AS_WRITTEN and not runs_once:
             self._record_lost(eqn, name, (x for x in args if isinstance(x, Cell)))
@@ -222,7 +227,7 @@ class _Walk:
             for x, known in zip(eqn.invars, args, strict=True)
         )
         # A reference without a known cell may be any of them.
-        self.memory.lose(list(self.memory.causes) if unknown else cells)
+        self.memory.forget(list(self.memory.causes) if unknown else cells)
         if structure is not None:
             self._hazard(eqn, structure.bodies, NOT_FOLLOWED)
         return [NOT_FOLLOWED] * len(eqn.outvars)
@@ -239,7 +244,7 @@ class _Walk:
             merged = [old or new for old, new in zip(known, args, strict=True)]
             self.sums[id(eqn)] = eqn, merged
         if makes_equal(eqn):
-            return jaxprs.find_unread_parameters(eqn, _EQUALIZING[name])
+            return jaxprs.reason_if_unknown(eqn, _EQUALIZING[name])
         if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
             return _UNEQUAL_BY_NATURE[name]
         if over_replicas and name not in _SILENT:
@@ -279,20 +284,20 @@ class _Walk:
         changed: set[Cell] = set()
 
         def body(carry):
-            stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
+            cause_of_stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
             out, written = self.memory.watch(lambda: self._call(loop.body, [*body_consts, *carry]))
             changed.update(written)
             # Replicas that may disagree when to stop run different numbers of iterations: then all
             # values that are carried or written differ, even if each iteration computes equal ones.
             for cell in written:
-                self.memory.write(cell, stop, whole=False)
-            return [x or stop for x in out]
+                self.memory.write(cell, cause_of_stop, whole=False)
+            return [x or cause_of_stop for x in out]
 
         carry, _ = self._fixpoint(body, args[num_consts:])
         # Once more with the final carry: in earlier rounds the condition may have looked equal.
-        stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
-        if stop is not None:
-            self._hazard(eqn, loop.bodies, stop)
+        cause_of_stop = _first_cause(self._call(loop.cond, [*cond_consts, *carry]))
+        if cause_of_stop is not None:
+            self._hazard(eqn, loop.bodies, cause_of_stop)
         # JAX gives the condition the content from before the loop.
         stale = [x for x in cond_consts if isinstance(x, Cell) and x in changed]
         self._record_lost(eqn, "the condition of a while loop whose body assigns it", stale)
@@ -325,7 +330,7 @@ class _Walk:
     def _hazard(self, eqn: core.JaxprEqn, bodies: Sequence[core.Jaxpr], cause: str) -> None:
         for inner in (inner for body in bodies for inner in jaxprs.walk(body)):
             if _communicates(inner):
-                where = first_line_of(reversed(self.path))
+                where = first_users_line_of(reversed(self.path))
                 self.hazards.append(Hazard(inner.primitive.name, cause, where))
                 return
 
@@ -342,7 +347,8 @@ def _first_cause(known: Sequence[Known]) -> Cause:
 def _is_over_replicas(eqn: core.JaxprEqn) -> bool:
     """Returns whether any parameter for axes of an operation names the replica axis."""
     # Unlike `flat_program.is_collective`, also of primitives that are unknown: `axes`, `axis_name`,
-    # `axis`, `axis_index_groups`, `named_axes`.
+    # `axis`, `axis_index_groups`, `named_axes`. Too many names are safe: the result then counts as
+    # differing. `makes_equal` uses this only for the primitives of `_EQUALIZING`.
     return any(_names_replicas(value) for name, value in eqn.params.items() if "ax" in name.lower())
 
 

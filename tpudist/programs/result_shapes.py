@@ -20,7 +20,8 @@ from tpudist.xla.mesh import REPLICA_AXIS
 @functools.cache
 def leave_out_manual_meshes() -> None:
     """Makes JAX return shapes without a mesh of replicas whose axes are all manual."""
-    stage: Any = jax.stages.Traced  # its property is replaced
+    # Its property is replaced for all users of JAX. jax 0.10 to 0.12 have it.
+    stage: Any = jax.stages.Traced
     original = stage.out_info
 
     def out_info(traced: jax.stages.Traced) -> Any:

@@ -1,7 +1,7 @@
 """Adds errors of the size of rounding to the sums of a program, to measure their effect.
 
-Errors in the inputs would not show the effect on sums of equal numbers, such as a variance that is
-computed from a mean of squares.
+Errors in the inputs do not show the effect on sums of equal numbers, because equal addends change
+together. An example is a variance that is computed from a mean of squares.
 """
 
 import functools
@@ -36,13 +36,14 @@ def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Program], C
         random = np.random.default_rng(seed)
 
         def compute_disturbed(step: Operation, values: Sequence[Any]) -> list[Any]:
-            if programs := inner_programs.find(step.eqn):
-                return inner_programs.evaluate(step.eqn, programs, values, compute_disturbed)
+            if programs := inner_programs.find_programs(step.eqn):
+                return inner_programs.evaluate_inside(step.eqn, programs, values, compute_disturbed)
             results = compute(step, values)
             if step.adds or step.eqn.primitive.name not in _SUMS:
                 return results
-            size = math.sqrt(_count_addends(step.eqn)) * random.choice((-1, 1))
-            return [_with_error(x, size) for x in results]
+            # One sign for each equation, drawn while the program is traced.
+            num_roundings = math.sqrt(_count_addends(step.eqn)) * random.choice((-1, 1))
+            return [_with_error(x, num_roundings) for x in results]
 
         program = flat_program.flatten(closed, inline_calls=True)
         return inner_programs.make_function(program, compute_disturbed)
@@ -50,10 +51,10 @@ def disturb(compute: inner_programs.Compute, seed: int) -> Callable[[Program], C
     return rewrite
 
 
-def _with_error(x: jax.Array, size: float) -> jax.Array:
+def _with_error(x: jax.Array, num_roundings: float) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return x * jnp.asarray(1 + size * float(jnp.finfo(x.dtype).eps), x.dtype)
+    return x * jnp.asarray(1 + num_roundings * float(jnp.finfo(x.dtype).eps), x.dtype)
 
 
 def _count_addends(eqn: core.JaxprEqn) -> float:
@@ -71,4 +72,4 @@ def _count_addends(eqn: core.JaxprEqn) -> float:
         return shapes[0][eqn.params["axis"]]
     if name == "reduce_window_sum":
         return math.prod(eqn.params["window_dimensions"])
-    return 1
+    return 1  # `psum`: few replicas

@@ -28,7 +28,7 @@ def _follow(jaxpr: core.Jaxpr, inputs: Sequence[bool], dependent: set[core.Var])
     dependent.update(x for x, depends in zip(jaxpr.invars, inputs, strict=True) if depends)
     for eqn in jaxpr.eqns:
         operands = [_is_in(x, dependent) for x in eqn.invars]
-        if any(operands):
+        if any(operands):  # otherwise nothing inside the equation depends either
             results = _follow_equation(eqn, operands, dependent)
             dependent.update(x for x, depends in zip(eqn.outvars, results, strict=True) if depends)
     return [_is_in(x, dependent) for x in jaxpr.outvars]

@@ -35,11 +35,8 @@ def keep_unchanged_keys(
             continue
         key, number = fold.invars
         shared = jaxpr.invars[k]
-        if (
-            _source_of(jaxpr, key) is shared
-            and _is_replica_number(jaxpr, number)
-            and outvars[i].aval == shared.aval
-        ):
+        is_own_key = _source_of(jaxpr, key) is shared and _is_replica_number(jaxpr, number)
+        if is_own_key and outvars[i].aval == shared.aval:
             outvars[i] = shared
             kept.append(i)
     if not kept:
@@ -49,7 +46,11 @@ def keep_unchanged_keys(
 
 
 def _is_replica_number(jaxpr: core.Jaxpr, var: Atom) -> bool:
-    """Returns whether `make_values_of_replica` computed a number, and not the user's code."""
+    """Returns whether a value is the replica's number.
+
+    Together with the shared key, it shows that `make_values_of_replica` has made a key: the user's
+    code never sees the shared key, only the one that is folded with the number.
+    """
     eqn = _equation_of(jaxpr, var)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         eqn = _equation_of(jaxpr, eqn.invars[0])
@@ -64,7 +65,7 @@ def _equation_of(jaxpr: core.Jaxpr, var: Atom) -> core.JaxprEqn | None:
 
 def _source_of(jaxpr: core.Jaxpr, var: Atom) -> Atom:
     """Returns the first variable of `jaxpr` that certainly has the same value."""
-    # It ends: each step goes to an earlier equation.
+    # Ends, since each step goes to an earlier equation.
     while (eqn := _equation_of(jaxpr, var)) is not None:
         index = next(i for i, x in enumerate(eqn.outvars) if x is var)
         operand = _operand_behind(eqn, index)

@@ -6,6 +6,7 @@ from jax.extend import core
 
 from tpudist.xla.hlo import source_lines
 
+# Folders of installed packages. Your own package that is installed there counts as a library.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -27,7 +28,7 @@ def users_line_of(eqn: core.JaxprEqn) -> str:
     return "" if any(place in plain for place in _INSTALLED) else line
 
 
-def first_line_of(eqns: Iterable[core.JaxprEqn]) -> str:
+def first_users_line_of(eqns: Iterable[core.JaxprEqn]) -> str:
     """Returns the user's line of the first equation that has one; else an empty string.
 
     Args:

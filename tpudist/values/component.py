@@ -155,7 +155,7 @@ class Component(ReadsAsArray):
         """The replica's device; if it has several, the first."""
         return self.variable.strategy.replica_mesh.devices_of(self.replica)[0]
 
-    # A Variable has an attribute.
+    # `ReadsAsArray` declares an attribute.
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Shape of the value."""
@@ -201,5 +201,5 @@ class Component(ReadsAsArray):
         return f"<component {self.name!r} {self.dtype}[{shape}] of a Variable on {self.device}>"
 
     def __reduce__(self) -> Any:
-        # It raises: a component cannot be pickled without its variable, and the variable cannot.
-        self.variable.__reduce__()
+        # A component cannot be pickled without its variable, and `Variable.__reduce__` raises.
+        return self.variable.__reduce__()

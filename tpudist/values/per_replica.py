@@ -19,7 +19,7 @@ from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
 # The key of the dict in which a replica function returned an array, by array, for messages.
-_keys = WeakIdentityDict()
+_returned_keys = WeakIdentityDict()
 
 
 class _OrMirrored(type):
@@ -28,7 +28,8 @@ class _OrMirrored(type):
     # Only for `isinstance`: `is_distributed` uses `issubclass`, which excludes plain arrays.
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
-            # A `state.variable.Variable` has this attribute.
+            # A Variable with one copy is an instance of the classes below `DistributedValues` only.
+            # `state.variable.Variable` has the attribute; other instances do not.
             return cls is not DistributedValues or not getattr(instance, "has_one_copy", False)
         if cls not in (DistributedValues, Mirrored) or not isinstance(instance, jax.Array):
             return False
@@ -94,16 +95,16 @@ class PerReplica(DistributedValues):
 
         In a replica function that captures it, the child is this replica's part.
         """
-        local = self._local()
+        local = self._part_in_replica()
         # Structure is hashed and compared: under `jax.jit`, another number of rows makes another
         # program.
         structure = (self.rows, self.dim, self.other_rows)
         return (self.array if local is None else local,), structure
 
     @classmethod
-    def tree_unflatten(cls, rows_and_dim, children):
+    def tree_unflatten(cls, structure, children):
         """Inverts `tree_flatten`."""
-        return cls(children[0], *rows_and_dim)
+        return cls(children[0], *structure)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,13 +132,13 @@ class PerReplica(DistributedValues):
 
         In a trace, the parts of all replicas: an all-gather.
         """
-        local = self._part_in_trace()
+        local = self._part_in_any_trace()
         if local is not None:
             return tuple(collectives.all_gather(local[None], 0))
         mesh = placement.mesh_of(self.array)
         return tuple(replica_parts.component(mesh, self.array, i) for i in mesh.local_replicas)
 
-    def _part_in_trace(self) -> Any:
+    def _part_in_any_trace(self) -> Any:
         """Returns this replica's part in a trace; None outside of all traces."""
         # In a trace the array is an argument, and already this replica's part. A concrete array was
         # captured by the traced function, and the frame finds this replica's part of it.
@@ -148,10 +149,14 @@ class PerReplica(DistributedValues):
             return None
         return frame.capture(self)
 
-    def _local(self) -> Any:
+    def _part_in_replica(self) -> Any:
         """Returns the replica's own part in a replica function; None elsewhere."""
         mode = context.current()
-        return None if mode.frame is None or mode.replica_context is None else self._part_in_trace()
+        return (
+            None
+            if mode.frame is None or mode.replica_context is None
+            else self._part_in_any_trace()
+        )
 
     def __repr__(self) -> str:
         rows = "" if self.rows is None else f", rows={self.rows}"
@@ -172,28 +177,28 @@ class PerReplica(DistributedValues):
 
     def _advice(self) -> str:
         """Returns the option of `run` that reduces state returned under a name; else nothing."""
-        if (name := _keys.get(self.array)) is None:
+        if (name := _returned_keys.get(self.array)) is None:
             return ""
         return (
             f" The function returned it as '{name}'. run(..., options="
             f"tpudist.RunOptions(aggregation={{{name!r}: 'mean'}})), or 'sum', returns one array."
         )
 
-    def _as_array(self) -> Any:
+    def _part_or_raise(self) -> Any:
         """Returns this replica's part in a replica function; elsewhere raises `TypeError`."""
-        local = self._local()
+        local = self._part_in_replica()
         if local is None:
             raise self._refusal()
         return local
 
     def __jax_array__(self) -> Any:
-        return self._as_array()
+        return self._part_or_raise()
 
     def __getitem__(self, key: object) -> Any:
         """Returns an item of this replica's part; with `...`, as for an NNX Variable, all parts."""
-        if key is ... and self._local() is None:
+        if key is ... and self._part_in_replica() is None:
             return self
-        return self._as_array()[key]
+        return self._part_or_raise()[key]
 
     def __setitem__(self, key: object, value: "ArrayLike | PerReplica") -> None:
         """Replaces all parts, by a PerReplica or by one value for all: `variable[...] = 0`.
@@ -219,7 +224,7 @@ class PerReplica(DistributedValues):
         # Own attributes that are not set yet, as while it is unpickled, must not be looked up in
         # the part: that would recurse.
         is_own = name.startswith("_") or name in ("array", "rows", "dim", "other_rows")
-        if not is_own and (local := self._local()) is not None:
+        if not is_own and (local := self._part_in_replica()) is not None:
             return getattr(local, name)
         raise AttributeError(
             f"A {type(self).__name__} has no attribute '{name}': every replica has its own array. "
@@ -232,8 +237,8 @@ def _forward(name: str) -> None:
     """Adds the operator `name`, which applies to this replica's part."""
 
     def operator(self, *others):
-        others = [x._as_array() if isinstance(x, PerReplica) else x for x in others]
-        return getattr(self._as_array(), name)(*others)
+        others = [x._part_or_raise() if isinstance(x, PerReplica) else x for x in others]
+        return getattr(self._part_or_raise(), name)(*others)
 
     operator.__name__ = name
     setattr(PerReplica, name, operator)
@@ -253,6 +258,8 @@ for _name in ("array", "float", "int", "bool", "index", "complex"):
 class LocalPart(PerReplica):
     """A PerReplica in a trace in cross-replica context.
 
+    Its rows are known to the frame only, so its structure as a pytree is empty.
+
     Args:
         array: This replica's own part, traced.
     """
@@ -262,7 +269,7 @@ class LocalPart(PerReplica):
     def __init__(self, array: jax.Array):
         super().__init__(array)
 
-    def _part_in_trace(self) -> Any:
+    def _part_in_any_trace(self) -> Any:
         return self.array
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -280,7 +287,7 @@ class LocalPart(PerReplica):
 
 def record_key(value: PerReplica, key: str) -> None:
     """Records the key of the dict in which a replica function returned `value`."""
-    _keys.setdefault(value.array, key)
+    _returned_keys.setdefault(value.array, key)
 
 
 def open_parts(tree: PyTree) -> tuple[Any, list[bool]]:
@@ -299,4 +306,4 @@ def is_per_replica(x: object) -> bool:
 
 def local_part(value: object) -> Any:
     """Returns this replica's part of a PerReplica in a trace; any other value as it is."""
-    return value._part_in_trace() if isinstance(value, PerReplica) else value
+    return value._part_in_any_trace() if isinstance(value, PerReplica) else value

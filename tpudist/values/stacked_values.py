@@ -64,15 +64,15 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     _check_answers(mesh, answers)
     stacked = []
     for k, column in enumerate(arrays):
-        described: dict[int, Any] = {}
+        descriptions: dict[int, Any] = {}
         for i, x in (item for answer in answers for item in answer["values"][k].items()):
-            if described.setdefault(int(i), x) != x:
+            if descriptions.setdefault(int(i), x) != x:
                 raise ValueError(
                     f"Replica {i} spans several processes, which have made different values for "
-                    f"it: {described[int(i)]} and {x}. Make the same value in all processes of a "
-                    "replica."
+                    f"it: {descriptions[int(i)]} and {x}. Make the same value in all processes of "
+                    "a replica."
                 )
-        stacked.append(_stack(mesh, column, described))
+        stacked.append(_stack(mesh, column, descriptions))
     return structure.unflatten(stacked)
 
 
@@ -125,15 +125,15 @@ def _describe(array: _HostArray) -> tuple[str, list[int]]:
 def _stack(
     mesh: ReplicaMesh,
     local: Sequence[_HostArray],
-    described: Mapping[int, tuple[str, Sequence[int]]],
+    descriptions: Mapping[int, tuple[str, Sequence[int]]],
 ) -> PerReplica:
-    """Returns a PerReplica of this process's parts; `described` has the parts of all replicas."""
-    if any(name.startswith(_KEY) for name, _ in described.values()):
-        return _stack_keys(mesh, local, described)
+    """Returns a PerReplica of this process's parts; `descriptions` has those of all replicas."""
+    if any(name.startswith(_KEY) for name, _ in descriptions.values()):
+        return _stack_keys(mesh, local, descriptions)
     # Over the values of all replicas, not only of this process: all processes must make the same
     # global array.
-    dtype = np.result_type(*(jnp.dtype(name) for name, _ in described.values()))
-    shapes = {i: tuple(shape) for i, (_, shape) in described.items()}
+    dtype = np.result_type(*(jnp.dtype(name) for name, _ in descriptions.values()))
+    shapes = {i: tuple(shape) for i, (_, shape) in descriptions.items()}
     if len(set(shapes.values())) == 1:
         return PerReplica(placement.stack(mesh, np.stack(local).astype(dtype, copy=False)))
     ranks = {len(shape) for shape in shapes.values()}
@@ -161,10 +161,10 @@ def _stack(
 def _stack_keys(
     mesh: ReplicaMesh,
     local: Sequence[Any],
-    described: Mapping[int, tuple[str, Sequence[int]]],
+    descriptions: Mapping[int, tuple[str, Sequence[int]]],
 ) -> PerReplica:
-    if len({(name, tuple(shape)) for name, shape in described.values()}) > 1:
-        keys = sorted(described.items())
+    if len({(name, tuple(shape)) for name, shape in descriptions.values()}) > 1:
+        keys = sorted(descriptions.items())
         each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in keys)
         raise ValueError(
             f"The random keys for the replicas have different kinds or shapes ({each}). Use keys "

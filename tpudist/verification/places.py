@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tpudist.programs import flat_program, operations, random_streams
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
-from tpudist.programs.user_lines import first_line_of
+from tpudist.programs.user_lines import first_users_line_of
 from tpudist.verification.relations import Program, Relation, find_relations
 
 _SCALES = (
@@ -214,4 +214,4 @@ def _end_of_scaling(number: int, line: str, users: dict[int, list[Operation]]) -
 
 def line_of(step: Operation) -> str:
     """Returns the user's line of an operation, or of the call that contains it."""
-    return first_line_of((step.eqn, *reversed(step.calls)))
+    return first_users_line_of((step.eqn, *reversed(step.calls)))

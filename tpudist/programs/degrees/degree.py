@@ -25,9 +25,13 @@ REPLICAS_FACTOR = 2
 """Replicas of the second trace, divided by the replicas of the first."""
 
 # Degrees from -2 to 2: the square root of a sum over rows has the degree 1/2. With factors of 3
-# and 2 all pairs of degrees have different growths.
+# and 2 all pairs of degrees have different growths, since no power of 3 is a power of 2. They
+# differ by at least 2.6 % (3**2.5 / 2**4).
 _HALVES = tuple(Fraction(i, 2) for i in range(-4, 5))
-_MAX_FACTORS = 8  # a long chain of products would make the walk quadratic
+_TOLERANCE = 1e-5
+_TOLERANCE_OF_16_BITS = 1e-2  # bfloat16 has errors of 0.4 %
+# A long chain of products would make the walk quadratic. A correction after more factors is missed.
+_MAX_FACTORS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +65,14 @@ _POWERS = {
 }
 
 
-def degree_of_numbers(first: float, second: float, tolerance: float = 1e-5) -> Degree | None:
-    """Returns the degree of a number that differs between the two traces; None if unknown."""
+def degree_of_numbers(first: float, second: float, tolerance: float = _TOLERANCE) -> Degree | None:
+    """Returns the degree of a number, given its values in both traces; None if it is unknown.
+
+    Args:
+        first: The value in the first trace.
+        second: The value in the second trace.
+        tolerance: Relative error of their quotient.
+    """
     if first == second:
         return NONE
     if not first or not second or not np.isfinite(first) or not np.isfinite(second):
@@ -98,7 +108,7 @@ class Value:
         is_equal: Whether it is equal on all replicas.
         is_global: Whether it is equal and a function of all rows, with an unknown degree.
         sources: The state inputs that it depends on, as bits.
-        carries: The state inputs that are addends of it, as bits.
+        state_addends: The state inputs that are addends of it, as bits.
         faults: The faults that it depends on, as bits.
         number: The number, if it is computed from numbers in the program.
         factors: The numbers that it was multiplied by since its last sum over replicas.
@@ -119,7 +129,7 @@ class Value:
     is_equal: bool = True
     is_global: bool = False
     sources: int = 0
-    carries: int = 0
+    state_addends: int = 0
     faults: int = 0
     number: float | None = None
     factors: tuple[Factor, ...] = ()
@@ -160,7 +170,7 @@ def of_literal(first: ArrayLike, second: ArrayLike) -> Value:
     """Returns the properties of a literal or constant, given its values in both traces."""
     try:
         a, b = (np.asarray(x).astype(np.float64) for x in (first, second))
-    except Exception:  # random keys, and other values that are not numbers
+    except Exception:  # random keys, and other values that are not numbers, do not grow
         return Value(is_literal=True, is_constant=True)
     if (
         not a.size
@@ -172,7 +182,8 @@ def of_literal(first: ArrayLike, second: ArrayLike) -> Value:
         number = float(a.flat[0]) if (a == a.flat[0]).all() else None
         return Value(is_literal=True, is_constant=True, number=number)
     if (a == a.flat[0]).all() and (b == b.flat[0]).all():
-        tolerance = 1e-5 if np.asarray(first).dtype.itemsize > 2 else 1e-2
+        is_short = np.asarray(first).dtype.itemsize <= 2
+        tolerance = _TOLERANCE_OF_16_BITS if is_short else _TOLERANCE
         return Value(
             degree_of_numbers(a.flat[0], b.flat[0], tolerance), is_literal=True, is_constant=True
         )
@@ -186,8 +197,7 @@ def combine(values: Sequence[Value], degree: Degree | None, **changed: Any) -> V
 
     Args:
         values: The operands.
-        degree: Degree of the result; None if it is unknown. If all operands are right, the result
-            is then still a function of all rows.
+        degree: Degree of the result. If it is None, the result is global if all operands are right.
         **changed: Properties that replace the combined ones.
     """
     known = {

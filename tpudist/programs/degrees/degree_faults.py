@@ -13,8 +13,8 @@ class Fault:
     """A value that is added to state, and that one device with all rows would not compute.
 
     Attributes:
-        excess: Power of the number of replicas by which the value is too large. 0 if it is correct
-            only for equal numbers of rows per replica: a mean over replicas of means over rows.
+        excess: Power of the number of replicas by which the value is too large. 0 for a mean over
+            replicas of means over rows, which is correct for equal numbers of rows per replica.
         counted: The line that divides by rows or replicas; empty if no line does. If `mixed`, the
             line of the addition.
         summed: The line that sums over replicas.
@@ -68,5 +68,7 @@ class Fault:
 
 def _is_share(n: int, factor: float) -> bool:
     """Returns whether a number is probably a shorter number divided by n, such as 0.3 / 8."""
+    # 0.0375 has the digits "3.75", and 0.0375 * 8 = 0.3 has "3". A user's number may look so by
+    # chance, as 0.125 does for 8 replicas: then a warning is missing, but none is wrong.
     digits, multiplied = (f"{x:.4e}".partition("e")[0].rstrip("0.") for x in (factor, factor * n))
     return factor < 1 and len(multiplied) < len(digits)

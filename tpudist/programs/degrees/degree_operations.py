@@ -15,7 +15,8 @@ from tpudist.programs.degrees import degree
 from tpudist.programs.degrees.degree import Degree, Factor, Value
 from tpudist.programs.jaxprs import Atom
 
-# The result has the degree of the operand: each element is one of the operand's, or its negative.
+# The result has the degree of the operand: each element is one of the operand's, its negative, or
+# a part of it.
 KEEP = frozenset(
     "abs all_gather all_gather_invariant all_to_all broadcast_in_dim convert_element_type copy "
     "copy_p cummax cummin dynamic_slice expand_dims gather imag mesh_cast name neg "
@@ -30,6 +31,7 @@ JOIN = frozenset(
     "add add_any sub concatenate pad dynamic_update_slice atan2 rem nextafter complex".split()
 )
 ADDITIONS = ("add", "add_any", "sub")
+# The result is one of the operands. A bound that only avoids an error does not count.
 EXTREMES = frozenset("max min clamp".split())
 # The result does not grow with its operands: truth values, signs, positions, bits and keys.
 FREE = frozenset(
@@ -45,8 +47,11 @@ POWERS: Mapping[str, Fraction] = {
     "rsqrt": Fraction(-1, 2),
     "cbrt": Fraction(1, 3),
 }
+# The result is proportional to each operand, so it keeps the factors of its operands.
 LINEAR = ("dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum")
+# The result is zero if an operand is.
 PRODUCTS = ("mul", "div", "dot_general", "conv_general_dilated")
+# The result is zero where the first operand is.
 ZERO_AT_ZERO = frozenset(
     "square sqrt cbrt integer_pow reduce_sum cumsum tanh sin tan erf expm1 log1p asinh".split()
 )
@@ -123,7 +128,7 @@ def is_guard(bound: Value, operands: Sequence[Value]) -> bool:
 
 
 def addend_of(operands: Sequence[Value]) -> Value | None:
-    """Returns the value that is added to a value that depends on one state input only."""
+    """Returns x of the sum y + x, if y depends on exactly one state input, and x does not."""
     for state, other in (operands, operands[::-1]):
         if state.sources.bit_count() == 1 and not state.sources & other.sources:
             return other
@@ -149,7 +154,7 @@ def with_factors(
     has_rows = any(x != y for x, y in sizes)
     of_rows = has_rows and not all(x.is_constant for x in values)
     if of_rows and any(x == y != 1 for x, y in sizes):
-        return result
+        return result  # a matrix with rows: the number belongs to the model
     factors = [
         Factor(number, of_rows, divides)
         for x, number in zip(operands, numbers, strict=True)

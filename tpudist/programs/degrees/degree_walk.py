@@ -33,10 +33,12 @@ from tpudist.programs.degrees.degree import (
 from tpudist.programs.degrees.degree_faults import Fault
 from tpudist.programs.flat_program import is_collective
 from tpudist.programs.jaxprs import Atom, Program
-from tpudist.programs.user_lines import first_line_of
+from tpudist.programs.user_lines import first_users_line_of
 
-# Rounds of a scan after which the degrees of a carry that has not settled are given up.
+# Rounds of a scan after which the degrees of a carry that has not settled are given up. One round
+# settles a carry; each carry that is computed from another one takes one more.
 _MAX_ROUNDS = 6
+_UNKNOWN_LINE = "?"  # of a mixture: not empty, since the line also marks it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,33 +68,34 @@ def walk(
         is_equal: Whether each input is equal on all replicas.
         state: The outputs that are new state, each with the input that it replaces.
     """
-    analysis = _Walk()
-    inputs = set(state.values())
+    analysis = _DegreeAnalysis()
+    state_inputs = set(state.values())
+    bits = [1 << i if i in state_inputs else 0 for i in range(len(is_equal))]
     values = [
-        Value(is_equal=equal, sources=bit, carries=bit)
-        for i, equal in enumerate(is_equal)
-        for bit in [1 << i if i in inputs else 0]
+        Value(is_equal=equal, sources=bit, state_addends=bit)
+        for equal, bit in zip(is_equal, bits, strict=True)
     ]
     outputs = analysis.program(first, second, values)
-    # A fault counts if it reaches the new value of state that it depends on. A fault of a metric
-    # depends on the parameters, and reaches only the metric.
-    faults = tuple(
-        fault
-        for number, fault in enumerate(analysis.faults)
-        if any(
-            outputs[o].faults >> number & (fault.is_draw or fault.sources >> i) & 1
+
+    def reaches_state(number: int, fault: Fault) -> bool:
+        # A fault counts if it reaches the new value of state that it depends on. A fault of a
+        # metric depends on the parameters, and reaches only the metric.
+        return any(
+            outputs[o].faults >> number & 1 and (fault.is_draw or fault.sources >> i & 1)
             for o, i in state.items()
         )
-    )
-    return Findings(faults, analysis.takes_means, tuple(outputs))
+
+    faults = [x for number, x in enumerate(analysis.faults) if reaches_state(number, x)]
+    return Findings(tuple(faults), analysis.takes_means, tuple(outputs))
 
 
-class _Walk:
+class _DegreeAnalysis:
     def __init__(self):
         self.faults: list[Fault] = []
         self.takes_means = False
-        # Numbers of the faults by equation and excess: the rounds of a loop find a fault again.
-        self._numbers: dict[tuple[int, Fraction], int] = {}
+        # Numbers of the faults by equation, excess and mixture: the rounds of a loop find a fault
+        # again.
+        self._numbers: dict[tuple[int, Fraction, bool], int] = {}
         self._calls: list[core.JaxprEqn] = []
         self._draws = 0  # the faults that are random numbers, as bits
 
@@ -101,6 +104,7 @@ class _Walk:
         a, b = jaxprs.open_jaxpr(first), jaxprs.open_jaxpr(second)
         consts = zip(jaxprs.consts_of(first), jaxprs.consts_of(second), strict=True)
         env: dict[core.Var, Value] = dict(zip(a.invars, values, strict=True))
+        # An open jaxpr of jax 0.10 has variables without constants: their properties are unknown.
         env.update(
             (x, degree.of_literal(*both)) for x, both in zip(a.constvars, consts, strict=False)
         )
@@ -147,6 +151,7 @@ class _Walk:
         self, eqn: core.JaxprEqn, twin: core.JaxprEqn, operands: list[Value]
     ) -> Sequence[Value]:
         """Returns the properties of the results of an equation without programs inside."""
+        # The order matters: collectives come first, since `KEEP` contains `pmax` and `all_gather`.
         name, num_results = eqn.primitive.name, len(eqn.outvars)
         if is_collective(eqn) and eqn.params.get("axis_index_groups"):
             return [dataclasses.replace(_forget_degree(operands), is_equal=False)] * num_results
@@ -161,8 +166,8 @@ class _Walk:
                 first = operands[0]
                 return [combine(operands, first.degree, is_zero=first.is_zero)] * num_results
             keeps_addends = name in operations.IDENTITIES
-            return operands if keeps_addends else _without_carries(operands)
-        if name == "sub" and operands[0].carries & operands[1].carries:
+            return operands if keeps_addends else _without_state_addends(operands)
+        if name == "sub" and operands[0].state_addends & operands[1].state_addends:
             # The state cancels: new - old.
             return [dataclasses.replace(_forget_degree(operands), mixed="")]
         if name in operations.JOIN:
@@ -179,16 +184,17 @@ class _Walk:
     def _join_all(self, eqn: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         joined = functools.reduce(functools.partial(self._join, eqn), operands)
         if eqn.primitive.name not in operations.ADDITIONS:
-            return dataclasses.replace(joined, carries=0, addend=None)
-        carries = functools.reduce(operator.or_, (x.carries for x in operands))
+            return dataclasses.replace(joined, state_addends=0, addend=None)
+        state_addends = functools.reduce(operator.or_, (x.state_addends for x in operands))
         addend = operations.addend_of(operands) if len(operands) == 2 else None
-        return dataclasses.replace(joined, carries=carries, addend=addend)
+        return dataclasses.replace(joined, state_addends=state_addends, addend=addend)
 
     def _select(self, eqn: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         mask, choices = operands[0], operands[1:]
         result = self._absorb(eqn, choices, functools.reduce(self._either, choices))
         # A mask with a degree picks one of all rows or replicas, if the other elements are zero.
-        if mask.degree and result.degree and any(x.is_zero for x in choices):
+        has_zero = any(x.is_zero for x in choices)
+        if has_zero and mask.degree is not None and result.degree is not None:
             result = dataclasses.replace(result, degree=result.degree + mask.degree)
         is_equal = result.is_equal and mask.is_equal
         # Dropout: a wrong draw of the mask is a fault of the result.
@@ -256,7 +262,10 @@ class _Walk:
 
     def _scatter(self, eqn: core.JaxprEqn, twin: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         operand, _, updates = operands[:3]
-        if not eqn.primitive.name.replace("-", "_").startswith("scatter_add"):
+        name = eqn.primitive.name.replace("-", "_")
+        if name == "scatter_mul" and (operand.degree, updates.degree) != (NONE, NONE):
+            return _forget_degree(operands)
+        if not name.startswith("scatter_add"):
             return self._either(operand, updates)
         numbers = eqn.params["dimension_numbers"]
         num_dims = len(jaxprs.shape_of(eqn.invars[2]))
@@ -302,12 +311,12 @@ class _Walk:
         averaged = x.counted if x.degree == NONE and not x.is_equal else ""
         total = dataclasses.replace(
             x,
-            degree=x.degree and x.degree + OF_REPLICAS,
+            degree=None if x.degree is None else x.degree + OF_REPLICAS,
             is_equal=True,
             is_global=False,
             is_literal=False,
             is_constant=False,
-            carries=0,
+            state_addends=0,
             summed=self._line(eqn),
             averaged=averaged,
             factors=(),
@@ -321,6 +330,7 @@ class _Walk:
 
     def _join(self, eqn: core.JaxprEqn, a: Value, b: Value) -> Value:
         """Returns the sum of two values; records a fault if one device would compute another."""
+        # A zero and an epsilon have any degree, so the other addend decides.
         if a.is_zero or b.is_zero:
             kept = b if a.is_zero else a
             return combine_either([a, b], kept.degree, is_zero=a.is_zero and b.is_zero)
@@ -328,10 +338,13 @@ class _Walk:
             kept, number = (b, a) if a.is_literal else (a, b)
             if number.degree == NONE:  # an epsilon, or a constant of a loss
                 return combine_either([a, b], kept.degree)
+        # State plus a wrong value is a fault, and so is state plus a mean of the replicas' means,
+        # which is right only while all replicas have equally many rows.
         faults = 0
         for x, y in ((a, b), (b, a)):
             if x.is_right and y.is_wrong:
-                if not x.sources:  # without state the sum is as wrong as `y` is
+                if not x.sources:
+                    # No state yet. The fault is recorded where the sum is added to state.
                     return combine_either([a, b], y.degree)
                 faults |= self._record(eqn, y, y.excess)
             elif x.is_right and x.sources and y.is_right and y.averaged:
@@ -348,7 +361,7 @@ class _Walk:
             return a.mixed or b.mixed
         whole, share = (a, b) if a.is_equal else (b, a)
         mixes = not whole.is_constant and whole.is_right and share.excess == -1
-        return (self._line(eqn) or "?") if mixes else ""
+        return (self._line(eqn) or _UNKNOWN_LINE) if mixes else ""
 
     def _either(self, a: Value, b: Value) -> Value:
         """Returns the properties of a value that is either `a` or `b`."""
@@ -361,7 +374,7 @@ class _Walk:
         """Records a fault of `x`; returns its bit."""
         counted = x.counted if excess else x.averaged
         if mixed:
-            counted = x.mixed.strip("?") or counted
+            counted = x.mixed.removesuffix(_UNKNOWN_LINE) or counted
         fault = Fault(excess, counted, x.summed, x.sources, x.factors, x.before_sum, mixed)
         return self._add(eqn, fault)
 
@@ -375,18 +388,19 @@ class _Walk:
         return dataclasses.replace(drawn, faults=drawn.faults | self._add(eqn, fault))
 
     def _add(self, eqn: core.JaxprEqn, fault: Fault) -> int:
-        number = self._numbers.setdefault((id(eqn), fault.excess), len(self.faults))
+        key = id(eqn), fault.excess, fault.mixed
+        number = self._numbers.setdefault(key, len(self.faults))
         if number == len(self.faults):
             self.faults.append(fault)
             self._draws |= fault.is_draw << number
         return 1 << number
 
     def _line(self, eqn: core.JaxprEqn) -> str:
-        return first_line_of((eqn, *reversed(self._calls)))
+        return first_users_line_of((eqn, *reversed(self._calls)))
 
 
-def _without_carries(values: Sequence[Value]) -> list[Value]:
-    return [dataclasses.replace(x, carries=0) for x in values]
+def _without_state_addends(values: Sequence[Value]) -> list[Value]:
+    return [dataclasses.replace(x, state_addends=0) for x in values]
 
 
 def _forget_degree(values: Sequence[Value]) -> Value:
