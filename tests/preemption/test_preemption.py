@@ -22,7 +22,7 @@ from tpudist.preemption import gce, notice_listener
 
 @pytest.fixture(autouse=True)
 def sigterm_stays_as_it_was(monkeypatch):
-    monkeypatch.setattr(notice_listener, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(notice_listener, "_INTERVAL_S", 0.02)
     before = signal.getsignal(signal.SIGTERM)
     yield
     if signal.getsignal(signal.SIGTERM) != before:

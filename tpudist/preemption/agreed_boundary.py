@@ -8,8 +8,9 @@ Each process counts the boundaries that it reaches. When a notice is known:
 3. All read the decision, and act at that boundary.
 
 A process that has finished its loops posts "closed" instead of a count. Then nobody acts, because
-the others are about to finish, too. The waits end after `_PATIENCE_S`, when process 0 decides that
-nobody acts.
+the others are about to finish, too. Process 0 waits at most `_PATIENCE_S` for the counts, and then
+decides that nobody acts. The others wait for its decision without a limit: if it hangs, the watch
+of the processes (`process_watch`) ends them.
 
 JAX has such a protocol (`multihost_utils.reached_preemption_sync_point`), with one counter and one
 notice per run. Orbax calls it with the numbers of training steps, so it cannot be shared.
@@ -30,7 +31,7 @@ _PAUSE_S = 0.01
 _CLOSED = "closed"
 
 
-class Agreement:
+class BoundaryAgreement:
     """Determines one boundary, the same in all processes, at which to act on a notice.
 
     All processes must create it at the same boundary.
@@ -74,13 +75,14 @@ class Agreement:
         with self._lock:
             while not is_closing.is_set():
                 try:
-                    if self._has_settled(is_closing):
+                    if self._try_to_settle(is_closing):
                         return
                 except ConnectionError:  # try again: the count is posted, so the others rely on it
                     pass
                 time.sleep(_PAUSE_S)
 
-    def _has_settled(self, is_closing: threading.Event) -> bool:
+    def _try_to_settle(self, is_closing: threading.Event) -> bool:
+        """Posts the count, in process 0 also the decision; returns whether there is one."""
         # May be repeated: a text is written once, and the count does not change under the lock.
         self._post_count(str(self._num_boundaries))
         if jax.process_index() == 0:

@@ -12,10 +12,8 @@ PREEMPTED = "preempted"  # the machine ends in 30 s
 MAINTENANCE = "maintenance"  # it ends in 60 s; a machine with a GPU in an hour
 GPU_GRACE_S = 3600.0
 
-_HOSTS = (
-    "GCE_METADATA_HOST",
-    "GCE_METADATA_IP",
-)  # variables of Google's libraries and of TensorFlow
+# Variables of Google's libraries and of TensorFlow.
+_HOST_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
 _TIMEOUT_S = 2.0
 _FAILURES_UNTIL_WARNING = 10
 _log = logging.getLogger("tpudist.preemption")
@@ -29,7 +27,7 @@ class MetadataWatcher:
     """
 
     def __init__(self):
-        host = next(filter(None, map(os.environ.get, _HOSTS)), "metadata.google.internal")
+        host = next(filter(None, map(os.environ.get, _HOST_VARIABLES)), "metadata.google.internal")
         self._url = f"http://{host}/computeMetadata/v1/instance"
         # Without a proxy, which cannot reach the server on the link-local network.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -65,7 +63,9 @@ class MetadataWatcher:
 
 def is_gce(cluster_resolver: ClusterResolver | None = None) -> bool:
     """Whether this is a virtual machine of Google's cloud, such as a TPU VM."""
-    if isinstance(cluster_resolver, GCEClusterResolver) or any(map(os.environ.get, _HOSTS)):
+    if isinstance(cluster_resolver, GCEClusterResolver) or any(
+        map(os.environ.get, _HOST_VARIABLES)
+    ):
         return True
     try:
         product = Path("/sys/class/dmi/id/product_name").read_text()

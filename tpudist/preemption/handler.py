@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.options import warn_if_given
 from tpudist.preemption import termination
-from tpudist.preemption.agreed_boundary import Agreement
+from tpudist.preemption.agreed_boundary import BoundaryAgreement
 from tpudist.preemption.last_resort import LastResort, Pace
 from tpudist.preemption.notice import close_with
 from tpudist.preemption.notice_listener import NoticeListener
@@ -100,7 +101,7 @@ class PreemptionCheckpointHandler:
         # period, at its end (`last`). Each time the processes agree on a boundary.
         name = f"preemption/{next(_numbers)}"
         self._name, self._meeting = name, Channel(f"{name}/meeting")
-        self._agreement = Agreement(f"{name}/first")
+        self._agreement = BoundaryAgreement(f"{name}/first")
         self._listening = NoticeListener(
             self._agreement.notice, self._config.watcher, self._config.grace_after
         )
@@ -109,9 +110,10 @@ class PreemptionCheckpointHandler:
         last_resort = LastResort(self._agreement.notice, self._pace)
         self._close = close_with(self, _make_close(self._listening, self._agreements, last_resort))
         self._is_over = self._is_handling = False
-        self._polls_before = step_boundaries.num_polls()
-        self._end_s = self._saving_s = 0.0
-        self._in_grace_after: str | None = None
+        self._polls_at_last_call = step_boundaries.num_polls()
+        self._grace_ends_s = self._last_save_s = 0.0
+        self._grace_reason: str | None = None
+        # Registered weakly, so that a handler without other references is deleted, and closed.
         step_boundaries.register(self._at_boundary)
 
     @property
@@ -132,7 +134,7 @@ class PreemptionCheckpointHandler:
         Returns:
             The result of the function.
         """
-        if step_boundaries.num_polls() == self._polls_before:
+        if step_boundaries.num_polls() == self._polls_at_last_call:
             self._at_boundary()
         result = distributed_train_function(*args, **kwargs)
         self._end_call()
@@ -152,7 +154,7 @@ class PreemptionCheckpointHandler:
     def _end_call(self) -> None:
         self._total_run_calls += 1
         self._manager.notes[RUN_CALLS] = self._total_run_calls  # also for saves of the program
-        self._polls_before = step_boundaries.num_polls()
+        self._polls_at_last_call = step_boundaries.num_polls()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -171,7 +173,8 @@ class PreemptionCheckpointHandler:
             return
         self._listening.check()
         self._pace.reach_boundary()
-        if self._in_grace_after is not None and self._grace_is_over():
+        if self._grace_reason is not None and self._grace_is_over():
+            # `_begin_grace` has replaced the agreement: this is the last notice.
             self._agreement.notice.give("the grace period is over")
         if not self._agreement.reach_boundary():
             return
@@ -185,8 +188,8 @@ class PreemptionCheckpointHandler:
             _log.warning("%s: saving.", notice.content)
             start = time.monotonic()
             self._save(*args, **kwargs)
-            self._saving_s = time.monotonic() - start
-            if self._in_grace_after is None and notice.content.grace_s > 0:
+            self._last_save_s = time.monotonic() - start
+            if self._grace_reason is None and notice.content.grace_s > 0:
                 self._begin_grace()
                 self._pace.restart()
                 return
@@ -197,24 +200,25 @@ class PreemptionCheckpointHandler:
     def _begin_grace(self) -> None:
         notice = self._agreement.notice
         assert notice.content is not None
-        self._in_grace_after = notice.content.why
+        self._grace_reason = notice.content.why
         if notice.is_from_this_process:
-            self._end_s = notice.given_at_s + notice.content.grace_s
+            self._grace_ends_s = notice.given_at_s + notice.content.grace_s
         else:
             # Only the process that must end knows when. When its grace period is over, it gives the
             # second notice, which all processes learn.
-            self._end_s = float("inf")
-        self._agreement = Agreement(f"{self._name}/last")
+            self._grace_ends_s = math.inf
+        self._agreement = BoundaryAgreement(f"{self._name}/last")
         self._agreements.append(self._agreement)
         _log.warning(
             "Saved. Training continues during the grace period of %g s.", notice.content.grace_s
         )
 
     def _grace_is_over(self) -> bool:
-        if self._in_grace_after not in URGENT and set(URGENT) & set(self._listening.heard):
+        # An urgent reason ends a grace period that another one has begun.
+        if self._grace_reason not in URGENT and set(URGENT) & set(self._listening.heard):
             return True
-        reserve_s = _STEPS_OF_RESERVE * self._pace.mean_s + 2 * self._saving_s
-        return time.monotonic() > self._end_s - reserve_s
+        reserve_s = _STEPS_OF_RESERVE * self._pace.mean_s + 2 * self._last_save_s
+        return time.monotonic() > self._grace_ends_s - reserve_s
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         if self._config.save_fn is not None:
@@ -253,7 +257,7 @@ class PreemptionCheckpointHandler:
 
 
 def _make_close(
-    listening: NoticeListener, agreements: list[Agreement], last_resort: LastResort
+    listening: NoticeListener, agreements: list[BoundaryAgreement], last_resort: LastResort
 ) -> Callable[[bool], None]:
     """Returns a function that closes the parts of a handler, without a reference to the handler."""
 

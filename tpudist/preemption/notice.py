@@ -15,6 +15,7 @@ import jax
 from tpudist.processes.coordination import Board
 
 INTERVAL_S = 0.25
+"""Seconds between two looks for a notice in a small run."""
 _READS_PER_S = 500  # that process 0 can answer: with more processes, each reads less often
 
 
@@ -39,7 +40,7 @@ class Content:
 
 
 class Notice:
-    """A notice that the run must end. If several processes give notice, the first one counts.
+    """One notice that the run must end. If several processes give notice, the first one counts.
 
     If there are several processes, a thread looks for a notice up to four times a second.
 
@@ -58,7 +59,7 @@ class Notice:
         self.board = Board(name)
         self.content: Content | None = None
         self.given_at_s = math.inf
-        self._own: Content | None = None
+        self._given: Content | None = None
         # Read here, because JAX takes a lock for it, which `give` must not do in a signal handler.
         self._process = jax.process_index()
         self._on_known = on_known
@@ -74,18 +75,18 @@ class Notice:
         Any thread and any signal handler may call this: it takes no lock and does not wait.
         """
         # It only sets attributes; the thread posts them. In one process there is no thread.
-        if self._own is not None or self.content is not None:
+        if self._given is not None or self.content is not None:
             return
         self.given_at_s = time.monotonic()
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        self._own = Content(self._process, why, grace_s, now)
+        self._given = Content(self._process, why, grace_s, now)
         if self._thread is None:
-            self.content = self._own
+            self.content = self._given
 
     @property
     def is_from_this_process(self) -> bool:
         """Whether this process must end, and not another one."""
-        return self.content is not None and self.content == self._own
+        return self.content is not None and self.content == self._given
 
     def close(self) -> None:
         """Ends the thread."""
@@ -100,8 +101,8 @@ class Notice:
         while not self._closing.wait(interval_s):
             try:
                 # The board keeps the first notice, and all read that one, also its author.
-                if self._own is not None:
-                    self.board.post("notice", json.dumps(dataclasses.asdict(self._own)))
+                if self._given is not None:
+                    self.board.post("notice", json.dumps(dataclasses.asdict(self._given)))
                 text = self.board.read("notice")
                 if text is None:
                     continue

@@ -7,8 +7,8 @@ from tpudist.preemption.notice import Notice
 from tpudist.preemption.sigterm import SigtermListener
 from tpudist.preemption.termination import SIGTERM, URGENT, WATCHER_FN
 
-INTERVAL_S = 1.0  # between two polls, as in TensorFlow
-PATIENCE_S = 5.0  # for a poll that does not return; its thread is a daemon
+_INTERVAL_S = 1.0  # between two polls, as in TensorFlow
+_PATIENCE_S = 5.0  # for a poll that does not return; its thread is a daemon
 
 
 class NoticeListener:
@@ -34,6 +34,7 @@ class NoticeListener:
         watcher: Callable[[], str | None] | None,
         grace_after: Callable[[str], float],
     ):
+        # A signal handler and the watcher's thread add to it; `append` is one operation.
         self.heard: list[str] = []
         self._notice, self._grace_after = notice, grace_after
         self._watcher = watcher
@@ -70,7 +71,7 @@ class NoticeListener:
         """
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(PATIENCE_S)
+            self._thread.join(_PATIENCE_S)
         if not process_ends and self._sigterm is not None:
             self._sigterm.close()
 
@@ -90,5 +91,5 @@ class NoticeListener:
                 self._on_notice(why)
                 if why in (*URGENT, WATCHER_FN):
                     return  # no later reason could be more urgent
-            if self._closing.wait(INTERVAL_S):
+            if self._closing.wait(_INTERVAL_S):
                 return

@@ -1,5 +1,6 @@
 """SigtermListener: SIGTERM becomes a request, and the program decides when to end."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,11 +14,11 @@ from tpudist.processes.preemption_service import SigtermHandler
 # Like the type of `signal.getsignal`: None is a handler that was not installed from Python.
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-_all: "weakref.WeakSet[SigtermListener]" = weakref.WeakSet()
+_listeners: "weakref.WeakSet[SigtermListener]" = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for listener in list(_all):
+    for listener in list(_listeners):
         listener.close()
 
 
@@ -50,7 +51,7 @@ class SigtermListener:
         self._on_signal = on_signal
         self._is_open = True
         self._previous: _Handler = signal.signal(signal.SIGTERM, self._handle)
-        _all.add(self)
+        _listeners.add(self)
 
     def close(self) -> None:
         """Restores the previous handler of SIGTERM, or forwards signals to it."""
@@ -59,21 +60,25 @@ class SigtermListener:
             signal.signal(signal.SIGTERM, self._previous_handler())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A closed listener stays installed if a later handler calls it, or if it was closed in
-        # another thread. Then it behaves like the handler before it.
-        is_open = self._is_open
-        if is_open:
-            self._on_signal()
         previous = self._previous_handler()
-        if is_open and isinstance(previous, SigtermHandler):
-            return  # that is for programs that do not handle SIGTERM
-        if callable(previous):
-            try:
+        if not self._is_open:
+            self._forward(previous, number, frame)
+            return
+        self._on_signal()
+        # A `SigtermHandler` is for programs that do not handle SIGTERM.
+        if callable(previous) and not isinstance(previous, SigtermHandler):
+            with contextlib.suppress(SystemExit):  # the state must be saved first
                 previous(number, frame)
-            except SystemExit:
-                if not is_open:
-                    raise
-        elif not is_open and previous == signal.SIG_DFL and self._is_installed():
+
+    def _forward(self, previous: _Handler, number: int, frame: FrameType | None) -> None:
+        """Behaves like the handler before this one.
+
+        A closed listener stays installed if a later handler calls it, or if it was closed in
+        another thread.
+        """
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL and self._is_installed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -83,6 +88,8 @@ class SigtermListener:
 
     def _previous_handler(self) -> "_Handler":
         """Returns the handler before this one, without listeners that have been closed since."""
+        # Python cannot install a C handler again. JAX's only records the signal, so the default
+        # action is better.
         previous = signal.SIG_DFL if self._previous is None else self._previous
         owner = previous.__self__ if isinstance(previous, MethodType) else None
         if isinstance(owner, SigtermListener) and not owner._is_open:

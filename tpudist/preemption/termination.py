@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,15 @@ URGENT = (SIGTERM, gce.PREEMPTED)
 class TerminationConfig:
     """Options of `PreemptionCheckpointHandler`; None is the default of the platform.
 
-    Attributes:
-        termination_watcher_fn: Returns whether the process must end soon. The default asks the
-            metadata server on Google's cloud, and nothing elsewhere. SIGTERM always counts.
+    Mirrors `tf.distribute.experimental.TerminationConfig`, in which the watcher function replaces
+    SIGTERM, and the default exit code is 42 outside of Google's cloud.
+
+    The options must be the same in all processes.
+
+    Args:
+        termination_watcher_fn: Called once per second in a thread; returns soon, whether the
+            process must end soon. If it raises an error, the next step raises it. The default asks
+            the metadata server on Google's cloud, and nothing elsewhere. SIGTERM always counts.
         exit_fn: Called without arguments after the last save; by default `sys.exit(143)`. If it
             returns, the program continues, and the handler no longer watches.
         grace_period: Seconds from the notice to the shutdown. If positive, the state is saved at
@@ -32,18 +39,6 @@ class TerminationConfig:
             cloud, otherwise 0.
         save_fn: Called instead of the manager's `save`, with the arguments of
             `save_checkpoint_if_preempted`, in all processes.
-
-    Mirrors `tf.distribute.experimental.TerminationConfig`, in which the watcher function replaces
-    SIGTERM, and the default exit code is 42 outside of Google's cloud.
-
-    The options must be the same in all processes.
-
-    Args:
-        termination_watcher_fn: Called once per second in a thread; must return soon. If it
-            raises an error, the next step raises it.
-        exit_fn: Called without arguments after the last save.
-        grace_period: Seconds from the notice to the shutdown.
-        save_fn: Called to save the state.
 
     Raises:
         TypeError: If a function is not callable.
@@ -67,7 +62,7 @@ class TerminationConfig:
         if grace_period is not None and (
             isinstance(grace_period, bool)
             or not isinstance(grace_period, int | float)
-            or not 0 <= grace_period < float("inf")
+            or not 0 <= grace_period < math.inf
         ):
             raise ValueError(
                 f"TerminationConfig(grace_period={grace_period!r}): grace_period must be a number "
@@ -106,11 +101,11 @@ class Termination:
 def fill_defaults(
     config: TerminationConfig | None, cluster_resolver: ClusterResolver | None
 ) -> Termination:
-    """Returns `config` with the defaults of the platform of this process."""
+    """Returns `config` with the defaults of the platform. May start JAX's devices to find it."""
     config = config or TerminationConfig()
     watcher: Callable[[], str | None] | None = None
     if config.termination_watcher_fn is not None:
-        watcher = functools.partial(_reason, config.termination_watcher_fn)
+        watcher = functools.partial(_watcher_reason, config.termination_watcher_fn)
     elif gce.is_gce(cluster_resolver):
         watcher = gce.MetadataWatcher()
     has_long_notice = config.grace_period is None and jax.local_devices()[0].platform == "gpu"
@@ -123,5 +118,5 @@ def fill_defaults(
     )
 
 
-def _reason(watcher_fn: Callable[[], Any]) -> str | None:
+def _watcher_reason(watcher_fn: Callable[[], Any]) -> str | None:
     return WATCHER_FN if watcher_fn() else None

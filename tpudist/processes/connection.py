@@ -45,7 +45,7 @@ def connect(
         FileNotFoundError: If a certificate or a key does not exist.
     """
     if jax.distributed.is_initialized():
-        check_not_connected(mutual_tls)
+        reject_late_tls(mutual_tls)
         return
     if emulation.has_backend():
         raise RuntimeError(
@@ -67,7 +67,7 @@ def connect(
     )
 
 
-def check_not_connected(mutual_tls: MutualTLS | None) -> None:
+def reject_late_tls(mutual_tls: MutualTLS | None) -> None:
     """Raises if certificates are requested and the processes are already connected.
 
     Raises:

@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 REPORT_S = 4.0
 """Seconds until a wait is first reported."""
 # A wait in C++ ends neither at Ctrl-C nor when its thread is asked to close, so it is cut into
-# slices, and Python looks around after each of them.
+# slices, and Python code runs after each of them.
 _SLICE_S = 0.5
 
 
@@ -96,20 +96,22 @@ class Channel:
         #   1. Every process writes its text under `<folder>/<index>`.
         #   2. The first process of the channel reads them all and writes them to `<folder>/all`.
         #   3. The other processes wait for that one key.
-        # So 2 n texts are read in all; if each process read every other text, it would be n * n
-        # at one service. A wait ends with the key, when `cancelled` returns True, when a process of
-        # the channel has announced that it left, or after `timeout_s`.
+        # So the service answers 2 n reads for n processes. If each process read every other text,
+        # it would answer n * n. A wait ends with the key, when `cancelled` returns True, when a
+        # process of the channel has announced that it left, or after `timeout_s`. A process that
+        # gives up has written its text, and continues with the next round. If it is the first
+        # process, the others get no answer in this one.
         number, self._round = self._round, self._round + 1
         processes = self._members
         if len(processes) == 1:
             return [text]
         client, index = self._require_client(), jax.process_index()
         folder = f"tpudist/{self._name}/{number}"
-        place = purpose or f"at '{self._name}', round {number}"
+        what_for = purpose or f"at '{self._name}', round {number}"
         wait = ReportedWait(REPORT_S, timeout_s)
 
         def wait_for(key: str) -> str:
-            return self._wait_for(key, place, wait, cancelled)
+            return self._wait_for(key, what_for, wait, cancelled)
 
         client.key_value_set(f"{folder}/{index}", text)
         leader = processes[0]
@@ -124,12 +126,12 @@ class Channel:
         return texts
 
     def _wait_for(
-        self, key: str, place: str, wait: ReportedWait, cancelled: Callable[[], bool]
+        self, key: str, purpose: str, wait: ReportedWait, cancelled: Callable[[], bool]
     ) -> str:
         client, index = self._require_client(), jax.process_index()
         folder = key.rpartition("/")[0]
         while True:
-            is_last_try = wait.is_over
+            is_last_try = wait.is_over  # before the try: the text may come while the limit passes
             try:
                 return client.blocking_key_value_get(key, max(1, int(1000 * _SLICE_S)))
             except Exception as error:  # jaxlib's type varies; the text has the status
@@ -140,20 +142,20 @@ class Channel:
             # Only after a try: a process may have written its text in this round and then left.
             if gone := self._find_departed(client):
                 raise RuntimeError(
-                    f"Process {index} waits {place}, but process {gone} has left and will not "
+                    f"Process {index} waits {purpose}, but process {gone} has left and will not "
                     f"answer. All processes must do the same things in the same order. Find "
                     f"out why it left; it may have failed."
                 )
             if is_last_try:
                 raise RuntimeError(
-                    f"Process {index} waited {wait.timeout_s:g} s {place}, for "
+                    f"Process {index} waited {wait.timeout_s:g} s {purpose}, for "
                     f"{self._describe_missing(client, folder)}. All processes must do the "
                     f"same things in the same order. Check what the other processes are "
                     f"doing, or whether they have ended."
                 )
             wait.report(
                 lambda: (
-                    f"Process {index} waits {place} for {self._describe_missing(client, folder)}"
+                    f"Process {index} waits {purpose} for {self._describe_missing(client, folder)}"
                 )
             )
 
@@ -186,6 +188,7 @@ class Channel:
         return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
 
     def _describe_missing(self, client: KeyValueClient, folder: str) -> str:
+        """Returns the processes without a text; the leader if all texts but its answer exist."""
         present = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
         absent = [str(i) for i in self._members if str(i) not in present]
         leader = f"process {self._members[0]} to answer"

@@ -17,13 +17,13 @@ def begin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     If an array is spread over processes, they gather it: all must call this with the same arrays.
     """
     shardings = [_copy_sharding(x) for x in arrays]
-    groups: dict[Hashable, list[int]] = {}
+    indices_by_group: dict[Hashable, list[int]] = {}
     for i, sharding in enumerate(shardings):
-        groups.setdefault(_device_group(sharding), []).append(i)
+        indices_by_group.setdefault(_device_group(sharding), []).append(i)
     copies: dict[int, jax.Array] = {}
-    for numbers in groups.values():
-        copy = _copy_program(tuple(shardings[i] for i in numbers))
-        copies |= zip(numbers, copy(*(arrays[i] for i in numbers)), strict=True)
+    for indices in indices_by_group.values():
+        copy = _copy_program(tuple(shardings[i] for i in indices))
+        copies |= zip(indices, copy(*(arrays[i] for i in indices)), strict=True)
     return [copies[i] for i in range(len(arrays))]
 
 
@@ -33,6 +33,7 @@ def finish(copy: jax.Array) -> np.ndarray:
     Raises:
         jax.errors.JaxRuntimeError: If the original could not be computed.
     """
+    # Not `asarray`, which on CPUs would share the memory of the device.
     return np.array(copy if copy.is_fully_addressable else copy.addressable_data(0))
 
 

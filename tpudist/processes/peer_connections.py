@@ -16,7 +16,6 @@ Messages, after a greeting with the index and the secret of the process that con
 import contextlib
 import hmac
 import ipaddress
-import math
 import secrets
 import socket
 import threading
@@ -46,11 +45,10 @@ class PeerConnections:
         self._listener: socket.socket | None = None
         self._secret = ""
         self._closing = threading.Event()
-        # When process 0 was last heard; infinite, so that its silence is 0 s, until connected.
-        self._heard_s = math.inf
+        self._heard_s: float | None = None  # when process 0 last sent a beat, in the others
 
     def listen(self, host: str) -> str:
-        """Listens in process 0; returns the address for `connect` in the others.
+        """Listens in process 0; returns port and secret for `connect` in the others.
 
         Raises:
             OSError: If `host` is not an address of this host.
@@ -62,17 +60,17 @@ class PeerConnections:
         _start_thread(self._beat)
         return f"{self._listener.getsockname()[1]} {self._secret}"
 
-    def connect(self, host: str, address: str) -> None:
+    def connect(self, host: str, port_and_secret: str) -> None:
         """Connects to process 0.
 
         Args:
             host: Host of process 0.
-            address: Port and secret, as its `listen` returned them.
+            port_and_secret: Result of its `listen`.
 
         Raises:
             OSError: If it cannot be reached.
         """
-        port, secret = address.split()
+        port, secret = port_and_secret.split()
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
         enable_keepalive(connection)
         connection.sendall(f"{self._index} {secret}".encode().ljust(_GREETING_BYTES))
@@ -82,7 +80,7 @@ class PeerConnections:
 
     def silence_s(self) -> float:
         """Returns the seconds since process 0 was heard; 0 without a connection."""
-        return max(0.0, time.monotonic() - self._heard_s)
+        return 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
 
     def close(self) -> None:
         """Announces that this process exits in order, and closes all connections."""
@@ -143,7 +141,10 @@ class PeerConnections:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Makes the kernel give up a connection whose other kernel is silent for `DEAD_PEER_S`."""
+    """Makes the kernel give up a connection whose other kernel is silent for `DEAD_PEER_S`.
+
+    Operations of the socket then wait without another limit.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Idle connections are probed after 1/3 of the time and then four times, 1/6 apart: 1/3 + 4/6.

@@ -53,6 +53,6 @@ class SigtermHandler:
         raise SystemExit(EXIT_PREEMPTED)
 
     def _restore(self) -> None:
-        """Restores JAX's handler, unless somebody has replaced ours."""
+        """Restores JAX's handler, at the first poll of the program, unless ours was replaced."""
         if signal.getsignal(signal.SIGTERM) is self:
             ctypes.CDLL(None).sigaction(int(signal.SIGTERM), self._jax_action, None)

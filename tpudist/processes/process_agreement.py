@@ -13,6 +13,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypedDict
 
 import jax
 
@@ -28,6 +29,15 @@ from tpudist.xla.mesh import ReplicaMesh
 # the number of an older one may still be in it while this process begins new ones.
 _REMEMBERED = 2 * run_order.MAX_RUNS
 _MAX_CHARACTERS = 300  # of a text in an error
+
+
+class _Answer(TypedDict):
+    """The intention of a process, as the others receive it, and its text for `exchange`."""
+
+    action: str
+    facts: Mapping[str, str]
+    digest: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +77,9 @@ def agree_once(mesh: ReplicaMesh, key: Hashable, intend: Callable[[], Intention]
         ProcessesDifferError: Same as in `agree`.
         RuntimeError: Same as in `agree`.
     """
-    # The key need not be equal in all processes. A process that has it already counts where
-    # another one agrees; the two then differ in their orders, which the watch reports.
+    # The key need not be equal in all processes. If one process has the key and another has not,
+    # the first counts a call while the other agrees, and waits. Their orders differ, so the watch
+    # ends the run.
     if is_needed(mesh):
         counters = _agreement_of(mesh.processes).counters
         count_run = counters.get((mesh, key))
@@ -123,7 +134,7 @@ class _Agreement:
 
     def __init__(self, processes: tuple[int, ...]):
         self._processes = processes
-        name = hashlib.sha256(str(processes).encode()).hexdigest()[:8]
+        name = _short_digest(str(processes))
         self._channel = coordination.Channel(f"agreement/{name}", processes)
         # Two threads must not agree at once: the order of their rounds would be a race.
         self._lock = threading.Lock()
@@ -138,14 +149,14 @@ class _Agreement:
     def agree(self, intention: Intention) -> Callable[[], None]:
         """Returns a function that counts another run, after all processes have agreed."""
         with self._lock:
-            self._enter(intention, "")
+            self._agree_on(intention, "")
             self._names[self._number] = intention.action
             return functools.partial(self.order.add, self._number)
 
     def exchange(self, intention: Intention, text: str) -> list[str]:
         """Returns the texts of all processes, after they have agreed."""
         with self._lock:
-            return self._enter(intention, text)
+            return self._agree_on(intention, text)
 
     def _describe(self, number: int) -> str:
         """Describes a shared call for the watch, from its thread."""
@@ -155,19 +166,26 @@ class _Agreement:
             return f"{self._names[number]}, as before"
         return self._names.get(number, "something long ago")
 
-    def _enter(self, intention: Intention, text: str) -> list[str]:
+    def _agree_on(self, intention: Intention, text: str) -> list[str]:
         # The order is recorded before the exchange: if another process never arrives, its report
         # lacks this call, and the watch names it.
         self._number += 1
         self.order.add(-self._number)
         self._names[-self._number] = f"{intention.action}, for the first time"
-        if self._number > _REMEMBERED:
-            self._names.pop(_REMEMBERED - self._number, None)
-        program = intention.program
-        digest = program.digest if program else ""
-        own = [intention.action, dict(intention.facts), digest, text]
-        answers = list(map(json.loads, self._exchange(json.dumps(own), intention.action)))
-        if any(x[:3] != answers[0][:3] for x in answers):
+        oldest = self._number - _REMEMBERED
+        if oldest > 0:
+            self._names.pop(-oldest, None)
+        own: _Answer = {
+            "action": intention.action,
+            "facts": dict(intention.facts),
+            "digest": intention.program.digest if intention.program else "",
+            "text": text,
+        }
+        answers: list[_Answer] = list(
+            map(json.loads, self._exchange(json.dumps(own), intention.action))
+        )
+        first = answers[0]
+        if any(x | {"text": first["text"]} != first for x in answers):
             raise ProcessesDifferError(
                 f"{self._describe_difference(intention, answers)} Nothing of it has run. All "
                 f"processes of a run must do the same things with the same values in the same "
@@ -175,41 +193,43 @@ class _Agreement:
                 f"distributed dataset."
             )
         self._last_action = intention.action
-        return [x[3] for x in answers]
+        return [x["text"] for x in answers]
 
     def _exchange(self, text: str, subject: str) -> list[str]:
         return self._channel.exchange(text, purpose=f"to agree on {subject}")
 
-    def _describe_difference(self, intention: Intention, answers: Sequence[list]) -> str:
+    def _describe_difference(self, intention: Intention, answers: Sequence[_Answer]) -> str:
         """Describes the first of action, facts and program in which the processes differ."""
         before = f", after {self._last_action}" if self._last_action else ""
         start = f"The processes differ at program {self._number} of this run{before}"
-        if any(x[0] != answers[0][0] for x in answers):
-            return f"{start}. {self._list([x[0] for x in answers])}"
+        actions = [x["action"] for x in answers]
+        if len(set(actions)) > 1:
+            return f"{start}. {self._list(actions)}"
         start = f"{start}: {intention.action}"
-        for name in dict.fromkeys(key for x in answers for key in x[1]):
-            values = [x[1].get(name, "none") for x in answers]
+        for name in dict.fromkeys(key for x in answers for key in x["facts"]):
+            values = [x["facts"].get(name, "none") for x in answers]
             if len(set(values)) > 1:
                 return f"{start}, in {name}. {self._list(values)}"
-        return f"{start}, in its computation. {self._find_line(intention.program)}"
+        line = self._describe_line_that_differs(intention.program)
+        return f"{start}, in its computation. {line}"
 
-    def _find_line(self, program: ProgramText | None) -> str:
+    def _describe_line_that_differs(self, program: ProgramText | None) -> str:
         """Describes the first operation that differs."""
         # Only digests of whole programs were exchanged. All processes know now that these differ,
         # so all come here, for two more rounds: the digest of each line (a program may have
         # thousands of long ones), then the text of the first line whose digests differ.
         lines = program.lines if program else ()
-        line_digests = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+        line_digests = list(map(_short_digest, lines))
         subject = "the line that differs"
         digests = list(map(json.loads, self._exchange(json.dumps(line_digests), subject)))
-        shortest = min(map(len, digests))
-        different = (i for i in range(shortest) if any(x[i] != digests[0][i] for x in digests))
-        number = next(different, shortest)
+        min_length = min(map(len, digests))
+        different = (i for i in range(min_length) if any(x[i] != digests[0][i] for x in digests))
+        i = next(different, min_length)
         text = "nothing more"
-        if program and number < len(lines):
-            eqn = program.equations[number]
+        if program and i < len(lines):
+            eqn = program.equations[i]
             place = replica_equality.line_of(eqn) if eqn is not None else ""
-            text = f"{place}: {lines[number]}" if place else lines[number]
+            text = f"{place}: {lines[i]}" if place else lines[i]
         values = self._exchange(json.dumps(text), subject)
         return (
             f"{self._list(list(map(json.loads, values)))} The difference may be a random seed, a "
@@ -228,3 +248,8 @@ class _Agreement:
             for value, group in groups.items()
         ]
         return "; ".join(parts) + "."
+
+
+def _short_digest(text: str) -> str:
+    """Returns 32 bits: a name for few sets of processes, or to find a line that differs."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -9,6 +9,8 @@ from typing import NoReturn
 from tpudist.goodput import goodput
 from tpudist.processes import generations
 
+_NUM_FRAMES = 12  # enough to pass the frames of tpudist and JAX, and to reach the program
+
 
 def raise_in_program(error: type[RuntimeError], message: str) -> None:
     """Raises in the thread of the program, at its next line of Python."""
@@ -22,9 +24,11 @@ def raise_in_program(error: type[RuntimeError], message: str) -> None:
 
 
 def stack_of_program() -> str:
-    """Returns the innermost 12 Python frames of the program, also if it waits in C++."""
+    """Returns the innermost Python frames of the program, also if it waits in C++."""
     frame = sys._current_frames().get(generations.program_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)[-12:]) if frame else "  (an unknown place)\n"
+    return (
+        "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "  (an unknown place)\n"
+    )
 
 
 def print_all_threads() -> None:
@@ -53,6 +57,6 @@ def exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:
+        except Exception:  # closed, so nobody can read the rest
             pass
     os._exit(code)

@@ -68,4 +68,6 @@ def _namespace() -> str:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:
+        # Without /proc, as on macOS, no other process counts as one of this host. So nobody is
+        # ended by its pid, which might mean another process.
         return f"unknown/{os.getpid()}"

@@ -200,11 +200,11 @@ class Watch:
         try:
             if self._index:
                 text = self._client.blocking_key_value_get(key, _CONNECT_MS)
-                address, self._place_of_process_0 = json.loads(text)
-                self._peers.connect(host, address)
+                port_and_secret, self._place_of_process_0 = json.loads(text)
+                self._peers.connect(host, port_and_secret)
             else:
-                address = self._peers.listen(host)
-                self._client.key_value_set(key, json.dumps([address, self._place]), True)
+                text = json.dumps([self._peers.listen(host), self._place])
+                self._client.key_value_set(key, text, True)
         except Exception as error:  # of the network or of the service, whose type varies
             _log.info("Process %d has no connection to the others: %s", self._index, error)
 

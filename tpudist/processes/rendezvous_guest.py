@@ -1,4 +1,4 @@
-"""The side of processes 1, 2, ... of the rendezvous: they visit process 0. See `rendezvous`."""
+"""The other processes' side of the rendezvous: they visit process 0. See `rendezvous`."""
 
 import socket
 import time
@@ -11,9 +11,11 @@ from tpudist.processes.startup_address import resolve
 
 STRANGER_S = 4.0
 """Seconds until a listener that does not greet is another program: process 0 greets at once."""
-_SLICE_S = 0.5
-_RETRY_S = 0.2
-_SERVICE_S = 5.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2  # between two visits
+_SLICE_S = 0.5  # between two looks at the clock
+_EXTRA_S = 5.0  # process 0 gives up at the limit, and its answer, which says why, takes a moment
+_SERVICE_S = 5.0  # for JAX's service to listen; after that JAX itself waits and reports
 
 
 def visit(host: str, port: int, num_processes: int, index: int, wait: ReportedWait) -> None:
@@ -22,53 +24,90 @@ def visit(host: str, port: int, num_processes: int, index: int, wait: ReportedWa
     Raises:
         StartupError: As `rendezvous.join`.
     """
-    introduction = rendezvous_messages.encode(rendezvous_messages.introduce(num_processes, index))
-    place = f"process 0 at {host}:{port}"
     resolve(host, port)
-    problem = "no process listens there"
-    # Since when something has listened without a greeting. A refused connection or a greeting
-    # resets it; a lost connection does not, because a stranger may close every connection.
-    stranger_since: float | None = None
+    process_0 = _Process0(host, port, num_processes, index)
+    who, place = f"Process {index} of {num_processes}", f"process 0 at {host}:{port}"
     while not wait.is_over:
-        answer: bytes | None = b""
-        try:
-            with socket.create_connection((host, port), timeout=5.0) as connection:
-                stranger_since = stranger_since or time.monotonic()
-                reader = LineReader(connection)
-                connection.sendall(introduction)
-                greeting = reader.read(stranger_since + STRANGER_S)
-                if greeting and not rendezvous_messages.is_greeting(greeting):
-                    raise rendezvous_messages.stranger_error(host, port)
-                if greeting:
-                    stranger_since = None
-                    answer = _wait_for_answer(reader, index, place, wait)
-        except OSError as error:
-            problem = str(error)
-            if isinstance(error, ConnectionRefusedError):
-                stranger_since = None
-        if answer:
+        answer = process_0.visit(wait)
+        if answer is not None:
             rendezvous_messages.check_answer(answer, host, port)
             _wait_for_service(host, port)
             return
-        if stranger_since is not None and time.monotonic() > stranger_since + STRANGER_S:
-            raise rendezvous_messages.stranger_error(host, port)
-        wait.report(
-            lambda problem=problem: (
-                f"Process {index} of {num_processes} waits for {place} ({problem})"
-            )
-        )
+        wait.report(lambda: f"{who} waits for {place} ({process_0.problem})")
         time.sleep(_RETRY_S)
     raise StartupError(
-        f"Process {index} of {num_processes} could not reach {place} within "
-        f"{wait.timeout_s:g} s ({problem}). Check that it was started, and that this host "
-        f"({socket.gethostname()}) can reach it."
+        f"{who} could not reach {place} within {wait.timeout_s:g} s ({process_0.problem}). Check "
+        f"that it was started, and that this host ({socket.gethostname()}) can reach it."
     )
+
+
+class _Process0:
+    """Process 0, or whatever listens at its address.
+
+    Attributes:
+        problem: Reason why the last visit brought no answer.
+    """
+
+    def __init__(self, host: str, port: int, num_processes: int, index: int):
+        self.problem = "no process listens there"
+        self._host, self._port, self._index = host, port, index
+        self._introduction = rendezvous_messages.encode(
+            rendezvous_messages.introduce(num_processes, index)
+        )
+        # Since when something has listened without a greeting. A refused connection or a greeting
+        # resets it; a lost connection does not, because a stranger may close every connection.
+        self._silent_since_s: float | None = None
+
+    def visit(self, wait: ReportedWait) -> bytes | None:
+        """Connects once; returns the answer, or None if there is none yet.
+
+        Raises:
+            StartupError: If another program listens.
+        """
+        answer: bytes | None = None
+        try:
+            with socket.create_connection((self._host, self._port), _CONNECT_S) as connection:
+                if self._silent_since_s is None:
+                    self._silent_since_s = time.monotonic()
+                reader = LineReader(connection)
+                connection.sendall(self._introduction)
+                greeting = reader.read(self._silent_since_s + STRANGER_S)
+                if greeting and not rendezvous_messages.is_greeting(greeting):
+                    raise rendezvous_messages.stranger_error(self._host, self._port)
+                if greeting:
+                    self._silent_since_s = None
+                    answer = self._wait_for_answer(reader, wait)
+        except OSError as error:
+            self.problem = str(error)
+            if isinstance(error, ConnectionRefusedError):
+                self._silent_since_s = None
+        if answer:  # not empty, as after a lost connection
+            return answer
+        silent_since_s = self._silent_since_s
+        if silent_since_s is not None and time.monotonic() > silent_since_s + STRANGER_S:
+            raise rendezvous_messages.stranger_error(self._host, self._port)
+        return None
+
+    def _wait_for_answer(self, reader: LineReader, wait: ReportedWait) -> bytes | None:
+        """Returns the answer, b"" if the connection is lost, or None if none arrives in time."""
+        while True:
+            answer = reader.read(time.monotonic() + _SLICE_S)
+            if answer is not None:
+                return answer
+            wait.report(
+                lambda: (
+                    f"Process {self._index} has connected to process 0 at "
+                    f"{self._host}:{self._port} and waits for the others"
+                )
+            )
+            if wait.waited_s > wait.timeout_s + _EXTRA_S:
+                return None
 
 
 def _wait_for_service(host: str, port: int) -> None:
     """Returns when JAX's service listens: a process that comes before retries after a full second.
 
-    Also returns after `_SERVICE_S`, because JAX itself waits and reports then.
+    Also returns after `_SERVICE_S`.
     """
     deadline = time.monotonic() + _SERVICE_S
     while time.monotonic() < deadline:
@@ -76,17 +115,4 @@ def _wait_for_service(host: str, port: int) -> None:
             socket.create_connection((host, port), timeout=1.0).close()
             return
         except OSError:
-            time.sleep(0.005)
-
-
-def _wait_for_answer(
-    reader: LineReader, index: int, place: str, wait: ReportedWait
-) -> bytes | None:
-    while True:
-        answer = reader.read(time.monotonic() + _SLICE_S)
-        if answer is not None:
-            return answer
-        wait.report(lambda: f"Process {index} has connected to {place} and waits for the others")
-        # Process 0 gives up at `timeout_s` and its answer says why, so it gets some time more.
-        if wait.waited_s > wait.timeout_s + 10 * _SLICE_S:
-            return None
+            time.sleep(0.005)  # a refused connection costs little, and JAX waits for all processes

@@ -21,7 +21,15 @@ MAX_BYTES = 4096
 
 
 class Introduction(TypedDict):
-    """Name, place and versions of a process."""
+    """Number, place and versions of a process.
+
+    Attributes:
+        tpudist: Version of tpudist.
+        jax: Version of jax.
+        count: Number of processes of the run, as this process knows it.
+        index: Number of this process.
+        who: Host and process id, for messages.
+    """
 
     tpudist: str
     jax: str
@@ -68,6 +76,7 @@ def introduce(num_processes: int, index: int) -> Introduction:
 def parse_introduction(text: bytes) -> Introduction | None:
     """Returns the introduction in a line, or None if another program wrote it."""
     message = parse(text)
+    # `isinstance` would accept True, which is no number.
     if type(message.get("index")) is not int or type(message.get("count")) is not int:
         return None
     if "who" not in message:

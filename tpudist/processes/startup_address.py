@@ -42,13 +42,14 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StartupError: If that is impossible; the message names the cause and a remedy.
     """
-    problem: OSError | None = None
+    problems: list[OSError] = []
     for family, host_and_port in resolve(host, port):
         try:
             return socket.create_server(host_and_port, family=family, backlog=1024)
         except OSError as error:
-            problem = error
-    assert problem is not None, "a name has at least one address"
+            problems.append(error)
+    # A name may have addresses of several networks. A taken port says more than a missing network.
+    problem = next((x for x in problems if x.errno == errno.EADDRINUSE), problems[-1])
     remedy = {
         errno.EADDRINUSE: "Another program uses the port, perhaps an earlier run or a second "
         "process with the number 0. End that program, or choose another port.",
@@ -72,7 +73,7 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             # An IPv6 address has two more parts, flow and scope, which `create_server` rejects.
-            return [(family, (str(place[0]), port)) for family, *_, place in found]
+            return [(family, (str(sockaddr[0]), port)) for family, *_, sockaddr in found]
         except (OSError, UnicodeError) as error:
             if time.monotonic() - start > RESOLVE_S - _RETRY_S:
                 raise StartupError(

@@ -66,7 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         # A connection without TLS cannot be secured afterwards, so this comes before everything
         # else.
-        connection.check_not_connected(mutual_tls)
+        connection.reject_late_tls(mutual_tls)
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         # Order matters from here on: an evaluator is not one of `processes()`, and JAX accepts a
         # connection only before it starts its devices, which `as_devices` below does.

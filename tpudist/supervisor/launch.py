@@ -16,24 +16,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tpudist.processes import generations
-from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
+from tpudist.processes.exit_codes import (
+    EXIT_GAVE_UP,
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    EXIT_PREEMPTED,
+)
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.worker_process import WorkerProcess
 from tpudist.xla import emulation
 
-# EX_SOFTWARE of sysexits.h, and the shell's code after Ctrl-C (128 plus the number of SIGINT).
-EXIT_GAVE_UP = 70
-INTERRUPTED = 130
 END_S = 15.0
 """Seconds for the other processes to end by themselves after one has failed."""
 GRACE_S = 30.0
 """Seconds for all processes to save their state after this process is asked to end."""
-_POLL_S = 0.02
-_PATIENCE_S = 3.0  # for a process to connect, before the run is given up for lack of processes
 STOPPED_S = 3.0
 """Seconds until a stopped process is killed, if the program survives losses."""
+_POLL_S = 0.02
+_PATIENCE_S = 3.0  # for a process to connect, before the run is given up for lack of processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +67,13 @@ class Launch:
         left = self.restarts
         with _record_signals() as signals, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
             # Ends, because each turn returns or uses one of the restarts. Signals are considered
-            # first: the exit codes that they cause look like losses. A negative code is the number
-            # of a signal, and 128 plus that number is the code by which a shell reports it.
+            # first: the exit codes that they cause look like losses.
             while True:
                 attempt = _Attempt(self, left, cache)
-                codes, left = attempt.run(signals), attempt.restarts_left
+                codes = attempt.run(signals)
+                left = attempt.restarts_left
                 if signals:
-                    return INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
+                    return EXIT_INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
                 if attempt.gave_up:
                     self.write(None, attempt.gave_up)
                     return EXIT_GAVE_UP
@@ -83,16 +85,16 @@ class Launch:
                 end = f"process {first} {_describe(code)}"
                 if attempt.is_done:
                     self.write(None, f"{end}, after tpudist.experimental.survive.")
-                    return code if code > 0 else 128 - code
+                    return _shell_code(code)
                 if not may_restart(code):
                     self.write(
                         None,
                         f"{end}: this is an error of the program, so a restart would fail again.",
                     )
-                    return code if code > 0 else 1
+                    return _shell_code(code)
                 if not left:
                     self.write(None, f"{end}: {self._last_words}")
-                    return EXIT_GAVE_UP if self.restarts else code if code > 0 else 128 - code
+                    return EXIT_GAVE_UP if self.restarts else _shell_code(code)
                 self.write(None, f"{end}: restarting all processes ({left} restart(s) left).")
                 left -= 1
 
@@ -117,10 +119,15 @@ class _Attempt:
         self.restarts_left, self.gave_up = restarts_left, ""
         self._launch, self._cache = launch, cache
         self._workers: list[WorkerProcess] = []
+        # Numbers of processes whose end was handled, and the exit codes of those that count.
+        self._ended: set[int] = set()
         self._codes: dict[int, int] = {}
+        self._deadline = math.inf  # by which all processes must end
         self._waits_since_s = math.inf
         self._numbers = launch.hosts.numbers(launch.num_processes)
         self._stopped_since_s: dict[int, float] = {}
+        self._membership = self._create_membership()
+        self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
 
     def run(self, signals: list[int]) -> dict[int, int]:
         """Returns the exit codes in the order in which processes ended, without replaced ones.
@@ -128,11 +135,8 @@ class _Attempt:
         Args:
             signals: Signals that ask this process to end; it grows meanwhile.
         """
-        launch = self._launch
-        self._membership = self._create_membership()
         try:
-            self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
-            for _ in range(launch.num_processes + launch.spares):
+            for _ in range(self._launch.num_processes + self._launch.spares):
                 self._start()
             self._wait(signals)
         finally:
@@ -177,41 +181,53 @@ class _Attempt:
         self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
     def _wait(self, signals: list[int]) -> None:
-        # Ends when every process has ended. `deadline` bounds that: it is set when a process fails
-        # for good, when the program is done, or by a signal. A second signal kills all at once.
-        deadline, is_forwarded = math.inf, False
-        seen: set[int] = set()
-        while len(seen) < len(self._workers) and not self.gave_up:
-            for worker in list(self._workers):
-                code = worker.exit_code
-                if code is None or worker.index in seen:
-                    continue
-                seen.add(worker.index)
-                if not signals and self._handle_loss(worker.index, code):
-                    continue
-                self._codes[worker.index] = code
-                if code:
-                    deadline = min(deadline, time.monotonic() + END_S)
+        # Ends when every process has ended. The deadline bounds that: it is set when a process
+        # fails for good, when the program is done, or by a signal. A second signal kills all at
+        # once.
+        is_forwarded = False
+        while len(self._ended) < len(self._workers) and not self.gave_up:
+            self._collect_ended(is_ending=bool(signals))
             if self._membership.is_done:
-                deadline = min(deadline, time.monotonic() + END_S)
+                self._end_within(END_S)
             self._check_membership()
             self._kill_stopped()
             if signals and not is_forwarded:
                 is_forwarded = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-                if signals[0] == signal.SIGTERM and self._membership.is_used:
-                    self._membership.end_all()
-                else:
-                    for worker in self._workers:
-                        worker.send(signal.Signals(signals[0]))
-            if time.monotonic() > deadline or len(signals) > 1:
-                for worker in self._workers:
-                    if worker.exit_code is None:
-                        self._launch.write(
-                            None, f"process {worker.index} does not end: killing it."
-                        )
-                        worker.kill()
+                self._end_within(GRACE_S)
+                self._forward(signal.Signals(signals[0]))
+            if time.monotonic() > self._deadline or len(signals) > 1:
+                self._kill_late()
             time.sleep(_POLL_S)
+
+    def _collect_ended(self, *, is_ending: bool) -> None:
+        """Handles processes that have ended since the last call, in the order of their start."""
+        for worker in list(self._workers):  # a replacement may be added meanwhile
+            code = worker.exit_code
+            if code is None or worker.index in self._ended:
+                continue
+            self._ended.add(worker.index)
+            if not is_ending and self._handle_loss(worker.index, code):
+                continue
+            self._codes[worker.index] = code
+            if code:
+                self._end_within(END_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _forward(self, number: signal.Signals) -> None:
+        """Asks all processes to end."""
+        if number == signal.SIGTERM and self._membership.is_used:
+            self._membership.end_all()
+            return
+        for worker in self._workers:
+            worker.send(number)
+
+    def _kill_late(self) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None:
+                self._launch.write(None, f"process {worker.index} does not end: killing it.")
+                worker.kill()
 
     def _handle_loss(self, index: int, code: int) -> bool:
         """Returns whether the others continue without a process; may start a replacement."""
@@ -219,7 +235,8 @@ class _Attempt:
         # repeat in every process, so it ends the attempt too, unless a spare failed before it
         # joined.
         membership = self._membership
-        if code == 0 or not membership.is_used and not self._is_spare(index):
+        survives = membership.is_used or self._is_spare(index)
+        if code == 0 or not survives:
             return False
         if membership.is_done:  # a replacement may have started when the program returned
             return not membership.has_finished(index)
@@ -288,6 +305,11 @@ def _describe(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed ({signal.Signals(-code).name})"
     return f"was killed (signal {-code})"
+
+
+def _shell_code(code: int) -> int:
+    """Returns the code by which a shell reports an end: 128 plus the number of a signal."""
+    return code if code > 0 else 128 - code
 
 
 def may_restart(exit_code: int) -> bool:

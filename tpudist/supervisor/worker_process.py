@@ -1,5 +1,6 @@
 """WorkerProcess: a child process whose output is read by line and that ends with its children."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tpudist.processes import process_state
+from tpudist.processes.exit_codes import EXIT_PEER_LOST
 
 # A small program that becomes the command. First it asks Linux to kill it when its parent dies
 # (PR_SET_PDEATHSIG is 1), even by SIGKILL. The setting survives exec. `preexec_fn` could do the
 # same, but is not safe in a process with threads.
-_DIE_WITH_PARENT = """
+_DIE_WITH_PARENT = f"""
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 if os.getppid() != int(sys.argv[1]):
-    sys.exit(75)  # the parent died before prctl
+    sys.exit({EXIT_PEER_LOST})  # the parent died before prctl
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -85,10 +87,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kills the process and all processes that it started."""
-        try:
+        # Also if the process itself has ended: its children keep the group, and its number, in use.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all have ended
-            pass
         # `wait` removes the zombie. The reader ends when nobody has the pipe open any more; a child
         # in another process group may keep it open, hence the limit.
         self._process.wait()
