@@ -11,7 +11,7 @@ from tpudist.planner import Plan
 from tpudist.planner.show.formats import format_seconds
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.report_parts import Bars
-from tpudist.planner.show.speed_text import merge
+from tpudist.planner.show.speed_text import merge_uses
 
 HUES = ("blue", "teal", "amber", "purple", "red")
 COLLECTIVES = 4
@@ -31,7 +31,7 @@ def facts() -> Facts:
     plan = Plan.from_json(json.dumps(stored.read("plan")))
     said = describe_plan(plan)
     told = [value for name, value in said.facts if name in ("memory", "step time", "speed")]
-    uses = merge(plan.collectives)[:COLLECTIVES]
+    uses = merge_uses(plan.collectives)[:COLLECTIVES]
     rows = [
         (f"{x.kind} over {' '.join(x.axes)}", x.seconds, x.exposed_s, format_source(x.source))
         for x in uses

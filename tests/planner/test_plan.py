@@ -399,6 +399,11 @@ def test_a_global_batch_matches_the_spec_of_a_distributed_dataset():
     [
         (jax.ShapeDtypeStruct((30, 2), jnp.float32), ValueError, "such as 28 or 32"),
         (jax.ShapeDtypeStruct((2, 2), jnp.float32), ValueError, "such as 4"),
+        (
+            jax.ShapeDtypeStruct((0, 2), jnp.float32),
+            ValueError,
+            "has no examples. .* multiple of 4",
+        ),
         (jax.ShapeDtypeStruct((), jnp.float32), ValueError, "All must count the same examples"),
         ((np.ones(4), np.ones(8)), ValueError, "All must count the same examples"),
         ((), ValueError, "All must count the same examples"),

@@ -24,6 +24,7 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla.mesh import ReplicaMesh
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_MAX_NAMES = 3  # of arguments in a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,27 +62,31 @@ class GlobalBatch:
                 f"examples along dim 0."
             )
         n = mesh.num_replicas
-        # An uneven split is an error, and not padded as in a run: the plan would then be of the
-        # program for partial batches.
+        # An uneven batch is an error. A run pads it, so the plan would be of the program for
+        # partial batches.
         (size,) = sizes
-        each = _rows_per_replica(size, n, name)
-        rows = None if n == 1 else (each,) * n  # one replica gets arrays, not a PerReplica
+        rows_per_replica = _rows_per_replica(size, n, name)
+        # One replica gets arrays, not a PerReplica.
+        rows = None if n == 1 else (rows_per_replica,) * n
         return jax.tree.map(
-            lambda x: part_spec(mesh, (each, *x.shape[1:]), x.dtype, rows), self.tree
+            lambda x: part_spec(mesh, (rows_per_replica, *x.shape[1:]), x.dtype, rows), self.tree
         )
 
 
 def _rows_per_replica(global_batch: int, num_replicas: int, name: str) -> int:
-    each, left_over = divmod(global_batch, num_replicas)
-    if left_over or not each:
-        smaller, larger = each * num_replicas, (each + 1) * num_replicas
+    rows_per_replica, left_over = divmod(global_batch, num_replicas)
+    if not global_batch:
+        raise ValueError(f"'{name}' has no examples. Pass a multiple of {num_replicas} rows.")
+    if left_over:
+        smaller = rows_per_replica * num_replicas
+        larger = smaller + num_replicas
         fits = f"{smaller} or {larger}" if smaller else f"{larger}"
         raise ValueError(
             f"'{name}' is a global batch of {global_batch} examples, which does not split evenly "
             f"over {num_replicas} replicas: {left_over} would be left over. Use a multiple of "
             f"{num_replicas}, such as {fits}."
         )
-    return each
+    return rows_per_replica
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +96,13 @@ class TwinArguments:
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        batches: Ids of the abstract arrays that are parts of a batch.
+        batch_ids: Ids of the abstract arrays that are parts of a batch.
         notes: Differences from the arguments of the user, one sentence each.
     """
 
     args: tuple
     kwargs: dict[str, Any]
-    batches: frozenset[int]
+    batch_ids: frozenset[int]
     notes: tuple[str, ...]
 
 
@@ -126,8 +131,7 @@ def move_arguments(
             or an array is split over an axis that the twin does not have.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
-    # Before anything moves, so that an argument that `run` would reject has the same error in a
-    # plan.
+    # Checked before anything moves: an argument that `run` rejects raises the same error in a plan.
     checked = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
     argument_checks.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
     mover = _Mover(strategy, twin)
@@ -136,15 +140,15 @@ def move_arguments(
     # their copies must share the same ones.
     mover.copy_objects(moved)
     args, kwargs = treedef.unflatten(moved)
-    return TwinArguments(tuple(args), kwargs, frozenset(mover.batches), mover.notes)
+    return TwinArguments(tuple(args), kwargs, frozenset(mover.batch_ids), mover.notes)
 
 
 class _Mover:
     def __init__(self, strategy: StrategyBase, twin: StrategyBase):
         self._strategy, self._mesh = strategy, twin.replica_mesh
-        self.batches: list[int] = []
+        self.batch_ids: list[int] = []
         self._notes: list[str] = []
-        self._whole: list[str] = []  # names of arrays that every replica receives completely
+        self._names_of_unsplit: list[str] = []  # arrays that every replica receives completely
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -152,9 +156,10 @@ class _Mover:
         n = self._mesh.num_replicas
         # Only from one replica to several is it a likely mistake: on one device, `run` takes an
         # array of all rows as the batch, and here every replica would compute all of it.
-        if not self._whole or not self._strategy.num_replicas_in_sync == 1 < n:
+        if not self._names_of_unsplit or not self._strategy.num_replicas_in_sync == 1 < n:
             return tuple(self._notes)
-        names = ", ".join(self._whole[:3]) + (", ..." if len(self._whole) > 3 else "")
+        names = ", ".join(self._names_of_unsplit[:_MAX_NAMES])
+        names += ", ..." if len(self._names_of_unsplit) > _MAX_NAMES else ""
         return (
             *self._notes,
             f"All {n} replicas receive all rows of {names}. To split a batch over them, wrap it in "
@@ -164,19 +169,21 @@ class _Mover:
     def move(self, x: Any, name: str) -> PyTree:
         if isinstance(x, GlobalBatch):
             batch = x.on(self._mesh, name)
-            self._note_batch(batch)
+            self._mark_as_batch(batch)
             rows = jax.tree.leaves(x.tree)[0].shape[0]
             n = self._mesh.num_replicas
-            each = f"in all, {rows // n} on each of {n} replicas" if n > 1 else "on one replica"
-            self._notes.append(f"{name}: {rows} rows {each}.")
+            split = f"in all, {rows // n} on each of {n} replicas" if n > 1 else "on one replica"
+            self._notes.append(f"{name}: {rows} rows {split}.")
             return batch
         if isinstance(x, PerReplica):
             return self._move_per_replica(x, name)
         if isinstance(x, nnx_contents.OBJECT_TYPES):
             return x  # `copy_objects` moves all objects together, because they may share Variables
         if isinstance(x, _ARRAYS):
-            self._whole += [name] if x.shape else []
+            self._names_of_unsplit += [name] if x.shape else []
             return array_on(self._mesh, x, name, self._strategy.replica_mesh)
+        # Other leaves of the flattener, such as Variables, contain arrays; the rest are Python
+        # values.
         return jax.tree.map(self._array_mover(name), x) if flattener.is_leaf(x) else x
 
     def copy_objects(self, leaves: list[Any]) -> None:
@@ -201,38 +208,38 @@ class _Mover:
         return move
 
     def _move_per_replica(self, x: PerReplica, name: str) -> PerReplica | jax.ShapeDtypeStruct:
-        parts, old, n = (
-            x.array.shape[0],
-            self._strategy.num_replicas_in_sync,
-            self._mesh.num_replicas,
-        )
-        if parts not in (old, n):
+        num_parts = x.array.shape[0]
+        num_replicas = self._strategy.num_replicas_in_sync
+        num_planned = self._mesh.num_replicas
+        if num_parts not in (num_replicas, num_planned):
             raise ValueError(
-                f"'{name}' is {x!r}, but the strategy has {old} replica(s) and the devices of the "
-                f"plan have {n}. Distribute it with this strategy, or pass a "
-                "tpudist.planner.GlobalBatch."
+                f"'{name}' is {x!r}, but the strategy has {num_replicas} replica(s) and the "
+                f"devices of the plan have {num_planned}. Distribute it with this strategy, or "
+                "pass a tpudist.planner.GlobalBatch."
             )
-        if parts != n:
+        if num_parts != num_planned:
             self._notes.append(
-                f"{name}: each of {n} replicas receives {list(x.shape)}, as each of {parts} did."
+                f"{name}: each of {num_planned} replicas receives {list(x.shape)}, as each of "
+                f"{num_parts} did."
             )
-        shape = (n, *x.shape)
-        sharding = getattr(x.array, "sharding", None)  # JAX's; a NumPy array has none
-        if isinstance(sharding, NamedSharding):
-            stacked = sharding_on(self._mesh, sharding, name)
+        shape = (num_planned, *x.shape)
+        if not isinstance(x.array, np.ndarray) and isinstance(x.array.sharding, NamedSharding):
+            stacked = sharding_on(self._mesh, x.array.sharding, name)
         else:
             stacked = placement.sharding_of_stack(self._mesh, shape, split_rows=x.rows is not None)
-        if n == 1:
+        if num_planned == 1:
             # One replica gets arrays without the dim of replicas, as from a distributed dataset.
             single = NamedSharding(self._mesh.mesh, PartitionSpec(*stacked.spec[1:]))
             moved = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single)
         else:
-            rows = None if x.rows is None else (x.shape[x.dim],) * n
+            # All rows are real, even if this batch was partial: a plan is of the program for
+            # complete batches.
+            rows = None if x.rows is None else (x.shape[x.dim],) * num_planned
             array = jax.ShapeDtypeStruct(shape, x.dtype, sharding=stacked)
             moved = PerReplica(array, rows, x.dim)
-        self._note_batch(moved)
+        self._mark_as_batch(moved)
         return moved
 
-    def _note_batch(self, tree: PyTree) -> None:
+    def _mark_as_batch(self, tree: PyTree) -> None:
         # By id: the arrays stay alive in the arguments until the plan is made.
-        self.batches += [id(x) for x in jax.tree.leaves(tree)]
+        self.batch_ids += [id(x) for x in jax.tree.leaves(tree)]

@@ -21,8 +21,7 @@ from tpudist.xla.compiler.compiler_process import CompiledProgram
 _log = logging.getLogger("tpudist")
 # Raise it if entries have other fields, or if the compiler is called in another way.
 _VERSION = 2
-# An entry of a large model has a few MB, compressed.
-# So the folder does not grow beyond a few GB.
+# Compressed entries of large models have a few MB, so this bounds the folder to a few GB.
 _MAX_ENTRIES = 500
 _ENDING = ".json.gz"
 
@@ -35,7 +34,7 @@ class Entry:
         program: Compiled program; None if it does not fit.
         refusal: Complete message for a program that does not fit.
         seconds: Seconds that the compiler took.
-        lines: Hash of the program with its source lines, which `program` contains.
+        lines: Hash of the lowered program with its source lines, which the key excludes.
     """
 
     program: CompiledProgram | None
@@ -85,7 +84,7 @@ class Cache:
         path = self._folder / f"{key}{_ENDING}"
         try:
             data = private_files.read(path)
-            os.utime(path)  # `_remove_oldest` goes by the time of the last use
+            os.utime(path)  # `_remove_least_recent` goes by the time of the last use
             return _decode(data, key)
         except FileNotFoundError:
             return None
@@ -99,11 +98,11 @@ class Cache:
             return
         try:
             private_files.write(self._folder / f"{key}{_ENDING}", _encode(entry, key))
-            self._remove_oldest()
+            self._remove_least_recent()
         except OSError as error:
             _log.warning("A plan is not kept: %s", error)
 
-    def _remove_oldest(self) -> None:
+    def _remove_least_recent(self) -> None:
         assert self._folder is not None
         # Another process may delete a file between `glob` and `stat`: that is an OSError, which
         # `put` reports as a warning. The entry itself is already written.

@@ -37,8 +37,8 @@ class Calibration:
         """Checks the rates.
 
         Raises:
-            ValueError: If the generation is unknown, or a rate is not positive or is above the
-                published peak by more than 5%.
+            ValueError: If the generation is unknown, or a rate is not positive or is clearly above
+                the published peak.
         """
         chip = CHIPS.get(self.generation)
         if chip is None:
@@ -54,9 +54,8 @@ class Calibration:
         }
         # `not 0 < value` also rejects NaN. For rates without a published peak only the sign is
         # checked.
-        measured = vars(self)
         for name, peak in peaks.items():
-            value = measured[name]
+            value = vars(self)[name]
             if value is not None and not 0 < value <= _MAX_SHARE * peak:
                 raise ValueError(
                     f"The calibration of {self.generation} has {name}={value:.3g}; the published "
@@ -77,16 +76,16 @@ class Calibration:
         # A calibration is per JAX device and a `Chip` per chip, so rates are multiplied by the
         # devices of a chip. `ici_ratio` is a ratio, and needs no such factor.
         devices = chip.devices_per_chip
-        measured: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if self.matmul_flops_per_s:
-            measured["matmul_share"] = self.matmul_flops_per_s * devices / chip.bf16_flops_per_s
+            changes["matmul_share"] = self.matmul_flops_per_s * devices / chip.bf16_flops_per_s
         if self.hbm_bytes_per_s:
-            measured["hbm_efficiency"] = self.hbm_bytes_per_s * devices / chip.hbm_bytes_per_s
+            changes["hbm_efficiency"] = self.hbm_bytes_per_s * devices / chip.hbm_bytes_per_s
         if self.host_bytes_per_s:
-            measured["host_bytes_per_s"] = self.host_bytes_per_s * devices
+            changes["host_bytes_per_s"] = self.host_bytes_per_s * devices
         if self.ici_ratio:
-            measured["ici_bytes_per_s"] = self.ici_ratio * chip.ici_bytes_per_s
-        return dataclasses.replace(chip, **measured)
+            changes["ici_bytes_per_s"] = self.ici_ratio * chip.ici_bytes_per_s
+        return dataclasses.replace(chip, **changes)
 
 
 def read_calibration(report: str | Path | Mapping[str, Any] | Calibration) -> Calibration:
@@ -106,15 +105,17 @@ def read_calibration(report: str | Path | Mapping[str, Any] | Calibration) -> Ca
     try:
         content = report if isinstance(report, Mapping) else json.loads(Path(report).read_text())
         found = content["calibration"]
-        return Calibration(**found) if found is not None else _refuse(name, content)
+        if found is None:
+            raise _not_measured_on_tpus(name, content)
+        return Calibration(**found)
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         text = f"{name} is not a report of tpudist doctor --accelerator: {error!r}. {remedy}"
         raise ValueError(text) from error
 
 
-def _refuse(name: str, content: Mapping[str, Any]) -> Calibration:
+def _not_measured_on_tpus(name: str, content: Mapping[str, Any]) -> ValueError:
     devices = content.get("devices") or {}
-    raise ValueError(
+    return ValueError(
         f"{name} was measured on {devices.get('kind', 'unknown devices')}, but plans are for TPUs. "
         "Write a report on a TPU with tpudist doctor --accelerator."
     )

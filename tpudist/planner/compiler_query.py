@@ -43,17 +43,17 @@ class Answer:
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that compile in this process."""
     packages = ("jax", "jaxlib", "libtpu", "tpudist")
-    versions = {package: version for package in packages if (version := version_of(package))}
+    found = {package: version for package in packages if (version := version_of(package))}
     library = users_libtpu()
     if library is not None:
         # A library of the user's own has no version, so its size and time stand for it.
         stat = library.stat() if library.exists() else None
         facts = (stat.st_size, stat.st_mtime_ns) if stat else ()
-        versions["libtpu"] = " ".join(map(str, (library, *facts)))
-    return versions
+        found["libtpu"] = " ".join(map(str, (library, *facts)))
+    return found
 
 
-def is_elsewhere(mesh: jax.sharding.Mesh) -> bool:
+def is_described(mesh: jax.sharding.Mesh) -> bool:
     """Returns whether the devices of a mesh are only descriptions, which cannot run programs."""
     return not mesh.devices.flat[0].client.local_devices()
 
@@ -62,9 +62,9 @@ def program_key(
     lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, compiler_options: Mapping[str, Any]
 ) -> str:
     """Returns the cache key: a hash of a program and of everything that decides its compilation."""
-    # A fact that is missing here would return a plan of another program. JAX's own cache has no
-    # entries for slices that are not present. The key excludes source lines: they change
-    # often, and the same program has the same plan; see `Answer.lines_moved`.
+    # If a fact were missing here, the cache would return the plan of another program. The key
+    # excludes source lines: they change often, and the same program has the same plan; see
+    # `Answer.lines_moved`.
     devices = list(mesh.devices.flat)
     client = devices[0].client
     facts = {
@@ -81,13 +81,13 @@ def program_key(
         "jit": flags.jit_options(),
         # A new process compiles for descriptions, and reads the flags from the environment. The
         # compilers of this process have read theirs, and ignore later changes.
-        "environment": flags.read_flags() if is_elsewhere(mesh) else flags.process_flags(),
+        "environment": flags.read_flags() if is_described(mesh) else flags.process_flags(),
         "versions": versions(),
     }
     return key_of(facts)
 
 
-def ask(
+def ask_compiler(
     lowered: jax.stages.Lowered,
     mesh: jax.sharding.Mesh,
     compiler_options: Mapping[str, Any],
@@ -108,12 +108,12 @@ def ask(
     """
     key = program_key(lowered, mesh, compiler_options)
     answers = Cache.of(cache)
-    # Not part of the key: only tells that cached source lines are old.
-    lines = key_of({"program": lowered.as_text(debug_info=True)})
+    # Not part of the key: it only shows whether the source lines of a cached answer are old.
+    lines_hash = key_of({"program": lowered.as_text(debug_info=True)})
     entry = answers.get(key)
     is_cached = entry is not None
     if entry is None:
-        entry = _compile(lowered, mesh, compiler_options, lines, report)
+        entry = _compile(lowered, mesh, compiler_options, lines_hash, report)
         # Buffers are in files that the compiler writes next to the program. If it wrote none, as
         # after a disk was full, it may do so the next time: an entry would keep that gap.
         if entry.program is None or entry.program.buffers:
@@ -122,7 +122,7 @@ def ask(
     if in_process and entry.refusal is None:
         report("compiling the executable", 0.0)
         compiled = executables.compile_uncached(lowered, compiler_options)
-    moved = is_cached and entry.lines != lines
+    moved = is_cached and entry.lines != lines_hash
     return Answer(entry.program, entry.refusal, entry.seconds, key, is_cached, moved, compiled)
 
 
@@ -130,12 +130,12 @@ def _compile(
     lowered: jax.stages.Lowered,
     mesh: jax.sharding.Mesh,
     compiler_options: Mapping[str, Any],
-    lines: str,
+    lines_hash: str,
     report: Progress,
 ) -> Entry:
     started = time.monotonic()
     try:
-        if is_elsewhere(mesh):
+        if is_described(mesh):
             devices = list(mesh.devices.flat)
             program = compiler_process.compile_elsewhere(
                 lowered, devices, compiler_options, progress=report
@@ -144,5 +144,5 @@ def _compile(
             report("compiling", 0.0)
             program = compiler_process.compile_here(lowered, compiler_options)
     except HbmExceeded as error:
-        return Entry(None, error.text, time.monotonic() - started, lines)
-    return Entry(program, None, program.seconds, lines)
+        return Entry(None, error.text, time.monotonic() - started, lines_hash)
+    return Entry(program, None, program.seconds, lines_hash)

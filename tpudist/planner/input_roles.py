@@ -15,7 +15,7 @@ from tpudist.state.variable import Variable
 from tpudist.xla.estimate.memory import InputLeaf
 
 # Plain pytrees have no types that show roles, only names. These are from Optax's states and common
-# models.
+# models. A wrong guess only changes a label of the report.
 _OPTIMIZER_WORDS = frozenset({"opt", "optimizer", "mu", "nu", "trace", "momentum", "adam"})
 _PARAMETER_WORDS = frozenset({"params", "parameters", "param", "weights", "kernel", "embedding"})
 
@@ -25,7 +25,7 @@ def inputs_of(
     call: RunCall,
     donated: Sequence[ArrayLike],
     kept: Sequence[ArrayLike],
-    batches: frozenset[int],
+    batch_ids: frozenset[int],
 ) -> list[InputLeaf]:
     """Returns the flat inputs of a lowered step, in the order of the program: donated ones first.
 
@@ -36,7 +36,7 @@ def inputs_of(
         call: RunCall that it was lowered for.
         donated: Inputs that are overwritten.
         kept: Other inputs.
-        batches: Ids of the arrays that are parts of a batch.
+        batch_ids: Ids of the arrays that are parts of a batch.
     """
     assert step.program.plan is not None, "lowering makes it"
     arrays = step.program.plan.merge_inputs(donated, kept)
@@ -51,7 +51,7 @@ def inputs_of(
 
     def leaf(name: str, role: str, x: ArrayLike, is_donated: bool) -> InputLeaf:
         # By identity: a `GlobalBatch` became arrays without a type of their own.
-        role = "batch" if id(x) in batches else role
+        role = "batch" if id(x) in batch_ids else role
         # An attribute of JAX's arrays and shapes. A NumPy array or a Python number has no sharding.
         sharding = getattr(x, "sharding", None) or step.mesh.replicated
         array = compile.shape_of(x) if isinstance(x, bool | int | float | complex) else x
@@ -73,25 +73,27 @@ def select_used(text: str, inputs: Sequence[InputLeaf], num_donated: int) -> lis
     # `Step` gives `jax.jit` a function of `donated_arrays` and `kept_arrays`, and XLA writes these
     # names into the metadata of the parameters. Unused inputs leave gaps in the numbers.
     entry = text[text.rfind("\nENTRY ") :]
-    places: dict[int, int] = {}  # number of a parameter -> index of its input
+    input_of_parameter: dict[int, int] = {}
     for line in entry.splitlines():
         # Lines such as `p.3 = f32[8,4]{1,0} parameter(3), sharding={...},
         # metadata={op_name="kept_arrays[5]"}`.
         match = re.search(r" parameter\((\d+)\),.*op_name=\"(donated|kept)_arrays\[(\d+)\]\"", line)
         if match:
             offset = 0 if match[2] == "donated" else num_donated
-            places[int(match[1])] = offset + int(match[3])
-    number = len(re.findall(r" parameter\(\d+\)", entry))
-    if sorted(places) != list(range(number)):
-        # Some parameters have lost their names. If none was removed, the order is the same.
-        return list(inputs) if number == len(inputs) else []
-    return [inputs[places[i]] for i in sorted(places)]
+            input_of_parameter[int(match[1])] = offset + int(match[3])
+    num_parameters = len(re.findall(r" parameter\(\d+\)", entry))
+    if sorted(input_of_parameter) != list(range(num_parameters)):
+        # Some parameters have lost their names. If none was removed, the order is the same. Else
+        # the report shows sizes without names.
+        return list(inputs) if num_parameters == len(inputs) else []
+    return [inputs[input_of_parameter[i]] for i in sorted(input_of_parameter)]
 
 
 def _roles_of_captured(step: Step) -> list[tuple[str, str]]:
     roles = []
     for v in step.traces.captured:
         if not isinstance(v, Variable):
+            # A captured PerReplica, which usually is a batch, or an array.
             role = "batch" if v.on_read else "other"
         elif v.trainable:
             role = "parameters"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def dumps(value: object, version: int) -> str:
@@ -32,7 +32,7 @@ def dumps(value: object, version: int) -> str:
         ) from None
 
 
-def loads(cls: type[T], text: str, version: int) -> T:
+def loads(cls: type[_T], text: str, version: int) -> _T:
     """Returns the dataclass `cls` that `dumps` wrote.
 
     Raises:
@@ -68,7 +68,7 @@ def _to_plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if not f.name.startswith("_")]
         return {name: _to_plain(vars(value)[name]) for name in fields}
-    # JSON has only texts as keys, so a record may not have dicts with other keys.
+    # JSON has only texts as keys: other keys become texts, and stay texts when they are read.
     if isinstance(value, dict | types.MappingProxyType):
         return {str(key): _to_plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -76,42 +76,47 @@ def _to_plain(value: object) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def _from_plain(field_type: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(field_type), typing.get_args(field_type)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        # Only `X | None` names the class to build. Other unions have plain values.
+        # Only `X | None` names the class to build. Values of other unions, such as `int | str`, are
+        # returned as JSON has them.
         others = [x for x in arguments if x is not type(None)]
         return _from_plain(others[0], value) if len(others) == 1 else value
-    if dataclasses.is_dataclass(kind):
-        _check_kind(dict, value)
+    if dataclasses.is_dataclass(field_type):
+        _check_type(dict, value)
         # The types of the fields direct the reading: a class that the text names is never looked
         # up.
-        hints = {k: t for k, t in typing.get_type_hints(kind).items() if not k.startswith("_")}
+        hints = {
+            k: t for k, t in typing.get_type_hints(field_type).items() if not k.startswith("_")
+        }
         if unknown := set(value) - set(hints):
-            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
-        return kind(**{name: _from_plain(hints[name], x) for name, x in value.items()})  # type: ignore
+            raise ValueError(f"{field_type.__name__} has no {', '.join(sorted(unknown))}")  # type: ignore
+        return field_type(**{name: _from_plain(hints[name], x) for name, x in value.items()})  # type: ignore
     if origin is tuple:
-        _check_kind(list, value)
+        _check_type(list, value)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_from_plain(arguments[0], x) for x in value)
         return tuple(_from_plain(t, x) for t, x in zip(arguments, value, strict=True))
     if origin is dict:
-        _check_kind(dict, value)
+        _check_type(dict, value)
         return {key: _from_plain(arguments[1], x) for key, x in value.items()}
-    if kind is tuple:
-        _check_kind(list, value)
+    if field_type is tuple:
+        _check_type(list, value)
         return tuple(value)
-    if kind in (bool, str):
-        _check_kind(kind, value)
+    if field_type in (bool, str):
+        _check_type(field_type, value)
     # An integer is valid for a float field, and becomes a float.
-    if kind in (int, float):
-        _check_kind(numbers.Real, value)
-        return kind(value) if kind is float else value
+    if field_type in (int, float):
+        _check_type(numbers.Real, value)
+        return field_type(value) if field_type is float else value
     return value
 
 
-def _check_kind(kind: type, value: object) -> None:
-    if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
-        raise TypeError(f"{value!r:.40} is not a {kind.__name__}")
+def _check_type(field_type: type, value: object) -> None:
+    if not isinstance(value, field_type) or (
+        field_type is numbers.Real and isinstance(value, bool)
+    ):
+        raise TypeError(f"{value!r:.40} is not a {field_type.__name__}")

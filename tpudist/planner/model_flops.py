@@ -9,7 +9,8 @@ only move values. Counted: operations that a custom derivative repeats under ano
 part of attention that a causal mask discards, as in the formula 12 * layers * width * length.
 
 A Pallas kernel counts its `cost_estimate`, else its body times the size of its grid. Its gradient
-is another kernel, which may repeat parts of the first; it counts twice the kernel.
+is another kernel, which may repeat parts of the first; it counts twice the kernel. A kernel in a
+`jax.jvp` without a backward pass counts as with one, because both have the same names.
 """
 
 import math
@@ -21,7 +22,7 @@ from tpudist.programs import jaxprs
 
 # Parts of `jax.named_scope`s whose products do not count: JAX's name of rematerialization, and the
 # names in models/parts/embedding.py and models/parts/rotary.py for products that move values.
-_NO_WORK = ("rematted_computation", "in_place_of_")
+_SCOPES_WITHOUT_WORK = ("rematted_computation", "in_place_of_")
 
 
 def model_flops(closed: jaxprs.ClosedJaxpr, num_replicas: int) -> tuple[float, tuple[str, ...]]:
@@ -40,13 +41,13 @@ class _Counter:
     def __init__(self):
         self.notes: list[str] = []
 
-    def count(self, jaxpr: jaxprs.Jaxpr, where: str) -> float:
-        """Returns the FLOPs of a jaxpr; `where` has the names of the transformations around it."""
-        return sum(self._count_equation(eqn, where) for eqn in jaxpr.eqns)
+    def count(self, jaxpr: jaxprs.Jaxpr, name_stack: str) -> float:
+        """Returns the FLOPs of a jaxpr; `name_stack` names the transformations around it."""
+        return sum(self._count_equation(eqn, name_stack) for eqn in jaxpr.eqns)
 
-    def _count_equation(self, eqn: Any, where: str) -> float:
-        where = f"{where}/{eqn.source_info.name_stack}"
-        if any(name in where for name in _NO_WORK):
+    def _count_equation(self, eqn: Any, name_stack: str) -> float:
+        name_stack = f"{name_stack}/{eqn.source_info.name_stack}"
+        if any(name in name_stack for name in _SCOPES_WITHOUT_WORK):
             return 0.0
         if eqn.primitive.name == "dot_general":
             return _dot(eqn)
@@ -56,30 +57,30 @@ class _Counter:
         if structure is None:
             return 0.0
         if isinstance(structure, jaxprs.Kernel):
-            return self._count_kernel(structure, where)
+            return self._count_kernel(structure, name_stack)
         if isinstance(structure, jaxprs.Scan):
-            return structure.length * self.count(structure.body, where)
+            return structure.length * self.count(structure.body, name_stack)
         if isinstance(structure, jaxprs.While):
-            body = self.count(structure.body, where)
+            body = self.count(structure.body, name_stack)
             if body:
                 self.notes.append(
                     "Model FLOPs count a while loop, whose length is not known, as one iteration."
                 )
             return body
         if isinstance(structure, jaxprs.Cond):
-            # One branch runs. Which one is not known before, so the longest counts.
-            return max(self.count(branch, where) for branch in structure.bodies)
+            # One branch runs, and which is not known here, so the one with the most work counts.
+            return max(self.count(branch, name_stack) for branch in structure.bodies)
         if isinstance(structure, jaxprs.Call):
             # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.
-            return structure.copies * self.count(structure.body, where)
+            return structure.copies * self.count(structure.body, name_stack)
         if isinstance(structure, jaxprs.Unknown):
             self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
-        return sum(self.count(body, where) for body in structure.bodies)
+        return sum(self.count(body, name_stack) for body in structure.bodies)
 
-    def _count_kernel(self, kernel: jaxprs.Kernel, where: str) -> float:
+    def _count_kernel(self, kernel: jaxprs.Kernel, name_stack: str) -> float:
         # Names of JAX's transformations in the name stack: "jvp(" is the forward pass of a
         # derivative, and "transpose(" the backward pass.
-        if "transpose(" in where:
+        if "transpose(" in name_stack:
             return 0.0  # counted with the kernel whose gradient it is: 1 + 2 below
         flops = kernel.flops
         if flops is None:
@@ -88,9 +89,9 @@ class _Counter:
                     "Model FLOPs omit a Pallas kernel: its grid is known only when it runs."
                 )
                 return 0.0
-            flops = math.prod(kernel.grid) * self.count(kernel.body, where)
+            flops = math.prod(kernel.grid) * self.count(kernel.body, name_stack)
         # A product of the forward pass has two in the backward pass: one per operand.
-        return 3 * flops if "jvp(" in where else flops
+        return 3 * flops if "jvp(" in name_stack else flops
 
 
 def _dot(eqn: Any) -> float:
@@ -101,6 +102,7 @@ def _dot(eqn: Any) -> float:
 
 def _convolution(eqn: Any) -> float:
     # Each output adds up products over the window and the input features of its group.
+    # `rhs_spec` is (output features, input features, *window).
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * window

@@ -41,7 +41,9 @@ class Plan(PlanFigures):
     """
 
     # The program, for `save`. JSON and comparisons omit it.
-    _source: saved_plan.Source | None = dataclasses.field(default=None, repr=False, compare=False)
+    _source: saved_plan.ProgramSource | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         # A program cannot leave its process: a plan that is pickled or copied has none.

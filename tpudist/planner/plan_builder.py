@@ -29,10 +29,12 @@ from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 
+_MAX_NAMES = 3  # of loops and kernels in a note
+
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Arguments of `Strategy.plan` that do not describe the call of the step; see there."""
+class PlanRequest:
+    """The arguments of `Strategy.plan` other than the call and its options, documented there."""
 
     topology: str | None
     compiler_options: dict[str, Any]
@@ -49,7 +51,7 @@ class LoweredStep:
 
     Attributes:
         name: Name of the function.
-        program: Input of the compiler.
+        lowered: Input of the compiler.
         inputs: Flat inputs of the program, including unused ones.
         num_donated: Number of inputs that are overwritten; they are the first.
         closed: Jaxpr of one replica.
@@ -57,7 +59,7 @@ class LoweredStep:
     """
 
     name: str
-    program: jax.stages.Lowered
+    lowered: jax.stages.Lowered
     inputs: list[InputLeaf]
     num_donated: int
     closed: jaxprs.ClosedJaxpr
@@ -65,9 +67,11 @@ class LoweredStep:
 
     def source_on(
         self, mesh: jax.sharding.Mesh, compiled: jax.stages.Compiled | None
-    ) -> saved_plan.Source:
+    ) -> saved_plan.ProgramSource:
         """Returns what `Plan.save` needs of this step."""
-        return saved_plan.Source(self.name, self.program, mesh, self.compiler_options, compiled)
+        return saved_plan.ProgramSource(
+            self.name, self.lowered, mesh, self.compiler_options, compiled
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,30 +89,36 @@ def plan(
     fn: Callable[..., Any],
     call: TwinArguments,
     options: RunOptions | None,
-    request: Request,
+    request: PlanRequest,
     report: Progress,
 ) -> Plan:
     """Returns the plan of a step on the devices of `twin`; see `Strategy.plan`."""
     mesh = twin.mesh
     chip = _find_chip(mesh, request.calibration)
     started = time.monotonic()
-    lowered = lower(twin, fn, call, options, request.compiler_options, report)
+    step = lower(twin, fn, call, options, request.compiler_options, report)
     trace_s = time.monotonic() - started
-    answer = compiler_query.ask(
-        lowered.program,
+    answer = compiler_query.ask_compiler(
+        step.lowered,
         mesh,
-        lowered.compiler_options,
+        step.compiler_options,
         cache=request.cache,
         in_process=request.in_process,
         report=report,
     )
     report("reading", 0.0)
     num_replicas = twin.replica_mesh.num_replicas
-    flops, notes_on_flops = _count_flops(request, lowered, num_replicas)
-    figures = _read_figures(answer, lowered, mesh, chip)
-    notes = (*call.notes, *_notes_on_rates(request), *notes_on_flops, *figures.notes)
+    flops, notes_on_flops = _count_flops(request, step, num_replicas)
+    figures = _read_figures(answer, step, mesh, chip)
+    notes = (
+        *call.notes,
+        *_notes_on_rates(request),
+        *notes_on_flops,
+        *figures.notes,
+        *_notes_on_cache(answer),
+    )
     return Plan(
-        name=lowered.name,
+        name=step.name,
         topology=request.topology or _name_devices(mesh, chip),
         chip=chip.generation if chip else "",
         num_chips=_num_chips(mesh, chip),
@@ -116,7 +126,7 @@ def plan(
         mesh={str(name): size for name, size in mesh.shape.items()},
         num_replicas=num_replicas,
         fits=answer.refusal is None,
-        refusal=_refusal(answer, lowered),
+        refusal=_explain_refusal(answer, step),
         memory=figures.memory,
         time=figures.time,
         collectives=figures.collectives,
@@ -125,19 +135,19 @@ def plan(
         trace_s=trace_s,
         compile_s=answer.seconds,
         versions=compiler_query.versions(),
-        program=answer.key,
-        notes=(*notes, *_notes_on_cache(answer)),
-        _source=lowered.source_on(mesh, answer.compiled),
+        program=answer.key,  # candidates of a search with equal keys have the same program
+        notes=notes,
+        _source=step.source_on(mesh, answer.compiled),
     )
 
 
 def _count_flops(
-    request: Request, lowered: LoweredStep, num_replicas: int
+    request: PlanRequest, step: LoweredStep, num_replicas: int
 ) -> tuple[float, tuple[str, ...]]:
     """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them."""
     if request.model_flops is not None:
         return request.model_flops, ()
-    return model_flops.model_flops(lowered.closed, num_replicas)
+    return model_flops.model_flops(step.closed, num_replicas)
 
 
 def lower(
@@ -158,19 +168,20 @@ def lower(
             report("lowering", time.monotonic() - started)
 
         replicator: Replicator = twin._replicator
-        step, run_call, program, donated, kept = replicator.lower_with_inputs(
+        step, run_call, lowered, donated, kept = replicator.lower_with_inputs(
             fn, call.args, call.kwargs, options, traced=report_lowering
         )
-    step_options = step.program.compiler_options.get("compiler_options", {})
-    *_, traced = step.traces.by_signature.values()  # the last trace was lowered
+    # The keyword arguments of JAX's `compile`; only its dict of XLA options is needed.
+    strategy_options = step.program.compiler_options.get("compiler_options", {})
+    *_, last_trace = step.traces.by_signature.values()  # the last trace was lowered
     return LoweredStep(
         step.signature.function.name,
-        program,
-        input_roles.inputs_of(step, run_call, donated, kept, call.batches),
+        lowered,
+        input_roles.inputs_of(step, run_call, donated, kept, call.batch_ids),
         len(donated),
-        traced.program.closed,
+        last_trace.program.closed,
         # The caller's options override those of the strategy, as `Strategy.plan` documents.
-        {**step_options, **compiler_options},
+        {**strategy_options, **compiler_options},
     )
 
 
@@ -192,7 +203,7 @@ def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
     """Returns the number of chips in the mesh. Some generations have two devices per chip."""
     if chip is None:
         return mesh.size
-    # Both devices of a chip have its coordinates.
+    # Both devices of a chip have its coordinates, and each slice has the same coordinates.
     return len({(slice_index(d), *d.coords) for d in mesh.devices.flat})
 
 
@@ -214,42 +225,47 @@ def _notes_on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> 
 
 
 def _list_first(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _name_devices(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> str:
-    """Returns the name of a slice if the devices are complete slices, else number and kind."""
+    """Returns a name such as "2xv5e:4x4" if the devices fill the box around them.
+
+    For other devices it is their number and kind, such as "3 x TPU v5 lite".
+    """
     devices = list(mesh.devices.flat)
     numbers = {slice_index(d) for d in devices}
     if chip is not None:
         coords = np.array([d.coords[: chip.torus_dims] for d in devices])
         shape = np.ptp(coords, axis=0) + 1  # of the smallest box around the devices
+        # If the box has as many devices in each slice as there are, none is missing in it.
         if shape.prod() * chip.devices_per_chip * len(numbers) == len(devices):
             name = f"{chip.generation}:{'x'.join(map(str, shape))}"
             return f"{len(numbers)}x{name}" if len(numbers) > 1 else name
     return f"{len(devices)} x {devices[0].device_kind}"
 
 
-def _refusal(answer: compiler_query.Answer, lowered: LoweredStep) -> refusal.Refusal | None:
+def _explain_refusal(answer: compiler_query.Answer, step: LoweredStep) -> refusal.Refusal | None:
     """Returns the refusal of the compiler with the user's names of the inputs."""
     if answer.refusal is None:
         return None
     # A refusal names buffers by parameter numbers of the program, from which XLA removed unused
     # inputs.
-    inputs = input_roles.select_used(answer.refusal, lowered.inputs, lowered.num_donated)
+    inputs = input_roles.select_used(answer.refusal, step.inputs, step.num_donated)
     return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
 
 
 def _read_figures(
     answer: compiler_query.Answer,
-    lowered: LoweredStep,
+    step: LoweredStep,
     mesh: jax.sharding.Mesh,
     chip: chips.Chip | None,
 ) -> _Figures:
     if answer.program is None:
         return _Figures()
     module = hlo_module.parse(answer.program.text)
-    inputs = input_roles.select_used(answer.program.text, lowered.inputs, lowered.num_donated)
+    inputs = input_roles.select_used(answer.program.text, step.inputs, step.num_donated)
     simulated = timeline.simulate(module, mesh, chip)
     time = None if chip is None else step_time.estimate(module, chip, simulated)
     return _Figures(
@@ -260,7 +276,7 @@ def _read_figures(
     )
 
 
-def _notes_on_rates(request: Request) -> list[str]:
+def _notes_on_rates(request: PlanRequest) -> list[str]:
     if request.calibration is None:
         return []
     return ["Times use the measured rates of the calibration, not the published rates."]

@@ -3,7 +3,8 @@
 A saved plan is a folder: `plan.json` (the plan), `program.json` (the program, versions and devices
 of the executable) and `program.bin` (the executable). JAX unpickles an executable, so to load it is
 to run code of its author. Therefore the folder is private to its owner, and owner, mode, versions,
-devices, program and checksum are checked before a byte of the executable is unpickled.
+devices, program and checksum are checked before a byte of the executable is unpickled: the program
+in `SavedPlan`, everything else in `load`.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _PLAN, _HEADER, _PROGRAM = "plan.json", "program.json", "program.bin"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ProgramSource:
     """Origin of the executable of a plan.
 
     Attributes:
@@ -45,9 +46,9 @@ class Source:
     compiled: jax.stages.Compiled | None
 
 
-def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
+def save(path: str | os.PathLike, plan_as_json: str, source: ProgramSource) -> None:
     """Writes a plan and its executable; see `Plan.save`."""
-    # First, because compiling may take minutes.
+    # Before compiling, which may take minutes, so that an unusable folder fails at once.
     folder = private_files.folder(path, ours=(_PLAN, _HEADER, _PROGRAM))
     compiled = source.compiled
     if compiled is None:
@@ -64,7 +65,7 @@ def save(path: str | os.PathLike, plan_as_json: str, source: Source) -> None:
         "program": hash_of(source.lowered),
         "num_bytes": len(data),
         "checksum": hashlib.sha256(data).hexdigest(),
-        **_place(source.mesh),
+        **_device_facts(source.mesh),
     }
     # The header is written last. If the process dies before that, the folder has no header, or the
     # header of an older plan, whose checksum differs from the new program: both raise in `load`.
@@ -85,12 +86,12 @@ class SavedPlan:
     Attributes:
         plan_as_json: Plan.
         name: Name of the step.
-        program: Hash of its program.
+        program_hash: Hash of its program.
     """
 
     plan_as_json: str
     name: str
-    program: str
+    program_hash: str
     _data: bytes = dataclasses.field(repr=False)
     _mesh: jax.sharding.Mesh = dataclasses.field(repr=False)
 
@@ -100,17 +101,17 @@ class SavedPlan:
         Raises:
             ValueError: If it is another program.
         """
-        if hash_of(lowered) != self.program:
+        if hash_of(lowered) != self.program_hash:
             raise ValueError(
-                f"{path} holds a plan of '{self.name}', program {self.program[:12]}, but '{name}' "
-                f"with these arguments is program {hash_of(lowered)[:12]}. Load it with the same "
-                "function, arguments (shapes, dtypes, shardings, Python values) and options as in "
-                "the plan, or plan and save these."
+                f"{path} holds a plan of '{self.name}', program {self.program_hash[:12]}, but "
+                f"'{name}' with these arguments is program {hash_of(lowered)[:12]}. Load it with "
+                "the same function, arguments (shapes, dtypes, shardings, Python values) and "
+                "options as in the plan, or plan and save these."
             )
 
     def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """Returns the executable if `lowered` is its program; else None."""
-        if hash_of(lowered) != self.program:
+        if hash_of(lowered) != self.program_hash:
             _log.info("%s differs from the loaded program, so it is compiled.", self.name)
             return None
         return executables.from_bytes(self._data, lowered, self._mesh.devices.flat)
@@ -131,8 +132,8 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
             f"{folder} holds no saved plan: {_HEADER} is missing. Write one with "
             f"Plan.save({str(path)!r})."
         )
-    header = _header(folder)
-    _check_place(header, mesh, folder)
+    header = _read_header(folder)
+    _check_devices(header, mesh, folder)
     # Read once, and checked and unpickled from this copy: a file that changes between the two would
     # pass the check.
     data = private_files.read(folder / _PROGRAM)
@@ -145,7 +146,7 @@ def load(path: str | os.PathLike, mesh: jax.sharding.Mesh) -> SavedPlan:
     return SavedPlan(plan_as_json, header["name"], header["program"], data, mesh)
 
 
-def _header(folder: Path) -> dict[str, Any]:
+def _read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads(private_files.read(folder / _HEADER))
         format_version = header["format"]
@@ -167,7 +168,7 @@ def _header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def _device_facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Returns the facts that must be the same where an executable is compiled and where it runs."""
     devices = list(mesh.devices.flat)
     is_tpu = devices[0].platform == "tpu"
@@ -188,8 +189,8 @@ def _place(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     }
 
 
-def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) -> None:
-    here = _place(mesh)
+def _check_devices(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) -> None:
+    here = _device_facts(mesh)
     prefix = f"{folder} was saved for"
     # From the most to the least telling difference: a wrong slice also differs in its devices and
     # coordinates, and the first error should say what to change.
@@ -199,7 +200,7 @@ def _check_place(header: dict[str, Any], mesh: jax.sharding.Mesh, folder: Path) 
             f"{len(here['devices'])} x {here['kind']}. Load it on the same kind of slice as in the "
             "plan, or plan and save for this one."
         )
-    if compiler_query.is_elsewhere(mesh):
+    if compiler_query.is_described(mesh):
         raise ValueError(
             f"{folder} cannot be loaded here: the strategy's {len(here['devices'])} x "
             f"{here['kind']} are only descriptions of devices, and cannot run programs. Load it on "

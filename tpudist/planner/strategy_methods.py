@@ -14,7 +14,7 @@ from tpudist.planner import figure_checks, plan_builder, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan import Plan
-from tpudist.planner.show.progress import Progress, show_progress
+from tpudist.planner.show.progress import Progress, show_progress, silent_progress
 from tpudist.run.arguments import call_description
 from tpudist.run.frame.trace_requests import MakesVariables
 from tpudist.xla import compile_log, topology, traces
@@ -26,12 +26,10 @@ from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
 class PlanMethods(StrategyBase):
     """Methods of `Strategy` for plans."""
 
-    # Hooks of subclasses.
-
-    # Whether the strategy always has exactly one device.
     has_one_device: bool = False
-    # Assignment of cores to replicas, which belongs to one topology. Only TPU strategies set it.
+    """Whether the strategy always has exactly one device; for subclasses."""
     device_assignment: object | None = None
+    """Assignment of cores to replicas, which belongs to one topology; only of TPU strategies."""
 
     def adapt_to_devices(self) -> None:
         """Adapts attributes that depend on the kind of the devices, after `on` has set them."""
@@ -48,7 +46,8 @@ class PlanMethods(StrategyBase):
 
         Raises:
             ValueError: If the devices do not split into such replicas, or this strategy is bound to
-                its devices: by a device assignment, by central storage, or because it has only one.
+                its devices: by a device assignment, by central storage, or because it always
+                has one device.
         """
         devices = list(devices)
         self._check_movable(devices)
@@ -57,8 +56,9 @@ class PlanMethods(StrategyBase):
         return self._with_mesh(make_mesh(devices, inner, axis_name=name))
 
     def _with_mesh(self, mesh: ReplicaMesh) -> Any:
-        # Without `__init__`, which would need the arguments of the subclass and might start servers
-        # or devices. `_begin` replaces everything that belongs to a mesh: variables, steps, caches.
+        # Not by `__init__`: this class does not know the arguments of the subclass, and a
+        # constructor may start servers or use devices. `_begin` replaces everything that belongs to
+        # a mesh: variables, steps, caches.
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._begin(mesh)
@@ -68,25 +68,25 @@ class PlanMethods(StrategyBase):
 
     def _check_movable(self, devices: Sequence[jax.Device]) -> None:
         if self.storage is not None:
-            bound = (
+            reason = (
                 "keeps its state on one device or in its host's memory. Plan it on its own devices "
                 "(topology=None), or use another strategy for the slice, such as TPUStrategy"
             )
         elif self.device_assignment is not None:
-            bound = (
+            reason = (
                 "has a device assignment, which names the cores of one topology. Give replica_axes "
                 "instead, or build an assignment on the other topology"
             )
         elif self.has_one_device and len(devices) != 1:
-            bound = (
+            reason = (
                 f"has one device, but {len(devices)} were given. Plan a slice of one, such as "
                 '"v5e:1x1", or use TPUStrategy or MirroredStrategy'
             )
         elif self.replica_mesh.mesh.axis_names[0] != REPLICA_AXIS:
-            bound = f"has a mesh whose first axis is not '{REPLICA_AXIS}'. Make it with make_mesh"
+            reason = f"has a mesh whose first axis is not '{REPLICA_AXIS}'. Make it with make_mesh"
         else:
             return
-        raise ValueError(f"{self!r} cannot be moved to other devices: it {bound}.")
+        raise ValueError(f"{self!r} cannot be moved to other devices: it {reason}.")
 
     def plan(
         self,
@@ -155,7 +155,7 @@ class PlanMethods(StrategyBase):
         with show_progress(progress) as report:
             report("tracing", 0.0)
             twin = self._twin(topology)
-            request = plan_builder.Request(
+            request = plan_builder.PlanRequest(
                 topology=topology,
                 compiler_options=dict(compiler_options or {}),
                 tokens_per_step=tokens_per_step,
@@ -174,7 +174,7 @@ class PlanMethods(StrategyBase):
                 # as after a first `run`, so it is traced here first. The second attempt finds them.
                 own_twin = self._twin(None)
                 own_call = self._move_arguments(fn, args, kwargs, own_twin)
-                plan_builder.lower(own_twin, fn, own_call, options, {}, report)
+                plan_builder.lower(own_twin, fn, own_call, options, {}, report)  # creates them
                 return plan_builder.plan(twin, fn, call, options, request, report)
 
     def load_plan(
@@ -215,10 +215,10 @@ class PlanMethods(StrategyBase):
         plan = Plan.from_json(saved.plan_as_json)
         twin = self._twin(None)
         call = self._move_arguments(fn, args, kwargs, twin)
-        lowered = plan_builder.lower(twin, fn, call, options, {}, lambda activity, seconds: None)
+        step = plan_builder.lower(twin, fn, call, options, {}, silent_progress)
         # Here, so that a plan of other arguments fails now and not as a silent compilation in
         # `run`.
-        saved.check_program(lowered.name, lowered.program, path)
+        saved.check_program(step.name, step.lowered, path)
         self._replicator.adopt(fn, saved)
         return plan
 
@@ -241,7 +241,7 @@ class PlanMethods(StrategyBase):
 
     def _twin(self, name: str | None) -> Any:
         """Returns this strategy on the devices of a slice, for the duration of a plan."""
-        if name is None or _is_of(self.replica_mesh, name):
+        if name is None or _is_described_slice(self.replica_mesh, name):
             twin = self._with_mesh(self.replica_mesh)
         else:
             twin = self.on(topology.devices(name))
@@ -250,7 +250,7 @@ class PlanMethods(StrategyBase):
         return twin
 
 
-def _is_of(mesh: ReplicaMesh, name: str) -> bool:
+def _is_described_slice(mesh: ReplicaMesh, name: str) -> bool:
     """Returns whether the devices of `mesh` are descriptions of the slice: some or all of them."""
     described = compiler_process.slice_of(list(mesh.mesh.devices.flat))
     if described is None:
@@ -265,7 +265,7 @@ def _notes_on_devices(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:
     if name is None or described is None:
         return ()
     size, slice_size = mesh.mesh.size, len(mesh.mesh.devices.flat[0].client.devices())
-    if not _is_of(mesh, name):
+    if not _is_described_slice(mesh, name):
         raw, number = described
         slice_name = f"{number}x{raw}" if number > 1 else raw
         return (

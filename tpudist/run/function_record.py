@@ -34,7 +34,7 @@ class FunctionRecord:
         static_names: Names of arguments that must be Python numbers, because the function needs
             their value.
         was_called: Whether the first call has begun.
-        loaded: Programs that were compiled elsewhere, as `planner.saved_plan.Saved`.
+        loaded: Programs that were compiled elsewhere, as `planner.saved_plan.SavedPlan`.
     """
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):

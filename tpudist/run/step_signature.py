@@ -16,7 +16,7 @@ from tpudist.xla.mesh import ReplicaMesh
 
 
 class SavedProgram(Protocol):
-    """A program that was compiled elsewhere; see `planner.saved_plan.Saved`."""
+    """A program that was compiled elsewhere; see `planner.saved_plan.SavedPlan`."""
 
     def executable_for(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """Returns the compiled program if it was compiled from the same lowered program."""

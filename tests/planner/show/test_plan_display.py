@@ -136,7 +136,7 @@ def test_devices_without_known_rates_show_memory_but_no_time():
 
 
 def test_equal_collectives_are_merged_and_sorted_by_waiting_time():
-    merged = speed_text.merge(plans.collectives())
+    merged = speed_text.merge_uses(plans.collectives())
     assert [use.kind for use in merged] == ["reduce-scatter", "all-gather", "all-reduce"]
     assert merged[1].count == 120
     assert merged[1].seconds == pytest.approx(0.36)
@@ -168,7 +168,7 @@ def test_merging_collectives_preserves_totals():
 
     @hypothesis.given(st.lists(uses, max_size=30))
     def holds(found):
-        merged = speed_text.merge(found)
+        merged = speed_text.merge_uses(found)
         for name in ("num_bytes", "count", "sent_bytes", "seconds", "exposed_s"):
             assert sum(getattr(x, name) for x in merged) == sum(getattr(x, name) for x in found)
         assert len({(x.kind, x.axes, x.network, x.is_async, x.source) for x in merged}) == len(
@@ -252,7 +252,7 @@ def test_an_ascii_terminal_receives_ascii():
 
 
 def test_the_parts_of_the_memory_and_the_free_part_sum_to_the_capacity():
-    (bars, *_) = memory_text.memory(plans.fitting())
+    (bars, *_) = memory_text.memory_sections(plans.fitting())
     told = {part.name: part.amount for part in (*bars.parts, bars.free)}
     assert told["gaps between values"] == pytest.approx(0.2 * plans.GIB, rel=0.01)
     assert {"the program", "free", "parameters"} <= set(told)

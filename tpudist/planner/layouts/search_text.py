@@ -22,7 +22,7 @@ from tpudist.planner.show.formats import (
     format_share,
     plural,
 )
-from tpudist.planner.show.report_parts import Lines, Report
+from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
 
 _NUM_LARGEST = 2
 """Number of the largest buffers to name for a candidate that is too large."""
@@ -65,10 +65,10 @@ def _facts(result: SearchOutcomes) -> Iterable[tuple[str, str]]:
     if best and best.plan:
         if best.plan.time:
             mfu = "" if best.plan.mfu is None else f", MFU {best.plan.mfu:.1%}"
-            yield "step time", f"{format_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
+            yield STEP_TIME, f"{format_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
         if best.plan.tokens_per_s is not None:
-            yield "speed", f"{format_count(best.plan.tokens_per_s)} tokens/s"
-        yield "memory", _memory(best)
+            yield SPEED, f"{format_count(best.plan.tokens_per_s)} tokens/s"
+        yield MEMORY, _memory(best)
     tried = len(result.outcomes) - len(result.of(NOT_REACHED))
     of = f" of {len(result.outcomes)}" if tried < len(result.outcomes) else ""
     yield "tried", f"{plural(tried, 'candidate')}{of} in {format_seconds(result.seconds)}"

@@ -1,4 +1,7 @@
-"""Advice for a program that does not fit. It is not tested; `planner.search` compiles changes."""
+"""Advice for a program that does not fit.
+
+The advice is not compiled, so it may not suffice; `planner.search` compiles layouts.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
 
 def _split(plan: PlanFigures) -> str:
     """Returns the advice to split a replica over more devices; empty if it is split over all."""
-    inside = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
-    # `fsdp` takes all replicas: the largest split is the one that surely needs least.
+    axes = {axis: size for axis, size in plan.mesh.items() if axis != "replica"}
+    inside = math.prod(axes.values())
     replicas = plan.num_devices // inside
     if replicas < 2:
         return ""
-    axes = {axis: size for axis, size in plan.mesh.items() if axis != "replica"}
+    # All replicas become one, split by fsdp: the largest split needs the least memory.
     axes["fsdp"] = axes.get("fsdp", 1) * replicas
     options = " ".join(f"{axis}={size}" for axis, size in axes.items())
     current = (

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 from tpudist.display.text_tables import format_source
 from tpudist.planner.show.formats import format_bytes, format_seconds
 from tpudist.planner.show.plan_text import describe_plan
-from tpudist.planner.show.report_parts import GREEN, NETWORK_COLORS, RED, TEAL, Bars
-from tpudist.planner.show.speed_text import merge
+from tpudist.planner.show.report_parts import (
+    GREEN,
+    MEMORY,
+    NETWORK_COLORS,
+    RED,
+    SPEED,
+    STEP_TIME,
+    TEAL,
+    Bars,
+)
+from tpudist.planner.show.speed_text import merge_uses
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 
 if TYPE_CHECKING:
@@ -21,6 +30,9 @@ if TYPE_CHECKING:
 NUM_COLLECTIVES = 6
 # Inches. A SECTION is a bar with its heading and its legend; a ROW is one collective.
 WIDTH, MARGIN, TOP, SECTION, BAR, ROW = 9.0, 0.3, 0.95, 1.25, 0.36, 0.27
+TITLE_TOP, FACTS_TOP = 0.2, 0.53
+HEADING = 0.24  # from a heading to its bar
+SPACE = 0.5  # for the heading and the margin of the collectives
 NAMES = 2.3
 """Inches for the names of collectives, left of their bars."""
 
@@ -42,8 +54,8 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
 
     report = describe_plan(plan)
     bars = [section for section in report.sections if isinstance(section, Bars)]
-    uses = merge(plan.collectives)[:NUM_COLLECTIVES]
-    height = TOP + SECTION * len(bars) + (0.5 + ROW * len(uses) if uses else 0.0)
+    uses = merge_uses(plan.collectives)[:NUM_COLLECTIVES]
+    height = TOP + SECTION * len(bars) + (SPACE + ROW * len(uses) if uses else 0.0)
     # Without pyplot: no display is needed, and the settings of the caller do not change.
     figure = Figure(figsize=(WIDTH, height), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
@@ -59,19 +71,19 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
         figure.text(MARGIN / WIDTH, 1 - top / height, text, va="top", **style)
 
     color = GREEN if report.fits else RED
-    write(report.title, 0.2, fontsize=14, fontweight="bold", color=color)
-    facts = [value for name, value in report.facts if name in ("memory", "step time", "speed")]
-    write("   |   ".join(facts), 0.53, fontsize=9.5, color="0.25")
+    write(report.title, TITLE_TOP, fontsize=14, fontweight="bold", color=color)
+    facts = [value for name, value in report.facts if name in (MEMORY, STEP_TIME, SPEED)]
+    write("   |   ".join(facts), FACTS_TOP, fontsize=9.5, color="0.25")
     for i, section in enumerate(bars):
         top = TOP + SECTION * i
         write(section.title, top, fontsize=9.5, fontweight="bold", color="0.15")
-        _draw_bar(add_axes(top + 0.24, BAR), section)
+        _draw_bar(add_axes(top + HEADING, BAR), section)
     if uses:
         top = TOP + SECTION * len(bars)
         timed = any(use.seconds for use in uses)
         pale = " (pale: hidden behind computation)" if timed else ""
         write(f"Communication per step{pale}", top, fontsize=9.5, fontweight="bold", color="0.15")
-        _draw_collectives(add_axes(top + 0.24, ROW * len(uses), NAMES), uses, timed)
+        _draw_collectives(add_axes(top + HEADING, ROW * len(uses), NAMES), uses, timed)
     figure.savefig(path)
 
 

@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+# `format_bytes` is exported again, so that reports import all formats from here.
 from tpudist.xla.estimate.sizes import format_bytes as format_bytes, format_three_digits
 
 _TPUDIST = Path(__file__).resolve().parents[2]

@@ -69,18 +69,18 @@ def _bars(bars: Bars) -> str:
     )
     rows = [_legend(part) for part in bars.parts]
     if bars.free:
-        rows.append(_legend(bars.free, 'class="dim"'))
+        rows.append(_legend(bars.free, is_free=True))
     return (
         f'<div class="bar">{pieces}</div>'
         f"<table><tbody>{''.join(rows)}</tbody></table>{_lines(bars.lines)}"
     )
 
 
-def _legend(part: Part, attributes: str = "") -> str:
-    # Only the free rest has attributes, and no piece of the bar.
-    color = "transparent" if attributes else part.color
+def _legend(part: Part, *, is_free: bool = False) -> str:
+    # The free rest has no piece of the bar, and so no color.
+    color, attributes = ("transparent", ' class="dim"') if is_free else (part.color, "")
     return (
-        f'<tr {attributes}><td><span class="swatch" style="background:{color}"></span>'
+        f'<tr{attributes}><td><span class="swatch" style="background:{color}"></span>'
         f'{escape(part.name)}</td><td class="number">{escape(part.text)}</td>'
         f'<td class="number">{escape(part.share)}</td></tr>'
     )

@@ -35,6 +35,8 @@ from tpudist.xla.hlo.buffers import Buffer
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
 
+_MAX_NAMES = 6
+_MIN_SHARE = 1e-3  # smaller buffers are omitted
 _MEMORY_COLORS = {
     "parameters": BLUE,
     "optimizer state": PURPLE,
@@ -45,7 +47,7 @@ _MEMORY_COLORS = {
 }
 
 
-def memory(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
+def memory_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
     """Yields the memory of a device by category, and its largest values; or why it does not fit."""
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal:
@@ -68,7 +70,7 @@ def memory(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
         if report.host_bytes:
             lines.append(f"{format_bytes(report.host_bytes)} more are in the host's memory.")
         if report.not_donated:
-            lines.append(f"Not overwritten in place: {_names(report.not_donated)}.")
+            lines.append(f"Not overwritten in place: {_list_first(report.not_donated)}.")
         if (gaps := report.allocated_bytes - report.peak_bytes) > 0:
             parts.append(_part("gaps between values", gaps, report.capacity_bytes, RED))
         if report.program_bytes:
@@ -115,8 +117,7 @@ def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
 
 
 def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[TextTable]:
-    # Buffers below a thousandth of the memory are omitted.
-    shown = [b for b in buffers[:NUM_ROWS] if b.num_bytes * 1000 > of_bytes]
+    shown = [b for b in buffers[:NUM_ROWS] if b.num_bytes > _MIN_SHARE * of_bytes]
     if not shown:
         return
     columns = (
@@ -148,14 +149,14 @@ def list_replicated(plan: PlanFigures) -> Iterable[Lines]:
     if report and report.replicated:
         line = (
             f"{format_share(report.replicated_share)} of the parameters' bytes are whole on every "
-            f"device of a replica: {_names(report.replicated)}."
+            f"device of a replica: {_list_first(report.replicated)}."
         )
         yield Lines("Not split", (line,))
 
 
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
+def _list_first(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _colors(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:

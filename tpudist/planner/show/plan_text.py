@@ -18,9 +18,9 @@ from tpudist.planner.show.formats import (
     format_share,
     plural,
 )
-from tpudist.planner.show.memory_text import list_replicated, memory
-from tpudist.planner.show.report_parts import Lines, Report
-from tpudist.planner.show.speed_text import collectives, time
+from tpudist.planner.show.memory_text import list_replicated, memory_sections
+from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
+from tpudist.planner.show.speed_text import time_sections, traffic_sections
 from tpudist.xla.estimate.step_time import TimeEstimate
 
 if TYPE_CHECKING:
@@ -38,7 +38,12 @@ def describe_plan(
         price: Price of a chip-hour, to report the cost of the run, in the currency of the price.
     """
     # Memory first: if the program does not fit, it is the only figure.
-    sections = [*memory(plan), *time(plan), *collectives(plan), *list_replicated(plan)]
+    sections = [
+        *memory_sections(plan),
+        *time_sections(plan),
+        *traffic_sections(plan),
+        *list_replicated(plan),
+    ]
     if plan.notes:
         sections.append(Lines("Notes", plan.notes))
     verdict = "fits" if plan.fits else "does not fit"
@@ -51,10 +56,10 @@ def _facts(
 ) -> Iterable[tuple[str, str]]:
     chip = device_noun(plan.num_chips, plan.num_devices)
     if plan.refusal and not plan.refusal.needed_bytes:
-        yield "memory", "too little: the compiler does not say by how much"
+        yield MEMORY, "too little: the compiler does not say by how much"
     elif refusal := plan.refusal:
         yield (
-            "memory",
+            MEMORY,
             f"needs {format_bytes(refusal.needed_bytes)} per {chip}, which has "
             f"{format_bytes(refusal.available_bytes)}: {format_bytes(refusal.over_bytes)} too much",
         )
@@ -62,14 +67,14 @@ def _facts(
         of = ""
         if capacity := report.capacity_bytes:
             of = f" of {format_bytes(capacity)} ({format_share(report.peak_bytes / capacity)})"
-        yield "memory", f"{format_bytes(report.peak_bytes)}{of} per {chip}"
+        yield MEMORY, f"{format_bytes(report.peak_bytes)}{of} per {chip}"
     if plan.time:
         mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-        yield "step time", f"{format_seconds(plan.time.step_s)}{mfu} (an estimate)"
+        yield STEP_TIME, f"{format_seconds(plan.time.step_s)}{mfu} (an estimate)"
         if plan.tokens_per_s is not None:
             per_chip = plan.tokens_per_s / plan.num_chips
             yield (
-                "speed",
+                SPEED,
                 f"{format_count(plan.tokens_per_s)} tokens/s, {format_count(per_chip)} per chip",
             )
     devices = "" if chip == "chip" else f", {plural(plan.num_devices, 'device')}"

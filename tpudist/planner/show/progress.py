@@ -23,13 +23,13 @@ def show_progress(progress: Progress | None) -> Iterator[Progress]:
     if in_notebook():
         line = _cell()
     else:
-        line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(_ignore)
+        line = _spinner() if sys.stderr.isatty() else contextlib.nullcontext(silent_progress)
     with line as report:
         yield report
 
 
-def _ignore(activity: str, seconds: float) -> None:
-    pass
+def silent_progress(activity: str, seconds: float) -> None:
+    """Shows nothing."""
 
 
 @contextlib.contextmanager

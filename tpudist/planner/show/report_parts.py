@@ -6,6 +6,8 @@ import dataclasses
 
 from tpudist.display.text_tables import TextTable
 
+MEMORY, STEP_TIME, SPEED = "memory", "step time", "speed"
+"""Names of the most important facts."""
 NUM_ROWS = 8
 """Maximum rows of a table; the other rows are summed up in a note."""
 

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
 
 
-def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
+_MIN_SHARE = 1e-3  # a shorter part would be invisible in the bar
+
+
+def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
     """Yields the parts of the time of a step and its longest operations, if they are estimated."""
     spent = plan.time
     if spent is None:
@@ -51,7 +54,7 @@ def time(plan: PlanFigures) -> Iterable[Bars | TextTable]:
     parts = tuple(
         Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
         for name, seconds, color in parts
-        if seconds > 1e-3 * spent.step_s
+        if seconds > _MIN_SHARE * spent.step_s
     )
     yield Bars(
         "Time of a step: an estimate", spent.step_s, parts, tuple(_notes_on_time(plan, spent))
@@ -95,8 +98,8 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
     bounds = []
     if chip := CHIPS.get(plan.chip):
         peak = chip.bf16_flops_per_s / chip.devices_per_chip
-        least = format_seconds(spent.flops / peak)
-        bounds.append(f"{least} for {format_flops(spent.flops)} at the chip's peak")
+        at_peak = format_seconds(spent.flops / peak)
+        bounds.append(f"{at_peak} for {format_flops(spent.flops)} at the chip's peak")
     if spent.memory_bound_s:
         bounds.append(
             f"{format_seconds(spent.memory_bound_s)} for "
@@ -106,7 +109,7 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
         yield f"Lower bounds: {'; '.join(bounds)}."
 
 
-def collectives(plan: PlanFigures) -> Iterable[TextTable]:
+def traffic_sections(plan: PlanFigures) -> Iterable[TextTable]:
     """Yields the collectives of a step, if there are any; the longest waits first."""
     if not plan.collectives:
         return
@@ -122,7 +125,7 @@ def collectives(plan: PlanFigures) -> Iterable[TextTable]:
         Column("async", only_wide=True),
         Column("line", is_source=True),
     )
-    merged = merge(plan.collectives)
+    merged = merge_uses(plan.collectives)
     rows = tuple(
         (
             use.kind,
@@ -150,7 +153,7 @@ def collectives(plan: PlanFigures) -> Iterable[TextTable]:
     yield TextTable(columns, rows, title, notes)
 
 
-def merge(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
+def merge_uses(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
     """Merges uses that differ only in size and place in the program; the longest waits first."""
     groups: dict[tuple, list[CollectiveUse]] = {}
     for use in uses:

@@ -16,6 +16,8 @@ from rich.text import Text
 from tpudist.display.text_tables import TextTable
 from tpudist.planner.show.report_parts import Bars, Lines, Part, Report
 
+_NUM_BOLD = 3  # facts: memory, step time and speed, as in `html`
+
 
 class TerminalReport:
     """Report that rich prints; the layout depends on the width of the terminal."""
@@ -45,7 +47,7 @@ def _facts(facts: tuple[tuple[str, str], ...]) -> Table:
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
     for i, (name, value) in enumerate(facts):
-        grid.add_row(name, Text(value, style="bold" if i < 3 else ""))
+        grid.add_row(name, Text(value, style="bold" if i < _NUM_BOLD else ""))
     return grid
 
 
