@@ -42,11 +42,11 @@ if action == "load":
     plan = strategy.load_plan(folder, step, (model, optimizer, elements[0], 2.0))
     assert plan.name == "step"
 jax.block_until_ready(model.kernel[...])
-before = compile_log.backend_compiles().number
+before = compile_log.backend_compiles().num_programs
 losses = []
 for x in elements:
     losses.append(strategy.run(step, (model, optimizer, x, 2.0)))
-compiles = compile_log.backend_compiles().number - before
+compiles = compile_log.backend_compiles().num_programs - before
 logged = [record.cause for record in compile_log.compile_log()]
 losses = [np.asarray(x.array).tolist() for x in losses]
 result = {"losses": losses, "compiles": compiles, "logged": logged}

@@ -177,15 +177,15 @@ def test_planning_leaves_all_state_unchanged():
         np.testing.assert_array_equal(x, y)
     assert compile_log.compile_log() == log
     strategy.run(step, (model, optimizer, batch))
-    compiles = compile_log.backend_compiles().number
+    compiles = compile_log.backend_compiles().num_programs
     strategy.run(step, (model, optimizer, batch))
     # The log keeps only the last 1000 entries and may be full.
     assert compile_log.compile_log()[:-1] == log[-999:]
-    assert compile_log.backend_compiles().number == compiles
+    assert compile_log.backend_compiles().num_programs == compiles
     strategy.plan(step, (model, optimizer, batch))
-    compiles = compile_log.backend_compiles().number
+    compiles = compile_log.backend_compiles().num_programs
     strategy.run(step, (model, optimizer, batch))
-    assert compile_log.backend_compiles().number == compiles
+    assert compile_log.backend_compiles().num_programs == compiles
 
 
 def test_inputs_have_the_users_names_and_their_roles():

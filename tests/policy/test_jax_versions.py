@@ -22,7 +22,7 @@ from jax.extend import core
 from places import PACKAGE
 from tpudist.programs import jaxprs, out_shardings, user_lines
 from tpudist.state import norm_statistics
-from tpudist.xla import compile_log, internals, topology, traces
+from tpudist.xla import compile_log, internals, topology, trace_caches, traces
 from tpudist.xla.settings import Setting
 
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -107,7 +107,7 @@ def key_of_trace_caches():
     calls = []
     count = jax.jit(lambda x: (calls.append(0), x)[1])
     for apart in (False, False, True, True, False):
-        with traces.separate_caches() if apart else contextlib.nullcontext():
+        with trace_caches.separate() if apart else contextlib.nullcontext():
             jax.jit(lambda x: count(x))(1.0)
     assert len(calls) == 3
 
@@ -185,9 +185,9 @@ def token_of_a_trace():
 
 def event_of_a_compile():
     counter = compile_log.backend_compiles()
-    before = counter.number
+    before = counter.num_programs
     jax.jit(lambda x: x * 3 - 7)(np.ones(5, np.float32))
-    assert counter.number > before
+    assert counter.num_programs > before
 
 
 def raw_value_of_an_nnx_variable():
@@ -248,9 +248,9 @@ DOORS = {
 def test_without_caches_of_its_own_a_trace_is_refused(monkeypatch):
     monkeypatch.setattr(internals.config, "config_ext", None)
     assert internals.make_key_of_trace_caches() is None
-    monkeypatch.setattr(traces, "_KEY", None)
+    monkeypatch.setattr(trace_caches, "_KEY", None)
     with pytest.raises(RuntimeError, match="trace a program apart from others, which"):
-        with traces.separate_caches():
+        with trace_caches.separate():
             pass
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tpudist.array_types import PyTree
 from tpudist.state import nnx_contents
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 # Called with a model, a batch and more arguments; returns a scalar, or with aux a pair.
 LossFunction: TypeAlias = Callable[..., Any]
@@ -107,4 +107,4 @@ def _is_object(x: object) -> bool:
 
 
 def _name(function: LossFunction) -> str:
-    return f"'{compile_log.name_of(function)}'"
+    return f"'{descriptions.name_of(function)}'"

@@ -17,7 +17,7 @@ from tpudist.planner.plan import Plan
 from tpudist.planner.show.progress import Progress, show_progress, silent_progress
 from tpudist.run.arguments import call_description
 from tpudist.run.frame.trace_requests import MakesVariables
-from tpudist.xla import compile_log, topology, traces
+from tpudist.xla import descriptions, topology, traces
 from tpudist.xla.compiler import compiler_process
 from tpudist.xla.hardware import slices
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
@@ -236,7 +236,7 @@ class PlanMethods(StrategyBase):
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         names = call_description.names_of_leaves(fn, args, kwargs)
-        name = compile_log.name_of(fn)
+        name = descriptions.name_of(fn)
         return move_arguments(args, kwargs, names, self, twin, name)
 
     def _twin(self, name: str | None) -> Any:

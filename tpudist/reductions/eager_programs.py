@@ -13,7 +13,7 @@ from jax.core import Tracer
 from tpudist.lowering import compile
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest, replica_equality
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.packing import Packing
 
@@ -39,7 +39,7 @@ def agree(mesh: ReplicaMesh, caller: str, value: jax.Array, *settings: Hashable)
     """
     if mesh.num_processes == 1 or isinstance(value, Tracer):
         return
-    aval = compile_log.describe(value)
+    aval = descriptions.describe_array(value)
 
     def intend() -> process_agreement.Intention:
         facts = {"the value": aval, "how": program_digest.write_value(settings)}
@@ -113,7 +113,7 @@ def _build(
         mesh,
         process_agreement.Intention(
             f"{function.__name__} of {owner_name}",
-            {f"value {i}": compile_log.describe(x) for i, x in enumerate(shapes)},
+            {f"value {i}": descriptions.describe_array(x) for i, x in enumerate(shapes)},
             program_digest.write_program(traced.closed),
         ),
     )

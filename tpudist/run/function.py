@@ -27,7 +27,7 @@ from tpudist.run.frame.trace_requests import NextElement, OtherStrategy
 from tpudist.run.recent_steps import MAX_STEPS
 from tpudist.state import nnx_binding, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica, is_per_replica, open_parts
-from tpudist.xla import compile_log, tree_depth
+from tpudist.xla import descriptions, tree_depth
 
 
 def function(
@@ -108,7 +108,7 @@ class Function:
         self._function = func
         # Its name in the class, if it is a method; and for the bound method of an object, where it
         # was found: the function of the class, and the object.
-        self._attribute = compile_log.name_of(func)
+        self._attribute = descriptions.name_of(func)
         self._bound_from: tuple[Function, Any] | None = None
         self._strategy: StrategyBase | None = None
         self._has_looked_for_strategy = False
@@ -138,7 +138,7 @@ class Function:
                 )
             return result
 
-        body.__name__ = compile_log.name_of(func)
+        body.__name__ = descriptions.name_of(func)
         try:
             signature = inspect.signature(func)
         except (TypeError, ValueError):

@@ -17,7 +17,7 @@ from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
 from tpudist.run.step import Step
 from tpudist.run.step_signature import SavedProgram
 from tpudist.state import captured_values
-from tpudist.xla import compile_log
+from tpudist.xla import compile_log, descriptions
 
 
 class FunctionRecord:
@@ -38,7 +38,7 @@ class FunctionRecord:
     """
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
-        self.name = compile_log.name_of(fn)
+        self.name = descriptions.name_of(fn)
         self.flattener = Flattener()
         self.forms: dict[Any, Form] = {}
         self.captured = captured_values.Snapshot()
@@ -142,8 +142,8 @@ class FunctionRecord:
         """
         self._num_compiles += 1
         if self._signatures:
-            nearest = compile_log.nearest_signature(self._signatures, signature)
-            cause = compile_log.signature_change(nearest, signature)
+            nearest = descriptions.nearest_signature(self._signatures, signature)
+            cause = descriptions.signature_change(nearest, signature)
         elif self.earlier_copies:
             cause = (
                 f"a new function object of the same definition (the {self.earlier_copies + 1}th): "

@@ -17,7 +17,7 @@ from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.xla import traces
+from tpudist.xla import trace_caches
 
 
 def trace_larger(
@@ -58,7 +58,7 @@ def trace_larger(
     try:
         # JAX must not use inner functions of this trace in others: they have the axis of more
         # replicas in them.
-        with traces.separate_caches(), twin._use_mesh():
+        with trace_caches.separate(), twin._use_mesh():
             program = compile.trace(function, mesh, larger, stacked, call.name)
     except (Exception, NewVariable, MakesVariables):
         return None  # whatever the function raises for other numbers of rows or replicas

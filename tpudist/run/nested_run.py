@@ -31,7 +31,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.trace import causes_of_variables
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import LocalPart, PerReplica
-from tpudist.xla import compile_log, integers
+from tpudist.xla import descriptions, integers
 
 
 def run(
@@ -85,7 +85,7 @@ def _make_call(
     kwargs: dict[str, Any],
     options: RunOptions | None,
 ) -> ReplicaCall:
-    name = compile_log.name_of(fn)
+    name = descriptions.name_of(fn)
     leaves, structure = Flattener().leaves(args, kwargs)
     for x in leaves:
         if isinstance(x, integers.HOST_TYPES):

@@ -30,7 +30,7 @@ from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody, share_of_replica
 from tpudist.run.row_dependent_numbers import are_equal
-from tpudist.xla import collectives, traces
+from tpudist.xla import collectives, trace_caches
 from tpudist.xla.mesh import ReplicaMesh
 
 _log = logging.getLogger("tpudist")
@@ -323,7 +323,7 @@ class PartialBatch:
         shapes = self._resize(point)
         # JAX's trace of an inner function has the numbers of rows of one trace in it, so traces
         # cannot share them.
-        with traces.separate_caches():
+        with trace_caches.separate():
             program = compile.trace(
                 axis_names.call_on_longer_axis(
                     self._mesh, factor, self._body.make_flat_function(found, rows, changed)

@@ -6,7 +6,7 @@ The checks need only the program and the proof; `output_placement` checks state 
 from tpudist.lowering import compile
 from tpudist.programs import replica_agreement
 from tpudist.state import nnx_contents
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 
 def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
@@ -34,14 +34,14 @@ def check_constants(program: compile.ReplicaProgram, name: str, whole: bool) -> 
         for variable in nnx_contents.holders_of(array):
             raise ValueError(
                 f"'{name}' captures an NNX object: its {type(variable).__name__} "
-                f"{compile_log.describe(array)} would be frozen into the program as a constant, "
-                "and never change. Pass the object as an argument: "
-                f"{compile_log.describe_call(name, 'model, ...', whole)}."
+                f"{descriptions.describe_array(array)} would be frozen into the program as a "
+                "constant, and never change. Pass the object as an argument: "
+                f"{descriptions.describe_call(name, 'model, ...', whole)}."
             )
     for array in compile.large_constants(program):
         raise ValueError(
-            f"'{name}' captures an array {compile_log.describe(array)} of "
+            f"'{name}' captures an array {descriptions.describe_array(array)} of "
             f"{array.nbytes / 2**20:.1f} MiB, which would be frozen into the program as a "
             f"constant. Arrays above {compile.MAX_CONSTANT_BYTES / 2**20:.0f} MiB must be "
-            f"passed as arguments: {compile_log.describe_call(name, 'array, ...', whole)}."
+            f"passed as arguments: {descriptions.describe_call(name, 'array, ...', whole)}."
         )

@@ -97,7 +97,7 @@ class Step:
         self.check_before_dispatch(call)
         # Before the signals are held: it may wait long for an earlier step, and Ctrl-C must work.
         self._throttle.before_step(donated, kept)
-        num_compiles = self._compiles.number
+        num_compiles = self._compiles.num_programs
         with InterruptHold() if plan.state else NO_HOLD:
             try:
                 goodput.begin_call()
@@ -111,7 +111,7 @@ class Step:
                 outcome.traced.count_run()
             self.write_back(written, call.binding, None if written else outcome.any_array())
         # The counter is the process's: a compile in another thread at this time counts, too.
-        return outcome, self._compiles.number != num_compiles
+        return outcome, self._compiles.num_programs != num_compiles
 
     def check_before_dispatch(self, call: RunCall) -> None:
         """Raises for calls that must not run, and waits for the agreement of other processes."""

@@ -41,9 +41,9 @@ class StepSequence:
                 (`StepProgram.arrays_of_last_argument`).
         """
         step, first = self._step, calls[0]
-        start, compiles = time.perf_counter(), compile_log.backend_compiles().number
+        start, compiles = time.perf_counter(), compile_log.backend_compiles().num_programs
         outcomes = step.attempt(first, lambda *inputs: self._dispatch(calls, batches, *inputs))
-        if compile_log.backend_compiles().number != compiles:
+        if compile_log.backend_compiles().num_programs != compiles:
             seconds = time.perf_counter() - start
             step.record_compile(seconds, first, steps=f"{self._num_steps} in one program")
         return [

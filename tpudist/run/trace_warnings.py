@@ -20,7 +20,7 @@ from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import labels as labels_of_rows
 from tpudist.run.frame.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -267,6 +267,7 @@ def _are_rows_split(mesh: ReplicaMesh, array: jax.Array) -> bool:
 
 
 def _name_arguments(call: ReplicaCall, leaves: Sequence[int], labels: Sequence[str]) -> str:
-    named = [f"'{labels[i]}' {compile_log.describe(call.leaves[i])}" for i in leaves[:_MAX_NAMED]]
+    describe = descriptions.describe_array
+    named = [f"'{labels[i]}' {describe(call.leaves[i])}" for i in leaves[:_MAX_NAMED]]
     more = f" and {len(leaves) - _MAX_NAMED} more" if len(leaves) > _MAX_NAMED else ""
     return ", ".join(named) + more

@@ -18,7 +18,7 @@ import numpy as np
 from tpudist.state import library_code, nnx_contents
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 # Bound on the visits of one search plus the places that it has found, and on the values of one
 # container. All places are compared at each call, so this bounds the cost of a call. Further values
@@ -192,7 +192,7 @@ class _Search:
         self._seen.add(key)
         wrapped = _attributes_of(fn).get("__wrapped__")
         if isinstance(wrapped, _FUNCTIONS):
-            self.visit(node.part(".__wrapped__", wrapped, compile_log.name_of(fn)))
+            self.visit(node.part(".__wrapped__", wrapped, descriptions.name_of(fn)))
         cells = [
             node.part(f".__closure__[{i}].cell_contents", _contents_of(cell), name)
             for i, (cell, name) in enumerate(
@@ -203,7 +203,7 @@ class _Search:
             # A decorator or transformation: only functions in its closure may be yours.
             for cell in cells:
                 if callable(cell.value) and not isinstance(cell.value, type):
-                    self.visit(cell._replace(name=compile_log.name_of(cell.value)))
+                    self.visit(cell._replace(name=descriptions.name_of(cell.value)))
             return
         environment = {cell.name: cell for cell in cells}
         parameters = code.co_varnames[: code.co_argcount]

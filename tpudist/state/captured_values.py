@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tpudist.state import value_keys
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum)
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -113,7 +113,7 @@ class Snapshot:
     def describe(self) -> dict[str, str]:
         """Returns the scalars by name, for the log of compilations."""
         scalars = (p for p in self.places.values() if not p.is_weak)
-        return {f"{compile_log.CAPTURED}{p.name}": f"the value {p.value!r}" for p in scalars}
+        return {f"{descriptions.CAPTURED}{p.name}": f"the value {p.value!r}" for p in scalars}
 
     def _prepare(self) -> None:
         places = self.places.values()

@@ -8,7 +8,7 @@ from flax import nnx
 from tpudist.array_types import PyTree
 from tpudist.state import nnx_contents
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 # jax 0.10.2 ends the process if a deleted array is donated again; 0.12 raises an error.
 _CRASHES = jax.__version_info__ < (0, 12)
@@ -22,7 +22,8 @@ def require_present(donated: PyTree) -> None:
     """
     for x in jax.tree.leaves(donated) if _CRASHES else ():
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise RuntimeError(f"Array has been deleted with shape={compile_log.describe(x)}.")
+            shape = descriptions.describe_array(x)
+            raise RuntimeError(f"Array has been deleted with shape={shape}.")
 
 
 def explain(error: Exception, user: str, arguments: Iterable[tuple[str, object]]) -> None:
@@ -38,7 +39,7 @@ def explain(error: Exception, user: str, arguments: Iterable[tuple[str, object]]
             if isinstance(array, jax.Array) and array.is_deleted():
                 raise RuntimeError(
                     f"'{user}' received argument '{name}', but its array{part} "
-                    f"{compile_log.describe(array)} no longer exists: an earlier call has "
+                    f"{descriptions.describe_array(array)} no longer exists: an earlier call has "
                     "overwritten it in place. A call may overwrite NNX objects that it changes, "
                     "and arguments in RunOptions(donate_argnums=...); nnx.clone shares its arrays "
                     "with the original. To keep old values, copy them before that call, "

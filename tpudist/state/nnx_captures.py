@@ -8,7 +8,7 @@ from flax import errors
 from jax.core import Tracer
 
 from tpudist.state import nnx_contents
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 from tpudist.xla.hlo.source_lines import line_of_error
 
 
@@ -37,7 +37,7 @@ def explain_captures(name: str, whole: bool) -> Iterator[None]:
             f"({type(captured).__name__}), at {line_of_error(error)}. A captured object is a "
             "constant of the program. Pass the object as an argument; the caller then sees the "
             "changes of the step: "
-            f"{compile_log.describe_call(name, 'model, optimizer, ...', whole)}."
+            f"{descriptions.describe_call(name, 'model, optimizer, ...', whole)}."
         ) from error
 
 

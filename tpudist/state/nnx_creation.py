@@ -18,7 +18,7 @@ from tpudist.lowering import compile, creation_parts
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, jaxprs, program_digest
 from tpudist.state import missing_arrays, nnx_contents
-from tpudist.xla import compile_log, integers, tree_depth
+from tpudist.xla import descriptions, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
 # Leaves of the value that `init` returns. A box of Linen is a parameter with its split.
@@ -142,7 +142,7 @@ def plan_creation(
             contains it (or None); returns the sharding.
         mesh: The replicas. `init` may communicate over them; its results are equal on all.
     """
-    name = compile_log.name_of(init)
+    name = descriptions.name_of(init)
     closed, structure, (state, values), state_in = _trace(init, args, mesh, name)
     abstract = []
     for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):

@@ -21,7 +21,7 @@ from tpudist.verification.comparison import Finding, Values
 from tpudist.verification.places import Place, Places
 from tpudist.verification.report import Difference, VerificationReport
 from tpudist.verification.runs import OneDevice, Rewrite, Runs, find_epsilon
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 from tpudist.xla.mesh import ReplicaMesh
 
 _POSITIONS = "the step draws random numbers, and computes with the numbers of rows."
@@ -38,7 +38,7 @@ def verify(
 ) -> VerificationReport:
     """Returns the comparison of a step with one device; see `Strategy.verify`."""
     n = strategy.num_replicas_in_sync
-    name = compile_log.name_of(fn)
+    name = descriptions.name_of(fn)
     if n == 1:
         return VerificationReport(name, 1, notes=("The strategy has one replica.",))
     arguments = Arguments(args, kwargs, strategy.replica_mesh, one_device)

@@ -5,17 +5,18 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import jax
-import numpy as np
 
-from tpudist.array_types import Shape
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.goodput import goodput
 
 _log = logging.getLogger("tpudist.compile")
+_MAX_RECORDS = 1000
+_MAX_ROWS = 40  # in notebooks
+# From the 5th compile of one function on, the log level is WARNING: a compile takes as long as many
+# steps, so a function that compiles repeatedly is usually a mistake.
+_MANY_COMPILES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CompileRecord:
     seconds: float
 
 
-_records: collections.deque[CompileRecord] = collections.deque(maxlen=1000)
+_records: collections.deque[CompileRecord] = collections.deque(maxlen=_MAX_RECORDS)
 _records_lock = threading.Lock()
 
 
@@ -43,27 +44,22 @@ class BackendCompiles:
     """Counter of the programs that XLA compiles, or loads from its cache, in this process.
 
     Attributes:
-        number: Number of programs since the counter was created.
+        num_programs: Number of programs since the counter was created.
     """
 
     def __init__(self):
-        self.number = 0
+        self.num_programs = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.number += 1
+            self.num_programs += 1
 
 
 @functools.cache
 def backend_compiles() -> BackendCompiles:
     """Returns the counter of this process, which starts with the first call."""
     return BackendCompiles()
-
-
-# From the 5th compile of one function on, the log level is WARNING: a compile takes as long as many
-# steps, so a function that compiles repeatedly is usually a mistake.
-_MANY_COMPILES = 5
 
 
 def record_compile(function: str, cause: str, seconds: float, number: int) -> None:
@@ -97,94 +93,7 @@ class CompileLog(list[CompileRecord]):
         return TextTable(columns, rows, title, notes)._repr_html_()
 
 
-_MAX_ROWS = 40  # in notebooks
-
-# Prefix of the names of captured values in signatures. The name of an argument has no space.
-CAPTURED = "captured "
-
-
 def compile_log() -> CompileLog:
     """Returns the compiles of replica functions in this process, oldest first (the last 1000)."""
     with _records_lock:
         return CompileLog(_records)
-
-
-def nearest_signature(
-    earlier: Sequence[Mapping[str, str]], new: Mapping[str, str]
-) -> Mapping[str, str]:
-    """Returns the signature that differs from `new` in the fewest inputs.
-
-    If several do, prefers one in which only captured values differ, then the latest.
-
-    Args:
-        earlier: Signatures of the programs compiled before, oldest first; at least 1.
-        new: Signature of the call that is compiled now.
-    """
-
-    # Reversed, because `min` returns the first of several equal candidates.
-    def distance(old: Mapping[str, str]) -> tuple[int, int]:
-        differing = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
-        return len(differing), sum(not name.startswith(CAPTURED) for name in differing)
-
-    return min(reversed(earlier), key=distance)
-
-
-def signature_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Describes the difference between two signatures.
-
-    Args:
-        old: Previous description (`describe`) of each input by name.
-        new: Current description of each input by name.
-    """
-    changed = [
-        f"{name} was {old[name]}, is {after}"
-        for name, after in new.items()
-        if name in old and old[name] != after
-    ]
-    changed += [f"{name} ({after}) is new" for name, after in new.items() if name not in old]
-    changed += [f"{name} ({before}) was removed" for name, before in old.items() if name not in new]
-    if not changed:
-        return "the sharding or the weak type of an argument changed"
-    more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return "; ".join(changed[:3]) + more
-
-
-def name_of(function: Callable[..., object]) -> str:
-    """Returns the name of a function, or of the function of a `functools.partial`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    # An object with `__call__` has no `__name__`.
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def describe_call(name: str, arguments: str, whole: bool) -> str:
-    """Returns the text of a call, for advice: `strategy.run(step, args=(batch,))`.
-
-    Args:
-        name: Name of the function.
-        arguments: Text of the arguments, such as `model, ...`.
-        whole: Whether the function is a `tpudist.function`, which is called without `run`.
-    """
-    return f"{name}({arguments})" if whole else f"strategy.run({name}, args=({arguments}))"
-
-
-class ShapedValue(Protocol):
-    """An array, the shape of one, or a PerReplica of arrays."""
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the dims."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the elements."""
-        ...
-
-
-def describe(value: ShapedValue) -> str:
-    """Returns an array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
-    shape = ",".join(map(str, value.shape))
-    # Neither NumPy's arrays nor random keys have a weak type.
-    weak = "weak " if getattr(value, "weak_type", False) else ""
-    return f"{weak}{value.dtype}[{shape}]"

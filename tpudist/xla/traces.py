@@ -1,9 +1,7 @@
-"""Detects whether JAX is tracing, and controls what its trace caches share."""
+"""Detects whether JAX is tracing, and computes concrete values during a trace."""
 
 import concurrent.futures
 import contextlib
-import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +11,8 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from tpudist.xla import internals
+
+_NO_MESH = AbstractMesh((), ())
 
 
 def trace_state() -> Any:
@@ -48,76 +48,6 @@ def run_eagerly() -> Iterator[None]:
             stack.enter_context(internals.leave_axes())
         stack.enter_context(jax.ensure_compile_time_eval())
         yield
-
-
-@contextlib.contextmanager
-def separate_caches(now: bool = True) -> Iterator[None]:
-    """Makes JAX trace all functions again, without sharing these traces with other programs.
-
-    JAX traces an inner function (under `jax.jit`, or the body of a loop) once for all programs that
-    call it. If its Python code has side effects, it must run in each program.
-
-    Args:
-        now: Whether to separate the caches immediately, or only after `renew_caches`. Until then,
-            the programs that a thread traces in this context share their traces with each other,
-            except after `spoil_caches`.
-    """
-    if _KEY is None and now:
-        raise RuntimeError(
-            "A Variable is assigned inside a nested transformation (jax.grad, lax.scan), or a "
-            "batch is partial. tpudist must then trace a program apart from others, which jax "
-            f"{jax.__version__} does not allow. Install a jax that tpudist supports: see "
-            "CONTRIBUTING.md."
-        )
-    if _KEY is None:
-        yield
-        return
-    # The value of `_KEY` is part of the key of JAX's caches. An unused number means empty caches.
-    # None means JAX's usual ones, and `_caches.key` those of this thread's programs.
-    common = _caches.key if _KEY.value is None else _KEY.value
-    before = _KEY.swap_local(next(_numbers) if now else common)
-    try:
-        yield
-    finally:
-        _KEY.set_local(before)
-
-
-@contextlib.contextmanager
-def common_caches() -> Iterator[None]:
-    """Uses the caches of all programs again, inside `separate_caches`."""
-    if _KEY is None:
-        yield
-        return
-    before = _KEY.swap_local(None)
-    try:
-        yield
-    finally:
-        _KEY.set_local(before)
-
-
-def renew_caches() -> None:
-    """Drops all traces of the current `separate_caches` context."""
-    if _KEY is not None:
-        _KEY.set_local(next(_numbers))
-
-
-def spoil_caches() -> None:
-    """Drops this thread's shared traces, because one of them contains a value of this trace."""
-    _caches.key = next(_numbers)
-
-
-class _CachesOfThread(threading.local):
-    """The value of `_KEY` for the programs that a thread traces."""
-
-    def __init__(self):
-        self.key = next(_numbers)
-
-
-# Created at import, because a new setting invalidates all existing traces.
-_KEY = internals.make_key_of_trace_caches()
-_numbers = itertools.count(1)
-_caches = _CachesOfThread()
-_NO_MESH = AbstractMesh((), ())
 
 
 def is_traced(value: object) -> bool:

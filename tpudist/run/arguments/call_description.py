@@ -11,7 +11,7 @@ from tpudist.options import RunOptions
 from tpudist.run.arguments.flattener import is_leaf
 from tpudist.state import missing_arrays, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 
 def describe_call(
@@ -76,16 +76,16 @@ def explain_overwritten(
     if "deleted" in str(error):
         names = names_of_leaves(fn, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_leaf)
-        missing_arrays.explain(error, compile_log.name_of(fn), zip(names, leaves, strict=True))
+        missing_arrays.explain(error, descriptions.name_of(fn), zip(names, leaves, strict=True))
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, PerReplica):
         partial = " of a partial batch" if value.is_padded else ""
-        return f"{compile_log.describe(value)} per replica{partial}"
+        return f"{descriptions.describe_array(value)} per replica{partial}"
     # An array of JAX, NumPy, or another library.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return compile_log.describe(value)
+        return descriptions.describe_array(value)
     if isinstance(value, str | int | float | complex | None):
         return f"the value {value!r}"
     return textwrap.shorten(f"a {value_keys.describe(value)}", 200)

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 # Flax's name for the axis of devices, in `jax_utils.replicate` and `prefetch_to_device`.
 _AXIS = "_device_put_sharded"
@@ -25,8 +25,8 @@ def refuse_replicated(
         array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
         if isinstance(array, jax.Array) and _has_device_dim(array):
             raise ValueError(
-                f"'{name}' received '{labels()[i]}' {compile_log.describe(array)}. Its dim 0 "
-                f"counts {array.shape[0]} devices: flax.jax_utils made it for jax.pmap, and each "
+                f"'{name}' received '{labels()[i]}' {descriptions.describe_array(array)}. Its dim "
+                f"0 counts {array.shape[0]} devices: flax.jax_utils made it for jax.pmap, and each "
                 "replica would compute with all of it. Pass the state without jax_utils.replicate "
                 "(jax_utils.unreplicate(state) removes the dim), and a batch as "
                 "strategy.distribute_batch(batch, has_device_dim=True)."

@@ -16,7 +16,7 @@ from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 from tpudist.xla.mesh import ReplicaMesh
 
 CHECK_VALUES = "TPUDIST_CHECK_VALUES"
@@ -84,7 +84,7 @@ def _describe_arguments(call: RunCall) -> dict[str, str]:
 
 def _describe(leaf: object) -> str:
     if isinstance(leaf, PerReplica):  # parts and real rows may differ between processes
-        return f"{compile_log.describe(leaf)} per replica"
+        return f"{descriptions.describe_array(leaf)} per replica"
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex | str):
         return program_digest.write_value(leaf)
     return f"a {type(leaf).__name__}"

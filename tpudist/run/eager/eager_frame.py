@@ -18,7 +18,7 @@ from tpudist.run.frame.captures import Capture, Findings, check_parts
 from tpudist.run.frame.variable_owner import check_owner, is_guest
 from tpudist.state.variable_value import computes_here
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import collectives, traces
+from tpudist.xla import collectives, trace_caches
 from tpudist.xla.traces import is_traced
 
 _V = TypeVar("_V", bound=VariableLike)
@@ -118,7 +118,7 @@ class EagerFrame(Frame):
         self._values[variable] = value
         self.written[variable] = None
         if variable in self._read_inside:
-            traces.renew_caches()  # functions that JAX has traced contain the old value
+            trace_caches.renew()  # functions that JAX has traced contain the old value
         return value
 
     def detach(self, value: jax.Array) -> jax.Array:

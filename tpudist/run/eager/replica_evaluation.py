@@ -24,7 +24,7 @@ from tpudist.array_types import PyTree
 from tpudist.lowering import placement
 from tpudist.programs import accumulation, jaxprs, out_shardings
 from tpudist.run.eager.host_values import HostValue, are_equal, fetch, to_array
-from tpudist.xla import collectives, internals, traces
+from tpudist.xla import collectives, internals, trace_caches
 from tpudist.xla.mesh import ReplicaMesh
 
 # Called with the name of a meeting, a contribution, and a function from the contributions of all
@@ -73,14 +73,14 @@ class ReplicaEvaluation:
             internals.use_evaluation(self._evaluation),
             out_shardings.apply_out_shardings(),
             # A function that JAX traces for itself (jax.checkpoint) may read Variables.
-            traces.separate_caches(),
+            trace_caches.separate(),
         ):
             yield
 
     @contextlib.contextmanager
     def leave(self) -> Iterator[None]:
         """Restores the caller's settings for the `with` block, inside of `enter`."""
-        with self._use(self._outside), traces.common_caches():
+        with self._use(self._outside), trace_caches.share_with_all():
             yield
 
     def put(self, value: HostValue, *, own: bool) -> jax.Array:
@@ -90,7 +90,7 @@ class ReplicaEvaluation:
             value: The value; see `host_values.fetch`.
             own: Whether it belongs to this replica. If not, all replicas share it.
         """
-        with internals.use_evaluation(), traces.common_caches(), jax.disable_jit(False):
+        with internals.use_evaluation(), trace_caches.share_with_all(), jax.disable_jit(False):
             array = to_array(value)
             if not self.knows_origin:
                 return jax.device_put(array, NamedSharding(self._inner_mesh(), PartitionSpec()))
@@ -142,7 +142,7 @@ class ReplicaEvaluation:
         if has_program:
             with internals.use_evaluation(evaluation):
                 return primitive.impl(*map(self._bring, args), **params)
-        with internals.use_evaluation(), traces.common_caches():
+        with internals.use_evaluation(), trace_caches.share_with_all():
             return primitive.impl(*map(self._bring, args), **params)
 
     def _bring(self, x: object) -> object:

@@ -37,7 +37,7 @@ from tpudist.run.replica_context import ReplicaContext
 from tpudist.run.step_cache import Replicator
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import PerReplica, is_per_replica, open_parts
-from tpudist.xla import compile_log, integers, internals, traces
+from tpudist.xla import descriptions, integers, internals, traces
 from tpudist.xla.mesh import ReplicaMesh
 
 _NO_OPTIONS = RunOptions()
@@ -55,7 +55,7 @@ def run(
     Raises:
         RuntimeError: If there are several processes, or JAX is tracing here.
     """
-    check_possible(strategy, compile_log.name_of(fn))
+    check_possible(strategy, descriptions.name_of(fn))
     replicator: Replicator = strategy._replicator
     with replicator.one_at_a_time:
         try:

@@ -14,7 +14,7 @@ import jax
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import compile_log
+from tpudist.xla import descriptions
 
 
 class Capture:
@@ -35,7 +35,7 @@ class Capture:
         self.strategy = strategy
         self.value = value
         function = inspect.unwrap(function)
-        self._function_name = compile_log.name_of(function)
+        self._function_name = descriptions.name_of(function)
         self._name, self._read = find_capture(value, function)
         self.key = id(value.array)
 

@@ -30,7 +30,7 @@ from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.frame.variable_owner import check_owner, is_guest, owns
 from tpudist.run.frame.variable_references import VariableReferences
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import traces
+from tpudist.xla import trace_caches
 from tpudist.xla.traces import is_traced, trace_state
 
 _V = TypeVar("_V", bound=VariableLike)
@@ -109,7 +109,7 @@ class ReplicaFrame(Frame):
             RuntimeError: If the function uses a reference in `jax.vmap`.
         """
         self.references.make(self._root_findings.assigned_inside, self.values)
-        with traces.separate_caches(now=self._is_apart):
+        with trace_caches.separate() if self._is_apart else trace_caches.share_in_thread():
             try:
                 yield
             except Exception as error:
@@ -143,7 +143,7 @@ class ReplicaFrame(Frame):
         if self._is_nested:
             # The inner function has a value of this trace in it: JAX must not use it for others.
             self._read_inside.add(variable)
-            traces.spoil_caches()
+            trace_caches.drop_shared()
         return self.value_of(variable)
 
     def value_of(self, variable: Any) -> jax.Array:
@@ -169,7 +169,7 @@ class ReplicaFrame(Frame):
             if variable in self._read_inside:
                 # An inner function that has read the variable must be traced again at its next
                 # call, because JAX's trace of it has the old value.
-                traces.renew_caches()
+                trace_caches.renew()
         self.written[variable] = None
         return value
 
@@ -213,7 +213,7 @@ class ReplicaFrame(Frame):
             )
         guests = (guest for guest in self._read_inside if isinstance(guest, Guest))
         if any(guest.key == id(variable) for guest in guests):
-            traces.renew_caches()
+            trace_caches.renew()
         changes = self._guest_changes.setdefault(id(variable), [])
         changes.append(change)
         return len(changes)
@@ -232,7 +232,7 @@ class ReplicaFrame(Frame):
         self.root.incomplete = True
         self._root_findings.captures.append(Guest(variable, self.strategy))
         if self._is_nested:
-            traces.spoil_caches()
+            trace_caches.drop_shared()
         value = variable._value
         return jnp.zeros(value.shape, value.dtype)  # this trace is dropped
 
