@@ -28,6 +28,9 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
 
+    # Some resolvers have this task as their master, as in TensorFlow, or none if it is unknown.
+    _master_is_this_task = False
+
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of each job; empty for a single process."""
@@ -168,21 +171,16 @@ class ClusterResolver(abc.ABC):
 
     def _master_address(self, task_type: str | None, task_id: int | None) -> str:
         """Returns the address of a task, or of the master if the task is not named in full."""
-        if task_type is None or task_id is None:
-            return next(iter(self.processes()), "")
-        return ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
+        if self._master_is_this_task:
+            task_type = self.task_type if task_type is None else task_type
+            task_id = self.task_id if task_id is None else task_id
+        if task_type is not None and task_id is not None:
+            return ClusterSpec(self.cluster_spec()).task_address(task_type, task_id)
+        return "" if self._master_is_this_task else next(iter(self.processes()), "")
 
     def _master_layer(self, rpc_layer: str | None) -> str | None:
         """Returns the scheme for the result of `master`."""
         return rpc_layer or self.rpc_layer
-
-    def _task_address(self, task_type: str | None, task_id: int | None) -> str:
-        """A `_master_address` for subclasses whose master is this task; "" if that is unknown."""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        return self.cluster_spec().task_address(task_type, task_id)
 
     def _index_in_processes(self, task_type: str | None, task_id: int | None) -> int | None:
         """Returns the index of a task in `processes()`, or None."""

@@ -30,8 +30,7 @@ class GCEClusterResolver(ClusterResolver):
         ImportError: If there is no `service` and the package is not installed.
     """
 
-    # As in TensorFlow: the default `master()` is this task, not the first process.
-    _master_address = ClusterResolver._task_address
+    _master_is_this_task = True
 
     def __init__(
         self,

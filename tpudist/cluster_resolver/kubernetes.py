@@ -45,8 +45,7 @@ class KubernetesClusterResolver(ClusterResolver):
         ValueError: If `executable_location` is not a KubernetesExecutableLocation.
     """
 
-    # As in TensorFlow: the default `master()` is this task, not the first process.
-    _master_address = ClusterResolver._task_address
+    _master_is_this_task = True
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """Returns the addresses of the pods of each job.
 
         Raises:
-            RuntimeError: If a pod is not running.
+            RuntimeError: If a pod is not running, also one of an earlier run.
         """
         return ClusterSpec(
             {

@@ -38,8 +38,7 @@ class SlurmClusterResolver(ClusterResolver):
         ValueError: If a variable of Slurm has an unknown format.
     """
 
-    # As in TensorFlow: the default `master()` is this task, not the first process.
-    _master_address = ClusterResolver._task_address
+    _master_is_this_task = True
 
     def __init__(
         self,

@@ -94,8 +94,7 @@ class Watch:
         self._client, self._index = client, jax.process_index()
         self._count = jax.process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
-        self._outcome = ProgramOutcome(self._index)
-        self._exit_code = 0
+        self._exit_code = 0  # of a verdict
         # Of the generation of this watch. A watch that was left behind must not report a loss with
         # the numbers of a later one.
         self._report_lost = generations.loss_reporter()
@@ -110,6 +109,7 @@ class Watch:
         self._judge = Judge(self._count)
         self._peers = PeerConnections(self._index, self._on_lost)
         self._interval_s = report_interval_s(self._count)
+        self._outcome = ProgramOutcome(self._index)
         self._threads = [
             threading.Thread(target=self._report_repeatedly, name="tpudist watch", daemon=True),
             threading.Thread(target=self._listen, name="tpudist watch, verdict", daemon=True),

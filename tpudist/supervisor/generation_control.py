@@ -282,7 +282,7 @@ class GenerationControl:
     # Generations.
 
     def _begin_generation(self, why: str) -> None:
-        """Begins a generation; `why` is the reason that the processes record, or ""."""
+        """Begins a generation; `why` is the reason that the processes record; "" at the start."""
         # Processes that leave are removed before the choice. A spare that waits is connected, but
         # not a member, and gets no message until it is chosen.
         for member in [x for x in self.connected if x.is_leaving]:

@@ -186,7 +186,7 @@ class _Attempt:
         # once.
         is_forwarded = False
         while len(self._ended) < len(self._workers) and not self.gave_up:
-            self._collect_ended(is_ending=bool(signals))
+            self._collect_ended(signals)
             if self._membership.is_done:
                 self._end_within(END_S)
             self._check_membership()
@@ -199,14 +199,14 @@ class _Attempt:
                 self._kill_late()
             time.sleep(_POLL_S)
 
-    def _collect_ended(self, *, is_ending: bool) -> None:
+    def _collect_ended(self, signals: list[int]) -> None:
         """Handles processes that have ended since the last call, in the order of their start."""
         for worker in list(self._workers):  # a replacement may be added meanwhile
             code = worker.exit_code
             if code is None or worker.index in self._ended:
                 continue
             self._ended.add(worker.index)
-            if not is_ending and self._handle_loss(worker.index, code):
+            if not signals and self._handle_loss(worker.index, code):
                 continue
             self._codes[worker.index] = code
             if code:

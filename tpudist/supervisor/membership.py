@@ -61,7 +61,9 @@ class Membership:
         secret = secret or json_lines.make_secret()
         self._listener = Listener(host, secret, self._serve, port=port)
         self.address = f"{host} {self._listener.port} {secret}"
-        threading.Thread(target=self._check_often, name="tpudist membership", daemon=True).start()
+        threading.Thread(
+            target=self._check_repeatedly, name="tpudist membership", daemon=True
+        ).start()
 
     # Single attributes, which need no lock.
 
@@ -160,7 +162,7 @@ class Membership:
         with self._lock:
             self._num_supervisors -= 1
 
-    def _check_often(self) -> None:
+    def _check_repeatedly(self) -> None:
         while not self._closing.wait(_CHECK_S):
             with self._lock:
                 self._control.check_progress()

@@ -49,7 +49,7 @@ class RemoteMembership:
         except ConnectionError:
             self._connection.close()
             raise
-        self._thread = threading.Thread(target=self._update_often, args=(host,), daemon=True)
+        self._thread = threading.Thread(target=self._update_repeatedly, args=(host,), daemon=True)
         self._thread.start()
 
     @property
@@ -118,7 +118,7 @@ class RemoteMembership:
         self._state = state
         return True
 
-    def _update_often(self, host: str) -> None:
+    def _update_repeatedly(self, host: str) -> None:
         while not self._closing.wait(_POLL_S):
             try:
                 is_connected = self._update()

@@ -174,6 +174,8 @@ class SupervisedProcess:
                     case _TerminationRequested():
                         self._send(leaving=True)
                     case _SupervisorLost():
+                        if self._error is not None:  # says more than the loss
+                            raise self._error
                         self._end_alone()
         finally:
             signal.signal(signal.SIGTERM, before)
