@@ -61,7 +61,7 @@ def _walk_with_lines(
         with eqn.ctx.manager:
             if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
                 yield eqn.primitive.name, user_line or line
-        for inner in jaxprs.programs_of(tuple(eqn.params.values())):
+        for inner in jaxprs.programs_of(eqn.params.values()):
             yield from _walk_with_lines(inner, user_line or line)
 
 

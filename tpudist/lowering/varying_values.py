@@ -110,7 +110,7 @@ class VaryingValues:
 
 def programs_of(eqn: core.JaxprEqn, *names: str) -> tuple[jaxprs.ClosedJaxpr, ...]:
     """Returns the programs in these parameters of an equation, with their constants."""
-    return tuple(jaxprs.programs_of(tuple(eqn.params[name] for name in names)))
+    return tuple(jaxprs.programs_of(eqn.params[name] for name in names))
 
 
 def has_equal_results(eqn: core.JaxprEqn) -> bool:

@@ -116,7 +116,7 @@ def _rename_in(value: Any, name: str) -> Any:
 def _rename_equation(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:
     params = dict(eqn.params)
     for key, value in params.items():
-        if next(jaxprs.programs_of(value), None) is not None:
+        if jaxprs.programs_of([value]):
             params[key] = _rename_in(value, name)
         elif key in AXES:
             params[key] = _rename_axis(value, name)

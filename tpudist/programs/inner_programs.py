@@ -18,7 +18,7 @@ def find_programs(eqn: core.JaxprEqn) -> list[FlatProgram]:
     if not isinstance(structure, jaxprs.Scan | jaxprs.Cond):
         return []
     bodies = [structure.body] if isinstance(structure, jaxprs.Scan) else structure.bodies
-    programs = jaxprs.programs_of(tuple(eqn.params.values()))
+    programs = jaxprs.programs_of(eqn.params.values())
     closed = {id(jaxprs.open_jaxpr(x)): x for x in programs}
     return [flat_program.flatten(closed[id(x)], inline_calls=True) for x in bodies]
 

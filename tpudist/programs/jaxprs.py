@@ -15,7 +15,7 @@ another way needs one more line in `_LAYOUTS`.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -99,7 +99,7 @@ def expand(eqn: core.JaxprEqn) -> ClosedJaxpr:
 def callee_of(eqn: core.JaxprEqn, body: core.Jaxpr) -> Program:
     """Returns the program of a `Call` with its constants; `body` is the same without them."""
     # A `call_hi_primitive` has no program among its parameters.
-    for program in programs_of(tuple(eqn.params.values())):
+    for program in programs_of(eqn.params.values()):
         if open_jaxpr(program) is body:
             return program
     return expand(eqn)
@@ -177,10 +177,11 @@ def constants_of(program: Program) -> Iterator[Any]:
     """Yields the constants of a program and of all programs inside it: a `jit` has its own."""
     yield from consts_of(program)
     for eqn in open_jaxpr(program).eqns:
-        for inner in programs_of(tuple(eqn.params.values())):
+        for inner in programs_of(eqn.params.values()):
             yield from constants_of(inner)
 
 
+_NUMBERS_AND_WORDS = frozenset((bool, int, float, str, type(None)))
 _logged: set[str] = set()
 
 
@@ -195,18 +196,23 @@ def _unknown(reason: str, bodies: tuple[core.Jaxpr, ...]) -> Unknown:
 
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
-    return map(open_jaxpr, programs_of(tuple(params.values())))
+    return map(open_jaxpr, programs_of(params.values()))
 
 
-def programs_of(value: object) -> Iterator[Any]:
-    """Yields the programs in a parameter of an equation, also in tuples, lists and dicts."""
-    if is_program(value):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from programs_of(item)
-    elif isinstance(value, dict):
-        yield from programs_of(tuple(value.values()))
+def programs_of(parameters: Iterable[object]) -> list[Any]:
+    """Returns the programs in parameters of an equation, also in tuples, lists and dicts."""
+    found: list[Any] = []
+    for value in parameters:
+        # Many equations have many such parameters, and every reader of programs comes here.
+        if type(value) in _NUMBERS_AND_WORDS:
+            continue
+        if is_program(value):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += programs_of(value)
+        elif isinstance(value, dict):
+            found += programs_of(value.values())
+    return found
 
 
 # The readers of `_LAYOUTS`. Each returns the structure, or raises.

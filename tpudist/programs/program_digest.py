@@ -154,7 +154,7 @@ class _Writer:
         settings = ", ".join(f"{k}={x}" for k, x in params.items() if x)
         self._add(f"{results} = {eqn.primitive.name}({operands}) {settings}", eqn)
         for _, value in sorted(eqn.params.items()):
-            for inner in jaxprs.programs_of(value):
+            for inner in jaxprs.programs_of([value]):
                 self.write(inner)
 
     def _define(self, variable: core.Var, names: dict[core.Var, int]) -> str:

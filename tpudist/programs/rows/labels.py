@@ -403,7 +403,7 @@ def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
         return
     for name in sorted(eqn.params):
         if name not in NOT_COMPARED:
-            for body in jaxprs.programs_of(eqn.params[name]):
+            for body in jaxprs.programs_of([eqn.params[name]]):
                 yield name, body
 
 

@@ -1,6 +1,7 @@
 """The order of the flat inputs of a compiled replica function, after its Variables."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,13 +75,13 @@ class Inputs:
             tuple(rows_of),
         )
 
-    @property
+    @functools.cached_property
     def arrays_of_objects(self) -> list[tuple[int, int]]:
         """The arrays of NNX objects, in order: pairs of a leaf and an array of that leaf."""
         sizes = [child.num_leaves for child in self.nnx_structure.children()]
         return [(i, j) for i, size in enumerate(sizes) for j in range(size)]
 
-    @property
+    @functools.cached_property
     def parts_of_objects(self) -> set[tuple[int, int]]:
         """The arrays of NNX objects that have one part per replica."""
         pairs = zip(self.arrays_of_objects, self.stacked, strict=False)
