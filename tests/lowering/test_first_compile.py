@@ -124,7 +124,7 @@ def test_lowering_compiles_nothing(log, monkeypatch):
 def test_a_failure_that_ends_nothing_is_said_and_left_to_the_process_itself(log, monkeypatch):
     monkeypatch.setattr(known_operations, "KNOWN", frozenset())
     refused = {"error": "JaxRuntimeError", "message": "no such thing"}, b""
-    monkeypatch.setattr(compiler_process, "_ask", lambda *args: refused)
+    monkeypatch.setattr(compiler_process, "_ask", lambda *args, **options: refused)
     np.testing.assert_allclose(make(fsdp=2).run(sine, args=(X,)), np.sin(X), rtol=1e-6)
     assert "it could not be compiled in another process: no such thing" in messages(log)
 
