@@ -37,6 +37,7 @@ class ConvNet(nnx.Module):
         self.norm1 = nnx.BatchNorm(channels, momentum=0.9, rngs=rngs)
         self.conv2 = nnx.Conv(channels, 2 * channels, (3, 3), use_bias=False, rngs=rngs)
         self.norm2 = nnx.BatchNorm(2 * channels, momentum=0.9, rngs=rngs)
+        # Logical names that strategies have rules for: the classes are split like a vocabulary.
         self.head = nnx.Linear(
             2 * channels, config.num_classes, kernel_metadata=axes("embed", "vocab"), rngs=rngs
         )
@@ -53,8 +54,7 @@ class ConvNet(nnx.Module):
             example_mask: `[batch]`, False for padding, which the statistics then ignore. At least
                 one example of a training batch must be real.
         """
-        # Broadcast over height, width and channels. Without a real example the statistics would be
-        # NaN.
+        # Broadcast over height, width and channels.
         mask = None if example_mask is None else example_mask[:, None, None, None]
         # [batch, height, width, channels], halved once by the pool
         x = jax.nn.relu(self.norm1(self.conv1(images), use_running_average=not training, mask=mask))

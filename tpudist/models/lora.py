@@ -11,12 +11,13 @@ To train only adapters, differentiate by their parameters and pass only these to
     of_adapters = nnx.DiffState(0, lora.LoRAParam)
     loss, grads = nnx.value_and_grad(loss_fn, argnums=of_adapters)(model)
 
-Source: Hu et al. 2021, arXiv 2106.09685; the first values as in the package `peft`.
+Source: Hu et al. 2021, arXiv 2106.09685; the initial values are those of the package `peft`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -33,6 +34,7 @@ LoRAParam = nnx.LoRAParam
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a block that can have adapters, by their names in checkpoints."""
+_ATTENTION_TARGETS = TARGETS[:4]
 
 
 def add(
@@ -114,13 +116,13 @@ def _merge_program(
 
     Cached, so that targets of the same shape share one compiled program.
     """
-    where = tuple(slice(None) if i is None else i for i in part)
+    index = tuple(slice(None) if i is None else i for i in part)
 
     def merge_layer(_: None, layer: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         weight, a, b = layer
         change = jnp.tensordot(a, b, axes=1, precision="highest") * scale
-        new = weight[where].astype(jnp.float32) + change
-        return None, weight.at[where].set(new.astype(weight.dtype))
+        new = weight[index].astype(jnp.float32) + change
+        return None, weight.at[index].set(new.astype(weight.dtype))
 
     def merge_all(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         # A scan, so that only one layer at a time exists in float32.
@@ -135,18 +137,16 @@ def _make_pair(
     into, out = _dims_of(config, name)
     # A is [layers, *into, rank], B is [layers, rank, *out].
     layers = {"layers": config.num_layers}
-    fan_in = 1
-    for size in into.values():
-        fan_in *= size
-    first, second = layers | into | {"lora_rank": rank}, layers | {"lora_rank": rank} | out
-    # The bound of `kaiming_uniform_(a=sqrt(5))`, which `peft` uses for A: sqrt(3) * sqrt(2 / 6) is
-    # 1.
-    bound = fan_in**-0.5
-    a = jax.random.uniform(key, tuple(first.values()), jnp.float32, -bound, bound)
-    b = jnp.zeros(tuple(second.values()), jnp.float32)
+    dims_of_a = layers | into | {"lora_rank": rank}
+    dims_of_b = layers | {"lora_rank": rank} | out
+    # `peft` fills A with `kaiming_uniform_(a=sqrt(5))`. Its bound is sqrt(3) * sqrt(2 / (1 + 5)) /
+    # sqrt(inputs), and the first two factors cancel.
+    bound = math.prod(into.values()) ** -0.5
+    a = jax.random.uniform(key, tuple(dims_of_a.values()), jnp.float32, -bound, bound)
+    b = jnp.zeros(tuple(dims_of_b.values()), jnp.float32)
     return {
-        f"{name}_lora_a": LoRAParam(a, **axes(*first)),
-        f"{name}_lora_b": LoRAParam(b, **axes(*second)),
+        f"{name}_lora_a": LoRAParam(a, **axes(*dims_of_a)),
+        f"{name}_lora_b": LoRAParam(b, **axes(*dims_of_b)),
     }
 
 
@@ -171,7 +171,10 @@ def _dims_of(config: TransformerConfig, name: str) -> tuple[dict[str, int], dict
 
 
 def _weight_of(config: TransformerConfig, name: str) -> tuple[str, tuple[int | None, ...]]:
-    """Returns the variable that contains a matrix, and its indices in a layer of the variable."""
+    """Returns the variable that contains a matrix, and the index of the matrix in one layer of it.
+
+    The index has a number for each dim of a layer, or None for a whole dim, up to the last number.
+    """
     if name in ("q_proj", "k_proj", "v_proj"):
         if config.kv_heads == config.num_heads:
             return "attention_in", (None, "qkv".index(name[0]))
@@ -179,6 +182,7 @@ def _weight_of(config: TransformerConfig, name: str) -> tuple[str, tuple[int | N
             return "query_in", ()
         return "key_value_in", (None, "kv".index(name[0]))
     if name in ("gate_proj", "up_proj"):
+        # Branches are (gate, up), or only up.
         return "mlp_in", (0 if name == "gate_proj" or not config.gated else 1,)
     return ("attention_out", ()) if name == "o_proj" else ("mlp_out", ())
 
@@ -188,7 +192,7 @@ def _check(model: Transformer, rank: int, targets: tuple[str, ...]) -> None:
     possible = [name for name in TARGETS if config.gated or name != "gate_proj"]
     if config.num_experts:
         # Experts have their own code without adapters (`experts.mlp`); attention is the same.
-        possible = [name for name in possible if "proj" in name and name[0] in "qkvo"]
+        possible = [name for name in possible if name in _ATTENTION_TARGETS]
     unknown = [name for name in targets if name not in possible]
     if unknown or not targets:
         raise ValueError(

@@ -1,8 +1,9 @@
 """The loss of a transformer, in nats per token, with little memory.
 
 Logits `[batch, length, vocabulary]` are by far the largest activation of a small model with a large
-vocabulary. The backward pass keeps them once, in the dtype of the matrix products, and reads them
-in float32. With `TransformerConfig.loss_chunk`, only the logits of some positions exist at a time.
+vocabulary. They are kept once for the backward pass, in the dtype of the matrix products; float32
+exists only inside fusions. With `TransformerConfig.loss_chunk`, only the logits of some positions
+exist at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _nats_by_chunks(
             f"{length}{f' that is a multiple of {parts}' if parts > 1 else ''}."
         )
 
-    def cut(x: jax.Array) -> jax.Array:  # [chunks, batch, parts * chunk / parts, ...]
+    def cut(x: jax.Array) -> jax.Array:  # [chunks, batch, chunk, ...]
+        # A chunk has equally many positions of each part, so every device works on every chunk.
         rest = x.shape[2:]
         x = x.reshape(batch, parts, length // chunk, chunk // parts, *rest)
         return jnp.moveaxis(x, 2, 0).reshape(length // chunk, batch, chunk, *rest)
@@ -101,15 +103,20 @@ def _nats_of_chunks_forward(
 
 def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
     # Each device sums the gradient of the weight over its own tokens of all chunks, in float32. The
-    # sums of the devices stay separate, `[rows, parts, embed, vocabulary]`, until the last chunk.
+    # sums of the devices stay separate until the last chunk, as
+    # `[batch parts, sequence parts, embed, vocabulary]`.
     # Without these two dims XLA would reduce them over the devices once per chunk.
     weight, hidden, targets = saved
-    _, batch, chunk, embed = hidden.shape
-    rows, parts = _num_parts("batch", batch), _num_parts("sequence", chunk)
+    _, batch, chunk, _ = hidden.shape
+    batch_parts = _num_parts("batch", batch)
+    # As many as of the whole length: a chunk is a multiple of them.
+    sequence_parts = _num_parts("sequence", chunk)
 
-    def group_by_device(x: jax.Array) -> jax.Array:  # [rows, parts, tokens of a device, ...]
-        x = x.reshape(rows, batch // rows, parts, chunk // parts, x.shape[-1])
-        return jnp.moveaxis(x, 2, 1).reshape(rows, parts, -1, x.shape[-1])
+    def group_by_device(x: jax.Array) -> jax.Array:
+        """Returns `[batch parts, sequence parts, tokens of a device, ...]`."""
+        positions, width = chunk // sequence_parts, x.shape[-1]
+        x = x.reshape(batch_parts, batch // batch_parts, sequence_parts, positions, width)
+        return jnp.moveaxis(x, 2, 1).reshape(batch_parts, sequence_parts, -1, width)
 
     def body(total, piece):
         hidden, targets, cotangent = piece
@@ -132,7 +139,7 @@ def _nats_of_chunks_backward(cap: float | None, saved, cotangent: jax.Array):
     def split(x: jax.Array) -> jax.Array:
         return constrain(x, "batch", "sequence", None, "vocab")
 
-    total = split(jnp.zeros((rows, parts, *weight.shape), jnp.float32))
+    total = split(jnp.zeros((batch_parts, sequence_parts, *weight.shape), jnp.float32))
     total, d_hidden = jax.lax.scan(body, total, (hidden, targets, cotangent))
     # Reduced in the dtype of the weight, as other gradients are; `jnp.sum` would send float32.
     d_weight = jax.lax.reduce(total.astype(weight.dtype), weight.dtype.type(0), jax.lax.add, (0, 1))
@@ -176,18 +183,18 @@ def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def _nats_forward(logits: jax.Array, targets: jax.Array):
     logits32 = logits.astype(jnp.float32)
-    log_weight = jax.nn.logsumexp(logits32, axis=-1)
+    log_normalizer = jax.nn.logsumexp(logits32, axis=-1)
     # A one-hot mask, which XLA fuses: it never exists in memory. Indexing the logits aborts the
     # partitioner (jaxlib 0.10.2) if a mesh axis splits the vocabulary.
     chosen = jnp.sum(jnp.where(_is_target(logits, targets), logits32, 0), axis=-1)
     # Kept in their own dtype: a float32 copy of bfloat16 logits would double the largest
     # activation.
-    return log_weight - chosen, (logits, targets, log_weight)
+    return log_normalizer - chosen, (logits, targets, log_normalizer)
 
 
 def _nats_backward(saved, cotangent: jax.Array):
-    logits, targets, log_weight = saved
-    probability = jnp.exp(logits.astype(jnp.float32) - log_weight[..., None])
+    logits, targets, log_normalizer = saved
+    probability = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
     gradient = (probability - _is_target(logits, targets)) * cotangent[..., None]
     return gradient.astype(logits.dtype), None
 

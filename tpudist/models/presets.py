@@ -1,6 +1,7 @@
 """The reference transformer in well-known sizes, for plans and benchmarks.
 
-A preset has only the shapes of a published model, not its weights.
+A preset has the shapes of a published model, not its weights. The scaling of rotary positions
+(Llama 3.1) and the window of attention (Mistral 7B) change no shape, and are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Preset:
     Attributes:
         config: Configuration of the model.
         length: Tokens of a sequence.
-        batch_per_chip: Sequences per chip.
-        source: Origin of the sizes.
+        batch_per_chip: Sequences per chip, a default to start from.
+        source: Origin of the sizes of the model.
     """
 
     config: TransformerConfig

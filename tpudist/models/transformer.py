@@ -8,7 +8,7 @@ not grow with depth. Parameters are float32; matrix products and activations use
 Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `kv_heads`, `head_dim`,
 `mlp`, `vocab`, `expert`). Activations are constrained by `batch`, `sequence`, `heads`, `mlp`,
 `vocab` and `residual`, the width of the residual stream. The strategy decides which names are
-split. Tests of the model are in `tests/models/test_transformer.py`.
+split.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Transformer(nnx.Module):
         vocab, embed = config.vocabulary, config.embed_dim
         self.embedding = _weight(rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
-        self.final_norm = _scale(config, embed=embed)
+        self.final_norm = _norm_scale(config, embed=embed)
         if not config.tied:
             self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
 
@@ -102,41 +102,45 @@ class Blocks(nnx.Module):
         # Matrices keep the variance of their inputs. Outputs of a block are scaled down by the
         # number of additions to the residual stream, two per layer, so that depth does not make it
         # grow.
-        into, back = embed**-0.5, (2 * layers) ** -0.5
-        self.attention_norm = _scale(config, layers=layers, embed=embed)
+        std_into, std_back = embed**-0.5, (2 * layers) ** -0.5
+        self.attention_norm = _norm_scale(config, layers=layers, embed=embed)
         if config.kv_heads == config.num_heads:
             self.attention_in = _weight(
-                rngs, into, layers=layers, embed=embed, query_key_value=3, **query
+                rngs, std_into, layers=layers, embed=embed, query_key_value=3, **query
             )
             if config.biased:
                 self.attention_bias = _zeros(layers=layers, query_key_value=3, **query)
         else:
-            self.query_in = _weight(rngs, into, layers=layers, embed=embed, **query)
-            self.key_value_in = _weight(rngs, into, layers=layers, embed=embed, key_value=2, **key)
+            self.query_in = _weight(rngs, std_into, layers=layers, embed=embed, **query)
+            self.key_value_in = _weight(
+                rngs, std_into, layers=layers, embed=embed, key_value=2, **key
+            )
             if config.biased:
                 self.query_bias = _zeros(layers=layers, **query)
                 self.key_value_bias = _zeros(layers=layers, key_value=2, **key)
         if config.norm_heads:
-            self.query_norm = _scale(config, layers=layers, head_dim=config.head_dim)
-            self.key_norm = _scale(config, layers=layers, head_dim=config.head_dim)
-        gathered = (config.num_heads * config.head_dim) ** -0.5
-        self.attention_out = _weight(rngs, back * gathered, layers=layers, **query, embed=embed)
+            self.query_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
+            self.key_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
+        from_heads = (config.num_heads * config.head_dim) ** -0.5
+        self.attention_out = _weight(
+            rngs, std_back * from_heads, layers=layers, **query, embed=embed
+        )
         if config.norm_outputs:
-            self.attention_out_norm = _scale(config, layers=layers, embed=embed)
-            self.mlp_out_norm = _scale(config, layers=layers, embed=embed)
-        self.mlp_norm = _scale(config, layers=layers, embed=embed)
+            self.attention_out_norm = _norm_scale(config, layers=layers, embed=embed)
+            self.mlp_out_norm = _norm_scale(config, layers=layers, embed=embed)
+        self.mlp_norm = _norm_scale(config, layers=layers, embed=embed)
         # The branches (gate, up) come first: as the second-last dim, of size 2, they would waste
         # most of each tile of a TPU.
         branches, outer = {"branches": 2 if config.gated else 1}, {"layers": layers}
         if config.num_experts:
             # `router`, not `expert`: the dim is small, and every device scores all experts for its
             # own tokens, so no rule must split it.
-            self.router = _weight(rngs, into, **outer, embed=embed, router=config.num_experts)
+            self.router = _weight(rngs, std_into, **outer, embed=embed, router=config.num_experts)
             outer["expert"] = config.num_experts
-            self.mlp_in = _weight(rngs, into, **outer, embed=embed, **branches, mlp=mlp)
+            self.mlp_in = _weight(rngs, std_into, **outer, embed=embed, **branches, mlp=mlp)
         else:
-            self.mlp_in = _weight(rngs, into, **outer, **branches, embed=embed, mlp=mlp)
-        self.mlp_out = _weight(rngs, back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
+            self.mlp_in = _weight(rngs, std_into, **outer, **branches, embed=embed, mlp=mlp)
+        self.mlp_out = _weight(rngs, std_back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
         self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
@@ -144,15 +148,14 @@ class Blocks(nnx.Module):
 
         The second result is the spread of the tokens over the experts, as a mean over the layers.
         """
-        config, scale = self.config, self.adapter_scale or 0.0
+        config, adapter_scale = self.config, self.adapter_scale or 0.0
 
         # `weights` belong to one layer: the scan removes the dim `layers`.
         def block(state, weights, rotations):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
-            out = _attention(
-                _rms_norm(x, weights["attention_norm"], config), weights, rotations, config, scale
-            )
+            out = _rms_norm(x, weights["attention_norm"], config)
+            out = _attention(out, weights, rotations, config, adapter_scale)
             if config.norm_outputs:
                 out = _rms_norm(out, weights["attention_out_norm"], config)
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
@@ -161,13 +164,13 @@ class Blocks(nnx.Module):
                 out, added = experts.mlp(out, weights, config)
                 routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, added)
             else:
-                out = _mlp(out, weights, config, scale)
+                out = _mlp(out, weights, config, adapter_scale)
             if config.norm_outputs:
                 out = _rms_norm(out, weights["mlp_out_norm"], config)
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
-        # Sums over the layers, so they are part of the carry and start at 0.
+        # Means over the layers, added up in the carry, so they start at 0.
         zeros = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
         weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
@@ -198,7 +201,7 @@ def _weight(rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
     return nnx.Param(value, **axes(*dims))
 
 
-def _scale(config: TransformerConfig, **dims: int) -> nnx.Param:
+def _norm_scale(config: TransformerConfig, **dims: int) -> nnx.Param:
     if config.norm_offset:
         return _zeros(**dims)
     return nnx.Param(jnp.ones(tuple(dims.values()), jnp.float32), **axes(*dims))
@@ -210,8 +213,8 @@ def _zeros(**dims: int) -> nnx.Param:
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(mean + config.norm_epsilon)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(mean_square + config.norm_epsilon)
     if config.norm_offset:
         scale = 1 + scale.astype(jnp.float32)
     # Rounded once, after the scale.
@@ -225,13 +228,15 @@ def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = F
         x: `[batch, length, *features]`.
         weight: `[*features, *outputs]`.
         num_dims: Number of features.
-        heads: Whether features or outputs are heads.
+        heads: Whether the features or the outputs have a dim of heads. The product then keeps batch
+            and length apart on TPUs.
     """
     leading, features = x.shape[:-num_dims], x.shape[-num_dims:]
     if not _sequence(x) and not (heads and attention.platform() == "tpu"):
         # With batch and length as one dim, the gradient of a weight contracts one dim, which is
         # twice as fast on XLA:CPU. If the sequence is split, XLA would gather it for that. On TPUs
-        # the kernel of attention wants heads between batch and length, which needs no copy so.
+        # the kernel of attention takes `[batch, heads, length, width]`. Without the reshape, the
+        # product writes that layout directly; with it, XLA would copy.
         x = x.reshape(-1, *features)
     out = jnp.tensordot(x, weight.astype(x.dtype), axes=num_dims)
     return out.reshape(*leading, *weight.shape[num_dims:])
@@ -294,7 +299,7 @@ def _attention(
     query = checkpoint_name(rotary.rotate(query, rotation), "query")
     key = checkpoint_name(rotary.rotate(key, rotation), "key")
     value = checkpoint_name(value, "value")
-    gathered = attention.attend(  # [batch, length, heads, head_dim]
+    attended = attention.attend(  # [batch, length, heads, head_dim]
         query,
         key,
         value,
@@ -304,8 +309,8 @@ def _attention(
         scores=attention.Scores(config.query_scale, config.attention_cap, config.attention_window),
         has_window=has_window,
     )
-    out = _project(gathered, weights["attention_out"], num_dims=2, heads=True)
-    return adapt(out, gathered, name="o_proj", num_dims=2)
+    out = _project(attended, weights["attention_out"], num_dims=2, heads=True)
+    return adapt(out, attended, name="o_proj", num_dims=2)
 
 
 def _mlp(
@@ -317,11 +322,12 @@ def _mlp(
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale)
     # mlp_in is [branches, embed, mlp]; each branch is [batch, length, mlp]
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
-    names = ("gate_proj", "up_proj")[-len(branches) :]
+    names = ("gate_proj", "up_proj")[-len(branches) :]  # without a gate, only `up_proj`
     branches = [adapt(y, x, name=name) for y, name in zip(branches, names, strict=True)]
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
-    # The product with a backward pass in place cuts the sequence into pieces, and has no adapter.
+    # `activation_product` computes its backward pass in place, in pieces of the sequence. It needs
+    # a whole sequence, and supports no adapter of `down_proj`.
     has_adapter = "down_proj_lora_a" in weights
     if attention.platform() == "tpu" and not _sequence(x) and not has_adapter:
         return activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)

@@ -9,9 +9,11 @@ from tpudist.models.parts import experts, pipeline, remat
 from tpudist.models.parts.rotary_stretch import RotaryScaling
 
 # Fields that must be at least 1, or None.
-_COUNTS = ("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_kv_heads")
-_COUNTS += ("head_width", "loss_chunk", "splash_block", "splash_backward_block")
-_COUNTS += ("attention_window", "experts_per_token", "pipeline_stages", "pipeline_microbatches")
+_COUNTS = (
+    *("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_kv_heads"),
+    *("head_width", "loss_chunk", "splash_block", "splash_backward_block"),
+    *("attention_window", "experts_per_token", "pipeline_stages", "pipeline_microbatches"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class TransformerConfig:
     head_width: int | None = None
     """Width of one attention head; None for an equal and even share of `embed_dim`."""
     mlp_dim: int = 384
-    """Hidden width of the MLPs."""
+    """Hidden width of the MLPs, or of each expert."""
     gated: bool = True
     """Whether MLPs are gated: SwiGLU with three matrices; otherwise GELU with two."""
     tied: bool = False

@@ -2,7 +2,8 @@
 
 The tensors of an MLP are the widest of a block. The backward pass reads the inputs of the
 activation and the gradient of its output, and writes the output again and the gradients of the
-inputs. These are as many tensors as it reads, and the TPU compiler keeps all of them at once.
+inputs: as many tensors as it reads. The TPU compiler would keep all of them at once, so here each
+piece of a result overwrites the piece of an input.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _backward(gelu: bool, saved: tuple[tuple[jax.Array, ...], jax.Array], d_out:
     d_hidden = jnp.einsum("te,me->tm", _flat(d_out), weight).reshape(branches[0].shape)
     d_hidden = constrain(d_hidden, "batch", None, "mlp")
     length = d_hidden.shape[1]
-    size = _piece(length)
+    size = _piece_length(length)
 
     # The gradients of a piece replace its inputs, and the output of the activation replaces its own
     # gradient, which nothing reads afterwards. XLA keeps the tensors of the carry in place.
@@ -81,7 +82,7 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _piece(length: int) -> int:
+def _piece_length(length: int) -> int:
     """Returns the largest allowed divisor of a length; the length itself if there is none."""
     # A divisor, because the loop has no last piece of another size. A length without one, such as a
     # prime, is a single piece: correct, but without the saving.

@@ -128,10 +128,10 @@ def _dot_product(
             query, key, value, is_causal=True, scale=scores.scale, local_window_size=local
         )
     batch, length, heads, width = query.shape
-    before = jnp.arange(length)[:, None] - jnp.arange(length)  # [queries, keys]
-    mask = before >= 0
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)  # [queries, keys]
+    mask = distance >= 0
     if scores.window is not None:
-        within = before < scores.window
+        within = distance < scores.window
         mask &= within if has_window is None else within | ~has_window
     if scores.cap is None:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scores.scale)
@@ -217,14 +217,13 @@ def _run_on_each_share(
     if not inner:
         return kernel(query, key, value)
     heads = split_over("heads", query.shape[2])
-    ways = math.prod(inner[axis] for axis in heads)
-    if key.shape[2] % ways:
-        # The keys do not split over as many devices as the queries. They are repeated until each
-        # device has the keys of its own queries, although some devices then have the same keys.
-        # If the ways are a multiple of the keys, each key is repeated to fill them; otherwise every
-        # query gets a key of its own, which always splits as the queries do.
-        share = ways // key.shape[2] if ways % key.shape[2] == 0 else query.shape[2] // key.shape[2]
-        key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
+    num_parts, num_keys = math.prod(inner[axis] for axis in heads), key.shape[2]
+    if num_keys % num_parts:
+        # Each device needs the keys of its own queries. If the number of devices is a multiple of
+        # the number of keys, each key is repeated for the devices that share it. Otherwise every
+        # query gets its own copy of its key, which always splits as the queries do.
+        num_copies = (num_parts if num_parts % num_keys == 0 else query.shape[2]) // num_keys
+        key, value = (jnp.repeat(x, num_copies, axis=2) for x in (key, value))
     # All axes must be manual for a kernel, also axes of size 1. In the spec these cost nothing; if
     # they were missing there, `shard_map` would sum gradients over them.
     single = tuple(axis for axis in automatic_axes() if axis not in inner)

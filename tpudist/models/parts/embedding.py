@@ -31,10 +31,10 @@ def _lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     A token outside of `[0, vocabulary)` gets the nearest row, and adds nothing to the gradient.
     """
     axes = split_over("vocab", table.shape[0])
-    return _lookup_in_parts(table, tokens, axes) if axes else _rows(table, tokens)
+    return _lookup_in_parts(table, tokens, axes) if axes else _take_rows(table, tokens)
 
 
-def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _take_rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return table.at[tokens].get(mode="clip", wrap_negative_indices=False)
 
 
@@ -50,13 +50,13 @@ def _lookup_in_parts(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...])
         first = jax.lax.axis_index(axes) * part.shape[0]
         place = jnp.clip(tokens.astype(jnp.int32), 0, vocabulary - 1) - first
         is_here = (place >= 0) & (place < part.shape[0])
-        rows = jnp.where(is_here[..., None], _rows(part, place), 0)
+        rows = jnp.where(is_here[..., None], _take_rows(part, place), 0)
         rows = rows.astype(jnp.float32) if is_widened else rows
         return jax.lax.psum(rows, axes).astype(part.dtype)
 
     # Tokens stay split, except over the axes of the table: devices that share a table need the same
     # tokens, because `psum` adds the parts of one row.
-    dims = zip(("batch", "sequence"), tokens.shape, strict=False)
+    dims = zip(("batch", "sequence"), tokens.shape, strict=False)  # perhaps without a sequence
     split = [tuple(a for a in split_over(name, size) if a not in axes) for name, size in dims]
     spec = PartitionSpec(*(names or None for names in split))
     # All axes are manual: `axis_index` needs those of the table, and XLA aborts unless axes become

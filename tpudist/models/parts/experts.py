@@ -113,16 +113,19 @@ def mlp(
     Cost: two all-to-alls over the axis `expert`, of the tokens in slots and of their outputs.
     """
     batch, length, embed = x.shape
-    num_choices, slots = config.experts_per_token, capacity(length, config)
+    num_choices, slots_per_expert = config.experts_per_token, capacity(length, config)
     x = constrain(x, "batch", None, None)
     probabilities = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"].astype(jnp.float32))
     shares, chosen = choose(probabilities, num_choices)
-    slot_of_choice, choice_of_slot = assign(chosen.reshape(batch, -1), config.num_experts, slots)
+    slot_of_choice, choice_of_slot = assign(
+        chosen.reshape(batch, -1), config.num_experts, slots_per_expert
+    )
 
-    # The choices of a token are neighbors. An empty slot gets the number of tokens: no token.
+    # The choices of a token are neighbors. An empty slot has the number of choices, and so the
+    # number of tokens here, which `_take` reads as none.
     token_of_slot = choice_of_slot // num_choices
     sent = _move(x, token_of_slot, slot_of_choice.reshape(batch, length, num_choices))
-    sent = sent.reshape(batch, config.num_experts, slots, embed)
+    sent = sent.reshape(batch, config.num_experts, slots_per_expert, embed)
     # These two pairs of constraints make XLA emit the all-to-alls: the same array, first split over
     # its rows, then over its experts.
     sent = constrain(sent, "batch", None, None, None)
@@ -133,7 +136,9 @@ def mlp(
     received = received.reshape(batch, length, num_choices, embed)
     y = jnp.einsum("blke,blk->ble", received, shares.astype(x.dtype))
 
-    dropped = jnp.mean(slot_of_choice == config.num_experts * slots, axis=-1, dtype=jnp.float32)
+    dropped = jnp.mean(
+        slot_of_choice == config.num_experts * slots_per_expert, axis=-1, dtype=jnp.float32
+    )
     routing = Routing(imbalance(probabilities, chosen), dropped)
     return constrain(y, "batch", None, None), routing
 
@@ -151,35 +156,37 @@ def choose(probabilities: jax.Array, num_choices: int) -> tuple[jax.Array, jax.A
     # The choice has no gradient; the shares below carry it to the router.
     chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_choices)[1]
     # A product with one-hot rows, because the gradient of indexing would be a scatter.
-    taken = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=probabilities.dtype)
-    likeliest = jnp.sum(taken * probabilities[..., None, :], axis=-1)
+    one_hot = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=probabilities.dtype)
+    likeliest = jnp.sum(one_hot * probabilities[..., None, :], axis=-1)
     return likeliest / likeliest.sum(axis=-1, keepdims=True), chosen
 
 
-def assign(chosen: jax.Array, num_experts: int, slots: int) -> Assignment:
+def assign(chosen: jax.Array, num_experts: int, slots_per_expert: int) -> Assignment:
     """Assigns slots of the experts to choices, in order, until an expert is full.
 
     Args:
         chosen: `[batch, choice]`, the expert of each choice.
         num_experts: Number of experts.
-        slots: Number of slots of each expert.
+        slots_per_expert: Number of slots of each expert.
     """
     num_choices = chosen.shape[-1]
-    taken = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
+    one_hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
     # The rank of a choice is the number of earlier choices of the same expert, and its slot. So
     # later tokens cannot cause a drop.
-    before = jnp.cumsum(taken, axis=1) - taken
-    rank = jnp.sum(before * taken, axis=-1)
-    slot_of_choice = jnp.where(rank < slots, chosen * slots + rank, num_experts * slots)
+    before = jnp.cumsum(one_hot, axis=1) - one_hot
+    rank = jnp.sum(before * one_hot, axis=-1)
+    has_slot = rank < slots_per_expert
+    slot = chosen * slots_per_expert + rank
+    slot_of_choice = jnp.where(has_slot, slot, num_experts * slots_per_expert)
 
     # The inverse is computed by sorting, because scatters are slow on TPUs. The sort is stable: the
     # choices of an expert are together, in order, and the nth of them has the nth slot.
     in_order = jnp.argsort(chosen, axis=-1, stable=True)
-    count = taken.sum(axis=1)
+    count = one_hot.sum(axis=1)
     first = jnp.cumsum(count, axis=-1) - count
-    nth = jnp.arange(slots)
-    place = jnp.where(nth < count[..., None], first[..., None] + nth, num_choices)
-    choice_of_slot = _take(in_order, place.reshape(len(chosen), -1), num_choices)
+    nth = jnp.arange(slots_per_expert)
+    sorted_index = jnp.where(nth < count[..., None], first[..., None] + nth, num_choices)
+    choice_of_slot = _take(in_order, sorted_index.reshape(len(chosen), -1), num_choices)
     return Assignment(slot_of_choice, choice_of_slot)
 
 
@@ -199,6 +206,7 @@ def imbalance(probabilities: jax.Array, chosen: jax.Array) -> jax.Array:
 
 def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     """Applies the MLP of each expert to its slots `[batch, expert, slot, embed]`."""
+    # In these products: x batch, s expert, c slot, e embed, f branch, m mlp.
     into, back = weights["mlp_in"].astype(x.dtype), weights["mlp_out"].astype(x.dtype)
     hidden = jnp.einsum("xsce,sefm->xscfm", x, into)
     hidden = constrain(hidden, "expert_batch", "expert", "sequence", None, "mlp")

@@ -144,13 +144,16 @@ def _scan(block: Callable[..., PyTree], x: PyTree, weights: PyTree, shared: PyTr
 
 
 def _flow(
-    stage: Callable[[PyTree], PyTree], place: jax.Array, x: PyTree, num_microbatches: int
+    run_layers: Callable[[PyTree], PyTree],
+    stage_index: jax.Array,
+    x: PyTree,
+    num_microbatches: int,
 ) -> PyTree:
     """Passes all microbatches through all stages; runs at every position along the axis.
 
     Args:
-        stage: Layers of this position.
-        place: Number of this stage, `[]`.
+        run_layers: Applies the layers of this position.
+        stage_index: Number of this stage, `[]`.
         x: Rows of this position, `[batch / stages, ...]`.
         num_microbatches: Number of microbatches of the whole batch.
     """
@@ -164,14 +167,14 @@ def _flow(
         # Each stage keeps its waiting microbatches in a ring buffer, and all stages are at the same
         # index of it. When the first stage takes the one at that index, the one of the next stage
         # at the same index replaces it, and so on.
-        turn = t % num_waiting
-        front = jax.tree.map(lambda w: w[turn], waiting)
-        out = stage(_where(place == 0, front, arrived))
-        # The last stage stores finished microbatches at indices without waiting ones. In the first
-        # and last ticks, stages compute on other values than microbatches; these results are
-        # overwritten or never read.
-        front = _where(place == num_stages - 1, out, _shift(front, to_previous))
-        waiting = jax.tree.map(lambda w, new: w.at[turn].set(new), waiting, front)
+        ring_index = t % num_waiting
+        front = jax.tree.map(lambda w: w[ring_index], waiting)
+        out = run_layers(_where(stage_index == 0, front, arrived))
+        # The last stage writes a finished microbatch where it would receive a waiting one: by then
+        # none is left behind it. In the first and last ticks, stages compute on other values than
+        # microbatches; these results are overwritten or never read.
+        replacement = _where(stage_index == num_stages - 1, out, _shift(front, to_previous))
+        waiting = jax.tree.map(lambda w, new: w.at[ring_index].set(new), waiting, replacement)
         return (waiting, _shift(out, to_next)), None
 
     # Neighboring rows go to different microbatches, so each microbatch has rows of every device

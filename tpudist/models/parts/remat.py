@@ -48,7 +48,7 @@ POLICIES: dict[str, Policy] = {
     "none": Policy(everything=True),
     "full": Policy(),
     "dots": Policy(dots=True),
-    "minimal": Policy(saved=NAMES[1:]),
+    "minimal": Policy(saved=NAMES[1:]),  # all but the input, which the scan keeps anyway
     "save_qkv": Policy(saved=("query", "key", "value")),
     "save_attention": Policy(saved=("attention",)),
     "save_projections": Policy(saved=("query", "key", "value", "attention_out")),

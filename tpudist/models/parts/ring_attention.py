@@ -5,6 +5,9 @@ values of every other part, and folds them into a running softmax (Liu et al. 20
 2310.01889). In the backward pass they go around again, and the gradients of keys and values follow
 them. All communication is permutes between neighbors, which overlap with computation. Scores exist
 for `_TILE` keys at a time, in float32, so memory is proportional to a device's part.
+
+The parts are in order, so device i computes i + 1 of n turns, and the last device determines the
+time. Striped parts would balance this, but need another order of the tokens.
 """
 
 from __future__ import annotations
@@ -40,22 +43,22 @@ def causal_attention(
     return _forward(query, key, value, axis, name)[0]
 
 
-def _fold_tile(grouped, first, state, tiled):
+def _fold_tile(grouped, first_position, state, tile):
     """Folds the scores of one tile of keys into the running softmax of the queries `grouped`.
 
     The state has the sum of weighted values, the largest score and the sum of weights, per query.
     """
-    key, value, positions = tiled
-    scores = _scores(grouped, key, first, positions)
-    total, most, weight = state
-    # Sums are in units of exp(most), where `most` is the largest score so far, so they cannot
+    key, value, positions = tile
+    scores = _scores(grouped, key, first_position, positions)
+    total, largest, weight = state
+    # Sums are in units of exp(largest), where `largest` is the largest score so far, so they cannot
     # overflow. A larger score changes the unit, and the earlier sums shrink.
-    new_most = jnp.maximum(most, scores.max(axis=-1))
-    shrink = jnp.exp(most - new_most)
-    share = jnp.exp(scores - new_most[..., None])
+    new_largest = jnp.maximum(largest, scores.max(axis=-1))
+    shrink = jnp.exp(largest - new_largest)
+    share = jnp.exp(scores - new_largest[..., None])
     new = _einsum("bkgqs,bskd->bkgqd", share.astype(value.dtype), value)
     total = total * shrink[..., None] + new
-    return (total, new_most, weight * shrink + share.sum(axis=-1)), None
+    return (total, new_largest, weight * shrink + share.sum(axis=-1)), None
 
 
 def _forward(query, key, value, axis, name):
@@ -86,28 +89,28 @@ def _forward(query, key, value, axis, name):
     # The last turn is outside of the scan, because it passes nothing on.
     last = _size(axis) - 1
     carry, _ = jax.lax.scan(turn, (state, key, value), jnp.arange(last))
-    total, most, weight = fold_if_earlier(*carry, last)
+    total, largest, weight = fold_if_earlier(*carry, last)
     out = _ungroup(total / weight[..., None]).astype(query.dtype)
-    log_weight = most + jnp.log(weight)
+    log_weight = largest + jnp.log(weight)
     if name is not None:
         out, log_weight = (checkpoint_name(x, name) for x in (out, log_weight))
     return out, (query, key, value, out, log_weight)
 
 
-def _fold_tile_back(queries, first, scale, d_query, tiled):
+def _fold_tile_back(queries, first_position, scale, d_query, tile):
     """Adds the gradients of one tile of keys: to `d_query`, and new ones of the keys and values.
 
     `queries` has the queries, the gradient of the result, the logarithms of the sums of weights,
-    and `along` of `_backward`, all in groups.
+    and `out_dot_d_out` of `_backward`, all in groups.
     """
-    grouped, upstream, log_weight, along = queries
-    key, value, positions = tiled
-    scores = _scores(grouped, key, first, positions)
+    grouped, upstream, log_weight, out_dot_d_out = queries
+    key, value, positions = tile
+    scores = _scores(grouped, key, first_position, positions)
     # The forward pass saved the sums of its softmax, so the shares need no second running softmax.
     share = jnp.exp(scores - log_weight[..., None])
     d_value = _einsum("bkgqs,bkgqd->bskd", share.astype(grouped.dtype), upstream)
     d_share = _einsum("bkgqd,bskd->bkgqs", upstream, value)
-    d_scores = (share * (d_share - along[..., None]) * scale).astype(grouped.dtype)
+    d_scores = (share * (d_share - out_dot_d_out[..., None]) * scale).astype(grouped.dtype)
     d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
     return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
 
@@ -119,9 +122,10 @@ def _backward(axis, _name, saved, cotangent):
     scale = query.shape[-1] ** -0.5
     # The gradient of a softmax is share * (d_share - sum of share * d_share). The sum is over all
     # keys, most of them on other devices. But it equals the product of the result and its gradient.
-    along = _group(cotangent.astype(jnp.float32) * out.astype(jnp.float32), kv_heads).sum(-1)
+    product = cotangent.astype(jnp.float32) * out.astype(jnp.float32)
+    out_dot_d_out = _group(product, kv_heads).sum(-1)
     here = _index(axis)
-    queries = (grouped, upstream, log_weight, along)
+    queries = (grouped, upstream, log_weight, out_dot_d_out)
     tile = functools.partial(_fold_tile_back, queries, here * grouped.shape[3], scale)
 
     def fold(d_query, key, value, source):
@@ -133,6 +137,7 @@ def _backward(axis, _name, saved, cotangent):
     def skip(d_query, key, value, source):
         return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
 
+    # After the last turn, nobody needs these keys.
     def turn(carry, step, is_last=False):
         d_query, key, value, *gradients = carry
         # These transfers run while the current keys are folded.
@@ -162,10 +167,10 @@ def _backward(axis, _name, saved, cotangent):
 causal_attention.defvjp(_forward, _backward)
 
 
-def _scores(query, key, first, positions):
+def _scores(query, key, first_position, positions):
     """Returns scores `[batch, kv_heads, group, part, tile]`; later and padded keys are masked."""
     scores = _einsum("bkgqd,bskd->bkgqs", query, key) * query.shape[-1] ** -0.5
-    rows = first + jnp.arange(query.shape[3])
+    rows = first_position + jnp.arange(query.shape[3])
     return jnp.where(positions[None, :] <= rows[:, None], scores, _MASKED)
 
 

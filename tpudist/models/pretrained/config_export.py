@@ -17,10 +17,13 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# Fields of `TransformerConfig` that do not change the results of a model.
-_CHOICES = ("dtype", "attention", "splash_block", "splash_backward_block", "remat", "loss_chunk")
-_CHOICES += ("pipeline_stages", "pipeline_microbatches", "experts_per_token", "expert_capacity")
-_CHOICES += ("expert_balance",)
+# Fields of `TransformerConfig` that do not change the results of a model without experts. No family
+# has experts, and `num_experts` is compared.
+_CHOICES = (
+    *("dtype", "attention", "splash_block", "splash_backward_block", "remat", "loss_chunk"),
+    *("pipeline_stages", "pipeline_microbatches"),
+    *("experts_per_token", "expert_capacity", "expert_balance"),
+)
 # The transformer has no maximum length, but a `config.json` needs one. Libraries allocate nothing
 # for it.
 _MAX_LENGTH = 131_072
@@ -47,6 +50,7 @@ def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         if not different:
             return values
         differing[family] = different
+    # Never empty: a Llama with these sizes can always be read.
     family, fewest = min(differing.items(), key=lambda item: len(item[1]))
     raise ValueError(
         "No family of pretrained models computes the same as this transformer, so other libraries "
@@ -78,7 +82,7 @@ def _normalize(config: TransformerConfig) -> dict[str, Any]:
 
 def _make_values(config: TransformerConfig, family: str, dtype: str) -> dict[str, Any]:
     layers = config.layers_with_window or (True,) * config.num_layers
-    local = [config.attention_window is not None and windowed for windowed in layers]
+    has_window = [config.attention_window is not None and windowed for windowed in layers]
     scaling = config.rotary_scaling
     length = scaling.original_length if scaling and scaling.kind == "dynamic" else _MAX_LENGTH
     values: dict[str, Any] = {
@@ -102,18 +106,17 @@ def _make_values(config: TransformerConfig, family: str, dtype: str) -> dict[str
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    # Two names of one key: Gemma 2 and 3 renamed it.
-    activation = "hidden_act" if family in ("llama", "mistral", "qwen2", "qwen3", "gemma") else None
-    is_gemma = family.startswith("gemma")
-    values[activation or "hidden_activation"] = "gelu_pytorch_tanh" if is_gemma else "silu"
+    # Gemma 2 and 3 renamed the key.
+    key = "hidden_activation" if family in ("gemma2", "gemma3_text") else "hidden_act"
+    values[key] = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
     if family == "mistral":
         values["sliding_window"] = config.attention_window
     if family in ("qwen2", "qwen3", "gemma2", "gemma3_text"):
         values["sliding_window"] = config.attention_window
         types = ("full_attention", "sliding_attention")
-        values["layer_types"] = [types[windowed] for windowed in local]
+        values["layer_types"] = [types[windowed] for windowed in has_window]
     if family in ("qwen2", "qwen3"):
-        values["use_sliding_window"] = any(local)
+        values["use_sliding_window"] = any(has_window)
         values["max_window_layers"] = config.num_layers
     if family in ("gemma2", "gemma3_text"):
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale

@@ -50,7 +50,7 @@ def parse_config(values: Values) -> TransformerConfig:
         raise config_error("model_type", family, f"is not one of {', '.join(FAMILIES)}")
     defaults, parse = FAMILIES[family]
     # From the weakest to the strongest: common defaults, those of the family, the file.
-    values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0} | defaults | values
+    values = _COMMON | defaults | values
     _check(values)
     fields = parse(values)
     heads = values["num_attention_heads"]
@@ -95,7 +95,7 @@ def _check(values: Values) -> None:
         )
     if values.get("adapter_config") is not None:
         raise config_error(
-            "adapter_config", values["adapter_config"], ("has adapters in addition to its weights")
+            "adapter_config", values["adapter_config"], "has adapters in addition to its weights"
         )
 
 
@@ -117,10 +117,10 @@ def _parse_qwen(values: Values) -> Values:
     if types is None:
         layers, first = values["num_hidden_layers"], values["max_window_layers"]
         # Before `layer_types` existed, the first `max_window_layers` layers had no window.
-        local = [window is not None and i >= first for i in range(layers)]
+        has_window = [window is not None and i >= first for i in range(layers)]
     else:
-        local = _parse_layer_types(types)
-    return _parse_llama(values) | _windows(window, local)
+        has_window = _parse_layer_types(types)
+    return _parse_llama(values) | _window_fields(window, has_window)
 
 
 def _parse_qwen2(values: Values) -> Values:
@@ -144,6 +144,7 @@ def _parse_gemma(values: Values) -> Values:
         "norm_offset": True,
         "embedding_scale": values["hidden_size"] ** 0.5,
     }
+    # Gemma 3 has two rotations, which `_parse_gemma3` reads.
     if values["model_type"] != "gemma3_text":
         base, scaling = parse_rotary(values)
         fields |= {"rotary_base": base, "rotary_scaling": scaling}
@@ -158,8 +159,8 @@ def _parse_gemma2(values: Values) -> Values:
         "output_cap": values["final_logit_softcapping"],
     }
     types, layers = values.get("layer_types"), values["num_hidden_layers"]
-    local = [i % 2 == 0 for i in range(layers)] if types is None else _parse_layer_types(types)
-    return fields | _windows(values["sliding_window"], local)
+    has_window = [i % 2 == 0 for i in range(layers)] if types is None else _parse_layer_types(types)
+    return fields | _window_fields(values["sliding_window"], has_window)
 
 
 def _parse_gemma3(values: Values) -> Values:
@@ -167,17 +168,17 @@ def _parse_gemma3(values: Values) -> Values:
         cap = values["attn_logit_softcapping"]
         raise config_error("attn_logit_softcapping", cap, "has a bound that libraries omit")
     types, layers = values.get("layer_types"), values["num_hidden_layers"]
-    every = values.get("sliding_window_pattern") or 6
-    # Every sixth layer of Gemma 3 attends to all tokens.
-    pattern = [(i + 1) % every != 0 for i in range(layers)]
-    local = pattern if types is None else _parse_layer_types(types)
+    # By default, every sixth layer of Gemma 3 attends to all tokens.
+    global_every = values.get("sliding_window_pattern") or 6
+    pattern = [(i + 1) % global_every != 0 for i in range(layers)]
+    has_window = pattern if types is None else _parse_layer_types(types)
     fields = _parse_gemma(values) | {
         "norm_outputs": True,
         "norm_heads": True,
         "query_scale": values["query_pre_attn_scalar"] ** -0.5,
         "output_cap": values["final_logit_softcapping"],
     }
-    fields |= _windows(values["sliding_window"], local)
+    fields |= _window_fields(values["sliding_window"], has_window)
     # Layers without a window have other positions than layers with one.
     parameters = values.get("rope_parameters") or {}
     full = parameters.get("full_attention") or values.get("rope_scaling") or {}
@@ -188,7 +189,7 @@ def _parse_gemma3(values: Values) -> Values:
         raise config_error(
             "rope_parameters", parameters, "stretches positions in layers with a window"
         )
-    if any(local):
+    if any(has_window):
         base = sliding.get("rope_theta") or values.get("rope_local_base_freq") or 10_000.0
         fields["local_rotary_base"] = float(base)
     return fields
@@ -209,17 +210,19 @@ def _parse_layer_types(types: list[str]) -> list[bool]:
     return [kind == "sliding_attention" for kind in types]
 
 
-def _windows(window: int | None, local: list[bool]) -> Values:
-    if not any(local):
+def _window_fields(window: int | None, has_window: list[bool]) -> Values:
+    if not any(has_window):
         return {}
     if window is None:
         raise config_error("sliding_window", None, "has layers with a window of unknown size")
     return {
         "attention_window": window,
-        "layers_with_window": None if all(local) else tuple(local),
+        "layers_with_window": None if all(has_window) else tuple(has_window),
     }
 
 
+# A length of 0 is unknown; see `rotary_config`.
+_COMMON: Values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 0}
 _UNTIED: Values = {"tie_word_embeddings": False}
 _TIED: Values = {"tie_word_embeddings": True}
 _QWEN: Values = _UNTIED | {
@@ -253,4 +256,4 @@ FAMILIES: dict[str, tuple[Values, Callable[[Values], Values]]] = {
         _parse_gemma3,
     ),
 }
-"""Values of missing keys, and the function that parses the others, for each `model_type`."""
+"""For each `model_type`: values of missing keys, and the function that returns its own fields."""

@@ -93,7 +93,7 @@ def load_pretrained(
             variable = variable_of(model, places[0])
             target = variable.get_raw_value()
             stored = [tensors[place.tensor] for place in places]
-            variable_dtype = parameter_dtype or _widest_dtype(stored)
+            variable_dtype = _widest_dtype(stored) if parameter_dtype is None else parameter_dtype
             variable.set_raw_value(_load(threads, places, stored, target, variable_dtype))
     return model
 

@@ -40,7 +40,7 @@ _MAX_FILE_BYTES = 5 * 10**9
 # Files of a folder that do not depend on the values of the weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 # Bytes before the first tensor, and the tensors in order; a place of None is not part of the model.
-Header = tuple[bytes, list[tuple[StoredTensor, TensorPlace | None]]]
+FileContent = tuple[bytes, list[tuple[StoredTensor, TensorPlace | None]]]
 
 
 def save_pretrained(
@@ -85,24 +85,27 @@ def save_pretrained(
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     # Every process walks all files in the same order: gathering a tensor is a collective.
-    for name, (start, tensors) in files.items():
-        _write(model, folder / name if writes else None, start, tensors)
+    for name, (header, tensors) in files.items():
+        _write(model, folder / name if writes else None, header, tensors)
     if writes:
         _finish_folder(model, folder, files, None if like is None else Path(like))
     if jax.process_count() > 1:
-        # A barrier: no process returns before the first one has written everything.
+        # A barrier: no process returns before the first one has written everything. Any collective
+        # would do; this one gathers the smallest variable.
         host_copies.finish(host_copies.begin([model.final_norm.get_raw_value()])[0])
 
 
 def _new_files(
     model: Transformer, dtype: DTypeLike | None, max_file_bytes: int
-) -> dict[str, Header]:
+) -> dict[str, FileContent]:
+    # Raises for an unsupported model, whose `tensor_places` would be wrong.
+    make_config(model.config, "float32")
     groups: list[list[TensorPlace]] = [[]]
     sizes = [0]
     names: dict[str, str] = {}
     for place in tensor_places(model.config):
-        stored = variable_of(model, place).get_raw_value().dtype if dtype is None else dtype
-        file_dtype = np.dtype(stored)
+        parameter = variable_of(model, place).get_raw_value()
+        file_dtype = np.dtype(parameter.dtype if dtype is None else dtype)
         if file_dtype not in NAME_OF_DTYPE:
             raise ValueError(
                 f"A file of weights cannot contain parameters of dtype {file_dtype.name}. Use "
@@ -116,19 +119,17 @@ def _new_files(
             sizes.append(0)
         groups[-1].append(place)
         sizes[-1] += size
-    make_config(
-        model.config, "float32"
-    )  # raises for an unsupported model, before anything is written
-    files: dict[str, Header] = {}
+    files: dict[str, FileContent] = {}
     for i, group in enumerate(groups, 1):
         name = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
-        start = make_header((p.tensor, names[p.tensor], p.shape) for p in group)
+        header = make_header((p.tensor, names[p.tensor], p.shape) for p in group)
+        # Only their dtypes and shapes are used: the file does not exist yet.
         stored = [StoredTensor(Path(name), names[p.tensor], p.shape, 0) for p in group]
-        files[name] = start, list(zip(stored, group, strict=True))
+        files[name] = header, list(zip(stored, group, strict=True))
     return files
 
 
-def _files_like(model: Transformer, like: Path) -> dict[str, Header]:
+def _files_like(model: Transformer, like: Path) -> dict[str, FileContent]:
     config = model.config
     if different := differences(read_config(like), config):
         raise ValueError(
@@ -139,37 +140,37 @@ def _files_like(model: Transformer, like: Path) -> dict[str, Header]:
     places = {place.tensor: place for place in tensor_places(config)}
     if config.tied:
         places[output_place(config).tensor] = output_place(config)
-    files: dict[str, Header] = {}
+    files: dict[str, FileContent] = {}
     for file in weight_files(like):
-        start, tensors = read_header(file)
+        header, tensors = read_header(file)
         # The header lists tensors in any order, and the bytes must follow the offsets.
         in_order = sorted(tensors.items(), key=lambda item: item[1].start)
-        files[file.name] = start, [(tensor, places.get(name)) for name, tensor in in_order]
+        files[file.name] = header, [(tensor, places.get(name)) for name, tensor in in_order]
     return files
 
 
 def _write(
     model: Transformer,
     file: Path | None,
-    start: bytes,
+    header: bytes,
     tensors: Iterable[tuple[StoredTensor, TensorPlace | None]],
 ) -> None:
     """Writes a file; with None, only helps to gather the tensors that another process writes."""
     if file is None:
         for _, place in tensors:
             if place is not None:
-                _gather(model, place)
+                _parts_of(model, place)
         return
     unfinished = file.with_name(f"{file.name}.unfinished")
     with unfinished.open("wb") as opened:
-        opened.write(start)
+        opened.write(header)
         for tensor, place in tensors:
             if place is None:  # copied from the folder `like`
                 opened.write(memoryview(tensor.map()).cast("B"))
                 continue
             values = np.empty(place.shape, DTYPE_OF_NAME[tensor.dtype])
             view = place.view_as_variable(values)
-            for part, index in _gather(model, place):
+            for part, index in _parts_of(model, place):
                 for task in copy_tasks(part, view[index]):
                     task()
             opened.write(memoryview(values.view(np.uint8)).cast("B"))
@@ -180,7 +181,7 @@ def _write(
     unfinished.replace(file)
 
 
-def _gather(
+def _parts_of(
     model: Transformer, place: TensorPlace
 ) -> Iterable[tuple[np.ndarray, tuple[slice, ...]]]:
     """Returns the parts of a tensor, with the dims of the variable, and their indices in it."""
@@ -212,7 +213,7 @@ def _gather(
 
 
 def _finish_folder(
-    model: Transformer, folder: Path, files: dict[str, Header], like: Path | None
+    model: Transformer, folder: Path, files: dict[str, FileContent], like: Path | None
 ) -> None:
     # Files of an earlier save are deleted if libraries would read them instead of the new ones.
     # That is after the new weights are complete: until then the earlier model stays readable.
@@ -229,7 +230,9 @@ def _finish_folder(
                 shutil.copyfile(file, folder / file.name)
 
 
-def _write_config_and_index(model: Transformer, folder: Path, files: dict[str, Header]) -> None:
+def _write_config_and_index(
+    model: Transformer, folder: Path, files: dict[str, FileContent]
+) -> None:
     tensors = [tensor for _, content in files.values() for tensor, _ in content]
     [first, *_] = [DTYPE_OF_NAME[tensor.dtype].name for tensor in tensors]
     _write_json(folder / CONFIG, make_config(model.config, first))

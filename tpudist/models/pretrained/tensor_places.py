@@ -81,12 +81,15 @@ def variable_of(model: Transformer, place: TensorPlace) -> nnx.Param:
 
 
 def tensor_places(config: TransformerConfig) -> Iterator[TensorPlace]:
-    """Yields all tensors of a checkpoint of this model, in the order of their use."""
+    """Yields all tensors of a checkpoint of this model, in the order of their use.
+
+    MLPs must be gated and without experts; `config_export.make_config` rejects other models.
+    """
     vocab, embed = config.vocabulary, config.embed_dim
-    yield _plain("model.embed_tokens.weight", (vocab, embed), "embedding")
+    yield _plain_place("model.embed_tokens.weight", (vocab, embed), "embedding")
     for layer in range(config.num_layers):
-        yield from _of_layer(config, layer)
-    yield _plain("model.norm.weight", (embed,), "final_norm")
+        yield from _layer_places(config, layer)
+    yield _plain_place("model.norm.weight", (embed,), "final_norm")
     if not config.tied:
         shape = (vocab, embed)
         yield TensorPlace(OUTPUT, shape, "unembedding", (None, None), shape, (1, 0))
@@ -94,33 +97,33 @@ def tensor_places(config: TransformerConfig) -> Iterator[TensorPlace]:
 
 def output_place(config: TransformerConfig) -> TensorPlace:
     """Returns the place of the matrix of logits that checkpoints of tied models may also store."""
-    return _plain(OUTPUT, (config.vocabulary, config.embed_dim), "embedding")
+    return _plain_place(OUTPUT, (config.vocabulary, config.embed_dim), "embedding")
 
 
-def _plain(tensor: str, shape: Shape, variable: str) -> TensorPlace:
+def _plain_place(tensor: str, shape: Shape, variable: str) -> TensorPlace:
     dims = tuple(range(len(shape)))
     return TensorPlace(tensor, shape, variable, (None,) * len(shape), shape, dims)
 
 
-def _of_layer(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
+def _layer_places(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
     embed = config.embed_dim
-    yield _norm(layer, "input_layernorm", "attention_norm", embed)
-    yield from _of_attention(config, layer)
+    yield _norm_place(layer, "input_layernorm", "attention_norm", embed)
+    yield from _attention_places(config, layer)
     if config.norm_outputs:
         # The same name means another norm: with four norms per layer (Gemma 2 and 3) it is after
         # attention and before the sum, with two it is before the MLP.
-        yield _norm(layer, "post_attention_layernorm", "attention_out_norm", embed)
-        yield _norm(layer, "pre_feedforward_layernorm", "mlp_norm", embed)
-        yield _norm(layer, "post_feedforward_layernorm", "mlp_out_norm", embed)
+        yield _norm_place(layer, "post_attention_layernorm", "attention_out_norm", embed)
+        yield _norm_place(layer, "pre_feedforward_layernorm", "mlp_norm", embed)
+        yield _norm_place(layer, "post_feedforward_layernorm", "mlp_out_norm", embed)
     else:
-        yield _norm(layer, "post_attention_layernorm", "mlp_norm", embed)
+        yield _norm_place(layer, "post_attention_layernorm", "mlp_norm", embed)
     shape = (config.mlp_dim, embed)
     for i, name in enumerate(("gate", "up")):
-        yield _place(layer, f"mlp.{name}_proj.weight", "mlp_in", shape, shape, (1, 0), i)
-    yield _place(layer, "mlp.down_proj.weight", "mlp_out", shape[::-1], shape[::-1], (1, 0))
+        yield _layer_place(layer, f"mlp.{name}_proj.weight", "mlp_in", shape, shape, (1, 0), i)
+    yield _layer_place(layer, "mlp.down_proj.weight", "mlp_out", shape[::-1], shape[::-1], (1, 0))
 
 
-def _of_attention(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
+def _attention_places(config: TransformerConfig, layer: int) -> Iterator[TensorPlace]:
     embed, width = config.embed_dim, config.head_dim
     for i, name in enumerate("qkv"):
         heads = config.num_heads if name == "q" else config.kv_heads
@@ -134,18 +137,18 @@ def _of_attention(config: TransformerConfig, layer: int) -> Iterator[TensorPlace
         shape = (heads * width, embed)
         tensor = f"self_attn.{name}_proj"
         # attention_in is [layers, embed, branch, heads, width]; its bias has no `embed`.
-        yield _place(layer, f"{tensor}.weight", matrix, shape, view, (2, 0, 1), branch, at=2)
+        yield _layer_place(layer, f"{tensor}.weight", matrix, shape, view, (2, 0, 1), branch, at=2)
         if config.biased:
-            yield _place(layer, f"{tensor}.bias", bias, shape[:1], view[:2], (0, 1), branch)
+            yield _layer_place(layer, f"{tensor}.bias", bias, shape[:1], view[:2], (0, 1), branch)
     if config.norm_heads:
-        yield _norm(layer, "self_attn.q_norm", "query_norm", width)
-        yield _norm(layer, "self_attn.k_norm", "key_norm", width)
+        yield _norm_place(layer, "self_attn.q_norm", "query_norm", width)
+        yield _norm_place(layer, "self_attn.k_norm", "key_norm", width)
     view = (embed, config.num_heads, width)
     shape = (embed, math.prod(view[1:]))
-    yield _place(layer, "self_attn.o_proj.weight", "attention_out", shape, view, (1, 2, 0))
+    yield _layer_place(layer, "self_attn.o_proj.weight", "attention_out", shape, view, (1, 2, 0))
 
 
-def _place(
+def _layer_place(
     layer: int,
     name: str,
     variable: str,
@@ -155,7 +158,10 @@ def _place(
     branch: int | None = None,
     at: int = 1,
 ) -> TensorPlace:
-    """Returns the place of a tensor of a layer; `branch` is the index in dim `at`."""
+    """Returns the place of a tensor of a layer.
+
+    If several tensors share a variable, `branch` is the index of this one in dim `at` of it.
+    """
     # One index per dim of the variable: the layer first, then the dims of the view, with the branch
     # inserted among them.
     part: list[int | None] = [layer, *(None for _ in view)]
@@ -165,5 +171,5 @@ def _place(
     return TensorPlace(tensor, shape, f"blocks.{variable}", tuple(part), view, order)
 
 
-def _norm(layer: int, name: str, variable: str, size: int) -> TensorPlace:
-    return _place(layer, f"{name}.weight", variable, (size,), (size,), (0,))
+def _norm_place(layer: int, name: str, variable: str, size: int) -> TensorPlace:
+    return _layer_place(layer, f"{name}.weight", variable, (size,), (size,), (0,))

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-_RUN = 512  # consecutive elements to read
-_LINE = 32  # consecutive bytes to write: half a cache line
-_TASK = 2**22  # elements of a task
+# Size of a tile: elements that are consecutive in the source, times bytes that are consecutive in
+# the target, half a cache line.
+_RUN_ELEMENTS, _LINE_BYTES = 512, 32
+_TASK_ELEMENTS = 2**22  # so that a task takes much longer than its start in a thread
 
 
 def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], None]]:
@@ -26,13 +27,12 @@ def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], 
     """
     source, target = _merge_dims(source, target)
     # Both arrays have the same contiguous dim, so NumPy copies whole lines; only the size of a task
-    # must be bounded. The lambdas get their arrays through `_task`: a loop variable would change
-    # under them.
+    # must be bounded.
     if target.ndim < 2 or _last_by_stride(source) == _last_by_stride(target):
-        if target.ndim == 0 or target.size <= _TASK:
+        if target.ndim == 0 or target.size <= _TASK_ELEMENTS:
             yield lambda: _assign(source, target)
             return
-        rows = max(1, _TASK * target.shape[0] // target.size)
+        rows = max(1, _TASK_ELEMENTS * target.shape[0] // target.size)
         for i in range(0, target.shape[0], rows):
             yield _task(_assign, source[i : i + rows], target[i : i + rows])
         return
@@ -40,25 +40,27 @@ def copy_tasks(source: np.ndarray, target: np.ndarray) -> Iterator[Callable[[], 
     rest = tuple(dim for dim in range(target.ndim) if dim not in (read, written))
     order = (*rest, read, written)
     source, target = source.transpose(order), target.transpose(order)
-    rows = max(_LINE, _TASK // source.shape[-2])
+    columns = max(_LINE_BYTES // target.itemsize, _TASK_ELEMENTS // source.shape[-2])
     for index in np.ndindex(source.shape[:-2]):
         matrix, target_matrix = source[index], target[index]
-        for j in range(0, matrix.shape[1], rows):
-            yield _task(_copy_tiles, matrix[:, j : j + rows], target_matrix[:, j : j + rows])
+        for j in range(0, matrix.shape[1], columns):
+            part = np.s_[:, j : j + columns]
+            yield _task(_copy_tiles, matrix[part], target_matrix[part])
 
 
 def _task(
     copy: Callable[[np.ndarray, np.ndarray], None], source: np.ndarray, target: np.ndarray
 ) -> Callable[[], None]:
+    # Not a lambda in the loop of `copy_tasks`: the loop's variables would change under it.
     return lambda: copy(source, target)
 
 
 def _copy_tiles(source: np.ndarray, target: np.ndarray) -> None:
     """Copies a matrix whose dim 0 is contiguous in `source`, and dim 1 in `target`."""
-    line = max(1, _LINE // target.itemsize)
-    for i in range(0, target.shape[0], _RUN):
+    line = max(1, _LINE_BYTES // target.itemsize)
+    for i in range(0, target.shape[0], _RUN_ELEMENTS):
         for j in range(0, target.shape[1], line):
-            tile = np.s_[i : i + _RUN, j : j + line]
+            tile = np.s_[i : i + _RUN_ELEMENTS, j : j + line]
             _assign(source[tile], target[tile])
 
 
@@ -82,6 +84,8 @@ def _last_by_stride(array: np.ndarray) -> int:
 
 def _merge_dims(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns both arrays with neighboring dims merged if they are contiguous in both."""
+    # From the outer to the inner dim. Two dims are one if a step in the outer one is as long as all
+    # steps of the inner one.
     shape: list[int] = []
     strides: list[tuple[int, int]] = []
     for size, *pair in zip(target.shape, source.strides, target.strides, strict=True):
