@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tpudist.ps.tables import id_map
 from tpudist.ps.tables.id_hash import as_ids, shard_of
 from tpudist.ps.tables.id_map import IdMap
 
@@ -38,7 +39,7 @@ def test_id_map_behaves_like_a_dict_with_distinct_rows(calls):
         found, rows = ids_to_rows.items()
         assert dict(zip(found.tolist(), rows.tolist(), strict=True)) == expected
         assert ids_to_rows.ids().tolist() == sorted(expected, key=expected.get)
-        assert all(row < ids_to_rows.num_rows for row in expected.values())
+        assert all(row < ids_to_rows.end_row for row in expected.values())
 
 
 def test_many_ids_are_found_while_growing_and_after_removing_half():
@@ -57,7 +58,7 @@ def test_many_ids_are_found_while_growing_and_after_removing_half():
     assert (ids_to_rows.find(gone) == -1).all()
     np.testing.assert_array_equal(ids_to_rows.find(kept), rows[1::2])
     again = ids_to_rows.find_or_add(gone - 1)
-    assert ids_to_rows.num_rows <= len(ids) + np.isin(gone - 1, kept).sum()
+    assert ids_to_rows.end_row <= len(ids) + np.isin(gone - 1, kept).sum()
     np.testing.assert_array_equal(ids_to_rows.find(gone - 1), again)
     assert ids_to_rows.nbytes <= 17 * 4 * len(ids)
 
@@ -105,6 +106,15 @@ def test_invalid_ids_raise_errors(ids, error, message):
     for call in (as_ids, IdMap().find, IdMap().find_or_add, IdMap().remove):
         with pytest.raises(error, match=message):
             call(ids)
+
+
+def test_more_rows_than_numbers_raise_an_error(monkeypatch):
+    ids_to_rows = IdMap()
+    monkeypatch.setattr(id_map, "_MAX_ROWS", 3)
+    ids_to_rows.find_or_add([5, 6])
+    with pytest.raises(OverflowError, match="4 rows on one server: .* 32 bits. Use more servers"):
+        ids_to_rows.find_or_add([6, 7, 8])
+    assert ids_to_rows.ids().tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5, 8, 1000])

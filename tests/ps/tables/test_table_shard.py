@@ -291,6 +291,27 @@ def test_rows_beyond_max_bytes_raise_memory_error_and_change_nothing():
     assert shard.nbytes <= 20_000
 
 
+@pytest.mark.parametrize("capacity", [16, 1000])
+def test_no_shard_needs_more_memory_than_its_options_say(capacity):
+    options = dataclasses.replace(OPTIONS, capacity=capacity)
+    shard = TableShard(options)
+    num_rows = 4 * capacity
+    shard.pull(some_ids(num_rows))
+    assert shard.nbytes <= options.bytes_for(num_rows)
+    shard.remove(shard.ids())
+    assert shard.nbytes <= options.bytes_for(num_rows) + 4 * num_rows
+
+
+def test_an_initializer_that_raises_creates_no_row():
+    def fail(key, shape, dtype):
+        raise KeyError("no initial value")
+
+    shard = TableShard(dataclasses.replace(OPTIONS, initializer=fail))
+    with pytest.raises(KeyError):
+        shard.pull([1, 2])
+    assert len(shard) == 0
+
+
 def test_max_rows_evicts_before_max_bytes_is_reached():
     options = dataclasses.replace(OPTIONS, max_rows=4, max_bytes=OPTIONS.bytes_for(64))
     shard = TableShard(options)

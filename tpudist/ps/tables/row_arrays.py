@@ -15,8 +15,9 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.ps.tables import huge_pages
 
-CHUNK_ROWS = 8192  # rows and gradients of a chunk fit into the cache; larger ones were slower
-_MIN_ROWS = 64
+CHUNK_ROWS = 8192
+"""Number of rows that one program changes: rows and gradients of usual dims fit into the cache."""
+_MIN_ROWS = 64  # fewer rows are padded, so that few programs are compiled
 
 
 class RowArrays:
@@ -75,6 +76,7 @@ class RowArrays:
             # Distinct numbers beyond the end: `unique_indices=True` in `scatter` relies on that.
             padding = np.arange(self._capacity, self._capacity + size - (stop - start))
             numbers = np.concatenate([rows[start:stop], padding]).astype(np.int32)
+            # `tree.map` calls the function at once, so the loop's variables are as here.
             parts = jax.tree.map(lambda x: pad(x[start:stop], size), values)  # noqa: B023
             self._tree = function(self._tree, numbers, *parts)
 

@@ -21,6 +21,7 @@ import optax
 from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
 
+# Primitives of JAX that draw random numbers.
 _DRAW = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
@@ -55,7 +56,7 @@ class RowOptimizer:
             )
         # Traced once with a small row, only to look for random numbers in the program.
         row = jax.ShapeDtypeStruct((2,), jnp.float32)
-        closed = jax.make_jaxpr(self._change)(row, jax.eval_shape(self.init, row), row)
+        closed = jax.make_jaxpr(self._update)(row, jax.eval_shape(self.init, row), row)
         if any(eqn.primitive.name in _DRAW for eqn in jaxprs.walk(closed)):
             raise ValueError(
                 "The optimizer of a table draws random numbers. Each row has its own state with "
@@ -73,21 +74,22 @@ class RowOptimizer:
         Indices beyond the end have no effect. Call it in `jax.jit`, which donates `table`.
         """
         rows = gather(table, indices)
-        changes, slots = jax.vmap(self._change)(rows.values, rows.slots, gradients)
+        updates, slots = jax.vmap(self._update)(rows.values, rows.slots, gradients)
         slots = scatter(table.slots, indices, slots)
-        if table.values.dtype == changes.dtype:  # the same sums, without writing rows back
-            values = table.values.at[indices].add(changes, mode="drop", unique_indices=True)
+        if table.values.dtype == updates.dtype:
+            # The same sums as below, but the memory is touched once.
+            values = table.values.at[indices].add(updates, mode="drop", unique_indices=True)
         else:
-            values = scatter(table.values, indices, rows.values + changes)
+            values = scatter(table.values, indices, rows.values + updates)
         return Rows(values, slots)
 
-    def _change(
+    def _update(
         self, value: jax.Array, slots: PyTree, gradient: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         row = value.astype(jnp.float32)
-        change: Any
-        change, slots = self.transformation.update(gradient.astype(jnp.float32), slots, row)
-        return change, slots
+        update: Any
+        update, slots = self.transformation.update(gradient.astype(jnp.float32), slots, row)
+        return update, slots
 
 
 def gather(table: PyTree, indices: jax.Array) -> PyTree:

@@ -14,7 +14,7 @@ class Eviction(enum.Enum):
     """First the rows that the fewest calls used; among equals, the less recently used ones."""
 
 
-_RECORD = np.dtype([("last", np.int64), ("num", np.int64)])
+_RECORD = np.dtype([("last", np.int64), ("num_calls", np.int64)])
 
 
 class RowTouches:
@@ -33,9 +33,14 @@ class RowTouches:
         return self._records["last"]
 
     @property
-    def num(self) -> np.ndarray:
+    def num_calls(self) -> np.ndarray:
         """Number of calls that used each row, int64 `[capacity]`; writable."""
-        return self._records["num"]
+        return self._records["num_calls"]
+
+    @staticmethod
+    def bytes_for(capacity: int) -> int:
+        """Returns the memory for this number of rows."""
+        return _RECORD.itemsize * capacity
 
     @property
     def nbytes(self) -> int:
@@ -52,34 +57,39 @@ class RowTouches:
             larger[: len(self._records)] = self._records
             self._records = larger
 
-    def touch(self, rows: np.ndarray, clock: int | np.ndarray) -> None:
-        """Records a call that uses rows; a row may occur more than once."""
+    def touch(self, rows: np.ndarray, last: int | np.ndarray) -> None:
+        """Records a call that uses rows; a row may occur more than once.
+
+        Args:
+            rows: Rows that the call uses.
+            last: New values of `last`: the clock, or scratch values (`touch_each`).
+        """
         # A row that occurs twice is counted once, because both copies have the same new number.
         records = self._records.take(rows)
-        records["last"] = clock
-        records["num"] += 1
+        records["last"] = last
+        records["num_calls"] += 1
         self._records[rows] = records
 
     def touch_each(self, rows: np.ndarray, clock: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Records a call that uses rows, and finds duplicates without sorting.
 
         Returns:
-            Last position of each distinct row, `[unique]` in order; and for each of `rows` its
-            index in that array, int32 `[n]`, or None if all rows are distinct.
+            One position of each distinct row, `[unique]` in order; and for each of `rows` its index
+            in that array, int32 `[n]`, or None if all rows are distinct.
         """
         positions = np.arange(len(rows), dtype=np.int32)
         # `last` is scratch space for a moment: each row gets one of its positions there (NumPy may
         # write duplicates in any order). A position that reads itself back represents its row.
         self.touch(rows, positions)
-        last = self.last[rows]
+        chosen = self.last[rows]
         self.last[rows] = clock
-        is_last = last == positions
-        if is_last.all():
+        is_chosen = chosen == positions
+        if is_chosen.all():
             return positions, None
-        rank = np.cumsum(is_last, dtype=np.int32) - 1
-        return np.flatnonzero(is_last), rank[last]
+        rank = np.cumsum(is_chosen, dtype=np.int32) - 1
+        return np.flatnonzero(is_chosen), rank[chosen]
 
-    def find_first(
+    def first_to_evict(
         self, count: int, eviction: Eviction, ids: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
         """Returns the ids of the `count` rows to evict first.
@@ -87,7 +97,7 @@ class RowTouches:
         They depend only on ids and uses, not on row numbers: among equals, lower ids come first.
         Reads each of the rows once.
         """
-        keys = [self.last[rows], self.num[rows]]
+        keys = [self.last[rows], self.num_calls[rows]]
         if eviction is Eviction.LEAST_FREQUENT:
             keys.reverse()
         return ids[_smallest(count, [*keys, ids])]

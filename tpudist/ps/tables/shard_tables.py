@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tpudist.ps.changes import TableChange
+from tpudist.ps.tables.id_hash import as_ids
 from tpudist.ps.tables.table_options import TableOptions
 from tpudist.ps.tables.table_shard import TableShard
 
@@ -37,18 +38,19 @@ class ShardTables:
         """
         ids_of: dict[int, list[np.ndarray]] = {}
         for change in changes:
-            values = np.asarray(change.values)
+            values, ids = np.asarray(change.values), as_ids(change.ids)
             options = self._find(change.table).options
-            options.check_rows(change.op, values, len(change.ids))
+            options.check_rows(change.op, values, len(ids))
             limit = options.max_rows
-            if limit is not None and len(np.unique(change.ids)) > limit:
+            # Each change may evict the rows of earlier ones, so only its own rows must fit.
+            if limit is not None and len(np.unique(ids)) > limit:
                 raise ValueError(
                     f"A closure changes more than max_rows={limit} rows of a table on one server. "
                     f"All rows of a closure must fit at once. Use a larger max_rows."
                 )
-            ids_of.setdefault(change.table, []).append(change.ids)
-        for number, ids in ids_of.items():
-            self._find(number).require_room(np.concatenate(ids))
+            ids_of.setdefault(change.table, []).append(ids)
+        for number, parts in ids_of.items():
+            self._find(number).require_room(np.concatenate(parts))
 
     def apply(self, change: TableChange) -> None:
         """Changes rows."""

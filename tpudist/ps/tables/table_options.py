@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tpudist.ps.tables.id_map import IdMap
 from tpudist.ps.tables.row_optimizers import RowOptimizer, Rows
-from tpudist.ps.tables.row_touches import Eviction
+from tpudist.ps.tables.row_touches import Eviction, RowTouches
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 """Called with a key, a shape and a dtype; returns an array, like those of `jax.nn.initializers`."""
@@ -31,10 +32,11 @@ class TableOptions:
         optimizer: Updates a row by its gradient (`RowOptimizer`).
         initializer: Draws a new row as an array `[1, dim]`, from a key of `seed` and the id.
         dtype: Dtype of rows: float32, bfloat16 or float16. Gradients and slots are float32.
-        seed: Seed, 64 bits.
+        seed: Seed; only its lower 64 bits count.
         max_rows: Maximum number of rows per shard; None for no limit.
         max_bytes: Maximum memory per shard; None for no limit. A row that does not fit is
-            rejected. While arrays grow, the old ones need memory too.
+            rejected. Not included are 4 bytes per removed row until another row takes its place,
+            temporary memory during calls, and old arrays while they grow.
         eviction: Rows to evict when there would be more than `max_rows`.
         capacity: Initial room in rows. It doubles, which copies all rows and compiles again.
     """
@@ -75,13 +77,9 @@ class TableOptions:
         return Rows(value, jax.eval_shape(RowOptimizer(self.optimizer).init, value))
 
     def bytes_for(self, num_rows: int) -> int:
-        """Returns the maximum memory of a shard with room for `num_rows`."""
+        """Returns the memory of a shard with room for `num_rows`; see `max_bytes`."""
         row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.row))
-        num_slots = 1 << (2 * num_rows - 1).bit_length()
-        # In addition to the row: two uses of 8 bytes, its position in a call (4) and in the list of
-        # free rows (4); and `IdMap`, with 4 bytes per slot and 8 per id for a quarter of the slots,
-        # twice while it grows.
-        return num_rows * (row_bytes + 2 * 8 + 4 + 4) + max(num_slots, 64) * (4 + 8 // 2)
+        return row_bytes * num_rows + IdMap.bytes_for(num_rows) + RowTouches.bytes_for(num_rows)
 
     @functools.cached_property
     def room(self) -> int | None:

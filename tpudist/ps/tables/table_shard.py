@@ -7,7 +7,9 @@ evicts others. It knows no network, file or closure: it returns its contents as 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from tpudist.ps.tables import table_state
 from tpudist.ps.tables.id_hash import as_ids
 from tpudist.ps.tables.id_map import IdMap
 from tpudist.ps.tables.row_arrays import RowArrays
-from tpudist.ps.tables.row_creation import create_rows, initial_rows, words
+from tpudist.ps.tables.row_creation import create_rows, halves, initial_rows
 from tpudist.ps.tables.row_duplicates import sum_duplicates
 from tpudist.ps.tables.row_optimizers import RowOptimizer, Rows, scatter
 from tpudist.ps.tables.row_touches import RowTouches
@@ -37,19 +39,21 @@ class TableShard:
 
     Methods raise the errors of `as_ids` and `TableOptions.check_rows` for invalid ids and rows. If
     a call needs new rows, it raises ValueError if it names more than `max_rows` ids, and
-    MemoryError if the rows do not fit into `max_bytes`. A call that raises changes nothing.
+    MemoryError if the rows do not fit into `max_bytes`. A call that raises changes no row; only an
+    initializer that raises does so after other rows were evicted.
 
     Args:
         options: Options of the table, the same on all of its shards.
 
     Attributes:
         options: Options of the table.
-        clock: Number of calls that used rows. The age of a row is measured in it.
+        clock: Number of calls that used rows: the time in which ages of rows are measured.
     """
 
     def __init__(self, options: TableOptions):
         self.options, self.clock = options, 0
-        self._seed = words(np.array([options.seed & (1 << 64) - 1], np.uint64))[0]
+        seed = options.seed & ((1 << 64) - 1)  # two's complement of a negative seed
+        self._seed = halves(np.array([seed], np.uint64))[0]
         self._optimizer = RowOptimizer(options.optimizer)
         self._map = IdMap()
         self._arrays = RowArrays(options.row, options.capacity)
@@ -80,6 +84,7 @@ class TableShard:
         if create:
             self._touches.touch(rows, self._tick())
         values = np.empty((len(ids), self.options.dim), self.options.dtype)
+        # A missing id (row -1) reads another row, which is overwritten below.
         self._arrays.read_into(values, rows, lambda table: table.values)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
@@ -94,10 +99,10 @@ class TableShard:
         ids, gradients = as_ids(ids), np.asarray(gradients)
         self.options.check_rows("gradients", gradients, len(ids))
         rows = self._find_or_create(ids)
-        last, groups = self._touches.touch_each(rows, self._tick())
+        chosen, groups = self._touches.touch_each(rows, self._tick())
         if groups is not None:
-            gradients = sum_duplicates(gradients, groups, len(last))
-            rows = rows[last]
+            gradients = sum_duplicates(gradients, groups, len(chosen))
+            rows = rows[chosen]
         update = functools.partial(_update_rows, optimizer=self._optimizer)
         self._arrays.change(update, rows, gradients)
         # The computation reads NumPy arrays of the caller, who may change them after this call.
@@ -110,9 +115,10 @@ class TableShard:
         """
         ids, values = as_ids(ids), np.asarray(rows)
         self.options.check_rows("rows", values, len(ids))
-        numbers = self._find_or_create(ids)
-        last, _ = self._touches.touch_each(numbers, self._tick())
-        self._arrays.change(_set_values, numbers[last], values[last])
+        unique, first_of_reversed = np.unique(ids[::-1], return_index=True)
+        numbers = self._find_or_create(unique)
+        self._touches.touch(numbers, self._tick())
+        self._arrays.change(_set_values, numbers, values[::-1][first_of_reversed])
         self._arrays.wait()
 
     def remove(self, ids: ArrayLike) -> np.ndarray:
@@ -128,7 +134,7 @@ class TableShard:
             min_touches: Minimum number of calls that used a row.
         """
         ids, rows = self._map.items()
-        is_unused = self._touches.num[rows] < min_touches
+        is_unused = self._touches.num_calls[rows] < min_touches
         if max_age is not None:
             is_unused |= self.clock - self._touches.last[rows] > max_age
         return self.remove(ids[is_unused])
@@ -136,7 +142,7 @@ class TableShard:
     def state(self) -> dict[str, np.ndarray]:
         """Returns copies of all contents, by name (`table_state`)."""
         ids, rows = self._map.items()
-        touches = self._touches.last[rows], self._touches.num[rows]
+        touches = self._touches.last[rows], self._touches.num_calls[rows]
         return table_state.to_state(ids, self._arrays.read(rows), *touches, self.clock)
 
     def restore(self, state: State) -> None:
@@ -154,16 +160,17 @@ class TableShard:
                 f"A table cannot be restored from {len(ids)} rows, because some have the same id. "
                 f"Each id has one row. Restore the states one after the other."
             )
+        # All rows exist together before some are evicted below.
         self.require_room(ids, may_evict=False)
-        numbers = self._map.find_or_add(ids)
-        self._reserve()
-        self._arrays.change(_set_rows, numbers, rows)
-        self._arrays.wait()
+        with self._added(ids, new=ids[self._map.find(ids) < 0]) as numbers:
+            self._arrays.change(_set_rows, numbers, rows)
+            self._arrays.wait()
         self._touches.last[numbers] = state["last"]
-        self._touches.num[numbers] = state["num"]
+        self._touches.num_calls[numbers] = state["num"]
         self.clock = max(self.clock, int(state["clock"]))
         if self.options.max_rows is not None:
-            self._evict_first(len(self) - self.options.max_rows, numbers[:0])
+            no_row_is_in_use = numbers[:0]
+            self._evict_first(len(self) - self.options.max_rows, no_row_is_in_use)
 
     def require_room(self, ids: np.ndarray, *, may_evict: bool = True) -> None:
         """Checks that rows fit into `max_bytes`.
@@ -215,29 +222,37 @@ class TableShard:
                     f"a larger max_rows, or request fewer ids."
                 )
             self._evict_first(len(self) + len(ids) - self.options.max_rows, rows_in_use)
-        rows = self._map.find_or_add(ids)
-        self._reserve()
-        self._touches.num[rows] = 0
         create = functools.partial(
             create_rows,
             seed=self._seed,
             optimizer=self._optimizer,
             initializer=self.options.initializer,
         )
-        self._arrays.change(create, rows, words(ids))
-        self._arrays.wait()
+        with self._added(ids, new=ids) as rows:
+            self._arrays.change(create, rows, halves(ids))
+            self._arrays.wait()
+        self._touches.num_calls[rows] = 0  # the call that creates them sets `last`
 
-    def _reserve(self) -> None:
-        self._arrays.reserve(self._map.num_rows)
-        self._touches.reserve(self._map.num_rows)
+    @contextlib.contextmanager
+    def _added(self, ids: np.ndarray, *, new: np.ndarray) -> Iterator[np.ndarray]:
+        """Adds missing ids, and yields all rows; removes the `new` ids if the block raises."""
+        rows = self._map.find_or_add(ids)
+        try:
+            self._arrays.reserve(self._map.end_row)
+            self._touches.reserve(self._map.end_row)
+            yield rows
+        except BaseException:
+            self._map.remove(new)
+            raise
 
     def _evict_first(self, count: int, rows_in_use: np.ndarray) -> None:
         if count <= 0:
             return
+        # Reads all rows. A full table does this in each call that creates rows.
         ids, rows = self._map.items()
         may_go = ~np.isin(rows, rows_in_use)  # rows of the current call stay
         self.remove(
-            self._touches.find_first(count, self.options.eviction, ids[may_go], rows[may_go])
+            self._touches.first_to_evict(count, self.options.eviction, ids[may_go], rows[may_go])
         )
 
 

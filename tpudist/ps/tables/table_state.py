@@ -1,7 +1,13 @@
 """The contents of a shard of a table, as NumPy arrays by name, and their division among shards.
 
-`ids` `[n]`, `rows` `[n, dim]`, `slots...` `[n, ...]` by their paths in the optimizer's state,
-`last` and `num` of uses `[n]`, and the number `clock`.
+The names are part of checkpoints and logs:
+
+    ids         int64 `[n]`
+    rows        `[n, dim]`
+    slots...    `[n, ...]`: the optimizer's state, by the path of each array in it
+    last        int64 `[n]`: clock of the last use
+    num         int64 `[n]`: number of calls that used the row
+    clock       int64: number of calls that used any row
 """
 
 from collections.abc import Mapping
@@ -30,14 +36,14 @@ def to_state(
     }
 
 
-def rows_of_state(state: State, row: Rows) -> Rows:
-    """Returns the rows and slots of a state of a table with rows like `row`.
+def rows_of_state(state: State, row_shapes: Rows) -> Rows:
+    """Returns the rows and slots of a state of a table whose rows have these shapes.
 
     Raises:
         ValueError: If the table had another dim, dtype or optimizer, or the state is incomplete.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(row.slots)
-    shapes = {slot_name(path): x for path, x in paths} | {"rows": row.values}
+    paths, structure = jax.tree_util.tree_flatten_with_path(row_shapes.slots)
+    shapes = {slot_name(path): x for path, x in paths} | {"rows": row_shapes.values}
     shapes |= {name: jax.ShapeDtypeStruct((), np.int64) for name in ("ids", "last", "num")}
     needed, names = {*shapes, "clock"}, set(state)
     if needed != names:
