@@ -170,7 +170,7 @@ def test_an_actor_whose_factory_fails_has_died_with_that_cause(engine):
         ActorDied, match="(?s)it could not be created.*no memory for the table"
     ) as died:
         engine.result(engine.call(actor, "get"))
-    assert not died.value.was_made
+    assert not died.value.was_created
 
 
 def test_a_result_times_out_and_can_be_requested_again(engine):

@@ -237,3 +237,12 @@ def test_prefetch_looks_rows_up_ahead(start):
     # They are from before the updates of the two closures between.
     np.testing.assert_array_equal([x[2] for x in results], np.zeros((5, 2)))
     np.testing.assert_array_equal(table.lookup(np.arange(6))[:, 0], [-0.5, -1, -1, -1, -1, -0.5])
+
+
+def test_prefetch_yields_elements_that_are_none_and_needs_a_positive_distance(start):
+    table = make(start()[0])
+    elements = [None, 1, None, None]
+    pairs = table.prefetch_of(elements, lambda x: [x or 0])
+    assert [(x, rows.get().shape) for x, rows in pairs] == [(x, (1, 4)) for x in elements]
+    with pytest.raises(ValueError, match="ahead=0.*at least 1"):
+        table.prefetch_of(elements, lambda x: [0], ahead=0)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tpudist.ps.independence import prove
+from tpudist.ps.independence import prove_independence
 
 PARAMETERS = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
 
@@ -33,23 +33,23 @@ MIXED = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_transformations_are_independent(name):
-    found = prove(ELEMENTWISE[name], PARAMETERS)
+    found = prove_independence(ELEMENTWISE[name], PARAMETERS)
     assert (found.mixed, found.whole) == ((), ())
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_transformations_of_one_variable_need_all_of_it(name):
-    found = prove(WHOLE[name], PARAMETERS)
+    found = prove_independence(WHOLE[name], PARAMETERS)
     assert (found.mixed, found.whole) == ((), ("a", "b"))
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_transformations_of_all_variables_are_mixed(name):
-    assert prove(MIXED[name], PARAMETERS).mixed == ("a", "b")
+    assert prove_independence(MIXED[name], PARAMETERS).mixed == ("a", "b")
 
 
 def test_one_variable_is_never_mixed():
-    assert prove(MIXED["clip by global norm"], {"a": jnp.ones(3)}).mixed == ()
+    assert prove_independence(MIXED["clip by global norm"], {"a": jnp.ones(3)}).mixed == ()
 
 
 def test_updates_at_other_places_need_all_of_the_variable():
@@ -57,4 +57,4 @@ def test_updates_at_other_places_need_all_of_the_variable():
         return {"a": updates["a"], "b": updates["b"][::-1]}, state
 
     tx = optax.GradientTransformation(lambda _: optax.EmptyState(), swap)
-    assert prove(tx, PARAMETERS).whole == ("b",)
+    assert prove_independence(tx, PARAMETERS).whole == ("b",)

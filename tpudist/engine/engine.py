@@ -40,16 +40,16 @@ class ActorDied(RuntimeError):
     Attributes:
         actor: The actor.
         why: Description of the cause.
-        was_made: Whether the actor was created. If not, its factory raised an error, as it would
+        was_created: Whether the actor was created. If not, its factory raised an error, as it would
             again.
     """
 
-    def __init__(self, actor: Actor, why: str, was_made: bool = True):
+    def __init__(self, actor: Actor, why: str, was_created: bool = True):
         super().__init__(f"{actor} has died: {why}")
-        self.actor, self.why, self.was_made = actor, why, was_made
+        self.actor, self.why, self.was_created = actor, why, was_created
 
     def __reduce__(self) -> tuple[object, ...]:  # an exception is pickled by its message otherwise
-        return ActorDied, (self.actor, self.why, self.was_made)
+        return ActorDied, (self.actor, self.why, self.was_created)
 
 
 class ResultTimeout(TimeoutError):

@@ -171,14 +171,14 @@ class _Record:
         self.thread: Thread | None = None
         self.running = ""
         self.is_killed = False
-        self._why, self._was_made = "", True
+        self._why, self._was_created = "", True
         self._queue: collections.deque[_Future] = collections.deque()
 
     def add(self, method: str, args: tuple[object, ...]) -> _Future:
         future = _Future(self.actor, method, args)
         with self.changed:
             if self.is_killed:
-                future.finish(None, ActorDied(self.actor, self._why, self._was_made))
+                future.finish(None, ActorDied(self.actor, self._why, self._was_created))
             else:
                 self._queue.append(future)
                 self.changed.notify_all()
@@ -187,17 +187,17 @@ class _Record:
     def ping(self) -> _Future:
         future = _Future(self.actor, "ping", ())
         with self.changed:
-            died = ActorDied(self.actor, self._why, self._was_made) if self.is_killed else None
+            died = ActorDied(self.actor, self._why, self._was_created) if self.is_killed else None
             future.finish(None, died)
         return future
 
-    def end(self, why: str, was_made: bool = True) -> None:
+    def end(self, why: str, was_created: bool = True) -> None:
         with self.changed:
             if self.is_killed:
                 return
-            self.is_killed, self._why, self._was_made = True, why, was_made
+            self.is_killed, self._why, self._was_created = True, why, was_created
             while self._queue:
-                self._queue.popleft().finish(None, ActorDied(self.actor, why, was_made))
+                self._queue.popleft().finish(None, ActorDied(self.actor, why, was_created))
             self.changed.notify_all()
 
     def wake(self) -> None:
@@ -214,7 +214,7 @@ class _Record:
         except ActorKilled:
             return
         except BaseException:  # all its calls report the error
-            self.end(f"it could not be created.\n{traceback.format_exc()}", was_made=False)
+            self.end(f"it could not be created.\n{traceback.format_exc()}", was_created=False)
             return
         while self._answer_next(instance):
             pass

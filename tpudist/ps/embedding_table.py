@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -130,17 +131,27 @@ class Table:
     ) -> Iterator[tuple[T, PendingRows]]:
         """Yields elements with the rows of their ids, which are looked up `ahead` elements earlier.
 
-        So the rows do not contain the updates of the functions in between. Use it in the function
-        of `create_per_worker_dataset`.
+        Rows are looked up before the functions in between have changed them, so they may be older
+        than those of `lookup`. Use it in the function of `create_per_worker_dataset`.
+
+        Raises:
+            ValueError: If `ahead` is less than 1.
         """
-        # Invariant: `waiting` has the next elements whose rows are requested, `ahead` at most.
-        source = iter(elements)
-        waiting = [(x, self.prefetch(ids_of(x))) for x in itertools.islice(source, ahead)]
+        if ahead < 1:
+            raise ValueError(
+                f"prefetch_of(ahead={ahead}): ahead must be at least 1. Use lookup to read rows "
+                f"without prefetching."
+            )
+        return self._prefetch_each(iter(elements), ids_of, ahead)
+
+    def _prefetch_each(
+        self, elements: Iterator[T], ids_of: Callable[[T], ArrayLike], ahead: int
+    ) -> Iterator[tuple[T, PendingRows]]:
+        requested = ((x, self.prefetch(ids_of(x))) for x in elements)
+        waiting = collections.deque(itertools.islice(requested, ahead))
         while waiting:
-            following = next(source, None)
-            if following is not None:
-                waiting.append((following, self.prefetch(ids_of(following))))
-            yield waiting.pop(0)
+            waiting.extend(itertools.islice(requested, 1))
+            yield waiting.popleft()
 
     def apply_gradients(self, ids: ArrayLike, gradients: ArrayLike) -> None:
         """Updates the rows of ids; the gradients of one id are summed first.
@@ -168,7 +179,8 @@ class Table:
         """Removes rows that were not used recently or often; returns their number.
 
         Args:
-            max_age: Maximum number of calls of its server since a row was last used; None for any.
+            max_age: Maximum number of later lookups and updates that reached the row's server; None
+                for any number.
             min_touches: Minimum number of calls that used a row.
         """
         return sum(self._ask_all("evict_table", max_age, min_touches))
@@ -187,6 +199,8 @@ class Table:
 
     def restore(self, state: State) -> None:
         """Adds the rows of a `state`, also of a table on another number of servers.
+
+        Servers receive their rows one after the other.
 
         Raises:
             ValueError: If the rows have another dim, dtype or optimizer.
@@ -290,7 +304,7 @@ class Table:
 
     @property
     def handle_parts(self) -> tuple[object, ...]:
-        """Identity of the table for `coordinator.function_snapshot`."""
+        """The table itself, by whose identity two uses of it are compared."""
         return (self,)
 
     def __reduce__(self) -> tuple[object, ...]:

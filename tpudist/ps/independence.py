@@ -2,8 +2,8 @@
 
 Servers hold different variables, or different rows of one, and do not see each other's. A
 transformation that combines gradients, like clipping by the global norm, would give other results
-there. So its jaxpr is read: each value depends on no variable, on the element of one variable at
-the same place, or on more.
+there. So its jaxpr is read. Each value depends on no variable; on one element of one variable, at
+the value's own place; or on more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,26 @@ _ELEMENTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Reach:
-    """Variables on which a value depends; `is_element` if only on the element at its own place."""
+    """What a value depends on.
+
+    Attributes:
+        variables: Names of the variables.
+        is_elementwise: Whether each element depends only on elements at its own place.
+    """
 
     variables: frozenset[str] = frozenset()
-    is_element: bool = True
+    is_elementwise: bool = True
 
     def join(self, other: _Reach) -> _Reach:
         """Returns the reach of an elementwise function of both."""
         variables = self.variables | other.variables
-        return _Reach(variables, self.is_element and other.is_element and len(variables) <= 1)
+        is_elementwise = self.is_elementwise and other.is_elementwise and len(variables) <= 1
+        return _Reach(variables, is_elementwise)
 
     def spread(self) -> _Reach:
         """Returns the reach of a function of all elements."""
-        return _Reach(self.variables, not self.variables)
+        # A value that depends on no variable stays elementwise.
+        return _Reach(self.variables, is_elementwise=not self.variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +77,14 @@ class HasShape(Protocol):
         ...
 
 
-def prove(tx: optax.GradientTransformation, parameters: Mapping[str, HasShape]) -> Independence:
-    """Reads the program of `tx` for variables with these names, shapes and dtypes.
+def prove_independence(
+    tx: optax.GradientTransformation, parameters: Mapping[str, HasShape]
+) -> Independence:
+    """Traces `tx`, and follows which inputs each of its results depends on.
 
     Args:
         tx: The transformation.
-        parameters: Arrays, or their shapes and dtypes.
+        parameters: Arrays by name, or their shapes and dtypes.
     """
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in parameters.items()}
     state = jax.eval_shape(tx.init, shapes)
@@ -88,16 +97,25 @@ def prove(tx: optax.GradientTransformation, parameters: Mapping[str, HasShape]) 
     input_shapes = jax.tree.leaves((shapes, state, shapes))
     reaches = [_reach_of_input(n, x, shapes) for n, x in zip(inputs, input_shapes, strict=True)]
     output_reaches = _read(jaxprs.open_jaxpr(closed), reaches)
-    mixed, whole = set(), set()
+    mixed: set[str] = set()
+    whole: set[str] = set()
     results = jax.tree.leaves((updates, new_state))
     for name, result, reach in zip(outputs, results, output_reaches, strict=True):
         # `name` is empty for state that belongs to no variable: it must not depend on any.
-        others = reach.variables - {name}
-        if others:
-            mixed |= reach.variables | ({name} - {""})
-        elif not reach.is_element or (name and result.shape != shapes[name].shape):
+        if reach.variables - {name}:
+            mixed.update(x for x in (*reach.variables, name) if x)
+        elif not reach.is_elementwise or (name and result.shape != shapes[name].shape):
             whole.add(name)
     return Independence(tuple(sorted(mixed)), tuple(sorted(whole - mixed - {""})))
+
+
+def name_on_server(number: int) -> str:
+    """Returns the name of a variable in optimizer states of servers, which know only its number.
+
+    It is not the bare number, because transformations have dicts with keys of their own, such as
+    the labels of `optax.multi_transform`.
+    """
+    return f"variable {number}"
 
 
 def names_of_state(state: PyTree, names: Collection[str]) -> PyTree:
@@ -107,10 +125,22 @@ def names_of_state(state: PyTree, names: Collection[str]) -> PyTree:
     """
 
     def name_of(path: jax.tree_util.KeyPath, _: object) -> str:
-        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return next((key for key in keys if isinstance(key, str) and key in names), "")
+        return find_name(path, names)[1]
 
     return jax.tree_util.tree_map_with_path(name_of, state)
+
+
+def find_name(path: jax.tree_util.KeyPath, names: Collection[str]) -> tuple[int, str]:
+    """Returns the index of the key in a path that names a variable, and the name, if any.
+
+    It is the last such key: keys of the transformation, such as labels, come before it. Without
+    one, returns -1 and an empty string.
+    """
+    for i in reversed(range(len(path))):
+        key = path[i]
+        if isinstance(key, jax.tree_util.DictKey) and key.key in names:
+            return i, key.key
+    return -1, ""
 
 
 def _reach_of_input(name: str, x: HasShape, shapes: Mapping[str, HasShape]) -> _Reach:
@@ -131,8 +161,8 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
     for eqn in jaxpr.eqns:
         operands = [reach(x) for x in eqn.invars]
         structure = jaxprs.structure_of(eqn)
-        # Calls (such as jit) and conditionals are followed into their bodies. A branch that depends
-        # on a variable would make every result depend on it, so only other conditionals are.
+        # Calls (such as jit) are followed into their bodies, and so are conditionals whose
+        # condition depends on no variable. Otherwise every result would depend on the condition.
         if isinstance(structure, Call) and structure.copies == 1:
             results = _read(structure.body, operands)
         elif isinstance(structure, Cond) and not operands[0].variables:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import optax
 from jax.typing import DTypeLike
 
 from tpudist.array_types import PyTree, Shape
-from tpudist.ps import independence
+from tpudist.ps.independence import find_name, name_on_server, names_of_state
 from tpudist.ps.server_array import ArraysInCheckpoint
 from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.servers import Servers
@@ -33,13 +34,27 @@ class Slot:
         shape: Shape of the complete array.
         dtype: Dtype of the array.
         places: Places that have its rows, in their order, or that each have all of it.
-        starts: First rows of the parts after the first; None if each place has all of it.
+        split_at: Rows at which it is split into parts; None if each place has all of it.
     """
 
     shape: Shape
     dtype: DTypeLike
     places: list[Place] = dataclasses.field(default_factory=list)
-    starts: list[int] | None = None
+    split_at: list[int] | None = None
+
+
+class _Located(NamedTuple):
+    """An array in the state of one server: a part of an array of the complete state, or all of it.
+
+    Attributes:
+        part: Number of the part of the variable to which it belongs; 0 if it belongs to none.
+        place: Its place.
+        shape: Its shape.
+    """
+
+    part: int
+    place: Place
+    shape: Shape
 
 
 class OptimizerSlots:
@@ -65,16 +80,17 @@ class OptimizerSlots:
     ):
         self._servers, self._number = servers, number
         self._parts = {n: v.parts for n, v in variables.items()}
-        self._of_server: dict[int, list[tuple[str, ServerVariable]]] = {}
+        self._parts_by_server: dict[int, list[tuple[str, ServerVariable]]] = {}
         for name, parts in self._parts.items():
             for part in parts:
-                self._of_server.setdefault(part.home.server, []).append((name, part))
+                self._parts_by_server.setdefault(part.home.server, []).append((name, part))
         self._check_groups()
         # The state as it would be in one place, only as shapes.
         whole = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in variables.items()}
         self._state = jax.eval_shape(tx.init, whole)
-        self._slots = self._find_slots(tx, whole)
-        self._arrays: dict[int, list[np.ndarray]] | None = None
+        self._slots = self._make_slots()
+        self._place_slots(self._locate(tx), jax.tree.leaves(names_of_state(self._state, whole)))
+        self._read_arrays: dict[int, list[np.ndarray]] | None = None
 
     def tree(self, sharding: jax.sharding.Sharding) -> PyTree:
         """Returns the state, with arrays of a checkpoint that are restored to `sharding` first."""
@@ -84,19 +100,19 @@ class OptimizerSlots:
         )
 
     def read(self, key: Hashable) -> np.ndarray:
-        """Returns one array of the state.
+        """Returns one array of the state, as it was at the first call: one object per checkpoint.
 
         Raises:
             ValueError: If servers disagree about an array that each of them has.
         """
-        if self._arrays is None:  # one call per server, so that its arrays are consistent
-            self._arrays = {
+        if self._read_arrays is None:  # one call per server, so that its arrays are consistent
+            self._read_arrays = {
                 server: self._servers.read_optimizer(server, self._number, self._numbers(server))
-                for server in self._of_server
+                for server in self._parts_by_server
             }
         slot = self._slots[str(key)]
-        parts = [self._arrays[server][index] for server, index in slot.places]
-        if slot.starts is not None:
+        parts = [self._read_arrays[server][index] for server, index in slot.places]
+        if slot.split_at is not None:
             return np.concatenate(parts)
         # Such as a count of steps. Servers count separately, and agree between closures if each
         # closure updates all of them.
@@ -111,12 +127,14 @@ class OptimizerSlots:
 
     def write_all(self, values: dict[Hashable, np.ndarray]) -> None:
         """Sends arrays of the state to the servers; other arrays do not change."""
-        by_server: dict[int, dict[int, np.ndarray]] = {server: {} for server in self._of_server}
+        by_server: dict[int, dict[int, np.ndarray]] = {
+            server: {} for server in self._parts_by_server
+        }
         for key, value in values.items():
             slot = self._slots[str(key)]
             parts = [value] * len(slot.places)
-            if slot.starts is not None:
-                parts = np.split(value, slot.starts)
+            if slot.split_at is not None:
+                parts = np.split(value, slot.split_at)
             for (server, index), x in zip(slot.places, parts, strict=True):
                 by_server[server][index] = x
         for server, arrays in by_server.items():
@@ -124,11 +142,11 @@ class OptimizerSlots:
             self._servers.restore_optimizer(server, self._number, numbers, arrays)
 
     def _numbers(self, server: int) -> tuple[int, ...]:
-        return tuple(part.home.number for _, part in self._of_server[server])
+        return tuple(part.home.number for _, part in self._parts_by_server[server])
 
     def _check_groups(self) -> None:
         for server, known in enumerate(self._servers.variables_of_optimizer(self._number)):
-            here = self._numbers(server) if server in self._of_server else ()
+            here = self._numbers(server) if server in self._parts_by_server else ()
             others = [numbers for numbers in known if numbers != here]
             if others:
                 raise ValueError(
@@ -138,9 +156,8 @@ class OptimizerSlots:
                     f"receives, in the same order."
                 )
 
-    def _find_slots(
-        self, tx: optax.GradientTransformation, whole: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, Slot]:
+    def _make_slots(self) -> dict[str, Slot]:
+        """Returns the arrays of the complete state by name, without places."""
         leaves = jax.tree_util.tree_leaves_with_path(self._state)
         slots = {_name(path): Slot(x.shape, x.dtype) for path, x in leaves}
         for name, slot in slots.items():
@@ -150,46 +167,56 @@ class OptimizerSlots:
                     f"with which each server draws its own numbers. Remove the noise from the "
                     f"transformation."
                 )
+        return slots
+
+    def _locate(self, tx: optax.GradientTransformation) -> dict[str, list[_Located]]:
+        """Returns the arrays of all servers, by their name in the complete state."""
         # A server names variables by their numbers, and has a part where the complete state has a
-        # variable. So each leaf of a server's state is matched by its name; `ranks` orders parts.
-        found: dict[str, list[tuple[int, Place, Shape]]] = {name: [] for name in slots}
-        ranks = {
-            str(part.home.number): i
+        # variable.
+        part_numbers = {
+            name_on_server(part.home.number): i
             for parts in self._parts.values()
             for i, part in enumerate(parts)
         }
-        for server, named in self._of_server.items():
-            names = {str(part.home.number): name for name, part in named}
-            parts = {str(x.home.number): jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in named}
-            state = jax.eval_shape(tx.init, parts)
-            owners = jax.tree.leaves(independence.names_of_state(state, parts))
+        found: dict[str, list[_Located]] = {name: [] for name in self._slots}
+        for server, named in self._parts_by_server.items():
+            names = {name_on_server(part.home.number): name for name, part in named}
+            shapes = {
+                name_on_server(part.home.number): jax.ShapeDtypeStruct(part.shape, part.dtype)
+                for _, part in named
+            }
+            state = jax.eval_shape(tx.init, shapes)
+            owners = jax.tree.leaves(names_of_state(state, shapes))
             for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-                rank = ranks.get(owners[i], 0)
-                name = _name(path, names)
-                found.setdefault(name, []).append((rank, (server, i), x.shape))
-        owners = jax.tree.leaves(independence.names_of_state(self._state, whole))
-        counts = [len(self._parts[x]) if x else len(self._of_server) for x in owners]
-        if [len(x) for x in found.values()] != counts:
+                located = _Located(part_numbers.get(owners[i], 0), (server, i), x.shape)
+                found.setdefault(_name(path, names), []).append(located)
+        return found
+
+    def _place_slots(self, found: Mapping[str, list[_Located]], owners: list[str]) -> None:
+        """Adds the places of all slots, whose variables are `owners` (empty for no variable)."""
+        counts = {
+            name: len(self._parts[owner]) if owner else len(self._parts_by_server)
+            for name, owner in zip(self._slots, owners, strict=True)
+        }
+        found_counts = {name: len(located) for name, located in found.items()}
+        if found_counts != counts:
             raise ValueError(
-                f"The state of an optimizer cannot be saved: it has {list(slots)} in one place, "
-                f"but other arrays on servers: { {name: len(x) for name, x in found.items()} }. "
+                f"The state of an optimizer cannot be saved: it has {list(counts)} in one place, "
+                f"but other arrays on servers: {found_counts}. "
                 f"Its transformation reads the names of Variables, which are numbers on servers. "
                 f"Save only the Variables."
             )
-        for owner, (name, slot) in zip(owners, slots.items(), strict=True):
-            found[name].sort(key=lambda x: x[0])
-            slot.places = [place for _, place, _ in found[name]]
-            slot.starts = self._find_starts(
-                owner, name, slot, [shape for _, _, shape in found[name]]
-            )
-        return slots
+        for owner, (name, slot) in zip(owners, self._slots.items(), strict=True):
+            located = sorted(found[name], key=lambda x: x.part)
+            slot.places = [x.place for x in located]
+            slot.split_at = self._find_splits(owner, name, slot, [x.shape for x in located])
 
-    def _find_starts(
+    def _find_splits(
         self, owner: str, name: str, slot: Slot, shapes: list[Shape]
     ) -> list[int] | None:
         parts = self._parts.get(owner, [])
         if all(shape == slot.shape for shape in shapes):
-            return None
+            return None  # one part, or an array that every part has completely
         num_rows = [part.shape[0] for part in parts]
         if shapes != [part.shape for part in parts] or slot.shape[:1] != (sum(num_rows),):
             raise ValueError(
@@ -203,9 +230,8 @@ class OptimizerSlots:
 
 def _name(path: jax.tree_util.KeyPath, names: Mapping[str, str] | None = None) -> str:
     """Returns the name of a leaf by its path, with names of variables replaced by `names`."""
-    for i, key in enumerate(path):
-        if names and isinstance(key, jax.tree_util.DictKey) and key.key in names:
-            # Only the first, as in `names_of_state`.
-            path = (*path[:i], jax.tree_util.DictKey(names[key.key]), *path[i + 1 :])
-            break
+    if names:
+        i, name = find_name(path, names)
+        if name:
+            path = (*path[:i], jax.tree_util.DictKey(names[name]), *path[i + 1 :])
     return jax.tree_util.keystr(path)

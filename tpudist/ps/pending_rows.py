@@ -10,7 +10,7 @@ import numpy as np
 from tpudist.array_types import Shape
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied, Engine, Future
-from tpudist.ps.servers import Servers, gather
+from tpudist.ps.servers import MAX_DEATHS, Servers, gather
 from tpudist.ps.tables.table_options import TableOptions
 from tpudist.ps.worker_session import WorkerSession
 
@@ -23,7 +23,7 @@ class PendingRows:
         options: Options of the table.
         ids: `[n]` int64.
         shape: Shape of the ids in the result.
-        parts: Servers of the ids, each with the positions of its ids; None for all ids.
+        places: Servers of the ids, each with the positions of its ids; None for all ids.
         create: Whether to create rows for missing ids.
         find_servers: Called in the program, outside of workers; returns the servers.
     """
@@ -34,12 +34,12 @@ class PendingRows:
         options: TableOptions,
         ids: np.ndarray,
         shape: Shape,
-        parts: Sequence[tuple[int, np.ndarray | None]],
+        places: Sequence[tuple[int, np.ndarray | None]],
         *,
         create: bool,
         find_servers: Callable[[], Servers],
     ):
-        self._table, self._options, self._parts = table, options, parts
+        self._table, self._options, self._places = table, options, places
         self._ids, self._shape = ids, shape
         self._create, self._find_servers = create, find_servers
         self._request()
@@ -51,11 +51,11 @@ class PendingRows:
         except ActorDied as died:
             rows_of = self._request_again(died)
         dim = self._options.dim
-        if len(self._parts) == 1 and self._parts[0][1] is None:
+        if len(self._places) == 1 and self._places[0][1] is None:
             rows = rows_of[0]
         else:
             rows = np.empty((self._ids.size, dim), self._options.dtype)
-            for server, positions in self._parts:
+            for server, positions in self._places:
                 rows[positions] = rows_of[server]
         return rows.reshape(*self._shape, dim)
 
@@ -68,7 +68,7 @@ class PendingRows:
             servers = self._find_servers()
             self._engine, actors = servers.engine, servers.actors
         self._calls: dict[int, Future] = {}
-        for server, positions in self._parts:
+        for server, positions in self._places:
             ids = self._ids if positions is None else self._ids[positions]
             self._calls[server] = self._engine.call(
                 actors[server], "pull_table", self._table, ids, self._create
@@ -78,16 +78,18 @@ class PendingRows:
         """Requests the rows again after a server was lost."""
         if _find_session() is not None:
             # On a worker. The dispatcher replaces servers: if it has done so since `prefetch`, the
-            # session has the successor. Otherwise `ActorDied` ends the closure, which runs again.
+            # session has the successor. Otherwise this second request raises `ActorDied`, which
+            # ends the closure; the closure then runs again.
             self._request()
             return gather(self._engine, self._calls)
-        while True:  # ends: each round needs another death
+        for _ in range(MAX_DEATHS):
             self._find_servers().replace(died)
             self._request()
             try:
                 return gather(self._engine, self._calls)
             except ActorDied as again:
                 died = again
+        raise died
 
 
 def _find_session() -> WorkerSession | None:

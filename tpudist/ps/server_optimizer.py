@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from tpudist.array_types import PyTree
 from tpudist.ps import independence
 from tpudist.ps.changes import Gradients
-from tpudist.ps.independence import HasShape
+from tpudist.ps.independence import HasShape, name_on_server
 
 MIN_ROWS = 64
 """Smallest number of rows for which a program is compiled. Larger numbers are rounded up to powers
@@ -100,15 +100,17 @@ class ServerOptimizer:
         changed = zip(numbers, gradients.values, gradients.indices, strict=True)
         for i, (number, gradient, indices) in enumerate(changed):
             if indices is None:
-                dense[str(number)] = gradient
+                dense[name_on_server(number)] = gradient
             else:
-                rows[str(number)] = _find_rows(np.asarray(indices), gradient, values[i].shape[0])
+                rows[name_on_server(number)] = _find_rows(
+                    np.asarray(indices), gradient, values[i].shape[0]
+                )
         overwritable, shown = {}, {}
         for number, value in zip(numbers, values, strict=True):
-            (shown if number in viewed else overwritable)[str(number)] = value
+            (shown if number in viewed else overwritable)[name_on_server(number)] = value
         update = self._update_in_place if in_place else self._update
         new, new_state = update(overwritable, shown, state, dense, rows)
-        return [new[str(number)] for number in numbers], new_state
+        return [new[name_on_server(number)] for number in numbers], new_state
 
     def _compute(
         self,
@@ -118,7 +120,8 @@ class ServerOptimizer:
         dense: dict[str, jax.Array],
         rows: dict[str, _RowGradient],
     ) -> tuple[dict[str, jax.Array], PyTree]:
-        # `overwritable` is donated, and `shown` is not: another thread may read its arrays.
+        # `overwritable` is donated, and `shown` is not: another thread may read its arrays. So
+        # constraints, which may raise, are applied later, by `ShardVariables`.
         parameters = overwritable | shown
         names = independence.names_of_state(state, parameters)
         gradients = dense | {
@@ -182,7 +185,7 @@ def check_transformation(
     Raises:
         ValueError: If it combines several variables, or elements of a variable in several parts.
     """
-    result = independence.prove(tx, parameters)
+    result = independence.prove_independence(tx, parameters)
     if result.mixed:
         several = ", ".join(f"'{names[x]}'" for x in result.mixed[:3])
         raise ValueError(
@@ -203,4 +206,4 @@ def check_transformation(
 
 
 def _by_name(numbers: Sequence[int], values: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    return {str(n): x for n, x in zip(numbers, values, strict=True)}
+    return {name_on_server(n): x for n, x in zip(numbers, values, strict=True)}

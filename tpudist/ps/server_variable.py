@@ -19,6 +19,7 @@ from tpudist.options import warn_of_op_arguments
 from tpudist.ps import step_changes
 from tpudist.ps.changes import Assignment, Gradients, RowChange
 from tpudist.ps.closure_state import ClosureState
+from tpudist.ps.independence import name_on_server
 from tpudist.ps.server_optimizer import check_transformation
 from tpudist.ps.servers import Home, Servers
 from tpudist.state import aggregation, colocation, scatter_updates
@@ -78,6 +79,7 @@ class ServerVariable(Variable):
 
     @_value.setter
     def _value(self, value: Any) -> None:
+        # `Variable.__init__` sets None before `initialize` creates the variable.
         if value is not None:
             self._change(Assignment(self.home.number, "assign", value))
 
@@ -209,7 +211,7 @@ class ServerVariable(Variable):
         return self.read_value() if state is None else LaterRead(self, state.read_after, count)
 
     def _change_now(self, change: Assignment | RowChange) -> int:
-        """Updates the variable; returns the number of its updates in this closure."""
+        """Updates the variable; returns the number of its updates in this closure, 0 outside."""
         state = current_state()
         if state is not None:
             return state.record_change(self.home, change)
@@ -283,7 +285,7 @@ class ServerVariable(Variable):
 
     @property
     def handle_parts(self) -> tuple[object, ...]:
-        """Identity of the variable for `coordinator.function_snapshot`."""
+        """The variable itself, by whose identity two uses of it are compared."""
         return (self,)
 
     def __reduce__(self) -> Any:
@@ -306,7 +308,7 @@ class ServerVariable(Variable):
 class LaterRead(ReadsAsArray):
     """The value of a variable after `count` updates of a closure, computed when it is used.
 
-    An update is seldom followed by a read, which could need a message to the server.
+    Most callers ignore the result of an assignment, and reading may need a message to the server.
     """
 
     def __init__(self, variable: ServerVariable, read: Callable[[Any, int], jax.Array], count: int):
@@ -349,10 +351,10 @@ def check_once(
         ValueError: If it does not; see `check_transformation`.
     """
     known = _checked.setdefault(strategy, set())
-    key = optimizer, tuple(v.home.number for v in variables)
+    key = optimizer, tuple(v.key for v in variables)
     if key in known:
         return
-    by_key = {str(i): v for i, v in enumerate(variables)}
+    by_key = {name_on_server(i): v for i, v in enumerate(variables)}
     parts = {k: len(v.parts) for k, v in by_key.items() if len(v.parts) > 1}
     with traces.run_eagerly():
         check_transformation(tx, by_key, {k: v.name for k, v in by_key.items()}, parts)

@@ -4,20 +4,20 @@ Defines variables, optimizers and tables on them, reads and changes them outside
 replaces servers that have died. A server with a log continues where it was.
 """
 
-# `_lock` guards the lists of definitions and actors. Unlike the queue's condition, it is held while
-# servers are called: a new variable must not be defined while its server is replaced. Therefore
-# nothing that runs inside of a server, or that finds servers which hang (`ServerWatch`, `peek`),
-# may take it.
+# `_lock` guards the lists of definitions and actors. Unlike the condition of
+# `coordinator.closure_queue`, it is held while servers are called: a new variable must not be
+# defined while its server is replaced. So code that runs in a server, and code that finds hanging
+# servers (`ServerWatch`, `peek`), must not take it.
 #
-# Exactly-once outside of closures: each server counts direct changes. `_change_once` sends the
-# expected count (`_num_direct`), and a server ignores a count that it has applied. So `_ask` may
-# repeat a call whose answer was lost. A restarted program learns the count from `define`.
+# Exactly-once outside of closures: direct changes of a server have numbers. `_change_once` sends
+# the next number (`_next_direct`), and a server ignores a number that it has applied. So `_ask` may
+# repeat a call whose answer was lost. After an error, the next change has the same number. A
+# restarted program learns the number from `define`.
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,11 @@ from tpudist.ps.shard_log import close_logs
 from tpudist.ps.tables.table_options import TableOptions
 
 ROLE = "ps"
+MAX_DEATHS = 10
+"""Number of deaths in a row during one call, or while servers read a log. Beyond it the call or the
+log seems to end them, for example by exhausting the memory."""
+CLOSE_S = 10.0
+"""Seconds for which `close` waits for a server to finish its log."""
 _log = logging.getLogger("tpudist")
 
 
@@ -80,12 +85,15 @@ class Servers:
         self._definitions: list[list[Definition]] = [[] for _ in range(num_servers)]
         self._transformations: dict[int, optax.GradientTransformation] = {}
         self._tables: dict[int, TableOptions] = {}
-        self._next_server = itertools.cycle(range(num_servers))
+        self._next_server = 0
+        # A variable's number is its position in the order of creation, in each run of the program.
+        # By it, a server finds the variable in its log.
         self._num_variables = 0
-        self._num_direct = [0] * num_servers
+        self._next_direct = [0] * num_servers
         self._incarnations = [0] * num_servers
         # Includes successors that are not visible yet: if one hangs while it reads its log, it must
-        # be found too. It has no lock, because `_revive` holds the lock meanwhile.
+        # be found too. `ServerWatch`, which starts when all servers have an entry, reads it without
+        # a lock, because `_revive` holds `_lock` meanwhile.
         self._newest: dict[int, Actor] = {}
         self._actors = [self._spawn(i) for i in range(num_servers)]
         self._watch: ServerWatch | None = None
@@ -114,12 +122,15 @@ class Servers:
     ) -> Home:
         """Creates a variable on a server, by default on the next one in turn."""
         with self._lock:
-            place = next(self._next_server) if server is None else server
+            place = self._next_server if server is None else server
             home = Home(self._num_variables, place)
-            self._num_variables += 1
             definition = Definition(home.number, name, initial, constraint)
             last = self._ask(place, "define", [definition])
-            self._num_direct[place] = max(self._num_direct[place], last + 1)
+            # Counted only now: a definition that raised an error needs no number.
+            self._num_variables += 1
+            if server is None:
+                self._next_server = (place + 1) % len(self)
+            self._next_direct[place] = max(self._next_direct[place], last + 1)
             # A successor reads the value from the log; without a log there is no successor.
             self._definitions[place].append(dataclasses.replace(definition, initial=None))
             return home
@@ -187,16 +198,15 @@ class Servers:
 
     def _change_once(self, server: int, method: str, *args: Any) -> None:
         with self._lock:
-            self._ask(server, method, self._num_direct[server], *args)
-            self._num_direct[server] += 1
+            self._ask(server, method, self._next_direct[server], *args)
+            self._next_direct[server] += 1
 
     def ask_all(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of each server; returns the results."""
         return [self._ask(i, method, *args) for i in range(len(self))]
 
     def seal(self, closure: int) -> None:
-        """Makes all servers reject later updates of a finished closure that was started several
-        times.
+        """Makes all servers reject later updates of a finished closure that started several times.
 
         A slow run of the closure may still send updates, also to a server to which the finished run
         sent none. A dead server needs no seal: its callers are dead too, or get `ActorDied`.
@@ -229,9 +239,7 @@ class Servers:
 
     def _revive(self, index: int, died: ActorDied) -> Actor:
         """Starts a server that continues from a log; it is visible once it knows everything."""
-        while True:
-            # Ends: each round needs a new death. An actor that never existed (`was_made`), or an
-            # error of its log, is raised.
+        for _ in range(MAX_DEATHS):
             _log.warning("%s Another server continues where its log ends.", died)
             self._incarnations[index] += 1
             actor = self._spawn(index)
@@ -240,13 +248,17 @@ class Servers:
                 self._call(actor, "define_tables", self._tables)
                 last = self._call(actor, "define", self._definitions[index])
             except ActorDied as again:
-                if again.actor != actor or not again.was_made:
+                if again.actor != actor or not again.was_created:
                     raise
                 self.engine.kill(actor)
                 died = again
             else:
-                self._num_direct[index] = max(self._num_direct[index], last + 1)
+                self._next_direct[index] = max(self._next_direct[index], last + 1)
                 return actor
+        raise UnavailableError(
+            f"{died} It is the last of {MAX_DEATHS} servers in a row that died while they read the "
+            f"log in {self.folder}. Give servers more memory, or restore a checkpoint in a new run."
+        ) from died
 
     def close(self) -> None:
         """Closes the logs."""
@@ -254,7 +266,7 @@ class Servers:
             self._watch.close()
         for actor in self.actors:
             try:
-                self.engine.result(self.engine.call(actor, "close"), 10.0)
+                self.engine.result(self.engine.call(actor, "close"), CLOSE_S)
             except Exception as error:
                 _log.warning("%s did not finish its log: %s", actor, error)
         if self.folder is not None:
@@ -267,15 +279,24 @@ class Servers:
         return actor
 
     def _ask(self, server: int, method: str, *args: Any) -> Any:
-        """Calls a method of a server; replaces a server that dies, and calls again."""
-        while True:
+        """Calls a method of a server; replaces a server that dies, and calls again.
+
+        Raises:
+            UnavailableError: If servers die repeatedly, or have no log.
+        """
+        for _ in range(MAX_DEATHS):
             actor = self.actors[server]
             try:
                 return self._call(actor, method, *args)
             except ActorDied as died:
-                if died.actor != actor or not died.was_made:
+                if died.actor != actor or not died.was_created:
                     raise
+                last = died
                 self.replace(died)
+        raise UnavailableError(
+            f"{last} It is the last of {MAX_DEATHS} servers in a row that died during a call of "
+            f"{method}, which seems to be the cause. Give servers more memory, or use more of them."
+        ) from last
 
     def _call(self, actor: Actor, method: str, *args: Any) -> Any:
         value = self.engine.result(self.engine.call(actor, method, *args))

@@ -218,9 +218,9 @@ class RayCalls:
             self.kill(actor, why)
             raise self._death(actor, why) from None
         except ray.exceptions.RayActorError as error:
-            was_made = not error.actor_init_failed
-            prefix = "" if was_made else "it could not be created.\n"
-            raise self._death(actor, f"{prefix}{error}", was_made) from None
+            was_created = not error.actor_init_failed
+            prefix = "" if was_created else "it could not be created.\n"
+            raise self._death(actor, f"{prefix}{error}", was_created) from None
         except ray.exceptions.RayError as error:
             # Any other error of Ray, such as a lost machine, also means that there is no result.
             raise self._death(actor, f"{type(error).__name__}: {error}") from None
@@ -286,9 +286,9 @@ class RayCalls:
             peer = self.add(actor, handle)
         return peer
 
-    def _death(self, actor: Actor, why: str, was_made: bool = True) -> ActorDied:
+    def _death(self, actor: Actor, why: str, was_created: bool = True) -> ActorDied:
         why = self._why.get(actor, OVER if self._is_over else why)
-        return ActorDied(actor, why, was_made)
+        return ActorDied(actor, why, was_created)
 
 
 def _timeout(future: RayFuture, timeout_s: float | None) -> ResultTimeout:
