@@ -204,6 +204,7 @@ def test_shutdown_leaves_nothing_behind(engine):
     future = engine.call(actors[0], "nap", 0.1)
     engine.shutdown()
     engine.shutdown()
+    engine.kill(actors[2])
     left = [x for x in threading.enumerate() if x.name.startswith("tpudist worker")]
     assert [x for x in left if x not in before] == []
     with pytest.raises(ActorDied, match="the engine was shut down"):

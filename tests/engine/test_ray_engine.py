@@ -248,7 +248,7 @@ def test_the_end_of_a_line_kills_its_actor(engine):
 @slow
 def test_waiting_callers_ask_ray_whether_the_actor_is_alive(engine, monkeypatch):
     """A line does not notice that a machine is gone."""
-    monkeypatch.setattr(ray_calls, "LOOK_S", 0.05)
+    monkeypatch.setattr(ray_calls, "PING_EVERY_S", 0.05)
     worker, _ = spawn(engine, "worker")
     engine.result(call_by_line(engine, worker))
     pings, ping = [], ray_calls.RayCalls.ping
@@ -444,6 +444,9 @@ if __name__ == "__main__":
     sys.stdin.readline()
     engine.shutdown()
     engine.shutdown()
+    engine.kill(actors[1])
+    import ray
+    assert not ray.is_initialized()  # as `ray.get` would do
     print("over", flush=True)
     sys.stdin.readline()
 """

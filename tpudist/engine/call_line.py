@@ -30,6 +30,7 @@ class Reply:
 
     def value(self, load: Callable[..., Any]) -> Any:
         """Returns the answer, which `load` reads like `pickle.loads` from bytes and buffers."""
+        # `_value` is set before `_message` is cleared, so a second thread sees one of them.
         message = self._message
         if message is not None:
             pickled, arrays = message
@@ -37,7 +38,7 @@ class Reply:
             self._message = None
         return self._value
 
-    def take(self, message: Message) -> None:
+    def arrive(self, message: Message) -> None:
         """Stores the answer."""
         self._message, self.has_arrived = message, True
 
@@ -45,7 +46,8 @@ class Reply:
 class CallLine:
     """Sends messages in order, and receives the answers in the same order in a thread.
 
-    Connects at once, which takes as long as the network needs.
+    Connects in the constructor, which waits without a limit if the other side accepts the
+    connection, but does not answer.
 
     Args:
         address: Address of a `CallListener`.
@@ -88,7 +90,7 @@ class CallLine:
         with self._sending:
             with self._changed:
                 if self._error is not None:
-                    return reply
+                    return reply  # it never arrives, and `wait` raises the error
                 self._awaited.append(reply)
             try:
                 send(self._connection, parts)
@@ -120,7 +122,7 @@ class CallLine:
             while True:
                 message = receive(self._connection)
                 with self._changed:
-                    self._awaited.popleft().take(message)
+                    self._awaited.popleft().arrive(message)
                     self._changed.notify_all()
         except EOFError:
             self._end(ConnectionResetError("The other process has closed the connection."))

@@ -83,8 +83,8 @@ class CallListener:
                 self._read(connection)
 
     def _read(self, connection: Connection) -> None:
-        # Reads ahead in this thread, and runs calls in another one: a caller may send many calls
-        # without waiting for answers, and its socket never blocks.
+        # Reads ahead in this thread, without a limit, and runs calls in another one: a caller may
+        # send many calls without waiting for answers, and its socket never blocks.
         messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         runner = threading.Thread(
             target=self._run, args=(connection, messages), name="tpudist actor", daemon=True
@@ -102,12 +102,14 @@ class CallListener:
             try:
                 parts = self._reply(message)
             except BaseException:  # usually SystemExit: a function may end its own process
-                _log.exception("The process ends.")
+                _log.exception("A call ended the process.")
                 os._exit(1)
             del message
             if self._is_over:
                 return
-            with contextlib.suppress(OSError):  # the caller is gone; its remaining calls still run
+            # A caller that is gone gets no answer, but the calls that it has sent still run: an
+            # actor's update must not depend on whether its caller lives.
+            with contextlib.suppress(OSError):
                 send(connection, parts)
 
     def _reply(self, message: Message) -> list[Any]:

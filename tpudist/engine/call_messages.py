@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pickle import PickleBuffer, Pickler
 
 SILENCE_S = 60.0
-"""Seconds without progress after which a receiver counts as unreachable."""
+"""Seconds without progress after which a receiver counts as unreachable. A sender may be silent for
+any time; `Line.limit_silence` is for its first messages."""
 _HEAD = struct.Struct("<I")  # number of arrays after the pickle
 
 Message = tuple[memoryview, list[bytes]]
@@ -81,5 +82,6 @@ class Line:
         self._socket.close()
 
     def _limit(self, option: int, seconds: float) -> None:
+        # The socket options take a `struct timeval`: seconds and microseconds.
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, option, limit)

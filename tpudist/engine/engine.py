@@ -1,12 +1,8 @@
-"""Engine: an interface with eight methods that run actors somewhere, and report when one has died.
+"""Engine: runs actors in threads or processes, and reports deaths.
 
 An actor is an object with a thread or process of its own that others call: a worker, or a shard of
 the parameter servers. An engine repeats no call and replaces no actor: its user decides that.
 """
-
-# Contract, which `tests/engine/test_engine_contract.py` checks for every engine: the calls of one
-# caller to one actor run in order; a call runs at most once; after a death each outstanding result
-# raises `ActorDied`; `kill` and `shutdown` may be repeated.
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -101,6 +97,13 @@ class Serializer(Protocol):
 class Engine(Protocol):
     """Runs actors.
 
+    Every engine keeps this contract (`tests/engine/test_engine_contract.py`):
+
+    - The calls of one caller to one actor run in order.
+    - A call runs at most once.
+    - After the death of an actor, each outstanding result raises `ActorDied`.
+    - `kill` and `shutdown` may be repeated, also `kill` after `shutdown`.
+
     Attributes:
         concurrency: Provides threads and time for the users of the engine.
         serializer: Serializes values; None if actors share them with the program.
@@ -150,7 +153,7 @@ class Engine(Protocol):
         ...
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
-        """Ends an actor, even during a call or again. Its later actions have no effect."""
+        """Ends an actor, even during a call. What it does afterwards has no effect on others."""
         ...
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
 """Ends the processes that a command has started, and removes its folder, when this program ends.
 
 Servers in the background outlive a program that is killed. So a small separate process starts
-them: it adopts orphans (PR_SET_CHILD_SUBREAPER of prctl(2), Linux), so that it loses none of them.
-It waits until this program ends or closes the guard, and then kills them.
+them: it adopts orphans (PR_SET_CHILD_SUBREAPER of prctl(2)), so that it loses none of them. It
+waits until this program ends or closes the guard, and then kills them. Linux only.
 
 The guard is this file, run as a script: it imports neither tpudist nor JAX.
 """
@@ -23,7 +23,13 @@ LOG = "start.log"
 """Name of the file with the command's output, in its folder."""
 END_S = 20.0
 """Maximum seconds until killed processes are gone."""
+MARGIN_S = 10.0
+"""Seconds for the guard itself to end after that."""
+MAX_OUTPUT = 2000
+"""Characters of a command's output in an error: its end."""
 _POLL_S = 0.5  # delay until the guard notices that the program was killed
+_STEP_S = 0.05  # the same, while the command runs; and the delay until its end is noticed
+_REAP_S = 0.02  # between two rounds of killing
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
@@ -45,6 +51,7 @@ class ProcessGuard:
     def __init__(
         self, command: Sequence[str], folder: Path, env: Mapping[str, str], *, timeout_s: float
     ):
+        # `-I -S`: without modules of the user and of site-packages, it starts fast.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder), *command],
             stdin=subprocess.PIPE,
@@ -62,7 +69,7 @@ class ProcessGuard:
         if code != "0":
             text = ""
             with contextlib.suppress(OSError):
-                text = (folder / LOG).read_text(errors="replace")[-2000:]
+                text = (folder / LOG).read_text(errors="replace")[-MAX_OUTPUT:]
             self.close()
             outcome = f"ended with {code}" if code else f"did not finish within {timeout_s:g} s"
             raise RuntimeError(f"`{' '.join(command)}` {outcome}.\n{text}".rstrip())
@@ -73,7 +80,8 @@ class ProcessGuard:
             return
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"\n")  # a fork may keep the pipe open, so a byte is sent
-        self._process.wait(END_S + 10.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing more can be done here
+            self._process.wait(END_S + MARGIN_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -93,7 +101,7 @@ def main(program: int, folder: str, command: list[str]) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-    while process.poll() is None and _is_wanted(program, 0.05):
+    while process.poll() is None and _is_wanted(program, _STEP_S):
         pass
     if process.returncode is not None:
         with contextlib.suppress(OSError):  # the program may be gone
@@ -124,7 +132,7 @@ def _end_descendants() -> None:
             _reap()
         except ChildProcessError:  # no children
             return
-        time.sleep(0.02)
+        time.sleep(_REAP_S)
 
 
 def _reap() -> None:

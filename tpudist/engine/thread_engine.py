@@ -21,7 +21,13 @@ from tpudist.engine.seeded_concurrency import SeededConcurrency
 END_S = 5.0
 """Seconds for which `shutdown` waits for running actors."""
 _log = logging.getLogger("tpudist")
-_here = threading.local()  # `record`: the actor of this thread, if any
+
+
+class _Here(threading.local):
+    actor: "_ThreadActor | None" = None  # the actor of this thread, if any
+
+
+_here = _Here()
 
 
 class ThreadEngine:
@@ -45,9 +51,9 @@ class ThreadEngine:
         self.concurrency: Concurrency = (
             SystemConcurrency() if seed is None else SeededConcurrency(seed)
         )
-        # Lock order: never hold `_lock` together with a record's `changed`.
+        # Lock order: never hold `_lock` together with a thread actor's `changed`.
         self._lock = self.concurrency.condition()
-        self._records: dict[Actor, _Record] = {}
+        self._actors: dict[Actor, _ThreadActor] = {}
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
         self._is_over = False
 
@@ -62,28 +68,30 @@ class ThreadEngine:
                 raise RuntimeError("The engine was shut down. Create another engine.")
             actor = Actor(role, index, self._counts[role, index])
             self._counts[role, index] += 1
-            record = _Record(actor, self.concurrency)
-            self._records[actor] = record
-        record.thread = self.concurrency.start(
-            f"tpudist {actor}", lambda: record.run(factory, args)
+            thread_actor = _ThreadActor(actor, self.concurrency)
+            self._actors[actor] = thread_actor
+        thread_actor.thread = self.concurrency.start(
+            f"tpudist {actor}", lambda: thread_actor.run(factory, args)
         )
         return actor
 
     def call(self, actor: Actor, method: str, *args: object) -> "_Future":
         """Adds a call to the actor's queue."""
         self._check_not_killed()
-        record = self._record_of(actor)
+        thread_actor = self._find(actor)
         args = tuple(x.value if isinstance(x, _Ref) else x for x in args)
-        return record.add(method, args)
+        return thread_actor.add(method, args)
 
     def result(self, future: "_Future", timeout_s: float | None = None) -> Any:
         """Waits until the thread has called the method."""
         self._check_not_killed()
-        record = self._record_of(future.actor)
-        mine = _current_record()
-        with record.changed:
+        thread_actor = self._find(future.actor)
+        mine = _here.actor
+        with thread_actor.changed:
             # An actor that waits for another one must notice that it was killed itself.
-            is_over = record.changed.wait_for(lambda: future.is_done or _is_killed(mine), timeout_s)
+            is_over = thread_actor.changed.wait_for(
+                lambda: future.is_done or _is_killed(mine), timeout_s
+            )
             self._check_not_killed()
             if not is_over:
                 raise ResultTimeout(
@@ -95,7 +103,7 @@ class ThreadEngine:
 
     def ping(self, actor: Actor) -> "_Future":
         """Reports at once whether an actor is alive."""
-        return self._record_of(actor).ping()
+        return self._find(actor).ping()
 
     def put(self, value: object) -> "_Ref":
         """Returns a reference to the value itself."""
@@ -103,43 +111,43 @@ class ThreadEngine:
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
         """Fences an actor off."""
-        self._record_of(actor).end(why)
+        self._find(actor).end(why)
         # The killed actor may wait for a result of any other actor (`result`).
         with self._lock:
-            records = list(self._records.values())
-        for record in records:
-            record.wake()
+            thread_actors = list(self._actors.values())
+        for thread_actor in thread_actors:
+            thread_actor.wake()
 
     def shutdown(self) -> None:
         """Ends all threads that return to the engine, and logs the names of the others."""
         with self._lock:
             self._is_over = True
-            records, self._records = list(self._records.values()), {}
-        for record in records:
-            record.end("the engine was shut down")
-        for record in records:
-            record.wake()
+            thread_actors, self._actors = list(self._actors.values()), {}
+        for thread_actor in thread_actors:
+            thread_actor.end("the engine was shut down")
+        for thread_actor in thread_actors:
+            thread_actor.wake()
         limit_s = self.concurrency.now_s() + END_S
-        for record in records:
+        for thread_actor in thread_actors:
             left_s = max(limit_s - self.concurrency.now_s(), 0.0)
-            if record.thread is not None and not record.thread.join(left_s):
+            if thread_actor.thread is not None and not thread_actor.thread.join(left_s):
                 _log.warning(
                     "%s still runs %s, and a thread cannot be killed. Its results no longer have "
                     "an effect, but it runs until this process ends.",
-                    record.actor,
-                    record.running or "its factory",
+                    thread_actor.actor,
+                    thread_actor.running or "its factory",
                 )
 
-    def _record_of(self, actor: Actor) -> "_Record":
+    def _find(self, actor: Actor) -> "_ThreadActor":
         with self._lock:
-            record = self._records.get(actor)
-        if record is None:  # after `shutdown`
-            record = _Record(actor, self.concurrency)
-            record.end("the engine was shut down")
-        return record
+            thread_actor = self._actors.get(actor)
+        if thread_actor is None:  # after `shutdown`: one without a thread, which is dead
+            thread_actor = _ThreadActor(actor, self.concurrency)
+            thread_actor.end("the engine was shut down")
+        return thread_actor
 
     def _check_not_killed(self) -> None:
-        if _is_killed(_current_record()):
+        if _is_killed(_here.actor):
             raise ActorKilled
 
 
@@ -162,7 +170,7 @@ class _Future:
         self.is_done = True
 
 
-class _Record:
+class _ThreadActor:
     """An actor: its thread, its queue of calls, and whether it is alive."""
 
     def __init__(self, actor: Actor, concurrency: Concurrency):
@@ -206,8 +214,8 @@ class _Record:
 
     def run(self, factory: Callable[..., Any], args: tuple[object, ...]) -> None:
         """Creates the actor, and answers its calls."""
-        _here.record = self
-        if self.is_killed:
+        _here.actor = self
+        if self.is_killed:  # without the lock: `_next` looks again
             return
         try:
             instance = factory(*args)
@@ -253,9 +261,5 @@ class _Record:
             return self._queue[0]  # it stays in the queue, so that `end` finishes it
 
 
-def _current_record() -> _Record | None:
-    return getattr(_here, "record", None)  # thread-local attributes are missing in other threads
-
-
-def _is_killed(record: _Record | None) -> bool:
-    return record is not None and record.is_killed
+def _is_killed(thread_actor: _ThreadActor | None) -> bool:
+    return thread_actor is not None and thread_actor.is_killed

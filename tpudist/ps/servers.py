@@ -284,19 +284,22 @@ class Servers:
         Raises:
             UnavailableError: If servers die repeatedly, or have no log.
         """
-        for _ in range(MAX_DEATHS):
+        num_deaths = 0
+        while True:
             actor = self.actors[server]
             try:
                 return self._call(actor, method, *args)
             except ActorDied as died:
                 if died.actor != actor or not died.was_created:
                     raise
-                last = died
+                num_deaths += 1
+                if num_deaths == MAX_DEATHS:
+                    raise UnavailableError(
+                        f"{died} It is the last of {MAX_DEATHS} servers in a row that died during "
+                        f"a call of {method}, which seems to be the cause. Give servers more "
+                        f"memory, or use more of them."
+                    ) from died
                 self.replace(died)
-        raise UnavailableError(
-            f"{last} It is the last of {MAX_DEATHS} servers in a row that died during a call of "
-            f"{method}, which seems to be the cause. Give servers more memory, or use more of them."
-        ) from last
 
     def _call(self, actor: Actor, method: str, *args: Any) -> Any:
         value = self.engine.result(self.engine.call(actor, method, *args))

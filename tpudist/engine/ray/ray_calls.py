@@ -1,8 +1,8 @@
 """RayCalls: calls of actors that are processes of Ray.
 
 The first calls of an actor go through Ray. Once the actor listens, the caller connects to it, and
-sends later calls directly, which takes a tenth of the time (`call_line`). If it cannot connect, all
-calls go through Ray. Ray decides whether an actor is alive.
+sends later calls directly, which takes about a tenth of the time (`call_line`). If it cannot
+connect, all calls go through Ray. Ray decides whether an actor is alive.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from tpudist.engine.call_line import CallLine, Reply
 from tpudist.engine.concurrency import Concurrency
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
 from tpudist.engine.ray.ray_host import Failure
-from tpudist.engine.ray.ray_pickle import ObjectRef, explain_pickle_errors, references, values
+from tpudist.engine.ray.ray_pickle import (
+    ObjectRef,
+    explain_pickle_errors,
+    resolve_refs,
+    unwrap_refs,
+)
 from tpudist.engine.ray.ray_session import import_ray
 
 END_S = 5.0
 """Seconds until a killed process must be gone, and until waiting callers must see the end."""
 PINGS = "pings"
 """Ray's name of the actor's thread that answers pings while another thread runs calls."""
-LOOK_S = 5.0
-"""Seconds between two questions to Ray whether an actor is alive that does not answer."""
-OVER = "the engine was shut down"
+PING_EVERY_S = 5.0
+"""Seconds after which Ray is asked again whether an actor that does not answer is alive."""
+SHUTDOWN_CAUSE = "the engine was shut down"
 """Cause of death of all actors at the end."""
 _log = logging.getLogger("tpudist")
 
@@ -67,14 +72,14 @@ class _Peer:
         self.address: ObjectRef | None = None
         self.last: ObjectRef | None = None
         self.line: CallLine | None = None
-        self._found: queue.SimpleQueue[CallLine | None] = queue.SimpleQueue()
-        self._is_connecting = self._is_decided = False
+        self._new_lines: queue.SimpleQueue[CallLine | None] = queue.SimpleQueue()
+        self._is_connecting = self._has_searched = self._is_closed = False
 
     def find_line(self, actor: Actor, secret: bytes) -> CallLine | None:
         """Returns the line, or None while calls go through Ray."""
         # Calls must not overtake each other, so the switch happens only when all calls through Ray
-        # have finished. It happens once: `_is_decided` ends the search, with a line or without.
-        if self._is_decided:
+        # have finished. It happens once: `_has_searched` is set with a line or without.
+        if self._has_searched:
             return self.line
         ray = import_ray()
         if self.address is None:
@@ -88,31 +93,34 @@ class _Peer:
                 address = ray.get(self.address)
             except ray.exceptions.RayActorError:
                 # The actor has died; the next call through Ray reports it.
-                self._is_decided = True
+                self._has_searched = True
                 return None
             except ray.exceptions.RayError as error:
-                self._is_decided = True
+                self._has_searched = True
                 _warn(actor, f"it cannot listen: {error}")
                 return None
             threading.Thread(
                 target=self._connect, args=(actor, address, secret), daemon=True
             ).start()
-        if not self._found.empty():
-            self._is_decided, self.line = True, self._found.get()
+        if not self._new_lines.empty():
+            self._has_searched, self.line = True, self._new_lines.get()
         return self.line
 
     def _connect(self, actor: Actor, address: tuple[str, int], secret: bytes) -> None:
         """Connects, in a thread, because callers must not wait for the network."""
         try:
-            self._found.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
+            self._new_lines.put(CallLine(address, secret, import_ray().cloudpickle.CloudPickler))
         except OSError as error:
             _warn(actor, f"no process answers at {address[0]}:{address[1]}: {error}")
-            self._found.put(None)
+            self._new_lines.put(None)
+        if self._is_closed:  # `close` may have missed the line
+            self.close()
 
     def close(self) -> None:
-        """Closes the line."""
-        while not self._found.empty():
-            line = self._found.get()
+        """Closes the line, also one that is still connecting."""
+        self._is_closed = True
+        while not self._new_lines.empty():
+            line = self._new_lines.get()
             if line is not None:
                 line.close()
         if self.line is not None:
@@ -132,7 +140,7 @@ class RayCalls:
         self.namespace, self.secret = namespace, secret
         # `_changed` guards the attributes below. A peer's lock is never taken while holding it.
         self._peers: dict[Actor, _Peer] = {}
-        self._why: dict[Actor, str] = {}  # causes of death of killed actors
+        self._causes: dict[Actor, str] = {}  # causes of death of killed actors
         self._num_waiting = 0  # threads in `result`
         self._is_over = False
         self._changed = concurrency.condition()
@@ -150,9 +158,9 @@ class RayCalls:
         with explain_pickle_errors(f"{method} of {actor}", args), peer.lock:
             line = peer.find_line(actor, self.secret)
             if line is None:
-                peer.last = peer.handle.call.remote(method, *references(args))
+                peer.last = peer.handle.call.remote(method, *unwrap_refs(args))
                 return RayFuture(actor, method, peer.last)
-            reply = line.call((method, *values(args)))
+            reply = line.call((method, *resolve_refs(args)))
             return RayFuture(actor, method, line=line, reply=reply)
 
     def ping(self, actor: Actor) -> RayFuture:
@@ -184,9 +192,9 @@ class RayCalls:
     def kill(self, actor: Actor, why: str) -> bool:
         """Asks Ray to end an actor; returns whether it was alive, as far as this process knows."""
         with self._changed:
-            if actor in self._why:
+            if actor in self._causes:
                 return False
-            self._why[actor] = why
+            self._causes[actor] = why
             peer = self._peers.pop(actor, None)
         if peer is not None:
             import_ray().kill(peer.handle)
@@ -212,7 +220,7 @@ class RayCalls:
             raise _timeout(future, timeout_s) from None
         except ray.exceptions.RayTaskError as error:
             # Not an error of the method (`Failure`): an argument or the result cannot be sent.
-            raise error.cause from error
+            raise (error.cause or error) from error
         except ray.exceptions.ActorUnavailableError as error:
             why = f"it was unreachable, so it was killed.\n{error}"
             self.kill(actor, why)
@@ -233,7 +241,7 @@ class RayCalls:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         ping: RayFuture | None = None
         while True:
-            left_s = LOOK_S if end_s is None else min(LOOK_S, end_s - time.monotonic())
+            left_s = PING_EVERY_S if end_s is None else min(PING_EVERY_S, end_s - time.monotonic())
             try:
                 if line.wait(reply, max(left_s, 0.0)):
                     return reply.value(pickle.loads)
@@ -275,7 +283,7 @@ class RayCalls:
     def _find(self, actor: Actor) -> _Peer | None:
         """Returns the peer of an actor; None if it is not alive."""
         with self._changed:
-            if actor in self._why or self._is_over:
+            if actor in self._causes or self._is_over:
                 return None
             peer = self._peers.get(actor)
         if peer is None:
@@ -287,7 +295,7 @@ class RayCalls:
         return peer
 
     def _death(self, actor: Actor, why: str, was_created: bool = True) -> ActorDied:
-        why = self._why.get(actor, OVER if self._is_over else why)
+        why = self._causes.get(actor, SHUTDOWN_CAUSE if self._is_over else why)
         return ActorDied(actor, why, was_created)
 
 

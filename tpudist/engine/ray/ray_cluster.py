@@ -16,8 +16,8 @@ from typing import Protocol
 
 from tpudist.engine.ray.ray_session import import_ray
 
-_REPORT_S = 10.0
-_STEP_S = 1  # delay of Ctrl-C
+_REPORT_S = 10.0  # between two reports of missing machines
+_STEP_S = 1  # Ray waits for whole seconds, and Ctrl-C is noticed after a wait
 _log = logging.getLogger("tpudist")
 
 
@@ -70,7 +70,7 @@ class RayCluster:
         start = reported = time.monotonic()
         missing = collections.deque(groups)
         while missing:
-            # Ray can wait for one group only, and for whole seconds.
+            # Ray can wait for one group only. The limit may be exceeded by one step.
             if groups[missing[0]].wait(_STEP_S):
                 missing.popleft()
                 continue

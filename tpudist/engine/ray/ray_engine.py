@@ -23,7 +23,7 @@ from typing import Any
 
 from tpudist.engine.concurrency import Concurrency, SystemConcurrency
 from tpudist.engine.engine import Actor, Serializer
-from tpudist.engine.ray.ray_calls import END_S, OVER, PINGS, RayCalls, RayFuture
+from tpudist.engine.ray.ray_calls import END_S, PINGS, SHUTDOWN_CAUSE, RayCalls, RayFuture
 from tpudist.engine.ray.ray_cluster import RayCluster
 from tpudist.engine.ray.ray_host import Host, Process
 from tpudist.engine.ray.ray_pickle import (
@@ -31,13 +31,19 @@ from tpudist.engine.ray.ray_pickle import (
     RaySerializer,
     explain_pickle_errors,
     put,
-    references,
+    unwrap_refs,
 )
 from tpudist.engine.ray.ray_session import RaySession, import_ray
 
-RESOURCES = frozenset(
-    "accelerator_type label_selector memory num_cpus num_gpus resources scheduling_strategy".split()
-)
+RESOURCES = {
+    "accelerator_type",
+    "label_selector",
+    "memory",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "scheduling_strategy",
+}
 """Ray's options of an actor that determine where it runs."""
 _log = logging.getLogger("tpudist")
 
@@ -88,7 +94,7 @@ class RayEngine:
     ):
         if address and cluster:
             raise ValueError(
-                f"RayEngine(address={address!r}, cluster={cluster!r}): pass exactly one of them. "
+                f"RayEngine(address={address!r}, cluster={cluster!r}): pass at most one of them. "
                 f"address is the address of a running Ray; cluster is a cluster whose head starts "
                 f"here."
             )
@@ -145,7 +151,7 @@ class RayEngine:
             kind = import_ray().remote(concurrency_groups={PINGS: 1})(Host)
             host = kind.options(**self._options(actor))
             with explain_pickle_errors(f"the factory of {actor}", (factory, *args)):
-                handle = host.remote(actor, self._calls.secret, factory, *references(args))
+                handle = host.remote(actor, self._calls.secret, factory, *unwrap_refs(args))
             self._counts[role, index] += 1
             # Requested now, because an actor that hangs could not answer when it must be killed.
             self._processes[actor] = handle.process.remote()
@@ -184,11 +190,12 @@ class RayEngine:
         with self._lock:
             self._is_over = True
         actors = list(self._processes)
-        killed = [x for x in actors if self._calls.kill(x, OVER)]
+        killed = [x for x in actors if self._calls.kill(x, SHUTDOWN_CAUSE)]
         end_s = time.monotonic() + END_S
         if not self._session.has_started_ray:  # otherwise all processes end with Ray
             for actor in killed:
                 self._end_process(actor, end_s)
+        self._processes.clear()  # a later `kill` must not call Ray, which would start it again
         self._calls.close()
         self._session.disconnect()
 
@@ -213,8 +220,8 @@ class RayEngine:
     def _end_process(self, actor: Actor, end_s: float) -> None:
         """Waits for the end of a killed process on this machine, and kills it if it hangs."""
         # A process that hangs does not notice Ray's request, and Ray waits 5 s before it kills it.
-        # `Process.end` is faster, but not immediate: Ray would print that a process died
-        # unexpectedly.
+        # `Process.end` waits only a moment before it does, because Ray prints a warning about a
+        # process that dies before Ray has ended it.
         ray, reference = import_ray(), self._processes.pop(actor, None)
         if reference is None:
             return

@@ -22,10 +22,10 @@ from tpudist.engine.ray.ray_session import (
     require_token,
 )
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # between two attempts to connect to the program, and to Ray here
 _NUM_REFUSED = 3  # consecutive refusals, so that a restart of the network does not count as the end
 _SILENT_S = 60.0  # the same limit as Ray's for a head that does not answer
-_REPORT_S = 30.0
+_REPORT_S = 30.0  # between two reports that the program does not answer yet
 _log = logging.getLogger("tpudist")
 
 
@@ -62,7 +62,7 @@ class RayNode:
         command += ["--disable-usage-stats"]
         if ip := find_local_ip(host):
             command.append(f"--node-ip-address={ip}")
-        self._here = ip or "127.0.0.1", port
+        self._here = (ip or "127.0.0.1", port)
         env = {x: value for x, value in os.environ.items() if x != "RAY_ADDRESS"}
         try:
             self._guard = ProcessGuard(command, folder, env, timeout_s=START_S)
@@ -88,7 +88,8 @@ class RayNode:
                 last_answer = time.monotonic() if answer is not None else last_answer
                 here = is_answered(*self._here)
                 num_refused_here = num_refused_here + 1 if here is False else 0
-                # Twice as often, because Ray here ends by itself soon after the program.
+                # It needs more refusals than the program, because Ray here also ends by itself soon
+                # after the program, and that is no error.
                 if num_refused_here > 2 * _NUM_REFUSED and answer:
                     raise RuntimeError(
                         f"Ray of {self._name} ended on this machine, but the program did not. "

@@ -60,19 +60,22 @@ def put(value: object) -> RayRef:
         return RayRef(import_ray().put(value))
 
 
-def references(args: tuple[object, ...]) -> tuple[object, ...]:
-    """Returns arguments for a call through Ray, which resolves references."""
+def unwrap_refs(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns arguments for a call through Ray, which resolves references itself."""
     return tuple(x.reference if isinstance(x, RayRef) else x for x in args)
 
 
-def values(args: tuple[object, ...]) -> tuple[object, ...]:
-    """Returns arguments for a call over a line, which does not."""
+def resolve_refs(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns arguments for a call over a line; fetches the values of references from Ray."""
     return tuple(import_ray().get(x.reference) if isinstance(x, RayRef) else x for x in args)
 
 
 @contextlib.contextmanager
 def explain_pickle_errors(subject: str, args: tuple[object, ...]) -> Iterator[None]:
-    """Replaces Ray's long error by a short TypeError that names the argument."""
+    """Replaces Ray's long error by a short TypeError that names the argument.
+
+    After any error, it pickles the arguments again to find the cause.
+    """
     try:
         yield
     except Exception:

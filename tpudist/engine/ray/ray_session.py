@@ -1,6 +1,7 @@
 """RaySession: uses a running Ray, joins one, or starts one on this machine, with tokens.
 
-It uses only Ray's public and stable API, and only this file imports Ray.
+Except for the module of Ray's command line, it uses only the public and stable API. Only
+`import_ray` imports Ray.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ class RaySession:
                 raise
 
     def _start(self) -> Path:
-        host, port = split_address(self._head) if self._head else ("", 0)
+        host, port = split_address(self._head) if self._head else (None, 0)
         folder = make_folder()
         # Ray makes its folder writable for all users, so it is inside of a private folder.
         inner = folder / "r"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"]
         command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={inner}"]
-        if ip := host and find_local_ip(host):
+        if host is not None and (ip := find_local_ip(host)):
             command.append(f"--node-ip-address={ip}")
         env = {x: value for x, value in os.environ.items() if x != "RAY_ADDRESS"}
         if self._needs_token:
@@ -186,8 +187,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _restore_process_state() -> Iterator[None]:
-    """Restores the handler of SIGTERM and RAY_ADDRESS, which `ray.init` changes or reads."""
-    # `ray.init` installs a handler of SIGTERM, and prefers RAY_ADDRESS to `auto`.
+    """Hides RAY_ADDRESS, which `ray.init` prefers to `auto`, and keeps the handler of SIGTERM."""
     before, address = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)
     try:
         yield

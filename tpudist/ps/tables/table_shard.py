@@ -162,7 +162,7 @@ class TableShard:
             )
         # All rows exist together before some are evicted below.
         self.require_room(ids, may_evict=False)
-        with self._added(ids, new=ids[self._map.find(ids) < 0]) as numbers:
+        with self._add(ids, new=ids[self._map.find(ids) < 0]) as numbers:
             self._arrays.change(_set_rows, numbers, rows)
             self._arrays.wait()
         self._touches.last[numbers] = state["last"]
@@ -228,13 +228,13 @@ class TableShard:
             optimizer=self._optimizer,
             initializer=self.options.initializer,
         )
-        with self._added(ids, new=ids) as rows:
+        with self._add(ids, new=ids) as rows:
             self._arrays.change(create, rows, halves(ids))
             self._arrays.wait()
         self._touches.num_calls[rows] = 0  # the call that creates them sets `last`
 
     @contextlib.contextmanager
-    def _added(self, ids: np.ndarray, *, new: np.ndarray) -> Iterator[np.ndarray]:
+    def _add(self, ids: np.ndarray, *, new: np.ndarray) -> Iterator[np.ndarray]:
         """Adds missing ids, and yields all rows; removes the `new` ids if the block raises."""
         rows = self._map.find_or_add(ids)
         try:
