@@ -153,7 +153,7 @@ class ServerVariable(Variable):
             self._check_usable_here(mode, "assigned")
             return self._change(Assignment(self.home.number, op, self.conform(value)), read_value)
         if mode.replica_context is not None:
-            aggregation.check_number(self, value, mode)
+            aggregation.refuse_number_to_sum(self, value, mode)
             value = aggregation.aggregate_write(self, self.conform(local_part(value)))
         change = Assignment(self.home.number, op, self.conform(value))
         return self._change_in_step(change, op, (change.value,), read_value)

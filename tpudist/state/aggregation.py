@@ -15,7 +15,8 @@ from tpudist.state.variable_base import VariableBase
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives
 
-_NONE, _SUM, _FIRST = (VariableAggregation[x] for x in ("NONE", "SUM", "ONLY_FIRST_REPLICA"))
+_NONE, _SUM = VariableAggregation.NONE, VariableAggregation.SUM
+_FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 
 def aggregate_write(variable: VariableBase, value: jax.Array) -> jax.Array:
@@ -28,6 +29,10 @@ def aggregate_write(variable: VariableBase, value: jax.Array) -> jax.Array:
     """
     if variable.aggregation is _NONE:
         return value  # after the trace, `run` proves that it is equal on all replicas
+    return _aggregate_in_trace(variable, value)
+
+
+def _aggregate_in_trace(variable: VariableBase, value: jax.Array) -> jax.Array:
     if variable.strategy.num_replicas_in_sync == 1:
         return value
     if variable.aggregation is _FIRST:
@@ -50,7 +55,7 @@ def aggregate_read(variable: VariableBase, local: jax.Array) -> jax.Array:
         local: This replica's component.
     """
     check_readable(variable)
-    return aggregate_write(variable, local)
+    return _aggregate_in_trace(variable, local)
 
 
 def aggregate_components(variable: VariableBase) -> jax.Array:
@@ -85,10 +90,11 @@ def check_readable(variable: VariableBase) -> None:
         )
 
 
-def check_number(variable: VariableBase, value: object, mode: context.Mode) -> None:
+def refuse_number_to_sum(variable: VariableBase, value: object, mode: context.Mode) -> None:
     """Raises `ValueError` if several replicas assign a plain number to a variable that sums."""
-    on_read = variable.synchronization is VariableSynchronization.ON_READ
-    in_replica = mode.replica_context is not None and not on_read
+    # As declared: `on_read` is False where a strategy has no components.
+    is_on_read = variable.synchronization is VariableSynchronization.ON_READ
+    in_replica = mode.replica_context is not None and not is_on_read
     is_number = isinstance(value, int | float | complex) and not isinstance(value, bool)
     if in_replica and is_number and variable.aggregation is _SUM:
         n = variable.strategy.num_replicas_in_sync

@@ -15,7 +15,7 @@ _CRASHES = jax.__version_info__ < (0, 12)
 
 
 def require_present(donated: PyTree) -> None:
-    """Raises `RuntimeError` for deleted arrays, as newer versions of JAX do.
+    """Raises `RuntimeError` for deleted arrays. Newer versions of JAX do that themselves.
 
     Args:
         donated: Donated inputs of a program. At its first call they may be NumPy arrays.
@@ -26,19 +26,19 @@ def require_present(donated: PyTree) -> None:
             raise RuntimeError(f"Array has been deleted with shape={shape}.")
 
 
-def explain(error: Exception, user: str, arguments: Iterable[tuple[str, object]]) -> None:
+def explain(error: Exception, function: str, arguments: Iterable[tuple[str, object]]) -> None:
     """Raises a `RuntimeError` that names the argument whose array was deleted, if there is one.
 
     Args:
         error: JAX's error about the deleted array.
-        user: Name of the function that received the arguments.
+        function: Name of the function that received the arguments.
         arguments: The flat arguments, each with its name.
     """
     for name, value in arguments:
         for part, array in _arrays_of(value):
             if isinstance(array, jax.Array) and array.is_deleted():
                 raise RuntimeError(
-                    f"'{user}' received argument '{name}', but its array{part} "
+                    f"'{function}' received argument '{name}', but its array{part} "
                     f"{descriptions.describe_array(array)} no longer exists: an earlier call has "
                     "overwritten it in place. A call may overwrite NNX objects that it changes, "
                     "and arguments in RunOptions(donate_argnums=...); nnx.clone shares its arrays "
@@ -57,7 +57,8 @@ def _arrays_of(value: object) -> list[tuple[str, object]]:
     if isinstance(value, nnx.State):
         paths = nnx_contents.variables_of_state(value)
         arrays = jax.tree.leaves(value)
-        return [(f" '{p[1:]}'", x) for (p, _), x in zip(paths, arrays, strict=True)]
+        pairs = zip(paths, arrays, strict=True)
+        return [(f" '{path.removeprefix('.')}'", x) for (path, _), x in pairs]
     if isinstance(value, nnx_contents.OBJECT_TYPES):
-        return [(f" '{'.'.join(path)}'", x) for path, x in nnx_contents.contents(value)]
+        return [(f" '{'.'.join(path)}'", x) for path, x in nnx_contents.public_contents(value)]
     return [("", value)]

@@ -22,6 +22,7 @@ from tpudist.state.nnx_settings import MutableSettings
 from tpudist.values.per_replica import is_per_replica
 
 _NO_RULES: Mapping[str, str] = {}
+_MAX_NAMES = 4  # in a message
 
 
 class Structure:
@@ -54,13 +55,14 @@ class Binding:
         graph = list(nnx.iter_graph(tuple(objects)))
         self._graphdef, self.paths, leaves = _flatten(tuple(objects), graph)
         self.variables = [x if isinstance(x, nnx.Variable) else None for x in leaves]
-        self._bare = [None if isinstance(x, nnx.Variable) else x for x in leaves]
+        self._bare_arrays = [None if isinstance(x, nnx.Variable) else x for x in leaves]
         self.types = tuple(type(x) for x in leaves)
         nodes = [x for _, x in graph if isinstance(x, nnx.Pytree)]
         self.summed = _ids_of_summed_metrics(nodes)
-        # The attribute dicts and not the objects, because a binding must not keep a model alive.
+        # The attribute dicts and not the nodes, so that the roots can be deleted: their finalizers
+        # remove the binding, and with it everything below them.
         self._attributes = [vars(node) for node in nodes]
-        self._seen = [tuple(attributes.values()) for attributes in self._attributes]
+        self._attribute_values = [tuple(attributes.values()) for attributes in self._attributes]
         self._roots = [_reference(x) for x in objects]
         self._settings = MutableSettings(self._attributes)
         self._value_structure = jax.tree.structure(self.values())
@@ -72,21 +74,22 @@ class Binding:
         """Whether the values have the pytree structure, and the PerReplicas, of the first call."""
         return jax.tree.structure(self.values()) == self._value_structure
 
-    def is_of(self, objects: Sequence[nnx_contents.Object]) -> bool:
+    def is_valid_for(self, objects: Sequence[nnx_contents.Object]) -> bool:
         """Whether this is the binding of `objects`, and only values have changed in them.
 
         Runs at each call, so it compares attributes by identity, without looking into them. Only
-        mutable settings are compared by their contents.
+        mutable settings are compared by their contents. Names need no comparison: NNX replaces its
+        own attribute about a node's attributes if one is renamed.
         """
         if len(objects) != len(self._roots):
             return False
         for root, x in zip(self._roots, objects, strict=True):
             if root() is not x:
                 return False
-        for attributes, seen in zip(self._attributes, self._seen, strict=True):
-            if len(attributes) != len(seen) or not all(
-                map(operator.is_, attributes.values(), seen)
-            ):
+        for attributes, values in zip(self._attributes, self._attribute_values, strict=True):
+            if len(attributes) != len(values):
+                return False
+            if not all(map(operator.is_, attributes.values(), values)):
                 return False
         return not self._settings.have_changed()
 
@@ -98,18 +101,18 @@ class Binding:
         """Returns the raw values, in the order of `variables`."""
         return [
             x if v is None else v._raw_value
-            for v, x in zip(self.variables, self._bare, strict=True)
+            for v, x in zip(self.variables, self._bare_arrays, strict=True)
         ]
 
     def write_value(self, index: int, value: PyTree) -> None:
-        """Replaces one raw value, in place."""
+        """Replaces one raw value, in place. The binding is no longer valid after a bare array."""
         variable = self.variables[index]
         if variable is not None:
             write([variable], [value])
             return
         node, *parts = self.paths[index]
         _set_at(self._roots[node](), parts, value)
-        self._bare[index] = value
+        self._bare_arrays[index] = value
 
     def aggregation(
         self, index: int, rules: Mapping[str, str] = _NO_RULES
@@ -159,7 +162,7 @@ class Binding:
         graphdef, _, leaves = _flatten(copies, nnx.iter_graph(copies))
         if _GraphKey(graphdef) != _GraphKey(self._graphdef):
             return None
-        # In tree mode the leaves are the Variables themselves.
+        # In Flax's tree mode (`graph=False`) the leaves are the Variables themselves.
         return [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in leaves]
 
     def describe_changes(self, copies: tuple) -> str:
@@ -170,8 +173,8 @@ class Binding:
             f"{type(x).__name__} '{_name_of(p)}'" for p, x in leaf_at.items() if p not in self.paths
         ]
         removed = [f"'{_name_of(p)}'" for p in self.paths if p not in leaf_at]
-        changes = [f"{', '.join(added[:4])} was added"] if added else []
-        changes += [f"{', '.join(removed[:4])} was removed"] if removed else []
+        changes = [f"{', '.join(added[:_MAX_NAMES])} was added"] if added else []
+        changes += [f"{', '.join(removed[:_MAX_NAMES])} was removed"] if removed else []
         return " and ".join(changes) or "an attribute that is not an array was changed"
 
 
@@ -234,7 +237,7 @@ def _name_of(path: tuple) -> str:
 
 def _set_at(node: PyTree, path: Sequence[Any], value: PyTree) -> None:
     for part in path[:-1]:
-        node = getattr(node, part) if _is_attribute(node, part) else node[part]  # of a model
+        node = getattr(node, part) if _is_attribute(node, part) else node[part]
     if _is_attribute(node, path[-1]):
         setattr(node, path[-1], value)
     else:
@@ -289,7 +292,7 @@ class Bindings:
         binding = self._by_id.get(key)
         if (
             binding is None
-            or not binding.is_of(objects)
+            or not binding.is_valid_for(objects)
             or (compare_values and not binding.has_same_values())
         ):
             is_new = binding is None

@@ -1,4 +1,4 @@
-"""Explains Flax' and JAX's errors about a captured NNX object that a function changes."""
+"""Explains Flax's and JAX's errors about a captured NNX object that a function changes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,12 +11,15 @@ from tpudist.state import nnx_contents
 from tpudist.xla import descriptions
 from tpudist.xla.hlo.source_lines import line_of_error
 
+# Of Flax's check of trace levels, and of JAX's check of an array that was made under another mesh.
+_MESSAGES = ("different trace level", "should match the mesh of sharding")
+
 
 @contextlib.contextmanager
 def explain_captures(name: str, whole: bool) -> Iterator[None]:
     """Replaces an error about a captured NNX object by advice to pass it as an argument.
 
-    Flax' message is about trace levels and JAX's about meshes. Neither names the cause: the
+    Flax's message is about trace levels and JAX's about meshes. Neither names the cause: the
     function changes or differentiates an object that it captures.
 
     Args:
@@ -45,13 +48,9 @@ def _find_captured(error: Exception) -> nnx_contents.Object | None:
     """Returns the captured object that Flax was working on; None if there is none.
 
     The exception has no reference to the object, so it is looked for in the local variables of
-    Flax' functions on the traceback, the innermost first.
+    Flax's functions on the traceback, the innermost first.
     """
-    message = str(error)
-    if (
-        "different trace level" not in message
-        and "should match the mesh of sharding" not in message
-    ):
+    if not any(text in str(error) for text in _MESSAGES):
         return None
     traceback, local_values = error.__traceback__, []
     while traceback is not None:
@@ -65,6 +64,6 @@ def _find_captured(error: Exception) -> nnx_contents.Object | None:
 
 def _has_concrete_arrays(value: nnx_contents.Object) -> bool:
     """Whether an object was made before the trace: objects made in it contain only tracers."""
-    leaves = jax.tree.leaves([x for _, x in nnx_contents.contents(value)])
+    leaves = jax.tree.leaves([x for _, x in nnx_contents.public_contents(value)])
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     return any(not isinstance(x, Tracer) for x in arrays)

@@ -14,21 +14,21 @@ OBJECT_TYPES = (nnx.Pytree, nnx.Variable)
 
 
 def nodes_of(objects: Sequence[PyTree]) -> list[Object]:
-    """Returns all objects and Variables in `objects`, in an order that copies share."""
+    """Returns all objects and Variables in `objects`, in the same order for a copy of them."""
     return [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, OBJECT_TYPES)]
 
 
-def contents(value: Object) -> list[tuple[tuple[str, ...], PyTree]]:
+def public_contents(value: Object) -> list[tuple[tuple[str, ...], PyTree]]:
     """Returns the arrays and public plain attributes in an object, each with its path."""
     if isinstance(value, nnx.Variable):
         return [((), value.get_raw_value())]
-    found = []
+    values = []
     for path, x in nnx.iter_graph(value):
         x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
         is_private = any(str(part).startswith("_") for part in path)
         if not is_private and isinstance(x, jax.Array | bool | int | float | str):
-            found.append((tuple(map(str, path)), x))
-    return found
+            values.append((tuple(map(str, path)), x))
+    return values
 
 
 def holders_of(array: jax.Array) -> list[nnx.Variable]:
@@ -55,13 +55,16 @@ def role_of(variable: nnx.Variable | None) -> str:
 
 
 def variables_of_state(state: nnx.State) -> list[tuple[str, nnx.Variable | None]]:
-    """Returns the path of each array of an `nnx.State`, and the Variable that contains it."""
+    """Returns the path of each array of an `nnx.State`, and the Variable that contains it.
+
+    A path is a text that can follow the name of the state, such as `.layer.kernel`.
+    """
     holders = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )[0]
-    found = []
+    variables = []
     for path, x in holders:
         variable = x if isinstance(x, nnx.Variable) else None
         name = f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
-        found += [(name, variable)] * len(jax.tree.leaves(x))
-    return found
+        variables += [(name, variable)] * len(jax.tree.leaves(x))
+    return variables

@@ -21,7 +21,8 @@ from tpudist.state import missing_arrays, nnx_contents
 from tpudist.xla import descriptions, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
 
-# Leaves of the value that `init` returns. A box of Linen is a parameter with its split.
+# Leaves of the value that `init` returns. A box of Linen (`linen.Partitioned`) is a parameter with
+# the axes over which it is split.
 _LEAF_TYPES = (*nnx_contents.OBJECT_TYPES, linen.Partitioned)
 
 
@@ -56,7 +57,8 @@ class _Structure:
 class Creation:
     """A planned call of `init(*args)`: the program, and the placement of each result.
 
-    Nothing has been computed yet.
+    Nothing has been computed yet. `_treedef` is the structure of all arrays of the result, and
+    `_abstract` has them with their shardings.
     """
 
     _name: str
@@ -100,7 +102,7 @@ class Creation:
                     progress.advance,
                 )
         except RuntimeError as error:
-            if "deleted" in str(error):
+            if "deleted" in str(error):  # JAX has no class for the error about a donated array
                 flat = jax.tree_util.tree_flatten_with_path(self._arguments)[0]
                 named = [
                     (jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in flat
@@ -129,7 +131,7 @@ class Creation:
 def plan_creation(
     init: Callable[..., PyTree],
     args: Sequence[PyTree],
-    place: Callable[..., Sharding],
+    sharding_of: Callable[..., Sharding],
     mesh: ReplicaMesh,
 ) -> Creation:
     """Traces `init(*args)` and determines the sharding of each array that it returns.
@@ -138,7 +140,7 @@ def plan_creation(
         init: Returns NNX objects, or any pytree of arrays and of Linen's boxes. Other leaves, such
             as Python numbers, stay as they are.
         args: NNX objects or pytrees that the function reads. Their arrays may be abstract.
-        place: Called with an abstract array, and as `variable` the NNX Variable or box that
+        sharding_of: Called with an abstract array, and as `variable` the NNX Variable or box that
             contains it (or None); returns the sharding.
         mesh: The replicas. `init` may communicate over them; its results are equal on all.
     """
@@ -148,9 +150,10 @@ def plan_creation(
     for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         value = variable.get_raw_value() if variable is not None else leaf
-        abstract += _place(value, functools.partial(place, variable=variable))
+        abstract += _add_shardings(value, functools.partial(sharding_of, variable=variable))
     for box, value in zip(structure.boxes.values(), values, strict=True):
-        abstract += _place(value, functools.partial(place, variable=box.replace_boxed(value)))
+        filled_box = box.replace_boxed(value)
+        abstract += _add_shardings(value, functools.partial(sharding_of, variable=filled_box))
     treedef = jax.tree.structure((state, values))
     return Creation(name, mesh, structure, closed, state_in, treedef, abstract)
 
@@ -158,7 +161,7 @@ def plan_creation(
 def _trace(
     init: Callable[..., PyTree], args: Sequence[PyTree], mesh: ReplicaMesh, name: str
 ) -> tuple[jaxprs.ClosedJaxpr, _Structure, tuple[nnx.State, list[PyTree]], nnx.State]:
-    """Traces `init`, and nothing calls it again: a second trace could return something else.
+    """Traces `init` once. Its program is evaluated later: a second trace could differ from it.
 
     Returns:
         The program that computes the result's arrays from the arrays of `args`; the structure of
@@ -167,7 +170,7 @@ def _trace(
     graphdef_in, state_in = nnx.split(tuple(args))
     for x in jax.tree.leaves(state_in):
         integers.check_fit(x, f"An argument of '{name}', passed to strategy.create,")
-    structures: list[_Structure] = []
+    structures: list[_Structure] = []  # the trace returns only arrays, so it leaves this here
 
     def find_arrays(state_in):
         structure, state, values = _split(init(*nnx.merge(graphdef_in, state_in)))
@@ -193,10 +196,13 @@ def _split(result: PyTree) -> tuple[_Structure, nnx.State, list[PyTree]]:
     return _Structure(nesting, graphdef, empty), state, values
 
 
-def _place(value: PyTree, place: Callable[[Any], Sharding]) -> list[jax.ShapeDtypeStruct]:
+def _add_shardings(
+    value: PyTree, sharding_of: Callable[[Any], Sharding]
+) -> list[jax.ShapeDtypeStruct]:
     """Returns the arrays of a value with their shardings."""
     return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)) for x in jax.tree.leaves(value)
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
+        for x in jax.tree.leaves(value)
     ]
 
 
@@ -225,6 +231,7 @@ def sharding_of_annotation(
         spec = logical_to_mesh(annotation, holder.rules or rules)
         known = {name for name, _ in (*(holder.rules or ()), *rules)}
     for checked, names in ((annotation, known), (spec, set(mesh.axis_names))):
+        # A dim is split over one axis, or over a tuple of axes.
         axes = [name for part in checked or () if part for name in np.atleast_1d(part)]
         unknown = [name for name in axes if isinstance(name, str) and name not in names]
         if unknown:

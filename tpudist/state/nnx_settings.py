@@ -27,8 +27,8 @@ class MutableSettings:
     """
 
     def __init__(self, attributes: Sequence[Mapping[str, object]]):
-        found = {id(x): x for own in attributes for x in own.values() if _is_mutable(x)}
-        self._values = list(found.values())
+        settings = {id(x): x for own in attributes for x in own.values() if _is_mutable(x)}
+        self._values = list(settings.values())
         self.keys = self._current_keys()
 
     def have_changed(self) -> bool:

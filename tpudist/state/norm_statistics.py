@@ -63,13 +63,13 @@ def _wrap(compute_stats: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(name, tuple | list) and len(name) == 1:
                 [name] = name
             if name in axes and arguments["axis_index_groups"] is None:
-                return _compute(**arguments)
+                return _statistics_of_all_rows(**arguments)
         return compute_stats(*args, **kwargs)
 
     return compute
 
 
-def _compute(
+def _statistics_of_all_rows(
     *,
     x: jax.Array,
     axes: int | Sequence[int],
@@ -78,10 +78,10 @@ def _compute(
     axis_index_groups: None,
     use_mean: bool,
     use_fast_variance: bool,
-    mask: jax.Array | None,
+    mask: jax.Array | None = None,
     force_float32_reductions: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of the elements of all replicas, by Flax' formulas."""
+    """Returns mean and variance of the elements of all replicas, by Flax's formulas."""
     dtype = jnp.result_type(x) if dtype is None else dtype
     if force_float32_reductions:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -90,7 +90,8 @@ def _compute(
     where = None if mask is None else jnp.asarray(mask, bool)
 
     def mean(*values: jax.Array) -> list[jax.Array]:
-        # Sums and counts are stacked, so that they cross the mesh in one all-reduce.
+        # Sums and count are stacked, so that they cross the mesh in one all-reduce. All values have
+        # one shape and mask, and so one count.
         ones = jnp.ones(x.shape, values[0].dtype)
         sums = jnp.stack([y.sum(axes, where=where) for y in (*values, ones)])
         *totals, count = jax.lax.psum(sums, axis_name)

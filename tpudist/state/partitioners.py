@@ -115,6 +115,7 @@ class MaxSizePartitioner(Partitioner):
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ):
         self._max_shard_bytes = _check_positive("max_shard_bytes", max_shard_bytes)
+        # 0 counts as None, as in TensorFlow.
         self._max_shards = _check_positive("max_shards", max_shards) if max_shards else None
         self._bytes_per_string = _check_positive("bytes_per_string", bytes_per_string)
 
@@ -130,7 +131,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def _check_positive(parameter: str, value: _Number) -> _Number:
-    if not value >= 1:
+    if not value >= 1:  # also for NaN
         raise ValueError(f"Argument `{parameter}` must be positive. Received: {value}")
     return value
 

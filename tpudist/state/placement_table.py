@@ -18,7 +18,7 @@ from tpudist.xla import random_keys
 from tpudist.xla.estimate.sizes import format_bytes
 
 # About one screen. A larger model shows its largest arrays, and one line about the others.
-MAX_ROWS = 40
+_MAX_ROWS = 40
 _COLUMNS = ("leaf", "dtype and shape", "split", Column("bytes per device", is_number=True))
 
 _Array: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic
@@ -69,7 +69,8 @@ class PlacementTable:
         return self._table()._repr_html_()
 
     def _table(self) -> TextTable:
-        largest = sorted(self.arrays, key=lambda x: -x.bytes_per_device)[:MAX_ROWS]
+        largest = sorted(self.arrays, key=lambda x: -x.bytes_per_device)[:_MAX_ROWS]
+        # In the order of the model, and by identity: equal arrays are different rows.
         shown = [x for x in self.arrays if any(x is y for y in largest)]
         rows = [
             (
@@ -99,7 +100,7 @@ def describe_placement(tree: PyTree) -> PlacementTable:
         tree: NNX objects, Linen's variables or `TrainState`, Variables, PerReplicas, arrays, or
             abstract arrays with shardings, such as the result of `Strategy.create_abstract`.
     """
-    return PlacementTable(tuple(_place(name, x) for name, x in _arrays_in(tree)))
+    return PlacementTable(tuple(_describe_array(name, x) for name, x in _arrays_in(tree)))
 
 
 def _arrays_in(tree: PyTree) -> Iterator[tuple[str, _Array]]:
@@ -131,7 +132,7 @@ def _arrays_of_object(name: str, value: nnx_contents.Object) -> Iterator[tuple[s
                 yield ".".join(part for part in parts if part), array
 
 
-def _place(name: str, x: _Array) -> PlacedArray:
+def _describe_array(name: str, x: _Array) -> PlacedArray:
     is_numpy = isinstance(x, np.ndarray | np.generic)
     # NumPy's arrays, tracers and arrays of other libraries have no sharding.
     sharding = getattr(x, "sharding", None)
@@ -148,7 +149,7 @@ def _place(name: str, x: _Array) -> PlacedArray:
 def _item_bytes(x: _Array) -> int:
     if not random_keys.is_key(x):
         return x.dtype.itemsize
-    # An element of a key array is several integers, which depend on JAX' generator.
+    # An element of a key array is several integers, which depend on JAX's generator.
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype))
     return data.size * data.dtype.itemsize
 

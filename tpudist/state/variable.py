@@ -108,7 +108,10 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         new: Any = super().__new__
         if frame is None:
             variable_class = context.get_strategy().variable_class
-            return new(cls if cls is not Variable or variable_class is None else variable_class)
+            # A strategy may have a class of its own for what you create as `Variable`.
+            if cls is Variable and variable_class is not None:
+                return new(variable_class)
+            return new(cls)
         return cast(Self, frame.create_variable(lambda: new(cls)))
 
     def __init__(
@@ -154,15 +157,15 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             constraint=constraint,
             home=self.strategy.variable_home,
         )
-        vars(self).update(vars(arguments))
+        vars(self).update(vars(arguments))  # name, trainable, aggregation, on_read, ...
         if initial_value is None:
             raise ValueError(
                 f"Variable '{self.name}' was made without an initial value. Pass one: "
                 "Variable(jnp.zeros(...)), or a function that computes it."
             )
-        self._begin(variable_value.initial_array(initial_value, dtype, self.name), shape, frame)
+        self._set_up(variable_value.initial_array(initial_value, dtype, self.name), shape, frame)
 
-    def _begin(
+    def _set_up(
         self,
         value: jax.Array,
         shape: int | Sequence[int | None] | None,
@@ -324,6 +327,9 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
             name: For `tf.Variable`: operations have no names.
             read_value: Whether to return the new value.
 
+        Returns:
+            The new value. None if not `read_value`, or if the variable has no single value here.
+
         Raises:
             ValueError: If the shape or dtype is wrong, if a `PerReplica` is assigned in
                 cross-replica context, or if a plain number is assigned in a replica function to a
@@ -348,7 +354,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     def _conform_in_trace(self, value: VariableValue, mode: context.Mode) -> jax.Array:
         """Returns this replica's value as an array that fits, aggregated if it is mirrored."""
-        aggregation.check_number(self, value, mode)
+        aggregation.refuse_number_to_sum(self, value, mode)
         is_whole = self.on_read and self._in_cross_replica_context(mode)
         array = self.conform(value if is_whole else local_part(value))
         if mode.replica_context is not None and not self.on_read:
@@ -414,6 +420,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
     def _read_back(self, mode: context.Mode, read_value: bool) -> jax.Array | None:
         """Returns the new value after an assignment; None if it has no single value here."""
         if self.on_read and mode.updating and mode.frame is None:
+            # In an `update`, code sees the components, which are one value only for one replica.
             is_readable = self.strategy.num_replicas_in_sync == 1
         else:
             is_readable = aggregation.is_readable(self) or not self._in_cross_replica_context(mode)
@@ -430,7 +437,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":
-        """Returns a new variable of the same strategy with equal components."""
+        """Returns a new variable of the same strategy with the same name and equal components."""
         new = object.__new__(type(self))  # without `__new__`, which is for the current strategy
         memo[id(self)] = new
         vars(new).update(vars(self))

@@ -36,7 +36,7 @@ class VariableBase:
     strategy: StrategyBase
     on_read: bool
     is_on_servers = False  # whether a parameter server stores it
-    is_counted = False  # whether each replica of a step computes a share, and shares are summed
+    is_counted = False  # whether it counts: each replica of a step adds its share to the sum
     remedy: str | None = None  # advice in the error about differing replicas; None: the default
     belongs_to_closure = False  # whether a scheduled function made it, on its worker
     spec: PartitionSpec | None  # axes inside a replica that split it; None: the strategy decides
@@ -64,7 +64,7 @@ class VariableBase:
         return self._value if storage is None else storage.fetch([self._value])[0]
 
     def _use_home(self, mode: context.Mode) -> contextlib.AbstractContextManager:
-        """Computes new values on this variable's devices, not on the devices of the scope."""
+        """Returns a context that computes on this variable's devices, not on those of the scope."""
         return placement.without_mesh() if self._is_foreign(mode) else contextlib.nullcontext()
 
     def _is_foreign(self, mode: context.Mode) -> bool:

@@ -48,7 +48,7 @@ def initial_array(
             value = value.read_value()
         integers.refuse_masks_and_buffers(value, f"The initial value of variable '{name}'")
         if not is_traced(value):
-            if _has_no_precision(value):
+            if _has_default_dtype(value):
                 value = _convert_integers(value, name, dtype)
             return _as_array(value, dtype)
     return _as_array(value, dtype)
@@ -83,8 +83,8 @@ def shares(value: jax.Array, n: int) -> jax.Array:
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jnp.inexact):
             return jnp.broadcast_to(value / n, (n, *value.shape)).astype(value.dtype)
-        first = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)
-        return jnp.expand_dims(value // n, 0) + jnp.moveaxis(first, -1, 0)
+        extra = (jnp.arange(n) < jnp.expand_dims(value % n, -1)).astype(value.dtype)  # 0 or 1
+        return jnp.expand_dims(value // n, 0) + jnp.moveaxis(extra, -1, 0)
 
 
 def conform(value: VariableValue, name: str, shape: Shape, dtype: DTypeLike) -> jax.Array:
@@ -96,13 +96,13 @@ def conform(value: VariableValue, name: str, shape: Shape, dtype: DTypeLike) -> 
     """
     value = value.read_value() if isinstance(value, ReadsAsArray) else value
     integers.refuse_masks_and_buffers(value, f"A value for variable '{name}'")
-    has_no_precision = _has_no_precision(value)
+    has_default_dtype = _has_default_dtype(value)
     with internals.place_explicitly():
-        array = jnp.asarray(_convert_integers(value, name, dtype) if has_no_precision else value)
+        array = jnp.asarray(_convert_integers(value, name, dtype) if has_default_dtype else value)
     # Equality comes first: NumPy's `can_cast` does not know the dtype of random keys. A chosen
     # dtype is never converted, so that float64 values do not lose digits unnoticed.
     is_same = array.dtype == dtype
-    converts = not is_same and (has_no_precision or jax.typeof(array).weak_type)
+    converts = not is_same and (has_default_dtype or jax.typeof(array).weak_type)
     fits = is_same or (converts and np.can_cast(array.dtype, dtype, "same_kind"))
     if array.shape != shape or not fits:
         raise ValueError(
@@ -147,13 +147,14 @@ def _are_integers(numbers: np.ndarray) -> bool:
     return all(isinstance(x, int) for x in numbers.flat)
 
 
-def _has_no_precision(value: object) -> bool:
+def _has_default_dtype(value: object) -> bool:
     """Whether a host value consists of numbers for which nobody chose a dtype.
 
-    NumPy integers count too: NumPy makes int64 of Python integers by default.
+    NumPy integers of any width count: an int64 usually comes from Python integers, and no integer
+    loses digits, because `_convert_integers` checks that it fits.
     """
     if isinstance(value, list | tuple):
-        return all(map(_has_no_precision, value))
+        return all(map(_has_default_dtype, value))
     if isinstance(value, np.generic | np.ndarray):
         return np.issubdtype(value.dtype, np.integer)
     return isinstance(value, int | float | complex | bool)

@@ -35,7 +35,7 @@ def describe_call(
         if i in numbers:
             descriptions[name] = f"a Python {type(leaf).__name__}"
         elif isinstance(leaf, nnx_contents.OBJECT_TYPES):
-            for path, value in nnx_contents.contents(leaf):
+            for path, value in nnx_contents.public_contents(leaf):
                 descriptions[".".join([name, *path])] = _describe(value)
         else:
             descriptions[name] = _describe(leaf)
