@@ -62,7 +62,8 @@ class DistributedIterator(Iterator[PyTree]):
     def __init__(self, dataset: RestartableDataset, elements: feed_ahead.Elements):
         self._dataset = dataset
         self._elements = elements
-        self._returned: list[tuple[PyTree, Position]] = []  # elements from `give_back`
+        # Elements, with the positions after them.
+        self._given_back: list[tuple[PyTree, Position]] = []
         self._position = elements.position
         self._waited_s = 0.0
         # A step boundary (for a coordinated save or stop) counts calls that all processes make. So
@@ -84,24 +85,26 @@ class DistributedIterator(Iterator[PyTree]):
             context.require_scope_or_default(self._dataset.strategy, "next(iterator)")
         frame = context.current().frame
         if frame is not None:
+            # In a tpudist.function the element becomes an input of the program.
             return frame.root.next_element(self)
         if self._is_everywhere:
             step_boundaries.poll(self)
         return self._take()
 
     def _take(self) -> PyTree:
-        if self._returned:
-            element, self._position = self._returned.pop()
+        if self._given_back:
+            element, self._position = self._given_back.pop()
             return element
         begun_s = time.perf_counter()
-        with goodput.phase(goodput.Phase.INPUT):
-            try:
+        try:
+            with goodput.phase(goodput.Phase.INPUT):
                 element, source = next(self._elements)
-            except StopIteration:
-                # An iterator that resumes from here is at its end too, and reads nothing again.
-                self._position = self._position._replace(ended=True)
-                raise
-        self._waited_s += time.perf_counter() - begun_s
+        except StopIteration:
+            # An iterator that resumes from here is at its end too, and reads nothing again.
+            self._position = self._position._replace(ended=True)
+            raise
+        finally:
+            self._waited_s += time.perf_counter() - begun_s
         self._position = Position(self._position.pass_number, self._position.step + 1, source)
         return element
 
@@ -117,7 +120,7 @@ class DistributedIterator(Iterator[PyTree]):
 
     def give_back(self, element: PyTree, position: Position) -> None:
         """Makes `element`, the last one taken, the next one again; `position` was before it."""
-        self._returned.append((element, self._position))
+        self._given_back.append((element, self._position))
         self._position = position
 
     def get_state(self) -> State:
@@ -150,7 +153,7 @@ class DistributedIterator(Iterator[PyTree]):
         # The old pass ends only when the new one has begun: an invalid state changes nothing.
         position = iterator_state.decode(state, self._dataset.plan)
         elements = self._dataset.begin_at(position)
-        self._leave()
+        self.close()
         self._elements, self._position = elements, position
 
     @property
@@ -179,11 +182,8 @@ class DistributedIterator(Iterator[PyTree]):
 
     def close(self) -> None:
         """Ends the pass and waits for its thread, which ends after the batch it is reading."""
-        self._leave()
-
-    def _leave(self) -> None:
         self._elements.close()
-        self._returned.clear()
+        self._given_back.clear()
 
 
 def require_no_trace(call: str) -> None:

@@ -45,7 +45,7 @@ class Position(NamedTuple):
         step: Number of elements that were returned in this pass.
         source: Position of the source of the data; None at the beginning.
         ended: Whether the pass has ended.
-        resumed: Whether this is the position of another iterator, perhaps of another program.
+        resumed: Whether it comes from a state, so that other passes may have come before it.
     """
 
     pass_number: int
@@ -57,8 +57,9 @@ class Position(NamedTuple):
     def state_for(self, state: State | None) -> State | None:
         """Returns the state for one dataset, whose part of `source` is `state`.
 
-        A dataset that shuffles in each pass must know that other passes came before, even if no
-        batch of this one was read. A pass that has ended need not be read again.
+        At the beginning of a pass it is `{"batches": 0}` for every kind of dataset. One that
+        shuffles in each pass must know that other passes came before, even if no batch of this one
+        was read. A pass that has ended need not be read again.
         """
         if state is None and (self.resumed or self.ended):
             state = {"batches": 0}
@@ -146,14 +147,16 @@ def read_count(state: object, key: str) -> int:
 
 
 def get_user_state(iterator: StatefulIterator) -> Any:
-    """Returns the state of a user's iterator as values of JSON, a copy.
+    """Returns a copy of the state of a user's iterator, as values of JSON.
+
+    So tuples come back as lists, and the keys of dicts as text.
 
     Raises:
         TypeError: If the state cannot be written as JSON.
     """
     state = iterator.get_state()
     try:
-        return json.loads(json.dumps(state, default=_encode_bytes))
+        return json.loads(json.dumps(state, default=_to_json))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"get_state() of the dataset's {type(iterator).__name__} returned {state!r}, which "
@@ -163,10 +166,10 @@ def get_user_state(iterator: StatefulIterator) -> Any:
 
 def set_user_state(iterator: StatefulIterator, state: Any) -> None:
     """Moves a user's iterator to a state from `get_user_state`."""
-    iterator.set_state(_decode_bytes(state))
+    iterator.set_state(_from_json(state))
 
 
-def _encode_bytes(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a scalar of any library
@@ -174,11 +177,11 @@ def _encode_bytes(value: object) -> object:
     raise TypeError(f"it holds a {type(value).__name__}")
 
 
-def _decode_bytes(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decode_bytes(x) for x in value]
+        return [_from_json(x) for x in value]
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return base64.b64decode(value[_BYTES])
-        return {key: _decode_bytes(x) for key, x in value.items()}
+        return {key: _from_json(x) for key, x in value.items()}
     return value

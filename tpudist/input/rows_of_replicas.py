@@ -24,17 +24,17 @@ class Assignment:
     """The split of a batch over the replicas.
 
     Attributes:
-        global_batch_size: Rows of a full batch, over all replicas.
+        num_rows: Rows to split: of a full batch, or of a partial one in equal parts.
         num_replicas: Number of replicas.
         in_equal_parts: Whether all quotas are ceil(B / n), until the rows end.
     """
 
-    global_batch_size: int
+    num_rows: int
     num_replicas: int
     in_equal_parts: bool = False
 
     def __post_init__(self):
-        assert self.global_batch_size > 0, self
+        assert self.num_rows > 0, self
         assert self.num_replicas > 0, self
 
     @functools.cached_property
@@ -51,27 +51,25 @@ class Assignment:
     def start(self, replica: int) -> int:
         """Returns the position of the replica's first row; without rows, the end of the batch."""
         if self.in_equal_parts:
-            return min(
-                replica * -(-self.global_batch_size // self.num_replicas), self.global_batch_size
-            )
-        quota, remainder = divmod(self.global_batch_size, self.num_replicas)
+            return min(replica * -(-self.num_rows // self.num_replicas), self.num_rows)
+        quota, remainder = divmod(self.num_rows, self.num_replicas)
         return replica * quota + min(replica, remainder)
 
-    def rows(self, num_rows: int) -> tuple[int, ...]:
-        """Returns the number of rows of each replica, for a batch of `num_rows` rows."""
-        assert 0 < num_rows <= self.global_batch_size, (num_rows, self)
+    def rows(self, num_present: int) -> tuple[int, ...]:
+        """Returns the rows of each replica, for a batch with the first `num_present` rows."""
+        assert 0 < num_present <= self.num_rows, (num_present, self)
         return tuple(
-            min(max(num_rows - self.start(replica), 0), quota)
+            min(max(num_present - self.start(replica), 0), quota)
             for replica, quota in enumerate(self.quotas)
         )
 
     def positions(
-        self, num_rows: int, replicas: Sequence[int], part_size: int | None = None
+        self, num_present: int, replicas: Sequence[int], part_size: int | None = None
     ) -> np.ndarray:
         """Returns the row of the batch at each position of the parts of `replicas`.
 
         Args:
-            num_rows: Rows of the batch.
+            num_present: Rows of the batch.
             replicas: The replicas.
             part_size: Rows of a part, padding included. Default: `rows_per_replica`.
 
@@ -79,7 +77,7 @@ class Assignment:
             Integers `[len(replicas), part_size]`. Padding repeats the last real row of a replica;
             a replica without rows repeats row 0.
         """
-        rows = self.rows(num_rows)
+        rows = self.rows(num_present)
         within = np.arange(part_size or self.rows_per_replica)
         parts = [
             self.start(replica) + np.minimum(within, rows[replica] - 1)

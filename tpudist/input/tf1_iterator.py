@@ -36,8 +36,8 @@ class InitializableIterator(DistributedIterator):
 
     @property
     def initializer(self) -> None:
-        """Starts again, as `initialize()` does; there is no operation to run."""
-        if self._elements.is_untouched:
+        """Starts again, as `initialize()` does. In TensorFlow it is the operation that does so."""
+        if self._elements.is_untouched:  # nothing was read: the pass need not begin again
             return
         self.close()
         self._position = self._dataset.next_pass

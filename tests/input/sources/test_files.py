@@ -532,7 +532,7 @@ def test_more_files_than_may_be_open_at_a_time_are_read(tmp_path, monkeypatch):
     dataset = from_files(folder(tmp_path, "array_record", [3] * 6), parse=parse)
     for _ in range(2):
         assert sorted(sum(ids(dataset.shuffle(0).batch(9)), [])) == list(range(18))
-    assert len(dataset._files._latest) <= 3
+    assert len(dataset._files._by_last_use) <= 3
 
 
 def test_explain_reports_the_number_of_files_per_process(tmp_path):

@@ -13,10 +13,10 @@ from tpudist.input.process_rounds import Rounds
 from tpudist.processes import generations, process_agreement
 from tpudist.xla.mesh import ReplicaMesh
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def call_and_report(mesh: ReplicaMesh, act: Callable[[], T]) -> T:
+def call_and_report(mesh: ReplicaMesh, act: Callable[[], _T]) -> _T:
     """Returns the result of `act`. If it fails, notifies the other processes, so none waits."""
     if not process_agreement.is_needed(mesh):
         return act()

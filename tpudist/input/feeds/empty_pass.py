@@ -7,7 +7,7 @@ from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.no_batches import NO_BATCHES
 
 _log = logging.getLogger("tpudist")
-_feeds: "weakref.WeakSet[object]" = weakref.WeakSet()  # that have warned
+_warned_feeds: "weakref.WeakSet[object]" = weakref.WeakSet()
 
 
 def warn_of_empty_pass(feed: object, *sources: object, num_dropped: int = 0) -> None:
@@ -18,8 +18,8 @@ def warn_of_empty_pass(feed: object, *sources: object, num_dropped: int = 0) -> 
         sources: Sources of the feed.
         num_dropped: Number of partial batches that were dropped.
     """
-    if feed not in _feeds:
-        _feeds.add(feed)
+    if feed not in _warned_feeds:
+        _warned_feeds.add(feed)
         reasons = dict.fromkeys(_describe(source, num_dropped) for source in sources)
         _log.warning("%s", " ".join(reasons) or NO_BATCHES)
 

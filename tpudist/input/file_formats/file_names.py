@@ -11,6 +11,7 @@ from tpudist.input.file_formats.file import RecordFile
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
+_MAX_NAMES = 3  # in an error
 # Suffixes of file names. A number of shards may follow a suffix.
 _SUFFIXES = {
     "array_record": (".array_record", ".arrayrecord"),
@@ -44,11 +45,12 @@ def find_files(files: PathLike | Sequence[PathLike]) -> list[Path]:
             paths += map(Path, matches)
         else:
             paths.append(Path(text))
-    twice = [str(path) for path, count in collections.Counter(paths).items() if count > 1]
-    if twice:
+    # Compares paths as they are written: a file and a link to it count as two.
+    repeated = [str(path) for path, count in collections.Counter(paths).items() if count > 1]
+    if repeated:
         raise ValueError(
-            f"The files contain {', '.join(twice[:3])} twice, so its examples would be read twice "
-            "in an epoch. Pass each file once."
+            f"The files contain {', '.join(repeated[:_MAX_NAMES])} twice, so its examples would be "
+            "read twice in an epoch. Pass each file once."
         )
     return paths
 
@@ -99,6 +101,7 @@ def reader_class(format: str) -> Callable[..., RecordFile]:
 
             return ParquetFile
         case _:
+            assert format == "text", format
             from tpudist.input.file_formats.text import TextFile
 
             return TextFile

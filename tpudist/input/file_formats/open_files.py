@@ -45,11 +45,12 @@ class OpenFiles:
         self._locks = [threading.Lock() for _ in paths]
         self._readers: dict[int, RecordFile] = {}
         self._num_users: collections.Counter[int] = collections.Counter()
-        self._latest: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self._all_read: set[int] = set()
+        self._by_last_use: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._files_read: set[int] = set()
         if num_records is not None:
             self.num_records = [int(x) for x in num_records]
             return
+        # Not bounded by `_MAX_OPEN`: no reader keeps its file open before its first `read`.
         with concurrent.futures.ThreadPoolExecutor(_INDEXING_THREADS) as threads:
             readers = list(threads.map(open_file, self.paths))
         self._readers = dict(enumerate(readers))
@@ -59,7 +60,7 @@ class OpenFiles:
     def read_until_now(self) -> tuple[str, ...]:
         """Paths of the files from which records have been read."""
         with self._lock:
-            return tuple(str(self.paths[i]) for i in sorted(self._all_read))
+            return tuple(str(self.paths[i]) for i in sorted(self._files_read))
 
     def block_ends(self, file: int) -> np.ndarray | None:
         """Returns the ends of a file's blocks; see `RecordFile`."""
@@ -68,23 +69,24 @@ class OpenFiles:
     @contextlib.contextmanager
     def use(self, file: int) -> Iterator[RecordFile]:
         """Yields the reader of a file, which stays open in the `with` block."""
+        # If it is closed before it counts as used, its `read` opens the file again.
         reader = self._get(file)
         with self._lock:
             self._num_users[file] += 1
-            self._all_read.add(file)
-            self._latest[file] = None
-            self._latest.move_to_end(file)
+            self._files_read.add(file)
+            self._by_last_use[file] = None
+            self._by_last_use.move_to_end(file)
         try:
             yield reader
         finally:
             with self._lock:
                 self._num_users[file] -= 1
-                if len(self._latest) > _MAX_OPEN:
-                    idle = next((i for i in self._latest if not self._num_users[i]), None)
+                if len(self._by_last_use) > _MAX_OPEN:
+                    idle = next((i for i in self._by_last_use if not self._num_users[i]), None)
                     # A closed reader stays in `_readers`: it keeps its index, and opens the file
                     # again at the next read.
                     if idle is not None:
-                        del self._latest[idle]
+                        del self._by_last_use[idle]
                         self._readers[idle].close()
 
     def _get(self, file: int) -> RecordFile:

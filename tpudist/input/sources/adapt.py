@@ -12,7 +12,7 @@ import numpy as np
 
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.iterable import IterableSource, Source
-from tpudist.input.sources.records import Records
+from tpudist.input.sources.records import Records, libraries_of
 
 
 def to_source(dataset: object) -> IndexedDataset | IterableSource:
@@ -55,7 +55,7 @@ def adapt_library_dataset(dataset: Any) -> IterableSource | None:
     Raises:
         TypeError: If its elements are not batches of numbers.
     """
-    libraries = {cls.__module__.split(".")[0] for cls in type(dataset).__mro__}
+    libraries = libraries_of(dataset)
     if "grain" in libraries:
         from tpudist.input.sources import grain_source
 
@@ -76,7 +76,7 @@ def adapt_library_dataset(dataset: Any) -> IterableSource | None:
 
         return hugging_face.batches(dataset)
     if isinstance(dataset, Records):
-        # Datasets of examples can be iterated over too, in these libraries.
+        # Datasets of these libraries can be iterated over, but yield examples, not batches.
         if not isinstance(dataset, Iterable) or libraries & {"torch", "datasets"}:
             raise TypeError(
                 f"A {type(dataset).__name__} holds examples, not batches. Distribute "

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.input.sources.indexed_dataset import IndexedDataset
-from tpudist.input.sources.records import PyTree, RandomTransform, RecordDataset
+from tpudist.input.sources.records import RandomTransform, RecordDataset, libraries_of
 
 
 def from_records(
@@ -45,15 +46,10 @@ def from_records(
         return hugging_face.examples(
             source, transform, random_transform=random_transform, num_threads=num_threads
         )
-    if _has_tensors(source):
+    if libraries_of(source) & {"torch", "torchvision"}:  # whose examples are tensors
         from tpudist.input.sources import torch_loader
 
         transform = torch_loader.convert_output(transform)
     return RecordDataset(
         source, transform, random_transform=random_transform, num_threads=num_threads
     )
-
-
-def _has_tensors(source: object) -> bool:
-    libraries = {cls.__module__.split(".")[0] for cls in type(source).__mro__}
-    return not libraries.isdisjoint(("torch", "torchvision"))

@@ -135,7 +135,7 @@ class _Stream(Iterator[PyTree]):
     def __init__(self, stream: Any):
         self._stream = stream
         self._dataset: Any = None  # the copy for this pass
-        self._has_state = not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
+        self._state_is_complete = not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
         self._iterator: Iterator[PyTree] | None = None
         self._start: State | None = None  # state of the dataset at which this pass begins
         self._epoch: int | None = None
@@ -152,7 +152,7 @@ class _Stream(Iterator[PyTree]):
         if self._epoch is None:
             self._epoch = _epoch_of(self._stream)
         else:  # from a state: the program that took it had set the epoch
-            self._stream.set_epoch(self._epoch)
+            self._stream.set_epoch(self._epoch)  # also for your own later passes
         # A copy for this pass, because all iterations of a dataset begin at its loaded state.
         self._dataset = copy.copy(_with_numpy_format(self._stream))
         self._dataset.set_epoch(self._epoch)
@@ -166,7 +166,7 @@ class _Stream(Iterator[PyTree]):
     def get_state(self) -> State:
         """Returns the epoch, the number of rows, and the state of the dataset."""
         epoch = _epoch_of(self._stream) if self._epoch is None else self._epoch
-        has_state = self._has_state and self._iterator is not None
+        has_state = self._state_is_complete and self._iterator is not None
         return {
             "epoch": epoch,
             "rows": self._num_taken,
@@ -178,7 +178,7 @@ class _Stream(Iterator[PyTree]):
         if "rows" not in state:  # an early release stored only the state of the dataset
             state = {"epoch": state.get("epoch", 0), "rows": 0, "dataset": state}
         self._epoch, self._num_taken = state["epoch"], state["rows"]
-        self._start = state["dataset"] if self._has_state else None
+        self._start = state["dataset"] if self._state_is_complete else None
         self._iterator = None
 
 

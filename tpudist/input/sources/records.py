@@ -33,6 +33,11 @@ class Records(Protocol):
         ...
 
 
+def libraries_of(value: object) -> set[str]:
+    """Returns the top-level packages of the classes of an object."""
+    return {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+
+
 class RecordDataset(IndexedDataset):
     """Examples that several threads read by number; the examples of a batch are stacked.
 

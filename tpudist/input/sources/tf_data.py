@@ -58,6 +58,7 @@ class TfDataSource(iterable.IterableSource):
     def _open_at(self, state: State | None) -> tuple[Iterator[PyTree], int]:
         # Skips all but the last batch before the position, whose checksum is compared.
         num_skipped = 0 if state is None else max(0, read_count(state, "batches") - 1)
+        # A peeked pass is the next one: to skip would open another, perhaps in another order.
         if not num_skipped or self._peeked is not None:
             return super()._open_at(state)
         return self._dataset.skip(num_skipped).as_numpy_iterator(), num_skipped
@@ -72,6 +73,7 @@ class TfDataSource(iterable.IterableSource):
 
 def _find_shuffle_without_seed(dataset: object) -> str | None:
     # Private attributes of TensorFlow's datasets. If they are missing, nothing is found.
+    # 1 counts as a seed, and `list` returns no inputs.
     seeds: list[Any] = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
     if "Shuffle" in type(dataset).__name__ and not any(int(x) for x in seeds):
         return "tf.data.Dataset.shuffle"

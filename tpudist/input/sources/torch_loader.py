@@ -29,9 +29,11 @@ class TorchSource(iterable.IterableSource):
         self.name = f"{type(loader).__name__} of PyTorch"
         self.plan = {"kind": "batches of a PyTorch DataLoader"}
         sampler = type(getattr(loader, "sampler", None)).__name__
+        # The second one is of an IterableDataset, which PyTorch does not shuffle.
         if sampler not in ("SequentialSampler", "_InfiniteConstantSampler"):
             # Processes compare their plans, so this finds out before the first step if they would
             # shuffle differently.
+            # As text: some readers of JSON round integers of 64 bits.
             self.plan["seed"] = str(_generator(loader).initial_seed())
 
     def _open(self) -> "_StatefulPass | _CountedPass":
@@ -127,6 +129,7 @@ def _draw(loader: Any) -> None:
     """
     import torch  # type: ignore[import-not-found]
 
+    # PyTorch draws the worker seed from the loader's own generator, not from the sampler's.
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     for _ in loader.batch_sampler or loader.sampler:
         pass
@@ -163,7 +166,7 @@ def _to_numpy(value: Any) -> Any:
     tensor = value.detach().cpu()
     if tensor.dtype is torch.bfloat16:  # a dtype that `Tensor.numpy` does not support
         return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
-    # Conjugated and negated tensors are lazy, and have no NumPy form before.
+    # Conjugation and negation are lazy in PyTorch, and `numpy` refuses such tensors.
     return tensor.resolve_conj().resolve_neg().numpy()
 
 

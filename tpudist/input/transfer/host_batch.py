@@ -43,28 +43,30 @@ class HostBatch(NamedTuple):
         Returns:
             Arrays `[*positions.shape, ...]`; views of rows in sequence, if `copy` is False.
         """
-        first, where = self.start + int(positions.flat[0]), None
+        # Numbers of the rows in the arrays; None if they are one slice of the arrays.
+        first, rows = self.start + int(positions.flat[0]), None
         in_sequence = _are_in_sequence(positions)
         if in_sequence and self.order is not None:
-            where = self.order[first : first + positions.size].reshape(positions.shape)
+            rows = self.order[first : first + positions.size].reshape(positions.shape)
         elif not in_sequence:
-            where = self.start + positions
-            where = where if self.order is None else self.order[where]
+            rows = self.start + positions
+            rows = rows if self.order is None else self.order[rows]
         taken = []
         for i, leaf in enumerate(self.leaves):
-            if where is None:
+            if rows is None:
                 part = leaf[first : first + positions.size]
                 part = part.reshape(positions.shape + leaf.shape[1:])
             else:
-                part = gather(leaf, where)
+                part = gather(leaf, rows)
             # The name is only computed for an error.
             label = functools.partial(name_of_leaf, self.treedef, i)
-            taken.append(to_jax_dtype(part, label, copy=copy and where is None))
+            taken.append(to_jax_dtype(part, label, copy=copy and rows is None))
         return taken
 
 
 # Results for read-only positions, which the feeds cache and pass for every batch. By id, because
 # comparing the arrays costs as much as the question; the array in the value keeps its id in use.
+# Without a lock for the threads of several passes: a lost entry is only computed again.
 _in_sequence: dict[int, tuple[np.ndarray, bool]] = {}
 _MAX_IN_SEQUENCE = 64
 
@@ -146,7 +148,8 @@ def as_array(value: ArrayLike, label: str) -> np.ndarray:
 
     Raises:
         ValueError: If it is ragged.
-        TypeError: If its elements are not numbers, or it is masked, or a buffer.
+        TypeError: If its elements are not numbers, or it is a masked array, or another
+            object of the buffer protocol.
     """
     integers.refuse_masks_and_buffers(value, label)
     if isinstance(value, jax.Array) and random_keys.is_key(value):
