@@ -52,7 +52,7 @@ class SlurmClusterResolver(ClusterResolver):
     ):
         self._rank = int(_read_variable("PROCID"))
         if tasks_per_node is None:
-            self._nodes = dict(_nodes())
+            self._nodes = dict(_read_nodes())
         elif isinstance(tasks_per_node, Mapping):
             self._nodes = dict(tasks_per_node)
         else:
@@ -62,13 +62,13 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base, self._auto_set_gpu = port_base, auto_set_gpu
         # Slurm does not say which GPUs a task gets, so each task of a node takes an equal share,
         # and the node with most tasks determines its size.
-        most = max(self._nodes.values(), default=0)
+        max_tasks = max(self._nodes.values(), default=0)
         self._gpus = _find_gpus(gpus_per_node)
         gpus = len(self._gpus)
-        self._gpus_per_task = gpus // max(most, 1) if gpus_per_task is None else gpus_per_task
-        if most * self._gpus_per_task > gpus:
+        self._gpus_per_task = gpus // max(max_tasks, 1) if gpus_per_task is None else gpus_per_task
+        if max_tasks * self._gpus_per_task > gpus:
             raise RuntimeError(
-                f"Requested more GPUs per node than available: {most} tasks of "
+                f"Requested more GPUs per node than available: {max_tasks} tasks of "
                 f"{self._gpus_per_task} GPU(s) on a node of {gpus}."
             )
         requested, started = sum(self._jobs.values()), sum(self._nodes.values())
@@ -141,7 +141,7 @@ def _read_variable(name: str) -> str:
 
 # Slurm describes the tasks of a step by two lists, of which the second may count several nodes:
 #   SLURM_STEP_NODELIST=n[1-2],m5  SLURM_STEP_TASKS_PER_NODE=3(x2),2  ->  n1: 3, n2: 3, m5: 2
-def _nodes() -> Iterator[tuple[str, int]]:
+def _read_nodes() -> Iterator[tuple[str, int]]:
     hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
     tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
     if len(hosts) != len(tasks):

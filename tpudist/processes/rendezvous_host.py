@@ -118,7 +118,12 @@ def _ask_port_holder(host: str, port: int, num_processes: int) -> None:
 
 
 class _Guests:
-    """The processes that have connected to process 0."""
+    """The processes that have connected to process 0.
+
+    Attributes:
+        num_expected: Number of processes that are expected to connect, also after an error.
+        num_introduced: Number of processes that have introduced themselves.
+    """
 
     def __init__(self, num_processes: int):
         self._own = rendezvous_messages.introduce(num_processes, 0)

@@ -74,7 +74,7 @@ class GenerationControl:
         phase: State of this generation.
         is_done: Whether the program has returned in all processes.
         ends_all: Whether all processes end at the next commit.
-        gave_up: Reason why there is no other generation, or "". Who reads it ends the run.
+        gave_up: Reason why there is no other generation, or "". The launcher then ends the run.
 
     Raises:
         ValueError: If the variable of the hang timeout is not a positive number.

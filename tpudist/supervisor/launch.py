@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tpudist.processes import generations
 from tpudist.processes.exit_codes import (
@@ -66,37 +66,41 @@ class Launch:
         """Runs the program to its end, with restarts; returns the exit code for this process."""
         left = self.restarts
         with _record_signals() as signals, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
-            # Ends, because each turn returns or uses one of the restarts. Signals are considered
-            # first: the exit codes that they cause look like losses.
+            # Ends, because each turn returns or uses one of the restarts.
             while True:
                 attempt = _Attempt(self, left, cache)
                 codes = attempt.run(signals)
-                left = attempt.restarts_left
-                if signals:
+                if signals:  # first: the exit codes that they cause look like losses
                     return EXIT_INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
-                if attempt.gave_up:
-                    self.write(None, attempt.gave_up)
-                    return EXIT_GAVE_UP
-                if not any(codes.values()):
-                    return 0
-                # In the order of the ends: the first failure is the cause, and processes that lost
-                # that one ended after it.
-                first, code = next((i, x) for i, x in codes.items() if x)
-                end = f"process {first} {_describe(code)}"
-                if attempt.is_done:
-                    self.write(None, f"{end}, after tpudist.experimental.survive.")
-                    return _shell_code(code)
-                if not may_restart(code):
-                    self.write(
-                        None,
-                        f"{end}: this is an error of the program, so a restart would fail again.",
-                    )
-                    return _shell_code(code)
-                if not left:
-                    self.write(None, f"{end}: {self._last_words}")
-                    return EXIT_GAVE_UP if self.restarts else _shell_code(code)
-                self.write(None, f"{end}: restarting all processes ({left} restart(s) left).")
-                left -= 1
+                exit_code = self._conclude(attempt, codes)
+                if exit_code is not None:
+                    return exit_code
+                left = attempt.restarts_left - 1
+
+    def _conclude(self, attempt: "_Attempt", codes: Mapping[int, int]) -> int | None:
+        """Reports the end of an attempt; returns the exit code, or None for another attempt."""
+        if attempt.gave_up:
+            self.write(None, attempt.gave_up)
+            return EXIT_GAVE_UP
+        if not any(codes.values()):
+            return 0
+        # In the order of the ends: the first failure is the cause, and processes that lost that one
+        # ended after it.
+        first, code = next((i, x) for i, x in codes.items() if x)
+        end, left = f"process {first} {_describe(code)}", attempt.restarts_left
+        if attempt.is_done:
+            self.write(None, f"{end}, after tpudist.experimental.survive.")
+            return _shell_code(code)
+        if not may_restart(code):
+            self.write(
+                None, f"{end}: this is an error of the program, so a restart would fail again."
+            )
+            return _shell_code(code)
+        if not left:
+            self.write(None, f"{end}: {self._last_words}")
+            return EXIT_GAVE_UP if self.restarts else _shell_code(code)
+        self.write(None, f"{end}: restarting all processes ({left} restart(s) left).")
+        return None
 
     @property
     def _last_words(self) -> str:
