@@ -339,7 +339,7 @@ def test_complex_numbers_have_a_factor():
     one = np.asarray([1 + 2j, -1j], np.complex64)
     nearby = [(np.zeros_like(one), one)]
     found = comparison.compare(
-        comparison.Values("w", 0, np.zeros_like(one), one, nearby, 2 * one), 1e-7
+        comparison.Pair("w", 0, np.zeros_like(one), one, nearby, 2 * one), 1e-7
     )
     assert found is not None
     assert found.factor == pytest.approx(2)
@@ -350,7 +350,7 @@ def test_comparison_accepts_the_rounding_of_addends_that_cancel():
     """The gradient of a bias before batch normalization is zero except for rounding."""
     rest = np.array([1.0, -2.0, 0.5, 1.5])
     near = [(None, rest * 0.2e-9)]
-    values = comparison.Values("mu", 0, None, rest * 1e-9, near, 8 * rest[[1, 3, 0, 2]] * 1e-9)
+    values = comparison.Pair("mu", 0, None, rest * 1e-9, near, 8 * rest[[1, 3, 0, 2]] * 1e-9)
     assert comparison.compare(values, 1e-7, 1) is not None
     assert comparison.compare(values, 1e-7, 8) is None
     exact = dataclasses.replace(values, disturbed=[(None, rest * (1 + 1e-7) * 1e-9)])
@@ -419,6 +419,14 @@ def test_a_total_and_a_count_of_another_class_are_no_average(strategy, batch):
 
     report = strategy.verify(step, (strategy.create(Sums), batch))
     assert {x.factor for x in on_full_batches(report)} == {N}
+
+
+def test_a_captured_batch_is_compared_by_its_rows_only(strategy, batch):
+    w = jnp.ones(3)
+    report = strategy.verify(lambda: stepper(average, "sum")(w, batch))
+    assert report.ok
+    assert set(report.compared) == {"rows"}
+    assert "captures the batch" in report.skipped["copies"]
 
 
 def test_a_step_without_results_is_not_ok(strategy, batch):

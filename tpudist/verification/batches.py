@@ -35,13 +35,13 @@ class HostBatch:
 
     Attributes:
         rows: The rows of all replicas along `dim`, without padding.
-        each: Number of rows on each replica, padding included.
+        rows_per_replica: Number of rows on each replica, padding included.
         dim: The dim of the rows.
         counts: Number of real rows on each replica.
     """
 
     rows: np.ndarray
-    each: int
+    rows_per_replica: int
     dim: int
     counts: tuple[int, ...]
 
@@ -66,22 +66,23 @@ class HostBatch:
     def on_replicas(self, mesh: ReplicaMesh, parts: Sequence[np.ndarray]) -> PerReplica:
         """Returns a batch of these parts, padded to the rows that each replica has."""
         counts = tuple(part.shape[self.dim] for part in parts)
-        padded = [_pad(parts[i], self.dim, self.each) for i in mesh.local_replicas]
+        padded = [_pad(parts[i], self.dim, self.rows_per_replica) for i in mesh.local_replicas]
         array = placement.stack(mesh, np.stack(padded), split_rows=self.dim == 0)
         return PerReplica(array, counts, self.dim)
 
     def copies(self, mesh: ReplicaMesh) -> PerReplica:
         """Returns a batch in which all replicas have the first rows."""
-        return self.on_replicas(mesh, [self.first(self.each)] * mesh.num_replicas)
+        return self.on_replicas(mesh, [self.first(self.rows_per_replica)] * mesh.num_replicas)
 
     def exchange(self, mesh: ReplicaMesh) -> PerReplica:
-        """Returns a batch in which each row is on another replica, at the same position."""
+        """Returns a batch whose rows are exchanged between replicas. Each keeps its position."""
         # Row k of replica i comes from replica (i + k) % n. So every replica gets a mixture of the
         # rows of all, each at its old position: a reduction over all rows keeps its value, and a
         # nonlinear operation on the rows of one replica does not.
-        n, rows = mesh.num_replicas, range(self.each)
+        n, rows = mesh.num_replicas, range(self.rows_per_replica)
         parts = [
-            self.rows.take([(i + k) % n * self.each + k for k in rows], self.dim) for i in range(n)
+            self.rows.take([(i + k) % n * self.rows_per_replica + k for k in rows], self.dim)
+            for i in range(n)
         ]
         return self.on_replicas(mesh, parts)
 
@@ -111,7 +112,7 @@ class Arguments:
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         mesh: The mesh of the call.
-        one: The mesh of one device.
+        mesh_of_one: The mesh of one device.
 
     Attributes:
         batches: The batches, by number of the leaf.
@@ -121,9 +122,11 @@ class Arguments:
         ValueError: If an NNX container holds a value for each replica.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, one: ReplicaMesh):
+    def __init__(
+        self, args: tuple, kwargs: dict[str, Any], mesh: ReplicaMesh, mesh_of_one: ReplicaMesh
+    ):
         self._leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
-        self._mesh, self._one = mesh, one
+        self._mesh, self._mesh_of_one = mesh, mesh_of_one
         parts = {i: x for i, x in enumerate(self._leaves) if isinstance(x, PerReplica)}
         self.batches = {
             i: HostBatch.of(x) for i, x in parts.items() if x.rows is not None and not x.other_rows
@@ -142,11 +145,11 @@ class Arguments:
             )
 
     @property
-    def each(self) -> int:
+    def min_rows_per_replica(self) -> int:
         """The smallest number of rows that a replica has of a batch; 0 without batches."""
-        return min((x.each for x in self.batches.values()), default=0)
+        return min((x.rows_per_replica for x in self.batches.values()), default=0)
 
-    def equal_batches(self) -> str:
+    def names_of_equal_batches(self) -> str:
         """Returns the names of the batches if each replica has the same rows; else nothing."""
         parts = {i: x.parts() for i, x in self.batches.items()}
         parts |= {
@@ -167,7 +170,7 @@ class Arguments:
     @property
     def is_partial(self) -> bool:
         """Whether a batch has other numbers of real rows on some replicas."""
-        return any(set(x.counts) != {x.each} for x in self.batches.values())
+        return any(set(x.counts) != {x.rows_per_replica} for x in self.batches.values())
 
     @property
     def can_exchange(self) -> bool:
@@ -175,22 +178,23 @@ class Arguments:
 
         All batches must have the same number of rows, more than one, on each replica.
         """
-        counts = {count for x in self.batches.values() for count in (x.each, *x.counts)}
+        counts = {count for x in self.batches.values() for count in (x.rows_per_replica, *x.counts)}
         return len(counts) == 1 and min(counts) > 1
 
-    def cut(self, each: int) -> None:
-        """Keeps `each` rows of each replica of the full batches."""
+    def cut(self, rows_per_replica: int) -> None:
+        """Reduces the full batches to `rows_per_replica` rows of each replica."""
         n = self._mesh.num_replicas
         for i, x in self.batches.items():
-            if x.each > each:
-                rows = x.rows.take(range(each * n), x.dim)
-                self.batches[i] = HostBatch(rows, each, x.dim, (each,) * n)
+            if x.rows_per_replica > rows_per_replica:
+                rows = x.rows.take(range(rows_per_replica * n), x.dim)
+                counts = (rows_per_replica,) * n
+                self.batches[i] = HostBatch(rows, rows_per_replica, x.dim, counts)
 
     def fill(self) -> None:
-        """Makes partial batches full, with as many of their rows as all replicas can have."""
+        """Changes partial batches to full ones, with as many rows as all replicas can have."""
         n = self._mesh.num_replicas
         for i, x in self.batches.items():
-            if set(x.counts) != {x.each} and x.rows.shape[x.dim]:
+            if set(x.counts) != {x.rows_per_replica} and x.rows.shape[x.dim]:
                 each = max(x.rows.shape[x.dim] // n, 1)
                 row_shape = (*x.rows.shape[: x.dim], *x.rows.shape[x.dim + 1 :])
                 # `resize` repeats the rows if there are fewer rows than replicas.
@@ -215,7 +219,9 @@ class Arguments:
 
     def split(self, counts: Callable[[int], Sequence[int]]) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments with `counts(rows)` rows on the replicas."""
-        return self._with({i: x.split(self._mesh, counts(x.each)) for i, x in self.batches.items()})
+        return self._with(
+            {i: x.split(self._mesh, counts(x.rows_per_replica)) for i, x in self.batches.items()}
+        )
 
     # On other devices.
 
@@ -231,11 +237,11 @@ class Arguments:
             if rows is Rows.ALL:
                 return x.rows
             copies = self._mesh.num_replicas if rows is Rows.COPIES else 1
-            return np.concatenate([x.first(x.each)] * copies, x.dim)
+            return np.concatenate([x.first(x.rows_per_replica)] * copies, x.dim)
 
-        new = {i: change(put(self._one, take(x))) for i, x in self.batches.items()}
-        new |= {i: change(put(self._one, fetch(x.array)[0])) for i, x in self.own.items()}
-        return self._elsewhere(new, change)
+        new = {i: change(put(self._mesh_of_one, take(x))) for i, x in self.batches.items()}
+        new |= {i: change(put(self._mesh_of_one, fetch(x.array)[0])) for i, x in self.own.items()}
+        return self._move_to_one_device(new, change)
 
     def on_one_device_by_replicas(
         self, mesh: ReplicaMesh, *, copies: bool
@@ -255,13 +261,15 @@ class Arguments:
             parts = fetch(x.array)
             parts = np.repeat(parts[:1], n, 0) if copies else parts
             new[i] = PerReplica(jax.device_put(parts, mesh.stacked), x.rows, x.dim, x.other_rows)
-        return self._elsewhere(new, lambda x: x)
+        return self._move_to_one_device(new, lambda x: x)
 
-    def _elsewhere(self, new: dict[int, Any], change: Change) -> tuple[tuple, dict[str, Any]]:
+    def _move_to_one_device(
+        self, new: dict[int, Any], change: Change
+    ) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments on one device, with `new` values in the place of batches."""
 
         def move(x: object) -> object:
-            return change(put(self._one, x)) if isinstance(x, jax.Array | np.ndarray) else x
+            return change(put(self._mesh_of_one, x)) if isinstance(x, jax.Array | np.ndarray) else x
 
         leaves = dict(new)
         for i, x in enumerate(self._leaves):
@@ -282,7 +290,7 @@ class Arguments:
 
 def _part_of_first(mesh: ReplicaMesh, x: PerReplica) -> PerReplica:
     if random_keys.is_key(x.array):
-        first = jax.tree.map(lambda key: jnp.broadcast_to(key[:1], key.shape), x.array)
+        first = jnp.broadcast_to(x.array[:1], x.array.shape)
         return PerReplica(first, x.rows, x.dim, x.other_rows)
     part = fetch(x.array)[:1]
     local = np.repeat(part, len(mesh.local_replicas), 0)

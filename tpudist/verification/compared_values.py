@@ -11,7 +11,7 @@ from tpudist.run.rehearsal import Rehearsal
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica, is_distributed
 from tpudist.verification.batches import HostBatch
-from tpudist.verification.comparison import Values
+from tpudist.verification.comparison import Pair
 from tpudist.xla import random_keys
 
 _AGGREGATED = (VariableAggregation.SUM, VariableAggregation.MEAN)
@@ -35,7 +35,7 @@ class Pairing:
 
     def pairs(
         self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
-    ) -> Iterator[Values]:
+    ) -> Iterator[Pair]:
         """Returns the pairs: state, and then results.
 
         Args:
@@ -53,7 +53,7 @@ class Pairing:
         disturbed: Sequence[Rehearsal],
         copies: Rehearsal,
         num_copies: int,
-    ) -> Iterator[Values]:
+    ) -> Iterator[Pair]:
         """Returns the pairs whose arrays are the same for each row once and for copies of it.
 
         Args:
@@ -75,21 +75,18 @@ class Pairing:
 
     def pairs_of_all(
         self, many: Rehearsal, other: Rehearsal, disturbed: Sequence[Rehearsal]
-    ) -> Iterator[Values]:
+    ) -> Iterator[Pair]:
         """Returns the arrays that all replicas share, in two runs on the replicas."""
         shared = {x.name for x in many.changes if x.variable is None or not x.variable.on_read}
         yield from (x for x in self._state(many, other, disturbed) if x.leaf in shared)
         leaves = jax.tree.leaves(many.result, is_leaf=is_distributed)
-        own = {
-            many.traced.found.result[i][1]
-            for i, x in enumerate(leaves)
-            if isinstance(x, PerReplica)
-        }
+        kinds_and_outputs = many.traced.found.result
+        own = {kinds_and_outputs[i][1] for i, x in enumerate(leaves) if isinstance(x, PerReplica)}
         yield from (x for x in self._results(many, other, disturbed) if x.output not in own)
 
     def _state(
         self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
-    ) -> Iterator[Values]:
+    ) -> Iterator[Pair]:
         others = {x.name: x for x in one.changes}
         noise = [{x.name: x for x in each.changes} for each in disturbed]
         for change in many.changes:
@@ -111,11 +108,11 @@ class Pairing:
                 new = aggregate(variable, new)
                 arrays = [(before[0], after[0]) for before, after in arrays]  # one component
             (old, after), *near = arrays
-            yield Values(change.name, change.output, old, after, near, new)
+            yield Pair(change.name, change.output, old, after, near, new)
 
     def _results(
         self, many: Rehearsal, one: Rehearsal, disturbed: Sequence[Rehearsal]
-    ) -> Iterator[Values]:
+    ) -> Iterator[Pair]:
         ours = jax.tree_util.tree_flatten_with_path(many.result, is_leaf=is_distributed)[0]
         theirs = jax.tree.leaves(one.result)
         noise = [jax.tree.leaves(x.result) for x in disturbed]
@@ -132,20 +129,22 @@ class Pairing:
                 (fetch(each.replaced[i]) if before is not None else None, fetch(values[i]))
                 for each, values in zip(disturbed, noise, strict=True)
             ]
-            # A value for all replicas; a result with rows; state that differs by mistake.
-            if not isinstance(x, PerReplica):
-                yield Values(leaf, output, before, fetch(y), near, fetch(x))
-            elif x.rows is not None and not x.other_rows:
-                yield Values(leaf, output, None, fetch(y), near, HostBatch.of(x).rows)
+            if not isinstance(x, PerReplica):  # one value for all replicas
+                yield Pair(leaf, output, before, fetch(y), near, fetch(x))
+            elif x.rows is not None and not x.other_rows:  # one device returns all rows
+                yield Pair(leaf, output, None, fetch(y), near, HostBatch.of(x).rows)
             elif before is not None and output in many.traced.drifting:
+                # State that was equal and now differs, by mistake.
                 if line := many.traced.drifting[output].where:  # a partial batch has lost it
                     self.lines.setdefault(leaf, line)
-                yield Values(leaf, output, before, fetch(y), near, fetch(x.array), differs=True)
+                yield Pair(
+                    leaf, output, before, fetch(y), near, fetch(x.array), is_per_replica=True
+                )
             else:
                 self.not_compared.add(leaf)
 
 
-def _grows(once: Values, copies: Values, num_copies: int) -> bool:
+def _grows(once: Pair, copies: Pair, num_copies: int) -> bool:
     """Returns whether `num_copies` copies of each row change an array more than each row once."""
     # The copies of a row have other positions, and may have other draws, so a mean changes too, but
     # little. A sum of equal addends grows num_copies times, and one of independent draws at least

@@ -1,4 +1,10 @@
-"""Compares what replicas and one device computed: factor, tolerance, cause and remedy."""
+"""Compares an array of the replicas with the same array of one device.
+
+The problem is to tell a mistake from rounding, which is also amplified: by a small divisor, or by a
+sum whose addends cancel. So the effect of rounding is measured. One device repeats the step with
+inputs that are changed as rounding would change them, and the differences of these *disturbed* runs
+are the tolerance.
+"""
 
 import dataclasses
 import math
@@ -6,21 +12,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SAFETY = 4.0
-"""Largest difference that is tolerated in a large array, as a multiple of the effect of rounding.
-
-Twice as large in an array of one element, whose rounding errors cannot average out.
-"""
-
+# Largest difference that is tolerated in a large array, as a multiple of the effect of rounding. It
+# is twice as large in an array of one element, whose rounding errors cannot average out.
+_SAFETY = 4.0
+# Rounding to a stored number changes it by up to half a unit, and by the root mean square of 0.29.
+_STORAGE_ROUNDING = 0.3
+# The addends of a change cancel if rounding is more than half of it, and 10 times what is usual.
+_CANCELLED_SHARE = 0.5
+_CANCELLED_GROWTH = 10
+_LEAST = 1e-30  # of a tolerance: arrays of zeros differ by nothing
+# Largest share of an array that a factor may leave unexplained.
+_UNEXPLAINED = 0.01
+# Differences that are more tolerances than this are too large for rounding errors in sums.
 _MOST_BY_ROUNDING = 1e5
-"""Largest difference that rounding of sums may explain, as a multiple of that of the inputs."""
-
-SAME_FACTOR = 0.02
-"""Largest relative distance of a factor from the number that explains it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Values:
+class Pair:
     """One array that was computed on the replicas and on one device.
 
     Attributes:
@@ -30,8 +38,9 @@ class Values:
         one: The array of one device.
         disturbed: The arrays before and after the step on one device, for inputs that were changed
             as rounding would.
-        many: The array of the replicas; `[num_replicas, ...]` if `differs`.
-        differs: Whether the step returns one value for each replica in the place of one for all.
+        many: The array of the replicas; `[num_replicas, ...]` if `is_per_replica`.
+        is_per_replica: Whether the step returns one value for each replica in the place of one for
+            all.
     """
 
     leaf: str
@@ -40,7 +49,7 @@ class Values:
     one: np.ndarray
     disturbed: Sequence[tuple[np.ndarray | None, np.ndarray]]
     many: np.ndarray
-    differs: bool = False
+    is_per_replica: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Finding:
         factor: See `Difference`.
         max_error: See `Difference`.
         tolerance: See `Difference`.
-        differs: Whether the step returns one value for each replica in the place of one for all.
+        is_per_replica: See `Pair`.
         is_number: Whether the array has only one element.
     """
 
@@ -62,7 +71,7 @@ class Finding:
     factor: float | None
     max_error: float
     tolerance: float
-    differs: bool = False
+    is_per_replica: bool = False
     is_number: bool = False
 
     @property
@@ -72,81 +81,88 @@ class Finding:
 
 
 @np.errstate(invalid="ignore")  # differences of infinities
-def compare(values: Values, epsilon: float, n: int = 1) -> Finding | None:
+def compare(pair: Pair, epsilon: float, n: int = 1) -> Finding | None:
     """Returns how an array differs; None if rounding explains it.
 
     Args:
-        values: The array.
+        pair: The array.
         epsilon: The relative rounding error of the least precise numbers that are computed.
-        n: Number of replicas.
+        n: Number of replicas that reduce the array. Default: 1, for a program over all rows.
     """
-    if values.differs:
-        many = _floats(values.many)
-        largest = _largest(many - many[:1])
-        return Finding(values.leaf, values.output, None, largest, 0.0, differs=True)
-    if values.one.dtype == bool or values.one.dtype.kind in "iu":
-        return _compare_exactly(values)
-    one, many = _floats(values.one), _floats(values.many)
-    before = np.zeros_like(one) if values.before is None else _floats(values.before)
+    if pair.is_per_replica:
+        many = _floats(pair.many)
+        largest = _max_abs(many - many[:1])
+        return Finding(pair.leaf, pair.output, None, largest, 0.0, is_per_replica=True)
+    if pair.one.dtype == bool or pair.one.dtype.kind in "iu":
+        return _compare_exactly(pair)
+    one, many = _floats(pair.one), _floats(pair.many)
+    before = np.zeros_like(one) if pair.before is None else _floats(pair.before)
     if one.shape != many.shape:
-        return Finding(values.leaf, values.output, None, math.inf, 0.0)
-    # The effect of rounding is measured: the differences of the disturbed runs. `floor` is a lower
-    # bound for it, for arrays that the disturbances happen not to change.
-    noise = [
-        (_floats(after) if old is None else _floats(after) - _floats(old)) - (one - before)
-        for old, after in values.disturbed
-    ]
-    own = np.finfo(values.one.dtype).eps if values.one.dtype.kind == "f" else epsilon
-    floor = 0.3 * own * np.abs(one) + epsilon * np.abs(one - before)
-    safety = SAFETY * (1 + 1 / math.sqrt(max(one.size, 1)))
-    largest_noise = max(map(_size, noise), default=0.0)
-    if largest_noise > max(0.5 * _size(one - before), 10 * _size(floor)):
-        # All addends cancel, and only rounding is left. A wrong sum makes it n times as large, and
-        # its square n**2 times.
-        safety *= n**2
-    rounding = safety * max([_size(x) for x in noise] + [_size(floor)]) + 1e-30
-    tolerance = safety * max(float(np.abs(x).max(initial=0)) for x in [*noise, floor])
-    error = many - one
+        return Finding(pair.leaf, pair.output, None, math.inf, 0.0)
+    rounding, tolerance = _measure_rounding(pair, epsilon, n)
     finite = np.isfinite(one) & np.isfinite(many)
     # NaN in both, or the same infinity in both, is agreement.
     if not (finite | (np.isnan(one) & np.isnan(many)) | (one == many)).all():
-        return Finding(values.leaf, values.output, None, math.inf, tolerance)
-    error = np.where(finite, error, 0)
-    if _size(error) <= rounding:
+        return Finding(pair.leaf, pair.output, None, math.inf, tolerance)
+    error = np.where(finite, many - one, 0)
+    # The norm decides. The largest element and its tolerance are for the report.
+    if _norm(error) <= rounding:
         return None
     # The factor compares changes, not the arrays: one step hardly moves a parameter, so a change
     # that is n times too large is invisible in the parameter itself.
     changes = np.where(finite, one - before, 0), np.where(finite, many - before, 0)
     factor = _find_factor(*changes, rounding)
-    largest = _largest(error)
-    return Finding(values.leaf, values.output, factor, largest, tolerance, is_number=one.size == 1)
+    largest = _max_abs(error)
+    return Finding(pair.leaf, pair.output, factor, largest, tolerance, is_number=one.size == 1)
+
+
+def _measure_rounding(pair: Pair, epsilon: float, n: int) -> tuple[float, float]:
+    """Returns the largest norm of a difference that rounding explains, and its largest element."""
+    one = _floats(pair.one)
+    change = one if pair.before is None else one - _floats(pair.before)
+    noise = [
+        (_floats(after) if old is None else _floats(after) - _floats(old)) - change
+        for old, after in pair.disturbed
+    ]
+    # A lower bound, for arrays that the disturbances happen not to change.
+    unit = np.finfo(pair.one.dtype).eps if pair.one.dtype.kind == "f" else epsilon
+    floor = _STORAGE_ROUNDING * unit * np.abs(one) + epsilon * np.abs(change)
+    safety = _SAFETY * (1 + 1 / math.sqrt(max(one.size, 1)))
+    largest_noise = max(map(_norm, noise), default=0.0)
+    if largest_noise > max(_CANCELLED_SHARE * _norm(change), _CANCELLED_GROWTH * _norm(floor)):
+        # All addends cancel, and only rounding is left. A wrong sum would make the rounding n times
+        # as large, and its square n**2 times: a difference of that size says nothing.
+        safety *= n**2
+    effects = [*noise, floor]
+    return safety * max(map(_norm, effects)) + _LEAST, safety * max(map(_max_abs, effects))
 
 
 def _find_factor(a: np.ndarray, b: np.ndarray, rounding: float) -> float | None:
     """Returns the factor between two arrays if it explains their difference."""
     factor = _factor_between(a, b)
-    # It must do so up to one percent, or up to rounding.
-    if factor is not None and _size(b - factor * a) > max(0.01 * _size(b), 2 * rounding):
+    # `a` and `b` both have rounding errors.
+    tolerance = max(_UNEXPLAINED * _norm(b), 2 * rounding)
+    if factor is not None and _norm(b - factor * a) > tolerance:
         return None
     return factor
 
 
-def _compare_exactly(values: Values) -> Finding | None:
-    one, many = np.asarray(values.one), np.asarray(values.many)
+def _compare_exactly(pair: Pair) -> Finding | None:
+    one, many = np.asarray(pair.one), np.asarray(pair.many)
     if one.shape == many.shape and (one == many).all():
         return None
-    if any((np.asarray(x) != one).any() for _, x in values.disturbed):
+    if any((np.asarray(x) != one).any() for _, x in pair.disturbed):
         return None  # a choice that rounding may change, such as the class with the largest logit
     if one.shape != many.shape:
-        return Finding(values.leaf, values.output, None, math.inf, 0.0)
-    before = 0 if values.before is None else np.asarray(values.before, np.float64)
+        return Finding(pair.leaf, pair.output, None, math.inf, 0.0)
+    before = 0 if pair.before is None else np.asarray(pair.before, np.float64)
     a, b = np.asarray(one, np.float64) - before, np.asarray(many, np.float64) - before
     factor = _factor_between(a, b)
     # Integers: a remainder below one half is only the rounding of the factor.
     if factor is not None and np.abs(b - factor * a).max() > 0.5:
         factor = None
-    largest = _largest(b - a)
-    return Finding(values.leaf, values.output, factor, largest, 0.0, is_number=one.size == 1)
+    largest = _max_abs(b - a)
+    return Finding(pair.leaf, pair.output, factor, largest, 0.0, is_number=one.size == 1)
 
 
 def _floats(x: np.ndarray) -> np.ndarray:
@@ -159,156 +175,9 @@ def _factor_between(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(np.vdot(a, b).real / scale) if scale else None
 
 
-def _size(x: np.ndarray) -> float:
+def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x.ravel()))
 
 
-def _largest(x: np.ndarray) -> float:
+def _max_abs(x: np.ndarray) -> float:
     return float(np.abs(x).max(initial=0))
-
-
-NOT_REDUCED = (
-    "It differs between replicas: the gradients or statistics it is computed from are not reduced.",
-    "Reduce them over the replicas: all_reduce('sum', grads) if the loss is divided by the rows of "
-    "all replicas (compute_average_loss), all_reduce('mean', grads) if it is a mean over the "
-    "replica's own rows.",
-)
-"""Cause and remedy of state that differs between replicas."""
-
-_NUMBER = (
-    "a number counts only the replica's own rows, or a value is divided or multiplied by the "
-    "number of replicas once too often.",
-    "Count the rows of all replicas: all_reduce('sum', count). Divide by the number of replicas "
-    "only a value that is summed over them.",
-)
-
-MIXED = (
-    "Two values are added and then summed over the replicas, but only one of them is right after "
-    "that. The other one is equal on all replicas, or a mean over the replica's own rows, and "
-    "counts once for each replica.",
-    "Divide a value that is equal on all replicas by the number of replicas: "
-    "tpudist.scale_regularization_loss(value). Divide a loss by the rows of all replicas: "
-    "tpudist.compute_average_loss(per_example_loss).",
-)
-"""Cause and remedy of a sum in which one addend counts once for each replica."""
-
-_NONLINEAR = (
-    "a nonlinear operation, such as clipping, normalizing or dividing by the replica's own count, "
-    "comes before the reduction."
-)
-_LOCAL = (
-    f"It differs only if replicas have different rows: {_NONLINEAR}",
-    "Reduce first: all_reduce the gradients, or the sum and the count, and then clip or divide.",
-)
-_TAIL = (
-    "It differs only on a partial batch: each replica takes a mean over its own rows, and the "
-    "means count equally.",
-    "Sum over rows and divide by the number of rows on all replicas: "
-    "tpudist.compute_average_loss(per_example_loss), with all_reduce('sum', grads).",
-)
-SHARED_DRAWS = (
-    "All replicas draw the same random numbers for their different rows: their keys are equal. On "
-    "one device, each row has its own random numbers.",
-    "Give each replica its own key: tpudist.get_replica_context().random_key(key).",
-)
-"""Cause and remedy of random numbers for each row, drawn with one key by all replicas."""
-
-EQUAL_ROWS = (
-    "All replicas have the same rows: each row is read once for each replica.",
-    "Give each replica its own rows: strategy.experimental_distribute_dataset(dataset).",
-)
-"""Cause and remedy of a batch that replicas do not share."""
-
-_UNKNOWN = (
-    "It differs from one device also if all replicas have the same rows.",
-    "Compare the line with a step for one device: use each replica's rows once, and reduce once.",
-)
-
-
-def factor_of_array(found: Finding, n: int) -> float | None:
-    """Returns the factor of an array if it explains the difference; else None.
-
-    A single number always has a factor, and a factor of one explains nothing.
-    """
-    factor = found.factor
-    if factor is None or is_power(factor, n):
-        return factor
-    return None if found.is_number or abs(factor - 1) < SAME_FACTOR else factor
-
-
-def factor_of_step(factors: Sequence[float | None], n: int) -> float | None:
-    """Returns the factor that explains the factors of the arrays of a step; None if none does.
-
-    Gradients that are n times too large make Adam's second moments n**2 times too large, and
-    parameters nearly equal: the power of n that is closest to one explains them all.
-    """
-    powers = [x for x in factors if x is not None and is_power(x, n)]
-    return min(powers, key=lambda x: abs(math.log(x)), default=None)
-
-
-def is_power(factor: float | None, n: int) -> bool:
-    """Returns whether a factor is a power of the number of replicas other than one."""
-    return factor is not None and any(_is_power(factor, n, power) for power, _, _ in _FACTORS)
-
-
-def _is_power(factor: float, n: int, power: int) -> bool:
-    return abs(factor / float(n) ** power - 1) < SAME_FACTOR
-
-
-def explain(comparison: str, n: int, factor: float | None, kind: str = "") -> tuple[str, str]:
-    """Returns the probable cause of a difference from one device, and the remedy.
-
-    Args:
-        comparison: The comparison that found it first.
-        n: Number of replicas.
-        factor: The factor of the step; see `factor_of_step`.
-        kind: The kind of the place at which it begins; see `Place`.
-    """
-    if comparison == "tail":
-        return _TAIL
-    times = "" if factor is None else f"{factor:.4g} times: "
-    if kind == "nonlinear":
-        return f"{times}{_NONLINEAR}", _LOCAL[1]
-    if kind == "number":
-        return f"{times}{_NUMBER[0]}", _NUMBER[1]
-    if factor is not None:
-        # At most one power fits: for n of at least 2 they are a factor of 2 apart, and the
-        # tolerance is 2 %.
-        for power, text, remedy in _FACTORS:
-            if _is_power(factor, n, power):
-                return f"{factor:.4g} times: {text.format(n=n)}", remedy
-    if comparison == "rows":
-        return _LOCAL
-    if factor is not None:
-        return f"{factor:.4g} times the value of one device.", _UNKNOWN[1]
-    return _UNKNOWN
-
-
-_FACTORS = (
-    (
-        1,
-        "gradients of a mean over the replica's own rows, or of a value that is equal on all "
-        "replicas because it was reduced before, are summed over {n} replicas; or a value is "
-        "multiplied by the number of replicas.",
-        "If the value is already reduced, remove one reduction: tpudist.Optimizer reduces "
-        "gradients itself. Otherwise divide the loss by the rows of all replicas, "
-        "tpudist.compute_average_loss(per_example_loss), or average the gradients, "
-        "all_reduce('mean', grads).",
-    ),
-    (
-        -1,
-        "averaged twice: a value that is already divided by the rows of all replicas is averaged "
-        "over {n} replicas.",
-        "Sum it over the replicas: all_reduce('sum', grads).",
-    ),
-    (
-        2,
-        "summed twice over {n} replicas, or the square of a value that is {n} times too large.",
-        "Reduce once.",
-    ),
-    (
-        -2,
-        "divided twice by {n} replicas, or the square of a value that is {n} times too small.",
-        "Divide once.",
-    ),
-)

@@ -17,8 +17,8 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.programs import random_streams
 from tpudist.programs.jaxprs import ClosedJaxpr
-from tpudist.verification import comparison, runs
-from tpudist.verification.comparison import Finding, Values
+from tpudist.verification import causes, comparison, runs
+from tpudist.verification.comparison import Finding, Pair
 from tpudist.verification.report import Difference, VerificationReport
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -28,7 +28,7 @@ Batch: TypeAlias = Any
 Outcome: TypeAlias = tuple[Any, State]
 """The logs of a step and the new state."""
 
-# The first step of Adam and the like has moments of zero; the second step uses its state.
+# The second step uses the state of the optimizer and of the metrics after the first.
 _NUM_STEPS = 2
 # An error may contain a whole array or program.
 _MAX_ERROR_CHARS = 300
@@ -43,7 +43,7 @@ _ROWS = (
     "Compute with all rows of the batch, as on one device: without shard_map or jax.device_count() "
     "in layers, losses and metrics. Or write the step for strategy.run.",
 )
-_EQUAL_ROWS = (comparison.EQUAL_ROWS[0], "Let each pipeline read its own shard (InputContext).")
+_EQUAL_ROWS = (causes.EQUAL_ROWS[0], "Let each pipeline read its own shard (InputContext).")
 
 
 class FitSteps(Protocol):
@@ -97,6 +97,7 @@ def find_opener(fn: Callable[..., Any]) -> OpenSteps | None:
 
     `keras` sets it as the attribute `tpudist_steps` of the methods of a model.
     """
+    # `fn` is any function of the user.
     return getattr(fn, "tpudist_steps", None) if inspect.ismethod(fn) else None
 
 
@@ -255,7 +256,7 @@ class _Verifier:
         outcomes = map(jax.tree.leaves, (expected, step.outcome))
         arrays = read_before(step.state), *outcomes, zip(*noise, strict=True)
         found = [
-            comparison.compare(Values(names[i], i, before, x, own_noise, y), epsilon)
+            comparison.compare(Pair(names[i], i, before, x, own_noise, y), epsilon)
             for i, (before, x, y, own_noise) in enumerate(zip(*arrays, strict=True))
         ]
         return [x for x in found if x is not None]
@@ -263,11 +264,11 @@ class _Verifier:
     def _explain(self, key: str, found: list[Finding], line: str) -> None:
         factors = [x.factor for x in found]
         counts = (self._n, jax.device_count())  # the strategy may have some of the devices
-        n = next((n for n in counts if comparison.factor_of_step(factors, n)), self._n)
-        factor = comparison.factor_of_step(factors, n)
+        n = next((n for n in counts if causes.factor_of_step(factors, n)), self._n)
+        factor = causes.factor_of_step(factors, n)
         why = _ROWS if factor is None else (f"{factor:.4g} times: {_NUMBER[0]}", _NUMBER[1])
         for x in found:
-            known = comparison.factor_of_array(x, n)
+            known = causes.factor_of_array(x, n)
             new = Difference(x.leaf, key, known, x.max_error, x.tolerance, *why, line)
             self._differences.setdefault(x.leaf, new)
 

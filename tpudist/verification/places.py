@@ -7,27 +7,20 @@ the wrong reduction.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tpudist.programs import flat_program, operations, random_streams
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
 from tpudist.programs.user_lines import first_users_line_of
 from tpudist.verification.relations import Program, Relation, find_relations
 
-_SCALES = (
-    "div",
-    "mul",
-    "convert_element_type",
-    "neg",
-    "reshape",
-    "squeeze",
-    "copy",
-    "broadcast_in_dim",
+# Operations that may follow a reduction in its line, as the division of a mean.
+_SCALES = frozenset(
+    "div mul convert_element_type neg reshape squeeze copy broadcast_in_dim".split()
 )
-
-
 _REDUCTIONS = ("psum", "psum_invariant", "reduce_scatter", "psum_scatter", "pmax", "pmin")
 _ADDITIONS = ("add", "add_any", "sub")
-_ADDENDS = ("equal", "rows", "sum")
+_ADDENDS = ("equal", "rows", "sum")  # the relations of values whose sum has a meaning
 _MOVES = frozenset(
     "axis_index reshape transpose slice dynamic_slice broadcast_in_dim squeeze expand_dims "
     "concatenate gather all_gather ppermute all_to_all rev".split()
@@ -50,6 +43,14 @@ class Place:
     line: str = ""
     factor: float | None = None
     kind: str = ""
+
+
+class _Step(NamedTuple):
+    """An operation that was searched: its position among the steps, its line and its factor."""
+
+    position: int
+    line: str
+    factor: float | None = None
 
 
 class Places:
@@ -79,18 +80,19 @@ class Places:
         sources = _find_sources(self._program, self._program.outputs[output])
         steps = [x for x in self._program.steps if sources.intersection(x.outputs)]
         # Only operations that the output depends on, in the order of the program: another output
-        # may be wrong for another reason.
+        # may be wrong for another reason. The first wrong operation is the cause. Moves come last,
+        # since most of them have no effect.
         reduction = relations.find_wrong_reduction(steps)
         nonlinear = relations.find_nonlinear(steps)
-        if reduction and (has_factor or not nonlinear or reduction[0] <= nonlinear[0]):
-            return Place(reduction[1], reduction[2], "reduction")
-        if nonlinear and relations.is_mixed(steps[nonlinear[0]]):
+        if reduction and (has_factor or not nonlinear or reduction.position <= nonlinear.position):
+            return Place(reduction.line, reduction.factor, "reduction")
+        if nonlinear and relations.is_mixed(steps[nonlinear.position]):
             # The addition of gradients has no line of the loss function. The loss itself is added
             # earlier, and its addition may not be a source of this output.
             mixed = filter(relations.is_mixed, self._program.steps)
-            return Place(next(filter(None, map(line_of, mixed)), nonlinear[1]), kind="mixed")
+            return Place(next(filter(None, map(line_of, mixed)), nonlinear.line), kind="mixed")
         if nonlinear:
-            return Place(nonlinear[1], kind="nonlinear")
+            return Place(nonlinear.line, kind="nonlinear")
         if line := relations.find_not_reduced(steps) or relations.find_move(steps):
             return Place(line)
         return Place(relations.find_wrong_number(steps), kind="number")
@@ -113,15 +115,11 @@ class _Relations:
     def __init__(self, by_number: Mapping[int, Relation], n: int):
         self._by_number, self._n = by_number, n
 
-    def _of(self, numbers: Sequence[int]) -> list[Relation]:
+    def _relations_of(self, numbers: Sequence[int]) -> list[Relation]:
         return [self._by_number[i] for i in numbers if i in self._by_number]
 
-    def find_wrong_reduction(self, steps: Sequence[Operation]) -> tuple[int, str, float] | None:
-        """Returns the first reduction whose result is equal on all replicas and has a factor.
-
-        Returns:
-            Its position, its line and the factor.
-        """
+    def find_wrong_reduction(self, steps: Sequence[Operation]) -> _Step | None:
+        """Returns the first reduction whose result is equal on all replicas and has a factor."""
         users: dict[int, list[Operation]] = {}
         for step in steps:
             for number in step.inputs:
@@ -129,21 +127,23 @@ class _Relations:
         for i, step in enumerate(steps):
             if step.eqn.primitive.name in _REDUCTIONS and is_collective(step.eqn):
                 line = line_of(step)
-                ends = self._of([_end_of_scaling(x, line, users) for x in step.outputs])
+                ends = self._relations_of([_end_of_scaling(x, line, users) for x in step.outputs])
                 wrong = [x.factor for x in ends if x.kind == "equal" and x.factor != 1]
                 if line and wrong:
-                    return i, line, wrong[0]
+                    return _Step(i, line, wrong[0])
         return None
 
-    def find_nonlinear(self, steps: Sequence[Operation]) -> tuple[int, str] | None:
-        """Returns the first operation with a broken result and no broken operand, and its line."""
+    def find_nonlinear(self, steps: Sequence[Operation]) -> _Step | None:
+        """Returns the first operation with a broken result and no broken operand."""
         for i, step in enumerate(steps):
-            broken = [x for x in self._of(step.outputs) if x.is_broken]
+            broken = [x for x in self._relations_of(step.outputs) if x.is_broken]
             only_moves = step.eqn.primitive.name in _MOVES
             if not broken or (only_moves and not any(x.kind for x in broken)):
                 continue
-            if not any(x.is_broken for x in self._of(step.inputs)) and (line := line_of(step)):
-                return i, line
+            if not any(x.is_broken for x in self._relations_of(step.inputs)) and (
+                line := line_of(step)
+            ):
+                return _Step(i, line)
         return None
 
     def is_mixed(self, step: Operation) -> bool:
@@ -151,17 +151,17 @@ class _Relations:
         # A value that is equal on all replicas becomes n times as large by that sum.
         factors = {
             x.factor * (self._n if x.kind == "equal" else 1)
-            for x in self._of(step.inputs)
+            for x in self._relations_of(step.inputs)
             if x.kind in _ADDENDS
         }
-        has_no_relation = any(not x.kind for x in self._of(step.outputs))
+        has_no_relation = any(not x.kind for x in self._relations_of(step.outputs))
         return step.eqn.primitive.name in _ADDITIONS and has_no_relation and len(factors) > 1
 
     def find_move(self, steps: Sequence[Operation]) -> str:
         """Returns the line of the first operation that groups or selects rows differently."""
         for step in steps:
-            has_no_relation = any(not x.kind for x in self._of(step.outputs))
-            if has_no_relation and all(x.kind for x in self._of(step.inputs)):
+            has_no_relation = any(not x.kind for x in self._relations_of(step.outputs))
+            if has_no_relation and all(x.kind for x in self._relations_of(step.inputs)):
                 if line := line_of(step):
                     return line
         return ""
@@ -173,8 +173,8 @@ class _Relations:
         Later operations correct the factors of earlier ones.
         """
         for step in reversed(steps):
-            if any(x.kind == "equal" and x.factor != 1 for x in self._of(step.outputs)):
-                if all(x.kind == "zero" or x.factor == 1 for x in self._of(step.inputs)):
+            if any(x.kind == "equal" and x.factor != 1 for x in self._relations_of(step.outputs)):
+                if all(x.kind == "zero" or x.factor == 1 for x in self._relations_of(step.inputs)):
                     if line := line_of(step):
                         return line
         return ""
@@ -187,10 +187,10 @@ class _Relations:
         """
         added = ""
         for step in steps:
-            kinds = {x.kind for x in self._of(step.inputs)}
+            kinds = {x.kind for x in self._relations_of(step.inputs)}
             if "sum" not in kinds:
                 continue
-            if "equal" in kinds and any(x.kind != "sum" for x in self._of(step.outputs)):
+            if "equal" in kinds and any(x.kind != "sum" for x in self._relations_of(step.outputs)):
                 if line := line_of(step):
                     return line
             if "zero" in kinds and step.eqn.primitive.name in _ADDITIONS:
@@ -200,7 +200,7 @@ class _Relations:
 
 def _end_of_scaling(number: int, line: str, users: dict[int, list[Operation]]) -> int:
     """Returns the value that a value becomes by the operations of the same line that scale it."""
-    # It ends: each turn goes to the result of a later operation.
+    # Ends, since each turn goes to the result of a later operation.
     while True:
         following = [
             x

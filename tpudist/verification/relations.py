@@ -22,11 +22,12 @@ from tpudist.xla.mesh import REPLICA_AXIS
 
 Compute = Callable[[Operation, Sequence[Any]], list[Any]]
 
+# Largest relative error of a relation, above the rounding of bfloat16 (4e-3). Two numbers always
+# have some factor, so for them it must be closer to a power of n.
 _TOLERANCE = 1e-2
-"""Largest relative error of a relation, above the rounding of bfloat16 (4e-3)."""
+_TOLERANCE_OF_NUMBERS = 1e-4
 
-_LARGEST = 1e15
-"""Magnitude from which a number stands for infinity, as in masks."""
+_LARGEST = 1e15  # magnitude from which a number stands for infinity, as in masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _align(many: FlatProgram, one: FlatProgram) -> dict[int, int]:
     a, b = ([(x.eqn.primitive.name, len(x.outputs)) for x in y.steps] for y in (many, one))
     if a == b:
         blocks: Any = [(0, 0, len(a))]
-    else:
+    else:  # quadratic, but needed only to explain a difference
         blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     for i, j, size in blocks:
         for x, y in zip(many.steps[i : i + size], one.steps[j : j + size], strict=True):
@@ -149,7 +150,11 @@ def _evaluate(
 
 
 def _statistics(many: jax.Array, one: jax.Array, n: int) -> dict[str, Any]:
-    """Returns the products of the arrays of each relation that the shapes allow, as one matrix."""
+    """Returns the products of the arrays that are compared, under the name of the comparison.
+
+    One of "parts", "numbers" (parts of one element), "rows" and "shape". Nothing if the values are
+    not counterparts.
+    """
     # One matrix product for each value takes far less time to compile than sums of squares do. The
     # products of all pairs of rows are enough for a least-squares fit (`_fit`).
     if not jnp.issubdtype(one.dtype, jnp.number) or not one.size:
@@ -158,6 +163,7 @@ def _statistics(many: jax.Array, one: jax.Array, n: int) -> dict[str, Any]:
         return {}  # random keys and bits: the numbers drawn with them are compared
     if many.shape[1:] == one.shape:
         parts = _reals(many.reshape(n, -1))
+        # bfloat16 could never meet the closer tolerance of numbers.
         kind = "numbers" if one.size == 1 and one.dtype.itemsize > 2 else "parts"
         return {kind: _products(parts, parts.sum(0, keepdims=True), _reals(one.reshape(1, -1)))}
     if many.ndim != 1 + one.ndim:
@@ -172,7 +178,8 @@ def _statistics(many: jax.Array, one: jax.Array, n: int) -> dict[str, Any]:
 def _reals(x: jax.Array) -> jax.Array:
     """Returns a float32 matrix, in which the imaginary parts follow the real ones.
 
-    Numbers that are not finite, or stand for infinity in a mask, count as one.
+    Numbers that are not finite, or stand for infinity in a mask, count as one: on both sides, so
+    that the other numbers decide.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.concatenate([x.real, x.imag], 1)
@@ -194,7 +201,7 @@ def _fit(aa: float, ab: float, bb: float) -> tuple[float, float]:
         bb: The product of `b` with itself.
     """
     if not aa and not bb:
-        return math.nan, 0.0
+        return 1.0, 0.0
     factor = ab / bb if bb else 0.0
     error = aa - 2 * factor * ab + factor**2 * bb
     return factor, math.sqrt(max(error, 0.0) / aa) if aa else 0.0
@@ -205,28 +212,29 @@ def _read(statistics: dict[str, Any], n: int) -> Relation | None:
         return None
     if "shape" in statistics:
         return Relation("shape")
-    # Two numbers always have some factor, so it must be closer to a power of n than for arrays.
-    tolerance = _TOLERANCE if "numbers" not in statistics else _TOLERANCE / 100
-    fits = {}
-    for kind, matrix in statistics.items():
-        m = np.asarray(matrix, np.float64)
-        if kind in ("parts", "numbers"):
-            # Rows 0 to n - 1 of the matrix are the replicas' parts, row n is their sum, and the
-            # last row is the value of one device. Equality is fitted to all parts at once: n copies
-            # of that value.
-            own, total, one = np.trace(m[:n, :n]), m[n, n], m[-1, -1]
-            fits["equal"] = _fit(own, m[n, -1], n * one)
-            fits["sum"] = _fit(total, m[n, -1], one)
-        elif kind == "rows":
-            fits["rows"] = _fit(m[0, 0], m[0, 1], m[1, 1])
-    if any(math.isnan(f) for f, _ in fits.values()):
+    ((kind, matrix),) = statistics.items()
+    tolerance = _TOLERANCE_OF_NUMBERS if kind == "numbers" else _TOLERANCE
+    m = np.asarray(matrix, np.float64)
+    if kind == "rows":
+        own, one = m[0, 0], m[1, 1]
+        fits = {"rows": _fit(own, m[0, 1], one)}
+    else:
+        # Rows 0 to n - 1 of the matrix are the replicas' parts, row n is their sum, and the last
+        # row is the value of one device. Equality is fitted to all parts at once: n copies of that
+        # value.
+        own, total, one = np.trace(m[:n, :n]), m[n, n], m[-1, -1]
+        fits = {
+            "equal": _fit(own, m[n, -1], n * one),
+            "sum": _fit(total, m[n, -1], one),
+        }
+    if not own and not one:
         return Relation("zero")
     # The order matters: equal parts also have a sum with a factor, n times the value.
     for kind in ("equal", "rows", "sum"):
-        if kind in fits and fits[kind][1] < tolerance:
-            factor = fits[kind][0]
-            power = math.log(abs(factor), n) if factor else math.inf
+        factor, error = fits.get(kind, (0.0, math.inf))
+        if error < tolerance and factor > 0:
+            power = math.log(factor, n)
             # A factor that is not a power of n is chance, as between two scalars.
-            if factor > 0 and abs(power - round(power)) < tolerance:
+            if abs(power - round(power)) < tolerance:
                 return Relation(kind, float(n) ** round(power))
     return Relation("")

@@ -4,6 +4,8 @@ import dataclasses
 
 from tpudist.display.text_tables import Column, TextTable
 
+_MAX_NAMED = 3  # arrays of one cause in the text
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -41,7 +43,7 @@ class VerificationReport:
 
     Attributes:
         name: The name of the step.
-        num_replicas: Number of replicas.
+        num_replicas: Number of replicas; for Keras' `fit`, number of devices.
         differences: The arrays that differ, first those of "copies".
         compared: The comparisons that were made, each with its number of arrays.
         skipped: The comparisons that were not made, each with the reason.
@@ -83,8 +85,9 @@ class VerificationReport:
             f"Compared: {made or 'nothing'}."
         ]
         for cause, remedy, where, found in self._groups():
-            leaves = ", ".join(x.leaf for x in found[:3])
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            leaves = ", ".join(x.leaf for x in found[:_MAX_NAMED])
+            num_others = len(found) - _MAX_NAMED
+            more = f" and {num_others} more" if num_others > 0 else ""
             lines.append(f"- {cause}{f' (at {where})' if where else ''}")
             numbers = "not in the numbers of this batch"
             if found[0].comparison != "program":
@@ -140,6 +143,5 @@ class VerificationError(AssertionError):
     """
 
     def __init__(self, report: VerificationReport):
-        """Raised for a report with differences."""
         super().__init__(str(report))
         self.report = report

@@ -12,9 +12,9 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering.array_copies import fetch, put
 from tpudist.options import RunOptions
 from tpudist.programs import jaxprs, operations, random_streams, rounding_errors
+from tpudist.run.frame.captures import Capture
 from tpudist.run.rehearsal import Rehearsal, StandIn
 from tpudist.state.variable import Variable
-from tpudist.values.per_replica import PerReplica
 from tpudist.verification.batches import Arguments, HostBatch, Rows
 from tpudist.verification.compared_values import aggregate
 from tpudist.verification.relations import Program
@@ -24,7 +24,8 @@ SEEDS = (0, 1)
 """Seeds of the disturbed runs on one device."""
 
 Call = tuple[tuple, dict[str, Any]]
-Rewrite = Callable[[Any], Callable[..., list[jax.Array]]] | None
+Rewrite = Callable[[Any], Callable[..., list[jax.Array]]]
+"""Called with a program; returns a function of its inputs that computes its outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Runs:
         self._strategy: Any = strategy
         self._one_device = one_device
         self._fn, self._options, self._arguments = fn, options, arguments
-        self._twins: dict[tuple[ReplicaMesh, Rewrite], StrategyBase] = {}
+        self._twins: dict[tuple[ReplicaMesh, Rewrite | None], StrategyBase] = {}
 
-    def on_replicas(self, call: Call, rewrite: Rewrite = None) -> Rehearsal:
+    def on_replicas(self, call: Call, rewrite: Rewrite | None = None) -> Rehearsal:
         """Returns the values that the step computes on the replicas.
 
         Args:
@@ -78,7 +79,9 @@ class Runs:
         with strategy._use_mesh():
             return strategy._replicator.rehearse(self._fn, *call, self._options)
 
-    def on_one_device(self, rows: Rows, epsilon: float, rewrite: Rewrite = None) -> OneDevice:
+    def on_one_device(
+        self, rows: Rows, epsilon: float, rewrite: Rewrite | None = None
+    ) -> OneDevice:
         """Returns the values that the step computes on one device.
 
         Args:
@@ -142,7 +145,7 @@ class Runs:
         twin = self._twin(alone, self._value_on_one, None)
         return self._trace(twin, self._arguments.on_one_device(lambda x: x, rows))
 
-    def _run(self, change: Callable[[Any], Any], rows: Rows, rewrite: Rewrite) -> Rehearsal:
+    def _run(self, change: Callable[[Any], Any], rows: Rows, rewrite: Rewrite | None) -> Rehearsal:
         twin = self._twin(self._one_device, lambda x: change(self._value_on_one(x)), rewrite)
         call = self._arguments.on_one_device(change, rows)
         with twin._use_mesh():
@@ -154,7 +157,7 @@ class Runs:
         return Program(traced.program.closed, traced.program.stacked, inputs)
 
     def _twin(
-        self, mesh: ReplicaMesh, value_of: Callable[[Any], jax.Array], rewrite: Rewrite
+        self, mesh: ReplicaMesh, value_of: Callable[[Any], jax.Array], rewrite: Rewrite | None
     ) -> StrategyBase:
         """Returns the strategy on other devices, or with another program."""
         # One twin for each mesh and rewrite, since a twin keeps its compiled programs. Rewrites are
@@ -165,13 +168,17 @@ class Runs:
             twin._twin_of = self._strategy
             twin.storage = self._strategy.storage if mesh == self._strategy.replica_mesh else None
             self._twins[key] = twin
+        # The values may change from call to call; the compiled program does not depend on them. A
+        # caller must be done with a twin before it asks for the same one again.
         self._twins[key]._stand_in = StandIn(value_of, rewrite)
         return self._twins[key]
 
     def _value_on_one(self, variable: Any) -> jax.Array:
-        held = getattr(variable, "held", None)
-        if isinstance(held, PerReplica):
-            rows = HostBatch.of(held).rows if held.rows is not None else fetch(held.array)[0]
+        """Returns the value of a Variable, or of a `Capture` or `Guest`, on one device."""
+        if isinstance(variable, Capture):
+            # One device is a mesh of one replica, so its values have a dim of replicas.
+            x = variable.value
+            rows = HostBatch.of(x).rows if x.rows is not None else fetch(x.array)[0]
             return put(self._one_device, rows[None])
         if variable.on_read:
             return put(self._one_device, aggregate(variable, fetch(variable._value))[None])

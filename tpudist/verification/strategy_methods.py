@@ -51,6 +51,7 @@ class VerifyMethods(StrategyBase):
             raise RuntimeError(
                 "verify was called in a function that JAX traces. Call it outside of all functions."
             )
+        # All axes inside a replica exist with one device, so annotations that name them stay valid.
         axes = {str(k): 1 for k in self.replica_mesh.mesh.shape if k != REPLICA_AXIS}
         device = next(
             x for x in self.replica_mesh.mesh.devices.flat if x.process_index == jax.process_index()
