@@ -4,9 +4,10 @@ from tpudist.input.dataset import DistributedDataset
 from tpudist.input.feeds.explain import Explanation, explain
 from tpudist.input.file_formats.tf_example import parse_example
 from tpudist.input.iterator import DistributedIterator
+from tpudist.input.sources.dataset_settings import SHARD_HINT
 from tpudist.input.sources.files import FileDataset, from_files
 from tpudist.input.sources.from_records import from_records
-from tpudist.input.sources.indexed_dataset import SHARD_HINT, IndexedDataset
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.sources.records import RecordDataset
 from tpudist.options import AutoShardPolicy, PartialBatch

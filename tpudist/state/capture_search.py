@@ -9,13 +9,13 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from tpudist.state import library_code, nnx_contents
+from tpudist.state import library_code
 from tpudist.state.captured_values import CONTAINERS, SCALARS, Place
 from tpudist.state.code_reads import CodeReads, Read, reads_of
 from tpudist.xla import descriptions
@@ -114,18 +114,18 @@ class _Search:
                 init = inspect.getattr_static(value, "__init__", None)
                 if isinstance(init, types.FunctionType):
                     self._visit_function(node.part(".__init__", init), init)
-        elif callable(inner := _inner_function_of(value)):
+        elif callable(inner := library_code.inner_function_of(value)):
             # A transformation of JAX, such as `jax.jit(fn)`. `custom_vjp` has its rules as further
             # attributes.
             self.visit(node.part(".__wrapped__", inner))
             for part, x in _attributes_of(value).items():
                 if part != "__wrapped__" and isinstance(x, _FUNCTIONS):
                     self.visit(node.part(f".{part}", x, f"{node.name}.{part}"))
-        elif _is_transparent(value):
+        elif library_code.is_transparent(value):
             self._whole_objects.setdefault(id(value), node)
             for method in ("__call__", "__getitem__", "__iter__"):
                 self._attribute(node, method)
-        elif _is_known_by_identity(value):
+        elif library_code.is_known_by_identity(value):
             self._add(node, is_weak=True)
 
     def _add(self, node: _Node, *, is_weak: bool) -> None:
@@ -150,7 +150,9 @@ class _Search:
         else:
             function = node.part(".__func__", value.__func__)
             if not isinstance(function.value, types.FunctionType):  # a method under `jax.jit`
-                function = function.part(".__wrapped__", _inner_function_of(function.value))
+                function = function.part(
+                    ".__wrapped__", library_code.inner_function_of(function.value)
+                )
             if isinstance(function.value, types.FunctionType):
                 code = function.value.__code__
                 name = code.co_varnames[0] if code.co_argcount else "self"
@@ -307,7 +309,7 @@ class _Search:
                     return None
                 node = node.part(f"[{key!r}]", item, f"{node.name}[{key!r}]")
                 continue
-            if not _has_program_attributes(value):
+            if not library_code.has_program_attributes(value):
                 # A library's object (an array, an optax.GradientTransformation) counts as a whole.
                 if key not in _SHAPE_ATTRIBUTES:
                     self.visit(node)
@@ -337,7 +339,9 @@ class _Search:
         # differ before and after the first read of a cached one.
         if (is_property or not is_own) and self._visit_method(method, node, ""):
             if isinstance(static, types.FunctionType):
-                if library_code.is_library_code(static.__code__) and _is_known_by_identity(value):
+                if library_code.is_library_code(
+                    static.__code__
+                ) and library_code.is_known_by_identity(value):
                     # A library's method reads attributes that are not visited. So any other object
                     # counts as another value.
                     self._add(node, is_weak=True)
@@ -367,14 +371,6 @@ def _attributes_of(value: object) -> Mapping[str, object]:
     return getattr(value, "__dict__", {})  # an object with slots has none
 
 
-def _inner_function_of(value: object) -> object:
-    """Returns the function of a wrapper such as `jax.jit(fn)`; None for other objects."""
-    inner = inspect.getattr_static(value, "__wrapped__", None)
-    if isinstance(inner, property) and not library_code.is_program_class(type(value)):
-        return getattr(value, "__wrapped__", None)  # of Equinox, such as `filter_jit(fn)`
-    return inner
-
-
 def _contents_of(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
@@ -398,34 +394,3 @@ def _class_of(node: _Node) -> _Node:
     if isinstance(node.value, type):
         return node._replace(name=node.value.__name__)
     return _Node(f"type({node.expression})", type(node.value), type(node.value).__name__)
-
-
-def _is_known_by_identity(value: object) -> bool:
-    """Whether another object in this place counts as another value.
-
-    Compared by weak references, so that a program does not keep the object alive. NNX objects are
-    left out: a captured one is an error of its own.
-    """
-    # Each call consumes an iterator, and usually captures a new one.
-    excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
-    if isinstance(value, excluded) or library_code.root_package(type(value)) == "tpudist":
-        return False
-    return type(value).__weakrefoffset__ != 0
-
-
-def _has_program_attributes(value: object) -> bool:
-    """Whether your program may have set attributes of the value."""
-    if isinstance(value, types.ModuleType):
-        return not library_code.is_library_module(value)
-    if isinstance(value, (jax.Array, np.ndarray, *nnx_contents.OBJECT_TYPES)):
-        return False
-    return library_code.root_package(_as_class(value)) not in library_code.PACKAGES
-
-
-def _is_transparent(value: object) -> bool:
-    """Whether the search visits the attributes of an object that code uses as a whole."""
-    cls = type(value)
-    if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
-        return False
-    # A namespace of a library (such as argparse) has only the attributes that you have set.
-    return library_code.is_program_class(cls) or cls.__name__ in ("SimpleNamespace", "Namespace")

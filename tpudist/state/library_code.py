@@ -2,8 +2,11 @@
 
 The search for captured values follows only your program. Its code is known by the file: code below
 the standard library, site-packages or tpudist belongs to libraries, except an installed package
-that requires tpudist. An object is known by the package of its class: the search reads no
-attributes of objects of `PACKAGES`. Those of other libraries, such as a configuration, may be
+that requires tpudist.
+
+An object counts by its attributes if your program may have set them. Otherwise it counts as a
+whole: another object in its place is another value. The package of its class decides: attributes of
+objects of `PACKAGES` are not read, but those of other libraries, such as of a configuration, may be
 yours to set.
 """
 
@@ -12,8 +15,13 @@ import inspect
 import os
 import sysconfig
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
+
+from tpudist.state import nnx_contents
 from tpudist.xla import program_packages
 
 # Packages whose objects are never looked into: their attributes are theirs to change.
@@ -51,6 +59,45 @@ def is_program_class(cls: type) -> bool:
     except (TypeError, OSError):
         return cls.__module__ == "__main__"
     return not _is_library_file(file)
+
+
+def inner_function_of(value: object) -> object:
+    """Returns the function of a wrapper such as `jax.jit(fn)`; None for other objects."""
+    inner = inspect.getattr_static(value, "__wrapped__", None)
+    if isinstance(inner, property) and not is_program_class(type(value)):
+        return getattr(value, "__wrapped__", None)  # of Equinox, such as `filter_jit(fn)`
+    return inner
+
+
+def is_known_by_identity(value: object) -> bool:
+    """Whether another object in this place counts as another value.
+
+    Compared by weak references, so that a program does not keep the object alive. NNX objects are
+    left out: a captured one is an error of its own.
+    """
+    # Each call consumes an iterator, and usually captures a new one.
+    excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
+    if isinstance(value, excluded) or root_package(type(value)) == "tpudist":
+        return False
+    return type(value).__weakrefoffset__ != 0
+
+
+def has_program_attributes(value: object) -> bool:
+    """Whether your program may have set attributes of the value."""
+    if isinstance(value, types.ModuleType):
+        return not is_library_module(value)
+    if isinstance(value, (jax.Array, np.ndarray, *nnx_contents.OBJECT_TYPES)):
+        return False
+    return root_package(value if isinstance(value, type) else type(value)) not in PACKAGES
+
+
+def is_transparent(value: object) -> bool:
+    """Whether the search visits the attributes of an object that code uses as a whole."""
+    cls = type(value)
+    if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
+        return False
+    # A namespace of a library (such as argparse) has only the attributes that you have set.
+    return is_program_class(cls) or cls.__name__ in ("SimpleNamespace", "Namespace")
 
 
 def _is_library_file(file: str) -> bool:

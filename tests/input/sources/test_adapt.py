@@ -152,6 +152,34 @@ def test_the_error_for_examples_that_differ_in_structure_names_them():
         read({})
 
 
+class _ReadsSeveral(list):
+    def __getitems__(self, numbers):
+        return [self[i] for i in numbers]
+
+
+class _Doubled:
+    """A wrapper that changes records, and passes on other names."""
+
+    def __init__(self, records):
+        self._records = records
+
+    def __len__(self):
+        return len(self._records)
+
+    def __getitem__(self, number):
+        return 2 * self._records[number]
+
+    def __getattr__(self, name):
+        return getattr(self._records, name)
+
+
+def test_a_wrapper_of_a_source_that_reads_several_records_is_read_itself():
+    records = _ReadsSeveral(np.arange(4))
+    for source, expected in ((records, [0, 1, 2, 3]), (_Doubled(records), [0, 2, 4, 6])):
+        [batch] = from_records(source).batch(4)
+        assert batch.tolist() == expected
+
+
 def test_a_source_without_numbered_examples_raises():
     for source in (iter([1]), {"x": 1}, "text", 3):
         with pytest.raises(TypeError, match="has no examples that can be read by number. Pass"):

@@ -8,14 +8,15 @@ import abc
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input import iterator_state, rows_of_replicas
+from tpudist.input import iterator_state
 from tpudist.input.iterator_state import State
+from tpudist.input.sources.dataset_settings import SHARD_HINT, BatchPlace, Settings
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
 from tpudist.input.sources.source import RowBatch
@@ -24,59 +25,9 @@ from tpudist.options import AutoShardPolicy
 # The values of tf.data.
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
-# Value of both arguments of `shard` if the shard of a process is only known when the dataset is
-# distributed. The value of tf.data.
-SHARD_HINT = -1
 # Largest batch that may consist mostly of padding: that many rows fit in memory. Larger ones, of
 # more than this many times the examples, are a mistake, such as bytes in place of rows.
 _MAX_PADDED, _MAX_PADDING_RATIO = 1 << 16, 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of a dataset's methods.
-
-    Attributes:
-        seed: Seed of the shuffle; None without one.
-        global_batch_size: Rows of a full batch; None before `batch`.
-        drop_remainder: Whether a last batch that is not full is dropped.
-        num_epochs: Number of epochs of a pass; None for no end.
-        examples: Number of shards of the examples, and the index of the shard that is read.
-        batches: The same for shards of the batches of an epoch.
-    """
-
-    seed: int | None = None
-    global_batch_size: int | None = None
-    drop_remainder: bool = False
-    num_epochs: int | None = 1
-    examples: tuple[int, int] = (1, 0)
-    batches: tuple[int, int] = (1, 0)
-
-    @property
-    def shard_of_examples(self) -> tuple[int, int]:
-        """`examples`; all of them as long as a SHARD_HINT is not replaced."""
-        return (1, 0) if self.examples[0] == SHARD_HINT else self.examples
-
-    @property
-    def shard_of_batches(self) -> tuple[int, int]:
-        """`batches`; all of them as long as a SHARD_HINT is not replaced."""
-        return (1, 0) if self.batches[0] == SHARD_HINT else self.batches
-
-
-class BatchPlace(NamedTuple):
-    """The rows of one batch.
-
-    Attributes:
-        epoch: Number of the epoch.
-        num_rows: Number of rows.
-        start: Position of the first row in `order`.
-        order: The order of the epoch; None for ascending.
-    """
-
-    epoch: int
-    num_rows: int
-    start: int
-    order: np.ndarray | None
 
 
 class IndexedDataset(abc.ABC):
@@ -155,8 +106,7 @@ class IndexedDataset(abc.ABC):
     @property
     def num_examples(self) -> int:
         """Number of examples in an epoch."""
-        num_shards, index = self._settings.shard_of_examples
-        return len(range(index, self._num_rows, num_shards))
+        return self._settings.count_examples(self._num_rows)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -257,7 +207,7 @@ class IndexedDataset(abc.ABC):
     @property
     def has_shard_hint(self) -> bool:
         """Whether the shard is not known yet."""
-        return (SHARD_HINT, SHARD_HINT) in (self._settings.examples, self._settings.batches)
+        return self._settings.has_shard_hint
 
     def with_shard_hint(self, num_shards: int, index: int) -> Self:
         """Replaces the `SHARD_HINT` by these numbers."""
@@ -370,13 +320,7 @@ class IndexedDataset(abc.ABC):
     @property
     def batches_of_epoch(self) -> range:
         """Numbers of the batches that are read in each epoch."""
-        num_batches = rows_of_replicas.num_batches(
-            self.num_examples,
-            self._settings.global_batch_size or 1,
-            drop_remainder=self._settings.drop_remainder,
-        )
-        num_shards, index = self._settings.shard_of_batches
-        return range(index, num_batches, num_shards)
+        return self._settings.batches_of_epoch(self._num_rows)
 
     def _numbers(self, place: BatchPlace) -> np.ndarray:
         """Returns the numbers of a batch's examples, which count the examples of all shards."""

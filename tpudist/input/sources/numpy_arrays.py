@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input.sources.indexed_dataset import BatchPlace, IndexedDataset
+from tpudist.input.sources.dataset_settings import BatchPlace
+from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.xla import tree_depth
