@@ -2,8 +2,9 @@
 
 import pytest
 
-from tpudist.supervisor.generation_control import GenerationControl, Phase
+from tpudist.supervisor.generation_control import MAX_WITHOUT_PROGRESS, GenerationControl, Phase
 from tpudist.supervisor.member import Member
+from tpudist.xla import internals
 
 
 class FakeConnection:
@@ -40,3 +41,15 @@ def test_a_repeated_loss_ends_no_process_of_the_next_generation(control):
     control.receive(last, {"lost": 5, "why": "without a generation"})
     assert control.members == [first, last]
     assert [x.connection.is_closed for x in (first, lost, last)] == [False, True, False]
+
+
+def test_generations_without_a_commit_give_up(control, monkeypatch):
+    monkeypatch.setattr(internals, "start_coordination_service", lambda address, count: object())
+    for generation in range(2, 20):
+        control.receive(control.members[0], {"failed": generation - 1, "why": "x"})
+        for member in control.members:
+            control.receive(member, {"ready": generation, "commit": 3 if generation > 2 else -1})
+        if control.gave_up:
+            break
+    assert generation == 3 + MAX_WITHOUT_PROGRESS + 1  # the last commit was in generation 3
+    assert "9 generations of processes in a row made no commit" in control.gave_up

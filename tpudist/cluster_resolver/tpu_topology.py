@@ -36,7 +36,7 @@ class Topology:
         mesh_shape: ArrayLike | Sequence[int] | None = None,
         device_coordinates: ArrayLike | Sequence | None = None,
     ):
-        if serialized:  # b"" is no topology, and counts as omitted
+        if serialized:  # b"" is not a topology, and counts as omitted
             mesh_shape, device_coordinates, _ = tpu_topology_proto.parse(serialized)
         self._mesh_shape = _as_ints(mesh_shape)
         self._device_coordinates = _as_ints(device_coordinates)

@@ -157,7 +157,7 @@ class Judge:
         for index, report in reports.items():
             if index not in self._beats or self._beats[index][0] != report["beat"]:
                 self._beats[index] = report["beat"], now
-        # The limits are those of a small run. In a large one, a healthy process may report later.
+        # The limits are for a small run. In a large one, a healthy process may report later.
         due_s = self._interval_s - INTERVAL_S
         running = [i for i, report in reports.items() if report["state"] == "running"]
         silences = [(i, max(0.0, now - self._beats[i][1] - due_s)) for i in running]

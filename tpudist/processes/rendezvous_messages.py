@@ -76,7 +76,7 @@ def introduce(num_processes: int, index: int) -> Introduction:
 def parse_introduction(text: bytes) -> Introduction | None:
     """Returns the introduction in a line, or None if another program wrote it."""
     message = parse(text)
-    # `isinstance` would accept True, which is no number.
+    # `isinstance` would accept True, which is not a number.
     if type(message.get("index")) is not int or type(message.get("count")) is not int:
         return None
     if "who" not in message:

@@ -307,16 +307,9 @@ class GenerationControl:
         # The newest commit in any memory is the state of the run: no step is lost that one of the
         # remaining processes has committed.
         newest = max(x.commit for x in self.members)
-        if newest > self._best_commit:
-            self._best_commit, self._num_without_progress = newest, 0
-        else:
-            self._num_without_progress += 1
-            if self._num_without_progress > MAX_WITHOUT_PROGRESS:
-                self.gave_up = (
-                    f"giving up: {self._num_without_progress} generations of processes in a row "
-                    f"made no commit."
-                )
-                return
+        self._check_commits(newest)
+        if self.gave_up:
+            return
         self.phase = Phase.JOINING
         address = f"{self._host}:{_free_port(self._host)}"
         service = internals.start_coordination_service(address, len(self.members))
@@ -334,6 +327,18 @@ class GenerationControl:
                 service=address,
                 donor=donor,
                 cluster=cluster,
+            )
+
+    def _check_commits(self, newest: int) -> None:
+        """Gives up if too many generations in a row made no commit."""
+        if newest > self._best_commit:
+            self._best_commit, self._num_without_progress = newest, 0
+            return
+        self._num_without_progress += 1
+        if self._num_without_progress > MAX_WITHOUT_PROGRESS:
+            self.gave_up = (
+                f"giving up: {self._num_without_progress} generations of processes in a row made "
+                f"no commit."
             )
 
     def _on_begun(self) -> None:

@@ -312,7 +312,7 @@ class SupervisedProcess:
             {"cluster": {"worker": order["cluster"]}, "task": task}
         )
         self._state = joined.state
-        commit = joined.state.commit if joined.state else 0  # so many steps are done
+        commit = joined.state.commit if joined.state else 0  # the number of steps that are done
         generation = ProgramGeneration(
             number,
             commit,
