@@ -199,10 +199,12 @@ def test_keyword_arguments_are_passed_to_the_function(mirrored):
     assert parts(mirrored, shifted) == [3.0 * i for i in range(N)]
 
 
+@pytest.mark.parametrize("method", ["run", "run_steps", "lower"])
 @pytest.mark.parametrize("args", [{"x": 1}, "ab", 3, jnp.ones(2)])
-def test_positional_arguments_that_are_not_a_tuple_raise(mirrored, args):
+def test_positional_arguments_that_are_not_a_tuple_raise(mirrored, args, method):
+    before = (iter([1]), 1) if method == "run_steps" else ()
     with pytest.raises(ValueError, match="positional args must be a list or tuple, got"):
-        mirrored.run(lambda *a: None, args)
+        getattr(mirrored, method)(lambda *a: None, *before, args)
 
 
 def test_positional_arguments_may_be_a_list(mirrored):

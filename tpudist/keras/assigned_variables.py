@@ -96,7 +96,7 @@ class AssignedVariable(Variable):
                 its own part.
         """
         value = frame.get(self)
-        if not self._is_shared_out(frame):
+        if not self._has_parts_on_replicas(frame):
             return value
         if context.current().replica_context is None:
             return aggregation.aggregate_read(self, value)
@@ -112,12 +112,13 @@ class AssignedVariable(Variable):
         """Assigns `value`, of the right shape and dtype, in a trace; returns the new value."""
         value = frame.detach(value)
         in_replica = context.current().replica_context is not None
-        if self._is_shared_out(frame):
+        if self._has_parts_on_replicas(frame):
             if not in_replica:
                 value = aggregation.split_value(self, value)
         # An optimizer assigns equal values, because its gradients were summed. The trace proves it.
-        elif in_replica and not optimizer_sums.are_applied():
+        elif in_replica and not optimizer_sums.is_applying_sums():
             if self._is_statistic():
+                # For the rest of its life, so that the next trace averages it as well.
                 self.aggregation = VariableAggregation.MEAN
             value = aggregation.aggregate_write(self, value)
         return frame.set(self, value)
@@ -130,28 +131,30 @@ class AssignedVariable(Variable):
             for name in _STATISTICS
         )
 
-    def _is_shared_out(self, frame: Frame) -> bool:
+    def _has_parts_on_replicas(self, frame: Frame) -> bool:
         return self.is_counted and not frame.whole and self.strategy.num_replicas_in_sync > 1
 
 
 def find(variable: keras.Variable, frame: Frame) -> AssignedVariable | None:
     """Returns the Variable for a Keras variable in a trace; None if no function has assigned it."""
-    return read_notes(variable).assigned.get(id(_owner(frame)))
+    return read_notes(variable).assigned.get(id(_strategy_of(frame)))
 
 
 def find_or_make(variable: keras.Variable, frame: Frame) -> AssignedVariable:
     """Returns the Variable for a Keras variable in a trace, and creates it at the first call."""
     assigned = find(variable, frame)
     if assigned is None:
-        owner = _owner(frame)
-        assigned = write_notes(variable).assigned[id(owner)] = AssignedVariable(variable, owner)
+        strategy = _strategy_of(frame)
+        assigned = write_notes(variable).assigned[id(strategy)] = AssignedVariable(
+            variable, strategy
+        )
         # This trace did not start with the variable as an input, so it begins with zeros. The trace
         # continues only to find further variables, and is then repeated with all of them.
         frame.begin_variable(assigned, jnp.zeros(assigned.shape, assigned.dtype), computed=False)
     return assigned
 
 
-def _owner(frame: Frame) -> StrategyBase:
+def _strategy_of(frame: Frame) -> StrategyBase:
     return frame.strategy._twin_of or frame.strategy
 
 

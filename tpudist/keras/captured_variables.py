@@ -30,7 +30,8 @@ from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_traced, run_eagerly
 
 # By the id of the Keras variable. Frames compare captures by identity, so all traces must get the
-# same object; it lives as long as one of them has it.
+# same object; it lives as long as one of them has it. It holds its variable, so that no other
+# variable gets the id while it is here.
 _known: "weakref.WeakValueDictionary[int, CapturedVariable]" = weakref.WeakValueDictionary()
 _is_installed = False
 
@@ -52,8 +53,8 @@ def install(problem: str | None = None) -> None:
     """Installs the hooks, once.
 
     Args:
-        problem: Reason why this Keras is not supported, or None. With a reason, compiled functions
-            may not read variables either.
+        problem: Reason why this Keras is not supported, or None. With a reason, a compiled function
+            that reads or assigns a variable raises an error.
     """
     global _is_installed
     if _is_installed:
@@ -203,8 +204,8 @@ def _refuse(variable: keras.Variable, action: str, why: str) -> NoReturn:
 
 
 def _is_from_outside(variable: keras.Variable, frame: Frame) -> bool:
-    """Returns whether a trace reads a variable whose value does not belong to it."""
-    if frame.is_eager or keras_internals.is_in_stateless_scope(variable):
+    """Returns whether a variable's value comes from outside of a trace, which must capture it."""
+    if frame.is_eager or keras_internals.has_stateless_value(variable):
         return False
     array = keras_internals.array_of(variable)
     if array is None:  # in a stateless scope, Keras computes the shape of its first value

@@ -43,7 +43,7 @@ class DistributedAdapter(keras_internals.data_adapter_class()):
     def get_jax_iterator(self) -> Iterator[Batch]:
         """Yields the elements of the next pass, which are on the devices already."""
         for element in self._dataset:
-            yield _rows_of(element, self._distribution)
+            yield _as_rows(element, self._distribution)
 
     @property
     def num_batches(self) -> int | None:
@@ -98,7 +98,7 @@ def adapt(
             raise NoBatches
         if name != "predict":
             # From the spec: otherwise Keras would read an element, which costs a pass.
-            keras_internals.build(model, _rows_of(x.element_spec, distribution))
+            keras_internals.build(model, _as_rows(x.element_spec, distribution))
     for key, value in arguments.items():
         if isinstance(value, DistributedDataset):
             arguments[key] = DistributedAdapter(value, distribution)
@@ -152,9 +152,7 @@ def result_of_no_batches(
     """
     arguments = inspect.signature(plain).bind(model, *args, **kwargs).arguments
     name = plain.__name__
-    # The pass is empty, but it begins and ends, as in a call with batches.
-    for _ in arguments["x"]:
-        raise AssertionError("the dataset has batches")
+    _run_empty_pass(arguments["x"])
     if name == "fit":
         if arguments.get("validation_data") is not None:
             warnings.warn(
@@ -178,10 +176,18 @@ def result_of_no_batches(
         metrics = model.get_metrics_result()
     except ValueError:  # the metrics are not built
         return {"loss": 0.0} if arguments.get("return_dict") else 0.0
-    return metrics if arguments.get("return_dict") else model._flatten_metrics_in_order(metrics)
+    return (
+        metrics if arguments.get("return_dict") else keras_internals.flatten_metrics(model, metrics)
+    )
 
 
-def _rows_of(element: Batch, distribution: MeshDistribution) -> Batch:
+def _run_empty_pass(dataset: DistributedDataset) -> None:
+    # The pass is empty, but it begins and ends, as in a call with batches.
+    for _ in dataset:
+        raise AssertionError("the dataset has batches")
+
+
+def _as_rows(element: Batch, distribution: MeshDistribution) -> Batch:
     return jax.tree.map(
         lambda x: uneven_rows.of_replicas(x, distribution),
         element,

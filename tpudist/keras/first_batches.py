@@ -1,7 +1,7 @@
 """Reads the first batches of `fit`, by a call of `fit` that stops before its first step.
 
-So the training gets the same batches: without the validation split, weighted by class, shuffled,
-placed on the devices, and agreed on by all processes.
+So these are exactly the batches of the training: after the validation split, weighted by class,
+shuffled, placed on the devices, and agreed on by all processes.
 """
 
 import contextlib
@@ -23,11 +23,9 @@ from tpudist.keras.keras_internals import Batch
 if TYPE_CHECKING:
     import keras
 
-TRAINING = ("fit", "train_on_batch")
-# Arguments of `fit` that limit a call to its first batches.
-_NO_EFFECT = {"epochs": 1, "initial_epoch": 0, "callbacks": None, "validation_data": None}
-# The attributes that a call of `fit` sets in a model, in addition to its variables.
-_ATTRIBUTES = ("history", "stop_training", "_jax_state", "_jax_state_synced", "_initial_epoch")
+VERIFIABLE = ("fit", "train_on_batch")
+# Arguments of `fit` that limit a call to its first batches, without effects of callbacks.
+_ONLY_FIRST_STEPS = {"epochs": 1, "initial_epoch": 0, "callbacks": None, "validation_data": None}
 
 _reader: "contextvars.ContextVar[FirstBatches | None]" = contextvars.ContextVar(
     "tpudist.first_batches", default=None
@@ -74,10 +72,10 @@ def find_problem(
     model: "keras.Model", name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
     """Returns the reason why a call cannot be compared with one device; "" if it can."""
-    if name not in TRAINING:
+    if name not in VERIFIABLE:
         return (
             f"verify received {name} of the Keras model {model.name!r}, but it compares training. "
-            f"Pass {' or '.join(TRAINING)}, with its arguments."
+            f"Pass {' or '.join(VERIFIABLE)}, with its arguments."
         )
     x = args[0] if args else kwargs.get("x")
     if isinstance(x, Iterator) or (isinstance(x, DistributedDataset) and x.has_one_pass):
@@ -104,7 +102,7 @@ def read(
     if name == "fit":
         if arguments.get("validation_data") is not None:
             arguments["validation_split"] = 0.0  # as Keras does
-        arguments.update(_NO_EFFECT, verbose=0)
+        arguments.update(_ONLY_FIRST_STEPS, verbose=0)
     first = FirstBatches(model, count)
     before, token = model.train_function, _reader.set(first)
     try:
@@ -122,11 +120,14 @@ def restore_state(model: "keras.Model", x: object) -> Iterator[None]:
     """Restores a model, its data and the random number generators after the `with` block."""
     parts = keras_internals.state_of(model)
     arrays = [(v, keras_internals.array_of(v)) for variables in parts for v in variables]
-    attributes = {key: vars(model)[key] for key in _ATTRIBUTES if key in vars(model)}
+    attributes = {
+        key: vars(model)[key] for key in keras_internals.FIT_ATTRIBUTES if key in vars(model)
+    }
     # Keras 3.15 draws the order of arrays with NumPy's global generator, and that of a PyDataset
     # with Python's.
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    positions = [(x, x.next_pass)] if isinstance(x, DistributedDataset) else []
+    dataset = x if isinstance(x, DistributedDataset) else None
+    next_pass = None if dataset is None else dataset.next_pass
     try:
         yield
     finally:
@@ -134,10 +135,10 @@ def restore_state(model: "keras.Model", x: object) -> Iterator[None]:
             keras_internals.set_array(variable, array)
         # Not `setattr`, which Keras overrides.
         values = model.__dict__
-        for key in _ATTRIBUTES:
+        for key in keras_internals.FIT_ATTRIBUTES:
             values.pop(key, None)
         values.update(attributes)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
-        for dataset, next_pass in positions:
+        if dataset is not None and next_pass is not None:
             dataset.next_pass = next_pass

@@ -46,7 +46,16 @@ def open_steps(
     kwargs: Mapping[str, Any],
     count: int,
 ) -> Iterator["FitRuns"]:
-    """Returns the first steps of a call of `fit` or `train_on_batch`, without changing the model.
+    """Yields the first steps of a call of `fit` or `train_on_batch`, and restores the model.
+
+    Args:
+        name: Name of the method.
+        model: The model.
+        strategy: Strategy whose steps are verified.
+        one_device: Mesh of one device, for comparison.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        count: Number of batches to read.
 
     Raises:
         ValueError: If they cannot be compared, or the model belongs to another strategy.
@@ -75,14 +84,14 @@ def verify_first(
 ) -> None:
     """Verifies the first training of each model, if the strategy verifies the steps of `run`."""
     verify = strategy._replicator.before_first_call
-    if verify is None or name not in first_batches.TRAINING or model in _verified:
+    if verify is None or name not in first_batches.VERIFIABLE or model in _verified:
         return
     if first_batches.reader() is None:
-        _verified.add(model)
+        _verified.add(model)  # first: `verify` calls the method, which comes here again
         if problem := first_batches.find_problem(model, name, args, kwargs):
             _log.warning("Not verified: %s", problem)
         else:
-            verify(strategy, getattr(model, name), args, kwargs, None)  # a method of Keras
+            verify(strategy, getattr(model, name), args, kwargs, None)  # without options
 
 
 class FitRuns:
@@ -115,8 +124,8 @@ class FitRuns:
     def split_rows(self, batch: Batch) -> list[tuple[bytes, ...]]:
         """Returns the rows of each replica of a distributed dataset; nothing for other data.
 
-        Arrays in which all numbers are equal, such as masks, are left out: they do not show which
-        rows a replica has.
+        They show whether replicas have different rows. Arrays in which all numbers are equal, such
+        as masks, are left out: they do not show which rows a replica has.
         """
         arrays: list[list[bytes]] = []
         for x in tree.flatten(batch):
@@ -124,22 +133,24 @@ class FitRuns:
                 parts = [part[:rows] for part, rows in zip(fetch(x.padded), x.rows, strict=True)]
                 if any((part != part.flat[0]).any() for part in parts if part.size):
                     arrays.append([part.tobytes() for part in parts])
-        return [*zip(*arrays, strict=True)]
+        return [*zip(*arrays, strict=True)]  # by replica instead of by array
 
     def num_tail_rows(self, num_rows: int) -> int:
         """Returns the rows of a partial batch; 0 if the data have none."""
         adapter = self._first.adapter
         if adapter is None or adapter.has_partial_batch is False or num_rows < 2:
             return 0
+        # If the size is unknown, a bit more than half, which divides unevenly.
         return min(adapter.partial_batch_size or num_rows // 2 + 1, num_rows)
 
     def on_devices(self, state: State, batch: Batch) -> Any:
-        """Runs the program of `fit`. The batch may be on the devices."""
+        """Runs the program of `fit`. A batch in host memory is placed on the devices first."""
         with current_distribution.enter_scope(self._distribution):
             shardings = jax.tree.map(
                 lambda v: keras_internals.array_of(v).sharding,
                 keras_internals.state_of(self._model),
             )
+            # Copies, because the program of `fit` overwrites its state.
             arrays = jax.tree.map(lambda x, y: uneven_rows.put(np.array(x), y), state, shardings)
             self._model.make_train_function()
             batch = tree.map_structure(

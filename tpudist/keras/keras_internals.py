@@ -35,6 +35,7 @@ _KNOWN = (
     (_TRAINER, "JAXEpochIterator._get_distributed_iterator", ("self", "distribution")),
     (_TRAINER, "JAXTrainer._make_function", ("self", "step_function", "concatenate_outputs")),
     (_TRAINER, "JAXTrainer._symbolic_build", ("self", "iterator", "data_batch")),
+    (_TRAINER, "JAXTrainer._flatten_metrics_in_order", ("self", "logs")),
     (_TRAINER, "JAXTrainer.make_train_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_test_function", ("self", "force")),
     (_TRAINER, "JAXTrainer.make_predict_function", ("self", "force")),
@@ -45,6 +46,10 @@ _KNOWN = (
     (_OPTIMIZERS + "loss_scale_optimizer", "LossScaleOptimizer.apply", _APPLY),
     ("keras.src.losses.loss", "Loss.__call__", ("self", "y_true", "y_pred", "sample_weight")),
 )
+
+
+# The attributes that a call of `fit` sets in a model, in addition to its variables.
+FIT_ATTRIBUTES = ("history", "stop_training", "_jax_state", "_jax_state_synced", "_initial_epoch")
 
 
 def list_changes() -> list[str]:
@@ -162,17 +167,20 @@ def set_array(variable: keras.Variable, value: object) -> None:
     variable._value = value
 
 
-def is_in_stateless_scope(variable: keras.Variable | None = None) -> bool:
-    """Returns whether a `keras.StatelessScope` is active; for a variable, whether it has a value.
+def is_in_stateless_scope() -> bool:
+    """Returns whether a `keras.StatelessScope` is active."""
+    return _stateless_scope() is not None
 
-    Args:
-        variable: Variable whose value in the scope counts. None: any scope counts.
-    """
+
+def has_stateless_value(variable: keras.Variable) -> bool:
+    """Returns whether the active `keras.StatelessScope` has a value of a variable."""
+    scope = _stateless_scope()
+    return scope is not None and scope.get_current_value(variable) is not None
+
+
+def _stateless_scope() -> Any:
     name = "keras.src.backend.common.stateless_scope"
-    scope = importlib.import_module(name).get_stateless_scope()
-    if variable is None or scope is None:
-        return scope is not None
-    return scope.get_current_value(variable) is not None
+    return importlib.import_module(name).get_stateless_scope()
 
 
 def data_adapter_class() -> Any:
@@ -183,6 +191,11 @@ def data_adapter_class() -> Any:
 def build(model: keras.Model, batch: object) -> None:
     """Builds a compiled model from the shapes and dtypes of a batch."""
     model._symbolic_build(data_batch=batch)
+
+
+def flatten_metrics(model: keras.Model, metrics: dict[str, Any]) -> Any:
+    """Returns metrics in the form in which `evaluate` returns them: a number, or a list."""
+    return model._flatten_metrics_in_order(metrics)
 
 
 def random_seed() -> int | None:
@@ -239,7 +252,7 @@ def state_shardings(model: keras.Model) -> tuple[list[jax.sharding.Sharding], ..
 def loop_over(
     model: keras.Model, step: Callable[..., Any], *, concatenate: bool
 ) -> Callable[..., Any]:
-    """Returns the function of `fit` that runs the steps of one execution on an iterator.
+    """Returns the function of `fit` that runs `steps_per_execution` steps on an iterator.
 
     Args:
         model: Model of the step.

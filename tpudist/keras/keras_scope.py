@@ -63,7 +63,7 @@ def _remove_distribution() -> None:
 
 
 def _connect() -> bool:
-    """Installs the hooks of Keras, or makes it reject training in scopes; returns which."""
+    """Connects Keras; returns whether its models can train in scopes, or raise an error there."""
     from tpudist.keras import keras_support
 
     # Also for a Keras that is not supported: without the hooks, a compiled function would use the

@@ -10,9 +10,9 @@ from tpudist import context
 from tpudist.context import ContextKind
 from tpudist.keras import keras_internals
 
-OLDEST = (3, 15)  # the first version with the methods of `keras_internals`
-TESTED = "3.15"
-TRAINING = (
+OLDEST = (3, 15)  # the first version with the methods of `keras_internals`, and the tested one
+_OLDEST = ".".join(map(str, OLDEST))
+METHODS = (
     "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
 )  # fmt: skip
 
@@ -23,8 +23,8 @@ def find_problem() -> str | None:
     numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdecimal())
     if numbers < OLDEST:
         return (
-            f"Keras is {version}, but a strategy's scope needs {TESTED} or later: pip install "
-            f'--upgrade "keras>={TESTED}".'
+            f"Keras is {version}, but a strategy's scope needs {_OLDEST} or later: pip install "
+            f'--upgrade "keras>={_OLDEST}".'
         )
     backend = keras.backend.backend()
     if backend != "jax":
@@ -42,7 +42,7 @@ def find_problem() -> str | None:
     changed = keras_internals.list_changes()
     if changed:
         return (
-            f"Keras {version} differs from the versions that tpudist knows ({TESTED}): "
+            f"Keras {version} differs from the versions that tpudist knows ({_OLDEST}): "
             f"{'; '.join(changed)}. Install one of those, or train without the scope."
         )
     return None
@@ -60,7 +60,7 @@ def refuse_training(reason: str) -> None:
     """Makes a model's `compile` and training methods raise an error in a strategy's scope."""
     # `compile` as well, because a program may call `fit` after the scope, where nothing shows that
     # the model was created in it.
-    for name in ("compile", *TRAINING):
+    for name in ("compile", *METHODS):
         owner = next((c for c in keras.Model.__mro__ if name in vars(c)), None)
         if owner is not None and (owner, name) not in _replaced:
             _replaced.add((owner, name))

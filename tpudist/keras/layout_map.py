@@ -12,8 +12,9 @@ from tpudist.context.strategy_base import StrategyBase
 if TYPE_CHECKING:
     import keras
 
-# The axes that split one dim, and the axes of all dims of a variable.
+# The axes that split one dim.
 _Entry: TypeAlias = str | Sequence[str] | None
+# The entries for all dims of a variable.
 Layout: TypeAlias = Union[Sequence[_Entry], PartitionSpec, "keras.distribution.TensorLayout"]
 
 
@@ -119,11 +120,9 @@ def _resolve(strategy: StrategyBase, pattern: str, layout: Layout) -> PartitionS
             "with replica_axes."
         )
 
-    entries = []
-    for entry in axes:
-        split = tuple(x for name in _names(entry) for x in mesh_axes(name))
-        entries.append(None if not split else split[0] if len(split) == 1 else split)
-    return PartitionSpec(*entries)
+    return PartitionSpec(
+        *(tuple(x for name in _names(entry) for x in mesh_axes(name)) for entry in axes)
+    )
 
 
 def _names(entry: _Entry) -> tuple[str, ...]:

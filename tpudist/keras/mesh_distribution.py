@@ -19,7 +19,8 @@ class MeshDistribution(keras.distribution.DataParallel):
 
     Attributes:
         strategy: The strategy.
-        mesh: Mesh of the strategy. Keras itself sees a mesh of one axis.
+        mesh: Mesh of the strategy. Keras itself sees a mesh of one axis, as DataParallel requires;
+            tpudist places variables and batches.
         problem: Reason why models cannot be created in the scope; None if they can.
     """
 
@@ -33,18 +34,20 @@ class MeshDistribution(keras.distribution.DataParallel):
         if self.problem is None:
             process_batches.agree_on_seed(strategy)
         replica_mesh = strategy.replica_mesh
-        self._even_axes = self._larger_axes((replica_mesh.replica_axis, *replica_mesh.batch_axes))
-        self._all_axes = self._larger_axes(tuple(map(str, self.mesh.axis_names)))
+        self._even_axes = self._axes_larger_than_one(
+            (replica_mesh.replica_axis, *replica_mesh.batch_axes)
+        )
+        self._all_axes = self._axes_larger_than_one(tuple(map(str, self.mesh.axis_names)))
         self.whole = NamedSharding(self.mesh, PartitionSpec())
 
-    def _larger_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def _axes_larger_than_one(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def rows_sharding(self, num_rows: int) -> tuple[NamedSharding, int]:
         """Returns the sharding of a batch with `num_rows` rows, and its number of parts."""
         # A batch that does not divide by the usual axes is split over all axes of the mesh: XLA's
         # gradients of a gather (an Embedding) are wrong if an uneven dim is split over some axes
-        # and another axis repeats it.
+        # and another axis repeats it. If neither divides, all axes have padding.
         for axes in (self._even_axes, self._all_axes):
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if num_rows % parts == 0:

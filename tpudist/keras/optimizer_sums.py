@@ -12,12 +12,14 @@ import keras
 from tpudist import context
 from tpudist.keras import keras_internals
 
-_are_summed: contextvars.ContextVar[bool] = contextvars.ContextVar("are_summed", default=False)
+_is_applying: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_applying_sums", default=False
+)
 
 
-def are_applied() -> bool:
+def is_applying_sums() -> bool:
     """Returns whether an optimizer applies summed gradients: its assignments are then equal."""
-    return _are_summed.get()
+    return _is_applying.get()
 
 
 def install() -> None:
@@ -32,15 +34,15 @@ def _sum_first(plain: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self, grads, trainable_variables=None):
         mode = context.current()
         is_on_replicas = mode.frame is not None and mode.replica_context is not None
-        if not is_on_replicas or _are_summed.get() or keras_internals.is_in_stateless_scope():
+        if not is_on_replicas or _is_applying.get() or keras_internals.is_in_stateless_scope():
             return plain(self, grads, trainable_variables)
         assert mode.replica_context is not None
         # `apply` may call another `apply`, as LossScaleOptimizer does: sum only in the outermost.
-        token = _are_summed.set(True)
+        token = _is_applying.set(True)
         try:
             summed = mode.replica_context.all_reduce("sum", list(grads))
             return plain(self, summed, trainable_variables)
         finally:
-            _are_summed.reset(token)
+            _is_applying.reset(token)
 
     return apply

@@ -37,7 +37,7 @@ from tpudist.state import missing_arrays
 # as indices of `keras_internals.state_of`.
 _RETURNED = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}
 # The distribution for which each function that `fit` and the others call was compiled.
-_distributions: "weakref.WeakKeyDictionary[Callable, MeshDistribution]" = (
+_distribution_of_function: "weakref.WeakKeyDictionary[Callable, MeshDistribution]" = (
     weakref.WeakKeyDictionary()
 )
 _is_installed = False
@@ -55,7 +55,7 @@ def install() -> None:
     # `predict_on_batch` is the only method that does not place its batch. This hook must be below
     # the one of `_hook_training`, which enters the scope, so it comes first.
     _hook_predict_on_batch()
-    for name in keras_support.TRAINING:
+    for name in keras_support.METHODS:
         _hook_training(name)
     _hook_compile()
 
@@ -82,7 +82,7 @@ def _batches_of(distribution: object, adapter: Any) -> Iterator[Batch] | None:
     if not isinstance(distribution, MeshDistribution):
         return None
     reader = first_batches.reader()
-    if reader is not None:
+    if reader is not None:  # `verify` reads the first batches: record their source
         reader.adapter = adapter
     if isinstance(adapter, distributed_input.DistributedAdapter):
         host_batches = adapter.get_jax_iterator()
@@ -95,7 +95,7 @@ def _batches_of(distribution: object, adapter: Any) -> Iterator[Batch] | None:
 
 
 def _run_one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    batch = next(batches, None)
+    batch = next(batches, None)  # a batch is never None
     while batch is not None:
         following = next(batches, None)
         yield batch
@@ -111,14 +111,18 @@ def _hook_make_function(kind: str) -> None:
             if distribution is None:
                 return plain(self, force)
             reader = first_batches.reader()
-            if reader is not None:
+            if reader is not None:  # `verify` reads the first batches instead of training
                 setattr(self, attribute, reader.take)
                 return None
             # An attribute of Keras' trainer, such as `train_function`. Keras keeps the function
             # between calls of `fit`, but it may have been compiled outside of the scope or for
             # another mesh.
             known = getattr(self, attribute)
-            if known is not None and not force and _distributions.get(known) is distribution:
+            if (
+                known is not None
+                and not force
+                and _distribution_of_function.get(known) is distribution
+            ):
                 return None
             step = _compile_step(self, kind, distribution)
 
@@ -127,7 +131,7 @@ def _hook_make_function(kind: str) -> None:
                 return step(state, data)
 
             function = keras_internals.loop_over(self, start, concatenate=kind == "predict")
-            _distributions[function] = distribution
+            _distribution_of_function[function] = distribution
             setattr(self, attribute, function)
             return None
 
@@ -146,7 +150,10 @@ def _compile_step(
     def step(state, data):
         # The method is looked up in each trace, as Keras does.
         outputs, changed = getattr(model, f"{kind}_step")(state, uneven_rows.cut_batch(data))
-        return outputs, (state[0], changed) if kind == "predict" else changed
+        if kind == "predict":
+            # `predict_step` returns only the other variables; the trainable ones stay the same.
+            return outputs, (state[0], changed)
+        return outputs, changed
 
     if model.run_eagerly or not model.jit_compile:
         if distribution.mesh.size > 1:
@@ -155,7 +162,7 @@ def _compile_step(
                 f"The model {model.name!r} was compiled with {option}: each of the "
                 f"{distribution.mesh.size} devices of {distribution.strategy!r} computes the whole "
                 "of each step, with the same results. To split the step, omit the option.",
-                stacklevel=4,
+                stacklevel=4,  # the call of `fit`
             )
         return step
     # As in Keras 3.15, the state is donated: `fit` takes the arrays out of the variables, and puts
@@ -206,7 +213,7 @@ def _warn_of_idle_patterns(model: keras.Model, distribution: MeshDistribution) -
             f"No variable of the model {model.name!r} matches {unmatched} of the layout map, so "
             "this pattern splits nothing. Its variables are "
             f"{paths[:4]}{' and so on' if len(paths) > 4 else ''}.",
-            stacklevel=5,
+            stacklevel=5,  # the call of `fit`
         )
 
 
@@ -226,7 +233,7 @@ def _hook_predict_on_batch() -> None:
 
 def _hook_training(name: str) -> None:
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def train(self, *args, **kwargs):
+        def method(self, *args, **kwargs):
             distribution = current_distribution.of_model(self)
             if distribution is None:
                 return plain(self, *args, **kwargs)
@@ -245,18 +252,20 @@ def _hook_training(name: str) -> None:
                 except NoBatches:
                     return distributed_input.result_of_no_batches(plain, self, args, kwargs)
                 if name == "fit" and strategy.replica_mesh.num_processes > 1:
-                    args, kwargs = _of_this_process(plain, self, distribution, args, kwargs)
+                    args, kwargs = _arguments_of_this_process(
+                        plain, self, distribution, args, kwargs
+                    )
                 return plain(self, *args, **kwargs)
 
         # `Strategy.verify` reads this attribute of a method that is passed to it.
         steps = functools.partial(fit_runs.open_steps, name)
-        setattr(train, "tpudist_steps", steps)  # noqa: B010
-        return train
+        setattr(method, "tpudist_steps", steps)  # noqa: B010
+        return method
 
     keras_internals.replace_method(keras_internals.trainer_class(), name, wrap)
 
 
-def _of_this_process(
+def _arguments_of_this_process(
     plain: Callable[..., Any],
     model: keras.Model,
     distribution: MeshDistribution,

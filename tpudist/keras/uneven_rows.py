@@ -54,7 +54,8 @@ class UnevenRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the real rows."""
-        return (sum(self.rows), *self.padded.shape[1 + self.is_stacked :])
+        num_leading_dims = 2 if self.is_stacked else 1
+        return (sum(self.rows), *self.padded.shape[num_leading_dims:])
 
     @property
     def ndim(self) -> int:
@@ -78,7 +79,7 @@ class UnevenRows:
         # this is one slice, for which devices send nothing.
         if self.is_stacked:
             padded = padded.reshape(-1, *padded.shape[2:])
-        each = padded.shape[0] // len(self.rows)
+        each = padded.shape[0] // len(self.rows)  # rows of a part, with its padding
         ranges: list[tuple[int, int]] = []
         for i, rows in enumerate(self.rows):
             start, stop = i * each, i * each + rows

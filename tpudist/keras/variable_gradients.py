@@ -31,7 +31,7 @@ def find_value(variable: "keras.Variable") -> jax.Array | None:
     Also None if a stateless call determines the value.
     """
     value = _values.get().get(id(variable))
-    return value if value is None or not keras_internals.is_in_stateless_scope(variable) else None
+    return value if value is None or not keras_internals.has_stateless_value(variable) else None
 
 
 def is_differentiating() -> bool:
@@ -79,9 +79,9 @@ def value_and_grad(
                 "runs. Elsewhere, use jax.value_and_grad of model.stateless_call."
             )
         # Before `fn`: JAX needs the values by which it differentiates as arguments.
-        before = _list(variables)
+        before = _variables_of(variables)
         result = _differentiate(fn, before, has_aux, args, kwargs)
-        if list(map(id, _list(variables))) != list(map(id, before)):
+        if list(map(id, _variables_of(variables))) != list(map(id, before)):
             # `fn` has built the model, so some gradients are missing. The next trace of the
             # function starts with the built model.
             raise frame.interruption()
@@ -129,7 +129,7 @@ def _use_values(
         _values.reset(token)
 
 
-def _list(variables: Any) -> list["keras.Variable"]:
+def _variables_of(variables: Any) -> list["keras.Variable"]:
     import keras
 
     if isinstance(variables, keras.Layer):

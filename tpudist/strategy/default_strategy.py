@@ -17,9 +17,8 @@ from tpudist.xla import mesh as meshes
 class DefaultStrategy(Strategy):
     """One replica on the first of JAX's local devices, outside of every scope."""
 
-    keeps_datasets = True
+    keeps_datasets = True  # as in tf.distribute, distributing a dataset returns the dataset itself
     has_one_device = True
-
     variables_have_components = False
 
     def __init__(self):

@@ -12,7 +12,7 @@ import jax
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.reduce_op import ReduceOp
-from tpudist.reductions import destinations as places
+from tpudist.reductions.destinations import device_of, move_to_device
 from tpudist.strategy.device_methods import DeviceMethods
 from tpudist.strategy.steps_on_iterator import StepsOnIterator
 from tpudist.strategy.update_methods import UpdateMethods
@@ -24,8 +24,8 @@ from tpudist.xla.communication_options import CommunicationOptions
 class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
     """The lower-level methods of a strategy, `strategy.extended`.
 
-    Matches `tf.distribute.StrategyExtended`. New strategies subclass `Strategy` instead; its two
-    hooks are the mesh and the placement of variables.
+    Matches `tf.distribute.StrategyExtended`. New strategies subclass `Strategy` instead; see
+    docs/architecture.md for its hooks.
     """
 
     def reduce_to(
@@ -52,10 +52,10 @@ class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
         Matches `tf.distribute.StrategyExtended.reduce_to`.
         """
         context.require_scope_or_default(self._strategy, "reduce_to")
-        device = places.device_of(destinations, "reduce_to")
+        device = device_of(destinations, "reduce_to")
         options = self._check_options(options, "reduce_to(options")
         result = self._strategy._reduce_together(reduce_op, value, options)
-        return places.move_to_device(result, device)
+        return move_to_device(result, device)
 
     def batch_reduce_to(
         self,
@@ -75,12 +75,13 @@ class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
                     f"batch_reduce_to takes pairs (value, destinations), but received {pair!r}."
                 )
         devices = [
-            places.device_of(where, "batch_reduce_to") for _, where in value_destination_pairs
+            device_of(destinations, "batch_reduce_to")
+            for _, destinations in value_destination_pairs
         ]
         options = self._check_options(options, "batch_reduce_to(options")
         values = [value for value, _ in value_destination_pairs]
         results = self._strategy._reduce_together(reduce_op, values, options)
-        return list(map(places.move_to_device, results, devices))
+        return list(map(move_to_device, results, devices))
 
     def broadcast_to(self, tensor: PyTree, destinations: object) -> PyTree:
         """Copies `tensor` to every device of the mesh, or to one; see `reduce_to`.
@@ -91,7 +92,7 @@ class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
             ValueError: If `tensor` is a PerReplica, and in the cases of `reduce_to`.
         """
         context.require_scope_or_default(self._strategy, "broadcast_to")
-        device = places.device_of(destinations, "broadcast_to")
+        device = device_of(destinations, "broadcast_to")
         if isinstance(tensor, PerReplica):
             raise ValueError(
                 f"broadcast_to received {tensor!r}, whose values already differ between replicas. "
@@ -107,10 +108,10 @@ class StrategyExtended(UpdateMethods, DeviceMethods, StepsOnIterator):
         return self._strategy.replicate(tensor)
 
     def _check_options(
-        self, options: CommunicationOptions | None, place: str
+        self, options: CommunicationOptions | None, call_start: str
     ) -> CommunicationOptions | None:
         return communication_options.check_options(
-            options, place, self._strategy.replica_mesh.platform
+            options, call_start, self._strategy.replica_mesh.platform
         )
 
     def call_for_each_replica(

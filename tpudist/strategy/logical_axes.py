@@ -67,7 +67,7 @@ def nearest_axis(axis: str) -> str:
     return matches[0] if matches and axis not in MESH_AXES else ""
 
 
-def rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
+def complete_rules(mesh: ReplicaMesh, own: Sequence[Rule] = ()) -> tuple[Rule, ...]:
     """Returns the rules on `mesh`: `own`, then the defaults, then one for each other axis.
 
     Raises:

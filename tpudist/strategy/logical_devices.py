@@ -98,7 +98,7 @@ def spec_of_split(
             f"{', '.join(map(str, sorted(possible)))} parts. Choose other counts, or axes of "
             "smaller sizes."
         )
-    return PartitionSpec(*(_entry(names) for names in found))
+    return PartitionSpec(*found)
 
 
 def _count(count: object, all_counts: Sequence[object]) -> int:
@@ -114,7 +114,7 @@ def _count(count: object, all_counts: Sequence[object]) -> int:
 
 
 def _subsets(number: int) -> list[tuple[int, ...]]:
-    """Returns the subsets of range(number), the smallest numbers first."""
+    """Returns the subsets of range(number) in lexicographic order."""
     sizes = range(number + 1)
     return sorted(
         subset for size in sizes for subset in itertools.combinations(range(number), size)
@@ -137,26 +137,23 @@ def _assignments(axes: dict[str, int], counts: Sequence[int]) -> Iterator[list[t
                 yield [names, *others]
 
 
-def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    return None if not names else names[0] if len(names) == 1 else names
-
-
 def split(
     mesh: ReplicaMesh, value: ArrayLike | PerReplica, partition_dimensions: Sequence[int]
 ) -> Any:
     """Returns `value` cut over the devices of each replica; see `spec_of_split`."""
     axes = {axis: mesh.mesh.shape[axis] for axis in mesh.inner_axes}
-    array = _as_array(value)
-    return _constrain(mesh, array, spec_of_split(axes, array.shape, partition_dimensions))
+    own = _local_value(value)
+    return _constrain(mesh, own, spec_of_split(axes, own.shape, partition_dimensions))
 
 
 def replicate(mesh: ReplicaMesh, value: ArrayLike | PerReplica) -> Any:
     """Returns `value` as a whole copy on every device of a replica."""
-    array = _as_array(value)
-    return _constrain(mesh, array, PartitionSpec(*(None,) * len(array.shape)))
+    own = _local_value(value)
+    return _constrain(mesh, own, PartitionSpec(*(None,) * len(own.shape)))
 
 
-def _as_array(value: ArrayLike | PerReplica) -> Any:
+def _local_value(value: ArrayLike | PerReplica) -> Any:
+    """Returns an array; in a replica function the replica's own, elsewhere a PerReplica stays."""
     mode = context.current()
     in_replica = mode.frame is not None and mode.replica_context is not None
     stays = isinstance(value, PerReplica) and not in_replica
@@ -173,6 +170,7 @@ def _constrain(mesh: ReplicaMesh, value: jax.Array | PerReplica, spec: Partition
     if isinstance(value, PerReplica):
         stacked = NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, *spec))
         return PerReplica(_place(value.array, stacked), value.rows, value.dim, value.other_rows)
+    # `spec` names only axes inside a replica, so each replica gets a copy.
     if not tracing:
         return _place(value, NamedSharding(mesh.mesh, spec))
     if mesh.devices_per_replica == 1:
@@ -213,8 +211,8 @@ def devices_at(mesh: ReplicaMesh, logical_device_id: int) -> tuple[jax.Device, .
     return tuple(mesh.replica_devices[:, logical_device_id])
 
 
-# A context variable, so that a block in one thread does not change the devices that another sees.
-# The strategy and the number of the innermost `choose` block.
+# The strategy and the number of the innermost `choose` block. A context variable, so that a block
+# in one thread does not change the devices that another sees.
 _chosen: contextvars.ContextVar[tuple[StrategyBase, int] | None] = contextvars.ContextVar(
     "tpudist.logical_device", default=None
 )

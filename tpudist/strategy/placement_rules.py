@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from tpudist.array_types import Shape
 
+# Called with a shape, a dtype and `axis=dim`; returns the number of pieces along each dim.
 Partitioner = Callable[..., Sequence[int]]
 
 
@@ -81,16 +81,15 @@ def split_by_partitioner(
 
 
 def _split(dim: int, axes: Mapping[str, int]) -> PartitionSpec:
-    names: Any = tuple(axes)
-    return PartitionSpec(*(None,) * dim, names if len(names) > 1 else names[0])
+    return PartitionSpec(*(None,) * dim, tuple(axes))
 
 
 def _check_counts(counts: Sequence[int], shape: Shape, partitioner: Partitioner) -> None:
     try:
-        right = len(counts) == len(shape) and all(int(n) == n and n >= 1 for n in counts)
+        are_valid = len(counts) == len(shape) and all(int(n) == n and n >= 1 for n in counts)
     except (TypeError, ValueError):
-        right = False
-    if not right:
+        are_valid = False
+    if not are_valid:
         raise ValueError(
             f"The partitioner {type(partitioner).__name__} returned {counts!r} for an array of "
             f"shape {list(shape)}. It must return the number of pieces along each dim: "

@@ -112,11 +112,11 @@ class ReductionMethods(StrategyBase):
             for x in leaves:
                 integers.check_fit(x, "A value to be reduced or gathered")
             # A reduction counts as a step of the throttle, so that a loop of reductions does not
-            # run arbitrarily far ahead of the devices. One of its results is enough to wait for.
+            # run arbitrarily far ahead of the devices.
             self._replicator.throttle.before_step(arrays)
             results = function([read(x) for x in leaves])
-        for x in jax.tree.leaves(results)[:1]:
-            self._replicator.throttle.after_step(x)
+        if computed := jax.tree.leaves(results):
+            self._replicator.throttle.after_step(computed[0])  # one result is enough to wait for
         for x in results:
             note_equal(x)
         return treedef.unflatten(results)
@@ -138,7 +138,6 @@ class ReductionMethods(StrategyBase):
         """
         mesh = self.replica_mesh
         n = len(mesh.local_replicas)
-
         in_trace = context.current().frame is not None
         if isinstance(value, Variable) and not in_trace:
             return value.values
@@ -151,7 +150,7 @@ class ReductionMethods(StrategyBase):
         is_plain = not isinstance(leaves[0], PerReplica | Variable)
         # A single plain value, not a tree. It has one part per replica only if replicas have
         # computed it; a NumPy array of the user counts once, as in tf.distribute.
-        if jax.tree.structure(0) == treedef and is_plain:
+        if jax.tree_util.treedef_is_leaf(treedef) and is_plain:
             return (value,) * (n if gather.is_on_every_replica(mesh, value) else 1)
 
         def local(x: Any) -> Any:
@@ -163,7 +162,8 @@ class ReductionMethods(StrategyBase):
                 # In a tree with PerReplicas all parts must be on one device, so that they can be
                 # added.
                 return (replica_parts.copy_of_first_replica(mesh, x) if has_parts else x,) * n
-            return [replica_parts.move_part(mesh, part) for part in gather.local_parts(mesh, x)]
+            parts = gather.local_parts(mesh, x)
+            return tuple(replica_parts.move_part(mesh, part) for part in parts)
 
         parts = [local(x) for x in leaves]
         return tuple(treedef.unflatten([p[i] for p in parts]) for i in range(n))

@@ -76,12 +76,7 @@ class RunMethods(StrategyBase):
 
         Matches `tf.distribute.Strategy.run`, which calls the function on each replica.
         """
-        if not isinstance(args, tuple | list):
-            raise ValueError(
-                f"positional args must be a list or tuple, got {type(args).__name__}. For one "
-                f"argument write args=(value,)."
-            )
-        return self._call(fn, tuple(args), dict(kwargs) if kwargs else {}, options)
+        return self._call(fn, _as_tuple(args), dict(kwargs) if kwargs else {}, options)
 
     def run_steps(
         self,
@@ -115,13 +110,13 @@ class RunMethods(StrategyBase):
         Matches `steps_per_execution` of Keras, and `experimental_run_steps_on_iterator`.
         """
         self._check_run_steps(num_steps)
+        args = _as_tuple(args)
         with step_boundaries.one_step():
             # Reading `num_steps` elements is one boundary: a run that is preempted in between would
             # save a position that no step has reached.
             elements = list(itertools.islice(iterator, num_steps))
         if not elements:
             raise StopIteration
-        args = tuple(args)
         results = None
         if len(elements) == num_steps > 1 and not eager_mode.is_eager(self):
             with self._use_mesh_if_eager():
@@ -162,6 +157,7 @@ class RunMethods(StrategyBase):
         options: RunOptions | None,
         whole: bool = False,
     ) -> PyTree:
+        """Runs a function for each replica; `whole` runs it once, in cross-replica context."""
         if eager_mode.is_eager(self) and context.current().frame is None:
             context.require_scope_or_default(self, "run")
             return replica_run.run(self, fn, args, kwargs, options)
@@ -183,6 +179,7 @@ class RunMethods(StrategyBase):
         # The current mesh is part of JAX's cache key. So every call must run in the mesh, inside a
         # scope or outside; otherwise JAX would compile the same function twice.
         in_mesh = self.storage is None and self._is_innermost()
+        # While JAX traces, a mesh cannot be set; the outer trace has it.
         if in_mesh or not traces.is_eager():
             return self._replicator.run(fn, args, kwargs, options, whole)
         # Not `_use_mesh`: the axis rules matter only in a trace, which enters `_use_axis_rules`.
@@ -228,7 +225,7 @@ class RunMethods(StrategyBase):
         """
         context.require_scope_or_default(self, "lower")
         with self._use_mesh():
-            return self._replicator.lower(fn, tuple(args), dict(kwargs or {}), options)
+            return self._replicator.lower(fn, _as_tuple(args), dict(kwargs or {}), options)
 
     @contextlib.contextmanager
     def _use_mesh(self) -> Iterator[None]:
@@ -247,3 +244,13 @@ class RunMethods(StrategyBase):
 
     def _is_innermost(self) -> bool:
         return context.depth() > 0 and context.current().strategy is self
+
+
+def _as_tuple(args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    # Not any sequence: `args=batch` without a comma would pass the rows of an array.
+    if not isinstance(args, tuple | list):
+        raise ValueError(
+            f"positional args must be a list or tuple, got {type(args).__name__}. For one "
+            f"argument write args=(value,)."
+        )
+    return tuple(args)

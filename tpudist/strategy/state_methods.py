@@ -27,7 +27,7 @@ AbstractArray: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 # Arrays with fewer elements stay on the devices in `create(memory_kind=...)`: a separate transfer
 # would cost more time than their memory is worth.
-MIN_ELSEWHERE = 1024
+MIN_SIZE_ELSEWHERE = 1024
 
 
 class StateMethods(StrategyBase):
@@ -103,10 +103,10 @@ class StateMethods(StrategyBase):
     def _plan_creation(
         self, init: Callable[..., PyTree], args: tuple[PyTree, ...], memory_kind: str | None
     ) -> nnx_creation.Creation:
-        place = self._place_in(memory_kind)
+        place = self._placement_function(memory_kind)
         return nnx_creation.plan_creation(init, args, place, self.replica_mesh)
 
-    def _place_in(self, memory_kind: str | None) -> Callable[..., jax.sharding.Sharding]:
+    def _placement_function(self, memory_kind: str | None) -> Callable[..., jax.sharding.Sharding]:
         """Returns a function that places state in the given memory of the devices."""
         if memory_kind is None:
             return self._sharding_of
@@ -119,7 +119,7 @@ class StateMethods(StrategyBase):
 
         def place(value: AbstractArray, *, variable: nnx.Variable | None) -> jax.sharding.Sharding:
             sharding = self._sharding_of(value, variable=variable)
-            stays = random_keys.is_key(value) or math.prod(value.shape) < MIN_ELSEWHERE
+            stays = random_keys.is_key(value) or math.prod(value.shape) < MIN_SIZE_ELSEWHERE
             return sharding if stays else sharding.with_memory_kind(memory_kind)
 
         return place
@@ -159,7 +159,9 @@ class StateMethods(StrategyBase):
             if self.storage is not None:
                 return self.storage.place(value)
             if variable.on_read:
-                value = _host_if_needed(mesh, value)  # first: it may be on one device of the chief
+                # Before the broadcast: in several processes, an array on one device of one process
+                # cannot be placed on all.
+                value = _host_if_needed(mesh, value)
                 if value.ndim == len(variable.shape):
                     arrays = np if isinstance(value, np.ndarray) else jax.numpy
                     shape = (mesh.num_replicas, *variable.shape)
@@ -185,7 +187,7 @@ class StateMethods(StrategyBase):
         return [v for _, v in sorted(self._owned.items())]
 
     def _value_of(self, variable: VariableLike) -> Any:
-        """Returns the array of a Variable or captured value; for a twin, its abstract array."""
+        """Returns the array of a Variable or a captured guest; for a twin, its abstract array."""
         if self._twin_of is None:
             return variable._value
         if self._stand_in is not None:

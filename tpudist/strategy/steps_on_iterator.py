@@ -77,7 +77,7 @@ class MultiStepContext:
                 "replica has its own value. Pass a reduce_op, such as reduce_op='MEAN', or return "
                 "the value from the replica function and set it outside."
             )
-        # Both lines reduce to one value that is equal on every replica, as a Variable requires.
+        # Both branches reduce to a value that is equal on every replica, as a Variable requires.
         if mode.replica_context is not None:
             output = mode.replica_context.all_reduce(op, output)
         else:
@@ -103,7 +103,13 @@ class MultiStepContext:
         self._traced_objects[name] = (output,)
 
     def run(self, step: Callable[[], Any], times: int, initial: PyTree) -> "MultiStepContext":
-        """Runs `step` `times` times; returns the outputs in a context of their own."""
+        """Runs `step` `times` times; returns the outputs in a context of their own.
+
+        Args:
+            step: One step of the loop.
+            times: Number of steps.
+            initial: Outputs if there are no steps: a mapping by name, or another value for none.
+        """
         before = {id(x): x for tree in self._variables.values() for x in _arrays(tree)}
         self._outputs, self._objects = {}, {}
         if not times and isinstance(initial, Mapping):
@@ -117,8 +123,9 @@ class MultiStepContext:
             # an array from before belongs to a function that only an earlier loop has run. `before`
             # keeps the arrays alive, so that no new array has the id of an old one.
             if not any(id(x) in before for x in _arrays(tree)):
-                read = Variable.read_value
-                result._outputs[name] = jax.tree.map(read, tree, is_leaf=_is_variable)
+                result._outputs[name] = jax.tree.map(
+                    lambda x: x.read_value(), tree, is_leaf=_is_variable
+                )
         result._objects = {**(self._traced_objects if times else {}), **self._objects}
         return result
 
@@ -152,7 +159,8 @@ class StepsOnIterator(VariableMethods):
         Raises:
             RuntimeError: If called in a replica function, or in the scope of another strategy.
             ValueError: If `iterations` is not an integer of at least 0.
-            OutOfRangeError: If the iterator ends too early.
+            OutOfRangeError: If the iterator ends too early; StopIteration for an iterator that has
+                no `get_next`.
 
         Matches TensorFlow's method, which makes one operation of all steps; for that, use
         `Strategy.run_steps`.
@@ -169,10 +177,10 @@ class StepsOnIterator(VariableMethods):
         # iterator may have only `__next__`.
         take = getattr(iterator, "get_next", iterator.__next__)
         with strategy.scope():
-            steps = self._steps_of(fn)
-            return steps.run(lambda: fn(steps, take()), iterations, initial_loop_values)
+            outputs = self._context_of(fn)
+            return outputs.run(lambda: fn(outputs, take()), iterations, initial_loop_values)
 
-    def _steps_of(self, fn: Callable[..., Any]) -> MultiStepContext:
+    def _context_of(self, fn: Callable[..., Any]) -> MultiStepContext:
         try:
             return self._contexts.setdefault(fn, MultiStepContext())
         except TypeError:  # `fn` cannot be hashed or weakly referenced

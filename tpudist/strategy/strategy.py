@@ -56,7 +56,7 @@ class Strategy(
     def __init__(
         self, replica_mesh: ReplicaMesh, *, logical_axis_rules: Sequence[logical_axes.Rule] = ()
     ):
-        self.logical_axis_rules = logical_axes.rules(replica_mesh, logical_axis_rules)
+        self.logical_axis_rules = logical_axes.complete_rules(replica_mesh, logical_axis_rules)
         self._begin(replica_mesh)
 
     def _begin(self, replica_mesh: ReplicaMesh) -> None:

@@ -3,8 +3,8 @@
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.display.text_tables import TextTable
 
-# About as many rows as fit on one screen.
-_MAX_REPLICAS = 16
+# About as many rows, and devices in a row, as fit on one screen.
+_MAX_REPLICAS, _MAX_DEVICES = 16, 8
 
 
 def write_html(strategy: StrategyBase) -> str:
@@ -14,9 +14,10 @@ def write_html(strategy: StrategyBase) -> str:
     rows = []
     for i in range(min(mesh.num_replicas, _MAX_REPLICAS)):
         devices = mesh.devices_of(i)
-        shown = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8])
+        shown = ", ".join(f"{d.platform}:{d.id}" for d in devices[:_MAX_DEVICES])
         processes = sorted({d.process_index for d in devices})
-        more = f" and {len(devices) - 8} more" if len(devices) > 8 else ""
+        num_hidden = len(devices) - _MAX_DEVICES
+        more = f" and {num_hidden} more" if num_hidden > 0 else ""
         rows.append((str(i), shown + more, ", ".join(map(str, processes))))
     notes = [f"axes inside a replica: {inner or 'none, a replica is one device'}"]
     if mesh.axis_name is not None:

@@ -98,10 +98,12 @@ class UpdateMethods(VariableMethods):
     def _wrap_update(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns `fn` in update context as a replica function, the same one at each call."""
         try:
+            known = self._updates.get(fn)
             # The wrapper must not keep `fn`, its weak key, alive: so it stores a weak reference.
-            known, get_fn = self._updates.get(fn), weakref.ref(fn)
+            get_fn = weakref.ref(fn)
         except TypeError:  # `fn` cannot be hashed or weakly referenced
-            known, get_fn = None, lambda: fn
+            known = None
+            get_fn = lambda: fn  # noqa: E731
         if known is not None:
             return known
 
@@ -157,13 +159,13 @@ class UpdateMethods(VariableMethods):
         """Replaces each leaf by the tuple of its values on this process's replicas."""
         mesh = self._strategy.replica_mesh
 
-        def parts(x: Any) -> tuple:
+        def values_of_leaf(x: Any) -> tuple:
             if isinstance(x, PerReplica):
                 return x.values if traces.is_traced(x.array) else self._local(x)
             if isinstance(x, Variable):
                 return self._local(x)
             if not self._strategy.variables_have_components or not isinstance(x, jax.Array):
-                return (x,)
+                return (x,)  # one copy of each variable, so one value
             if traces.is_traced(x):
                 return (x,) * len(mesh.local_replicas)
             # `fn` may have created the array itself, on JAX's default device.
@@ -171,7 +173,7 @@ class UpdateMethods(VariableMethods):
                 x = self._strategy.replicate(x)
             return tuple(replica_parts.copy_of(mesh, x, i) for i in mesh.local_replicas)
 
-        return jax.tree.map(parts, result, is_leaf=lambda x: x is None or is_leaf(x))
+        return jax.tree.map(values_of_leaf, result, is_leaf=lambda x: x is None or is_leaf(x))
 
     def _local(self, x: PyTree) -> tuple[PyTree, ...]:
         return self._strategy.experimental_local_results(x)

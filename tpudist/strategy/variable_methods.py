@@ -34,14 +34,14 @@ class VariableMethods:
         Matches `tf.distribute.StrategyExtended.colocate_vars_with`.
         """
         mode = context.current()
-        default = self._is_default()
-        if not default and (mode.strategy is not self._strategy or mode.replica_context):
+        is_default = self._is_default()
+        if not is_default and (mode.strategy is not self._strategy or mode.replica_context):
             raise RuntimeError(
                 "colocate_vars_with must be called inside `with strategy.scope()` of "
                 f"{self._strategy!r}, where variables are made."
             )
         if not self.variable_created_in_scope(colocate_with_variable):
-            if default:
+            if is_default:
                 return contextlib.nullcontext()
             raise ValueError(
                 f"`colocate_vars_with` must only be passed a variable created in this "
@@ -56,7 +56,7 @@ class VariableMethods:
     def value_container(self, value: PyTree) -> PyTree:
         """Returns the Variable to which a component belongs; any other value unchanged.
 
-        `value in strategy.experimental_local_results(strategy.extended.value_container(value))`.
+        So `v` is in `strategy.experimental_local_results(strategy.extended.value_container(v))`.
         """
         return value.variable if isinstance(value, Component) else value
 
