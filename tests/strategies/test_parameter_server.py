@@ -348,6 +348,15 @@ def test_a_function_defined_in_the_closure_is_compiled_once(start):
     assert len(traces) <= 2  # one finds out which variables there are
 
 
+def test_a_function_that_captures_another_constant_is_another_function(start):
+    run = start(num_workers=1)
+
+    def sign_of(zero):
+        return run.strategy.run(lambda: jnp.copysign(1.0, zero))
+
+    assert [run.call(sign_of, zero) for zero in (0.0, -0.0, 0.0)] == [1, -1, 1]
+
+
 def test_a_step_sees_its_own_changes(start):
     run = start(num_workers=1)
     v, table = run.make(1.0), run.make(jnp.zeros((4, 2)))

@@ -98,6 +98,14 @@ class TableChange:
 
 Change = Assignment | RowChange | Gradients | TableChange
 
+# Names of classes and fields are part of the format of logs: renaming one makes old logs
+# unreadable.
+_KINDS: dict[str, type[Change]] = {
+    x.__name__: x for x in (Assignment, RowChange, Gradients, TableChange)
+}
+_ARRAYS = ("ids", "indices", "value", "values")  # fields that hold arrays
+_OP_IN_LOGS = "what"  # the name of `op` in the logs of earlier versions
+
 
 def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Returns changes as JSON, and their arrays by name."""
@@ -114,7 +122,7 @@ def pack(changes: Sequence[Change]) -> tuple[list[Any], dict[str, np.ndarray]]:
         fact = {"kind": type(change).__name__, **vars(change)}
         if "op" in fact:
             fact[_OP_IN_LOGS] = fact.pop("op")
-        for field in _ARRAYS & fact.keys():
+        for field in filter(fact.__contains__, _ARRAYS):
             value = fact[field]
             is_tuple = isinstance(value, tuple)
             fact[field] = [name_array(x) for x in value] if is_tuple else name_array(value)
@@ -135,16 +143,9 @@ def unpack(facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray])
         fields = {k: v for k, v in fact.items() if k != "kind"}
         if _OP_IN_LOGS in fields:
             fields["op"] = fields.pop(_OP_IN_LOGS)
-        for name in _ARRAYS & fields.keys():
+        for name in filter(fields.__contains__, _ARRAYS):
             fields[name] = find(fields[name])
         if "variables" in fields:
             fields["variables"] = tuple(fields["variables"])
         changes.append(_KINDS[fact["kind"]](**fields))
     return changes
-
-
-_ARRAYS = {"ids", "indices", "value", "values"}  # fields that hold arrays
-_OP_IN_LOGS = "what"  # the name of `op` in the logs of earlier versions
-_KINDS: dict[str, type[Change]] = {
-    x.__name__: x for x in (Assignment, RowChange, Gradients, TableChange)
-}

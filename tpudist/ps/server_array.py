@@ -73,7 +73,10 @@ class ServerArray:
         self._arrays.restored[self._key] = np.asarray(value)
 
     def finish_restore(self) -> None:
-        """Sends all restored arrays to the servers; only the first call of a source does."""
+        """Sends all restored arrays of the source to the servers.
+
+        A checkpoint calls this for each array, and the first call sends all of them.
+        """
         restored, self._arrays.restored = self._arrays.restored, {}
         if restored:
             self._arrays.source.write_all(restored)

@@ -1,4 +1,4 @@
-"""ServerFigures: figures that servers report, without waiting for them.
+"""ServerSurvey: asks servers for figures, without waiting for them.
 
 A server answers one call after the other, so a busy server answers late, and a hanging server
 does not answer. Until it answers, its last figures are shown with their age.
@@ -54,7 +54,8 @@ class ServerSurvey:
         now_s = self._engine.concurrency.now_s
         limit_s, figures = now_s() + timeout_s, []
         actors = self._servers.peek()
-        # Ask all before waiting for any. An actor whose successor starts will not answer.
+        # Ask all before waiting for any. More restarts than the actor's own show that its successor
+        # starts; then the actor will not answer.
         for server, (actor, restarts) in zip(self._states, actors, strict=True):
             if restarts == actor.incarnation:
                 server.ask(self._engine, actor)
@@ -84,7 +85,7 @@ class _ServerState:
         self.index = index
         self.call: Future | None = None
         self._facts: Mapping[str, Any] = {}
-        self._before = {"bytes_in": 0, "bytes_out": 0}
+        self._of_predecessors = {"bytes_in": 0, "bytes_out": 0}
         self._received_s: float | None = None
 
     def ask(self, engine: Engine, actor: Actor) -> None:
@@ -95,14 +96,14 @@ class _ServerState:
     def receive(self, facts: Mapping[str, Any], now_s: float) -> None:
         """Stores an answer."""
         if facts["incarnation"] != self._facts.get("incarnation", facts["incarnation"]):
-            for name in self._before:  # the counts of the successor begin at 0
-                self._before[name] += self._facts[name]
+            for name in self._of_predecessors:  # the counts of the successor begin at 0
+                self._of_predecessors[name] += self._facts[name]
         self.call, self._facts, self._received_s = None, facts, now_s
 
     def figures(self, state: str, restarts: int, now_s: float) -> ServerFigures:
         """Returns the last figures."""
         facts = {name: self._facts.get(name, 0) for name in ("variables", "rows")}
-        traffic = {name: x + self._facts.get(name, 0) for name, x in self._before.items()}
+        traffic = {name: x + self._facts.get(name, 0) for name, x in self._of_predecessors.items()}
         age_s = None if self._received_s is None else now_s - self._received_s
         held = self._facts.get("bytes", 0)
         return ServerFigures(

@@ -170,7 +170,7 @@ class ServerVariable(Variable):
         frame = context.current_frame()
         count = frame.change_guest(self, change.apply)
         step_changes.note(self, op, arrays)
-        return LaterRead(self, frame.read_guest, count) if read_value else None
+        return LaterRead(self, lambda: frame.read_guest(self, count)) if read_value else None
 
     def _scatter(self, operation: str, sparse_delta: Any) -> Any:
         self._check_scatter(operation, sparse_delta)
@@ -208,7 +208,9 @@ class ServerVariable(Variable):
         if not read_value:
             return None
         state = current_state()
-        return self.read_value() if state is None else LaterRead(self, state.read_after, count)
+        if state is None:
+            return self.read_value()
+        return LaterRead(self, lambda: state.read_after(self, count))
 
     def _change_now(self, change: Assignment | RowChange) -> int:
         """Updates the variable; returns the number of its updates in this closure, 0 outside."""
@@ -306,18 +308,18 @@ class ServerVariable(Variable):
 
 
 class LaterRead(ReadsAsArray):
-    """The value of a variable after `count` updates of a closure, computed when it is used.
+    """The value of a variable after an update of a closure; `read` computes it when it is used.
 
     Most callers ignore the result of an assignment, and reading may need a message to the server.
     """
 
-    def __init__(self, variable: ServerVariable, read: Callable[[Any, int], jax.Array], count: int):
-        self._variable, self._read, self._count = variable, read, count
+    def __init__(self, variable: ServerVariable, read: Callable[[], jax.Array]):
+        self._read = read
         self.shape, self.dtype = variable.shape, variable.dtype
 
     def read_value(self) -> jax.Array:
         """Returns the value."""
-        return self._read(self._variable, self._count)
+        return self._read()
 
 
 def read_now(value: PyTree) -> PyTree:

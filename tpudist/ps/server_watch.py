@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from tpudist.engine.engine import Actor, ActorDied, Engine, Future, ResultTimeout
 
-NUM_LOOKS = 8
-"""Number of consecutive looks without an answer after which a server is given up."""
+CHECKS_PER_TIMEOUT = 8
+"""Number of checks during the time after which a silent server is given up."""
 _log = logging.getLogger("tpudist")
 
 
@@ -47,20 +47,24 @@ class ServerWatch:
 
     def record_answer(self, actor: Actor) -> None:
         """Records that a server answered a call, so it has started even if no ping has seen it."""
-        self._started.add(actor)
+        self._started.add(actor)  # other threads call this; adding to a set is atomic
 
     def _run(self) -> None:
         while True:
             actors = self._actors()
             # Forget actors that were replaced.
             self._pings = {x: call for x, call in self._pings.items() if x in actors}
+            self._num_silent = {x: num for x, num in self._num_silent.items() if x in actors}
+            self._started.intersection_update(actors)
             for actor in actors:
-                self._look(actor)
+                self._check(actor)
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_over, self._timeout_s / NUM_LOOKS):
+                if self._changed.wait_for(
+                    lambda: self._is_over, self._timeout_s / CHECKS_PER_TIMEOUT
+                ):
                     return
 
-    def _look(self, actor: Actor) -> None:
+    def _check(self, actor: Actor) -> None:
         if actor not in self._pings:
             self._pings[actor] = self._engine.ping(actor)
         try:
@@ -78,10 +82,11 @@ class ServerWatch:
     def _count_silence(self, actor: Actor) -> None:
         if actor not in self._started:
             return
-        # Looks are counted, and not seconds: if this program itself was stopped, all servers were
-        # silent for long, but during one look only.
+        # Checks are counted, and not seconds: if this program itself was stopped, all servers were
+        # silent for long, but only one check noticed it.
         self._num_silent[actor] = self._num_silent.get(actor, 0) + 1
-        if self._num_silent[actor] > NUM_LOOKS:
+        # The first check comes right after the ping was sent, so it measures no time.
+        if self._num_silent[actor] > CHECKS_PER_TIMEOUT:
             self._started.discard(actor)
             del self._num_silent[actor]
             why = f"it did not answer for {self._timeout_s:g} s, so it was given up."

@@ -17,6 +17,10 @@ import optax
 from tpudist.array_types import PyTree
 from tpudist.ps.changes import Assignment, Gradients, RowChange
 from tpudist.ps.server_optimizer import ServerOptimizer
+from tpudist.state import scatter_updates
+
+VERSIONS_PER_INCARNATION = 1 << 40
+"""Number of updates that no server survives."""
 
 
 class ShardVariables:
@@ -34,10 +38,12 @@ class ShardVariables:
         self._names: dict[int, str] = {}
         self._constraints: dict[int, Callable[[jax.Array], jax.Array]] = {}
         self._versions: dict[int, int] = {}
-        # Each incarnation has 2^40 versions of its own, so that a worker's copy from an earlier
-        # server never looks current.
-        self._next_version = itertools.count(incarnation << 40)
-        self._viewed: set[int] = set()  # variables whose arrays a reader may still have
+        # Each incarnation has its own versions, so that a worker's copy from an earlier server
+        # never looks current.
+        self._next_version = itertools.count(incarnation * VERSIONS_PER_INCARNATION)
+        # Variables whose arrays a reader may still have. Only `pull` returns views that outlive the
+        # current call.
+        self._viewed: set[int] = set()
         self._optimizers: dict[int, ServerOptimizer] = {}
 
     def __contains__(self, number: int) -> bool:
@@ -53,6 +59,7 @@ class ShardVariables:
 
     def add(self, number: int, name: str, value: np.ndarray) -> None:
         """Adds a variable with an initial value."""
+        # A copy, because CPU arrays may share the memory of NumPy, and arrays are donated.
         self._values[number] = jax.device_put(np.array(value), self._device)
         self._names[number] = name
         self._versions[number] = next(self._next_version)
@@ -139,16 +146,21 @@ class ShardVariables:
             return new[number] if number in new else self._values[number]
 
         with jax.default_device(self._device):
-            for change in changes:
+            for i, change in enumerate(changes):
                 # Only the last change may overwrite arrays: if a later one fails, `_values` must
-                # still be intact.
-                last = change is changes[-1]
+                # still be intact. If the last one fails, it does while it is traced, before XLA
+                # overwrites anything.
+                is_last = i == len(changes) - 1
                 if isinstance(change, Gradients):
-                    new |= self._update(change, current, self._viewed - new.keys(), states, last)
+                    # Arrays in `new` were created here, so nobody has seen them; also below.
+                    viewed = self._viewed - new.keys()
+                    new |= self._update(change, current, viewed, states, is_last)
                 elif isinstance(change, RowChange):
                     number = change.variable
-                    in_place = last and (number in new or number not in self._viewed)
-                    new[number] = _change_rows(change, current(number), in_place=in_place)
+                    is_viewed = number in self._viewed and number not in new
+                    apply = _apply_in_place if is_last and not is_viewed else _apply
+                    arrays = jnp.asarray(change.indices), jnp.asarray(change.values)
+                    new[number] = apply(change.op, current(number), *arrays)
                 else:
                     number = change.variable
                     new[number] = jnp.array(change.apply(current(number)), copy=True)
@@ -166,7 +178,7 @@ class ShardVariables:
         current: Callable[[int], jax.Array],
         viewed: set[int],
         states: dict[tuple[int, tuple[int, ...]], PyTree],
-        last: bool,
+        is_last: bool,
     ) -> dict[int, jax.Array]:
         """Returns variables after an update by an optimizer; adds its new state to `states`."""
         numbers = change.variables
@@ -177,7 +189,7 @@ class ShardVariables:
         # overwritten by then.
         constrained = self._constraints.keys() & set(numbers)
         after, states[key] = optimizer.apply(
-            change, values, state, viewed, in_place=last and not constrained
+            change, values, state, viewed, in_place=is_last and not constrained
         )
         return {
             n: self._constraints[n](x) if n in constrained else x
@@ -194,14 +206,5 @@ class ShardVariables:
         return self._optimizers[number]
 
 
-def _change_rows(change: RowChange, old: jax.Array, *, in_place: bool) -> jax.Array:
-    apply = _apply_in_place if in_place else _apply
-    return apply(change.op, old, jnp.asarray(change.indices), jnp.asarray(change.values))
-
-
-def _scatter(op: str, old: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
-    return RowChange(0, op, indices, values).apply(old)
-
-
-_apply = jax.jit(_scatter, static_argnums=0)
-_apply_in_place = jax.jit(_scatter, static_argnums=0, donate_argnums=1)
+_apply = jax.jit(scatter_updates.apply_slices, static_argnums=0)
+_apply_in_place = jax.jit(scatter_updates.apply_slices, static_argnums=0, donate_argnums=1)

@@ -29,7 +29,8 @@ class ShardedVariable(ServerVariable):
 
     The rows are divided like TensorFlow's "div": each part has the same number, and the first parts
     have one more if they do not divide evenly. Use it as any Variable. Lookups, updates of rows and
-    gradients that are IndexedSlices go only to the servers of those rows.
+    gradients that are IndexedSlices go only to the servers of those rows. Outside of closures, an
+    update of several parts is not atomic: another reader may see only some of them updated.
 
     Mirrors `tf.distribute.experimental.ShardedVariable`, which is not a Variable.
 
@@ -39,7 +40,7 @@ class ShardedVariable(ServerVariable):
 
     variables: list[ServerVariable]
 
-    def start_in_parts(self, value: jax.Array, count: int) -> None:
+    def initialize_in_parts(self, value: jax.Array, count: int) -> None:
         """Creates the variable with its rows on `count` servers."""
         if self.constraint is not None:
             raise ValueError(
@@ -131,7 +132,7 @@ class ShardedVariable(ServerVariable):
         # updates each part has had by now.
         if current_state() is None:
             return self.read_value()
-        return LaterRead(self, lambda v, _: v._read_after(counts), 0)
+        return LaterRead(self, lambda: self._read_after(counts))
 
     def _change_rows(self, change: RowChange) -> list[int]:
         indices, values = np.asarray(change.indices), np.asarray(change.values)
@@ -169,6 +170,7 @@ class ShardedVariable(ServerVariable):
 
     def restore(self, value: jax.Array) -> None:
         """Replaces the value by one from a checkpoint, which may have had other parts."""
+        # `_change` divides it, and uses the numbers of the parts.
         self._change(Assignment(-1, "assign", value), read_value=False)
 
 
@@ -194,7 +196,7 @@ class UnplacedVariable(ServerVariable):
             itself.initialize(value)
         else:
             itself.__class__ = ShardedVariable
-            itself.start_in_parts(value, count)
+            itself.initialize_in_parts(value, count)
 
 
 def embedding_lookup(params: Variable | Iterable[Variable], ids: ArrayLike) -> jax.Array:

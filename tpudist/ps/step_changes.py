@@ -1,12 +1,10 @@
 """Updates of servers' variables in a compiled step: extra results of the step.
 
-A compiled step cannot send anything. `StepChanges.run` lets it return the values that it would
-assign, and the closure assigns them after the step.
+A compiled step cannot send anything. While it is traced, `note` records a description of each
+update, and the arrays of the update become results of the compiled program. Descriptions are
+static: they are recorded once per compilation, and apply to the results of every call.
+`StepChanges.run` applies them.
 """
-
-# While a step is traced, `note` appends descriptions to a list that belongs to the trace, and the
-# arrays become results of the compiled program. So the descriptions are static: they are recorded
-# once per compilation, and apply to the results of every call.
 
 from __future__ import annotations
 
@@ -25,10 +23,11 @@ from tpudist.array_types import PyTree
 from tpudist.options import RunOptions
 from tpudist.values.per_replica import PerReplica
 
-MAX_COPIES = 8
-"""Number of functions of one definition, with different captured values, that are kept."""
+MAX_WRAPPERS = 8
+"""Number of functions of one definition, with different captured values, that are kept: those that
+were used last."""
 
-_noted: contextvars.ContextVar[list[tuple[_Note, Any]] | None] = contextvars.ContextVar(
+_noted: contextvars.ContextVar[list[tuple[_Note, Sequence[Any]]] | None] = contextvars.ContextVar(
     "tpudist.step_changes", default=None
 )
 
@@ -116,7 +115,7 @@ class ReplicaStrategy(Protocol):
 
 
 class StepChanges:
-    """Runs the replica functions of closures on one worker."""
+    """Runs the replica functions of closures on one worker, and applies their updates."""
 
     def __init__(self):
         self._by_code: dict[Hashable, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
@@ -130,22 +129,23 @@ class StepChanges:
         options: RunOptions | None,
     ) -> PyTree:
         """Calls `strategy.run`, and applies the updates of `fn`."""
-        result, noted = strategy.run(self._wrap(fn), args, kwargs, options)
+        result, noted = strategy.run(self._find_or_wrap(fn), args, kwargs, options)
         for update, arrays in noted:
             update.apply(arrays)
         return result
 
-    def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _find_or_wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         # A closure that defines its replica function creates a new object each time, which JAX
         # would compile each time. Functions with the same code and captures share one wrapper.
         # Users' callables without code, such as partials, are grouped by type.
-        copies = self._by_code.setdefault(getattr(fn, "__code__", type(fn)), [])
-        for other, wrapped in copies:
+        known = self._by_code.setdefault(getattr(fn, "__code__", type(fn)), [])
+        for i, (other, _) in enumerate(known):
             if other is fn or _captures_equal(fn, other):
-                return wrapped
-        copies.append((fn, _wrap(fn)))
-        del copies[:-MAX_COPIES]
-        return copies[-1][1]
+                known.append(known.pop(i))
+                return known[-1][1]
+        known.append((fn, _wrap(fn)))
+        del known[:-MAX_WRAPPERS]
+        return known[-1][1]
 
 
 def _wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,8 +159,8 @@ def _wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _collect() -> Iterator[list[tuple[_Note, Any]]]:
-    noted: list[tuple[_Note, Any]] = []
+def _collect() -> Iterator[list[tuple[_Note, Sequence[Any]]]]:
+    noted: list[tuple[_Note, Sequence[Any]]] = []
     token = _noted.set(noted)
     try:
         yield noted
@@ -188,12 +188,17 @@ def _captures_equal(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
     return _are_same(*contents)
 
 
-# `is` for objects of the user, whose equality may be arbitrary; plain values may be equal copies.
 def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(ones) == len(others) and all(
-        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
-        for a, b in zip(ones, others, strict=True)
-    )
+    return len(ones) == len(others) and all(map(_is_same, ones, others))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    # The equality of users' objects may be arbitrary. Plain values may be equal copies.
+    if type(one) is not type(other) or not isinstance(one, _PLAIN):
+        return False
+    return one == other and (one != 0 or repr(one) == repr(other))  # 0.0 is equal to -0.0
 
 
 _PLAIN = (bool, int, float, str, bytes)
