@@ -27,6 +27,9 @@ def wait_and_report(
         predicate: Called under `condition`; returns whether the wait is over.
         describe: Called with the seconds waited so far; returns the text of a report.
         timeout_s: Maximum seconds to wait; None for no limit.
+
+    Returns:
+        Whether the predicate holds; False after the timeout.
     """
     start_s, report_s = concurrency.now_s(), REPORT_S
     while True:

@@ -15,7 +15,8 @@ class FinishedFile:
         path: File to create or to continue; None records nothing.
 
     Attributes:
-        ledger: Numbers that had finished when the file was opened. `ClosureQueue` adds to it.
+        ledger: Numbers that will not run again: at first all below the first unfinished one.
+            `ClosureQueue` adds to it.
         withdrawn: Numbers, not below `ledger.low`, of closures that were canceled and never ran.
     """
 
@@ -41,8 +42,9 @@ class FinishedFile:
         # by their numbers. Canceled closures must stay canceled.
         self.ledger = ClosureLedger(self.ledger.low)
         self.withdrawn = {x for x in self.withdrawn if x >= self.ledger.low}
-        # Write the compacted file under another name, and replace the old one at once: a program
-        # that is killed here leaves one of the two complete.
+        # Write the compacted file under another name, and replace the old one atomically: a program
+        # that is killed here leaves one of the two complete. Records are not synced until `close`:
+        # after a crash of the host, functions run again whose records are lost.
         unfinished = path.with_suffix(".unfinished")
         unfinished.unlink(missing_ok=True)
         compacted = RecordFile(unfinished)

@@ -15,9 +15,8 @@ from tpudist.coordinator.worker import ResourceRef
 from tpudist.engine.engine import Serializer
 
 MAX_FUNCTIONS = 64
-"""Number of functions that workers keep. Beyond it, the function that was scheduled longest ago is
-sent again.
-"""
+"""Number of functions that workers keep. Beyond it, they delete the function that was scheduled
+longest ago, which is sent again if it is scheduled again."""
 MAX_SNAPSHOTS = 8
 """Number of snapshots per definition, for loops that define a function again with other values."""
 
@@ -70,8 +69,10 @@ class FunctionStore:
         # To serialize takes longer than a small step. A snapshot, if one can be taken, shows that
         # the function captures the same as before, so the known bytes are still its bytes.
         snapshot = function_snapshot.take(fn, self._serializer.modules_by_value)
-        digest = snapshot and self._find(fn, snapshot)
-        if digest is not None:
+        digest = None if snapshot is None else self._find(fn, snapshot)
+        if (
+            digest is not None
+        ):  # it is stored: `_forget_oldest` removes the snapshots with the bytes
             self._stored.move_to_end(digest)
             return self._stored[digest]
         data = self._serializer.dumps(fn)

@@ -44,6 +44,7 @@ class PerWorkerIterator(PerWorkerValue):
     def __init__(self, key: int, unused: collections.deque[int]):
         super().__init__(())
         self._key = key
+        # Not at exit: workers end with the program anyway.
         weakref.finalize(self, unused.append, key).atexit = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -117,14 +117,14 @@ class PerWorkerValue:
     def __init__(self, values: Sequence[RemoteValue]):
         for value in values:
             if not isinstance(value, RemoteValue):
-                raise AssertionError(
+                raise AssertionError(  # as TensorFlow does
                     f"PerWorkerValue({value!r}) of type {type(value).__name__}: it needs one "
                     f"RemoteValue per worker, as create_per_worker_dataset returns."
                 )
         self._values = tuple(values)
 
     def of_worker(self, worker: int) -> PyTree:
-        """Waits for the value of a worker, and returns it.
+        """Waits for the value of a worker, without a limit, and returns it.
 
         Raises:
             ValueError: If the worker was added after the value was created.

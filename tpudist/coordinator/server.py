@@ -11,9 +11,9 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 from tpudist.cluster_resolver.server_def import ServerDef, find_other_host, make_server_def
 from tpudist.engine.ray.ray_node import RayNode
 
-PROGRAM = "chief"
+CHIEF_JOB = "chief"
 """Job of the program that schedules functions."""
-JOBS = ("worker", "ps")
+SERVER_JOBS = ("worker", "ps")
 """Jobs of the machines that join the program."""
 
 
@@ -110,7 +110,8 @@ class Server:
             raise RuntimeError(
                 f"{self!r} belongs to a program whose threads are its workers and servers, so "
                 f"there is nothing to wait for. To run them as processes, on this machine or on "
-                f"others, add the job '{PROGRAM}' to the cluster, with the address of the program."
+                f"others, add the job '{CHIEF_JOB}' to the cluster, with the address of the "
+                f"program."
             )
         if self._node is None:
             raise RuntimeError(f"{self!r} was not started. Call start() before join().")
@@ -159,20 +160,21 @@ def _find_head(task: ServerDef) -> str | None:
     """
     cluster = task.cluster
     # Without a chief, workers and servers are threads of the program, so no task may be elsewhere.
-    if PROGRAM not in cluster.jobs:
+    if CHIEF_JOB not in cluster.jobs:
         other = find_other_host(cluster, cluster.jobs)
         if other is not None:
             job, index, address = other
             raise ValueError(
                 f"The cluster has {job} {index} at {address}, which is another host, but no "
-                f"'{PROGRAM}'. Servers join the program that creates the ParameterServerStrategy, "
-                f"and do not know where it runs. Add that job to the cluster, with one address."
+                f"'{CHIEF_JOB}'. Servers join the program that creates the "
+                f"ParameterServerStrategy, and do not know where it runs. Add that job to the "
+                f"cluster, with one address."
             )
         return None
-    if task.job_name not in JOBS:
+    if task.job_name not in SERVER_JOBS:
         raise ValueError(
             f"A Server cannot be created for {task.job_name} {task.task_index}. Only the tasks of "
-            f"{' and '.join(map(repr, JOBS))} are servers. The program of the '{PROGRAM}' creates "
-            f"a tpudist.ParameterServerStrategy(cluster_resolver), which they join."
+            f"{' and '.join(map(repr, SERVER_JOBS))} are servers. The program of the '{CHIEF_JOB}' "
+            f"creates a tpudist.ParameterServerStrategy(cluster_resolver), which they join."
         )
-    return cluster.task_address(PROGRAM, 0)
+    return cluster.task_address(CHIEF_JOB, 0)

@@ -12,8 +12,9 @@ from tpudist.input.sources.indexed_dataset import IndexedDataset
 class WorkerIterator:
     """Iterates over a dataset that each worker creates for itself.
 
-    A closure's elements count as consumed when the closure has finished. If a server is lost
-    meanwhile, `give_back` returns them. If the worker is lost, its successor calls `go_to`.
+    A closure's elements count as consumed when the closure has finished, also with an error. If a
+    server is lost meanwhile, `give_back` returns them. If the worker is lost, its successor calls
+    `go_to`.
 
     Args:
         make: Called once; returns a dataset or another iterable.
@@ -56,7 +57,7 @@ class WorkerIterator:
         self._in_use.clear()
 
     def go_to(self, position: int) -> None:
-        """Skips the elements that a lost worker has consumed."""
+        """Skips the elements that a lost worker has consumed, by reading them."""
         for _ in range(position):
             next(self._iterator, None)
         self._num_consumed = position

@@ -17,8 +17,8 @@ from tpudist.engine.concurrency import Condition
 from tpudist.engine.engine import Actor, Engine
 
 START_S = 300.0
-"""Least seconds that a new worker may take to start and to create resources, if closures have a
-limit: importing JAX and joining a Ray cluster takes longer than a closure."""
+"""A new worker gets at least this many seconds to start and to create a resource, even if
+`closure_timeout_s` is shorter: importing JAX and joining a Ray cluster may take longer."""
 
 
 class WorkerResources:
@@ -30,8 +30,8 @@ class WorkerResources:
         timeout_s: Maximum seconds for a closure; None for no limit.
 
     Attributes:
-        unused: Keys to delete. Anybody may append without a lock, which the garbage collector needs
-            when it finds an unused iterator: it may run while this thread holds the condition.
+        unused: Keys to delete. Anybody may append without a lock: the garbage collector does when
+            it finds an unused iterator, and it may run in the middle of `sync`.
     """
 
     def __init__(self, engine: Engine, changed: Condition, timeout_s: float | None):
@@ -56,15 +56,15 @@ class WorkerResources:
         with self._changed:
             self._factories.pop(key, None)
 
-    def sync(self, index: int, actor: Actor, stored: StoredFunction | None = None) -> None:
+    def sync(self, worker: int, actor: Actor, stored: StoredFunction | None = None) -> None:
         """Creates missing resources on a worker, and deletes removed ones.
 
         Only the thread of the worker calls this, between two closures, so `_created[actor]` and
-        `_positions[index]` need no lock. Calls of one actor run in order: the next closure finds
+        `_positions[worker]` need no lock. Calls of one actor run in order: the next closure finds
         the resources.
 
         Args:
-            index: Number of the worker.
+            worker: Number of the worker.
             actor: Actor of the worker.
             stored: Function of the next closure.
 
@@ -84,7 +84,7 @@ class WorkerResources:
             # Any call does: its answer shows that the worker has started.
             call = self._engine.call(actor, "positions")
             self._engine.result(call, self._start_timeout_s)
-        positions = self._positions.setdefault(index, {})
+        positions = self._positions.setdefault(worker, {})
         for key in positions.keys() - factories.keys():
             del positions[key]
         for key in sorted(created - factories.keys()):
@@ -98,21 +98,21 @@ class WorkerResources:
             self._engine.result(call, self._start_timeout_s)
             created.add(key)
 
-    def record_positions(self, index: int, positions: Mapping[int, int]) -> None:
+    def record_positions(self, worker: int, positions: Mapping[int, int]) -> None:
         """Records how far the iterators of a worker are."""
-        self._positions.setdefault(index, {}).update(positions)
+        self._positions.setdefault(worker, {}).update(positions)
 
-    def fetch_positions(self, index: int, actor: Actor) -> None:
+    def fetch_positions(self, worker: int, actor: Actor) -> None:
         """Asks a worker for the positions, because an error of a closure arrived without them."""
         # If the worker is lost now, the next call notices; its successor repeats some elements.
         with contextlib.suppress(Exception):
             call = self._engine.call(actor, "positions")
-            self.record_positions(index, self._engine.result(call, self._timeout_s))
+            self.record_positions(worker, self._engine.result(call, self._timeout_s))
 
     def forget_actor(self, actor: Actor) -> None:
         """Forgets which resources an actor has, because it has ended."""
         self._created.pop(actor, None)
 
-    def forget_worker(self, index: int) -> None:
+    def forget_worker(self, worker: int) -> None:
         """Forgets the positions of a worker that was removed."""
-        self._positions.pop(index, None)
+        self._positions.pop(worker, None)

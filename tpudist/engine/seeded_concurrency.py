@@ -5,9 +5,10 @@ threads that can continue. So one seed gives one order of events, whatever the m
 stands still while any thread can continue; when all wait, it jumps to the end of the next timeout.
 """
 
-# Invariant: exactly one participant is `_running`; all others block in `turn.acquire()`. `_choose`
-# hands over: it releases the turn of the chosen thread, and then waits for its own. `_mutex` only
-# guards `_choose` against threads that have just been started and are not chosen yet.
+# Invariant: exactly one participant runs; all others block in `turn.acquire()`. `_choose` hands
+# over: it releases the turn of the chosen thread, and then waits for its own. `_mutex` guards
+# `_by_ident` and `_participants` against threads that were just started: they register themselves
+# before they are chosen.
 
 import random
 import threading
@@ -21,7 +22,10 @@ MIN_WAIT_S = 1e-6
 
 
 class AllWait(RuntimeError):
-    """Deadlock: all threads wait without a timeout. The message names what each waits for."""
+    """Deadlock: all threads wait without a timeout. The message names what each waits for.
+
+    The other threads keep waiting, so the `SeededConcurrency` cannot be used any more.
+    """
 
 
 class SeededConcurrency:
@@ -45,7 +49,6 @@ class SeededConcurrency:
         main = _Participant("main")
         self._participants = [main]
         self._by_ident = {threading.get_ident(): main}
-        self._running = main
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
         """Starts a thread, which runs when it is chosen."""
@@ -120,7 +123,6 @@ class SeededConcurrency:
                 chosen = self._participants[0]
             else:
                 self.history.append(chosen.name)
-            self._running = chosen
         if chosen is not me:
             chosen.turn.release()
             if me.has_ended:
@@ -132,14 +134,14 @@ class SeededConcurrency:
     def _next(self) -> "_Participant | str":
         able = [x for x in self._participants if x.can_go_on()]
         if not able:
-            waiting = [x for x in self._participants if x.until_s is not None]
+            waiting = [(x, x.until_s) for x in self._participants if x.until_s is not None]
             if not waiting:
                 return "; ".join(f"{x.name} {x.why}" for x in self._participants)
             # The next event can only be a timeout, so the clock jumps to the earliest one.
-            first_s = min(x.until_s or 0.0 for x in waiting)
-            self._now_s = max(self._now_s, first_s)
-            able = [x for x in waiting if (x.until_s or 0.0) <= self._now_s]
+            self._now_s = max(self._now_s, min(until_s for _, until_s in waiting))
+            able = [x for x, until_s in waiting if until_s <= self._now_s]
             for x in able:
+                # All of them have timed out, so those that are not chosen now may be chosen later.
                 x.is_late, x.can_go_on = True, _always
         chosen = self._random.choice(able)
         chosen.can_go_on, chosen.until_s, chosen.why = _always, None, "runs"

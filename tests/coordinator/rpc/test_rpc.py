@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ from tpudist.coordinator.rpc.rpc_client import GrpcClient
 from tpudist.engine.ray.ray_addresses import is_answered
 from tpudist.errors import DeadlineExceededError, UnavailableError
 from tpudist.experimental import rpc
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def free_address():
@@ -112,6 +118,9 @@ def test_output_specs_determine_the_structure(echo):
     assert echo.call("echo", [[value, value]], output_specs={"x": (scalar, 0)}).get_value() == {
         "x": (4, 4)
     }
+    named = Pair(scalar, {"b": 0, "a": (0,)})
+    found = echo.call("echo", [[1, {"a": (2,), "b": 3}]], output_specs=named).get_value()
+    assert found == Pair(1, {"b": 3, "a": (2,)})
     pair = echo.call("swap", [{"b": 1, "a": 2}], output_specs=[scalar, scalar])
     assert pair.get_value() == [1, 2]  # by keys in order
     wrong = r"'echo' of .* returned values of the types \['int64'\], but output_specs=.* has 2"

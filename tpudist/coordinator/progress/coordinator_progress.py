@@ -76,7 +76,7 @@ class CoordinatorProgress:
     def sample(self) -> ProgressSample:
         """Returns a new sample; waits at most half a second for servers.
 
-        Rates cover the time since earlier samples, and are 0 in the first one.
+        Rates cover the time since earlier samples of this object, and are None in the first one.
         """
         return self._sampler.take(ASK_S)
 

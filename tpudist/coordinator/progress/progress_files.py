@@ -18,7 +18,7 @@ class ProgressLines:
 
     def __init__(self, path: str | os.PathLike):
         self._path = Path(path)
-        self._is_cut = True  # whether the last line may be incomplete, as after a full disk
+        self._may_be_cut = True  # whether the last line may be incomplete, as after a full disk
 
     def write(self, sample: ProgressSample) -> None:
         """Appends a sample. It opens the file each time, so you may move the file away.
@@ -29,11 +29,11 @@ class ProgressLines:
         text = json.dumps(sample.as_json()) + "\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a+b") as file:
-            if self._is_cut and file.tell() and not _ends_line(self._path):
+            if self._may_be_cut and file.tell() and not _ends_line(self._path):
                 text = "\n" + text
-            self._is_cut = True
+            self._may_be_cut = True
             file.write(text.encode())
-        self._is_cut = False
+        self._may_be_cut = False
 
 
 class ProgressEvents:

@@ -10,8 +10,9 @@ from typing import Any
 from tpudist.coordinator.closure_tally import WorkerTally
 from tpudist.ps.server_figures import ServerFigures
 
-SLOW = 3.0
-"""Multiple of the workers' median from which a closure or a worker is slow."""
+SLOW_FACTOR = 3.0
+"""Multiple of the workers' median from which a closure or a worker is slow. `stragglers`, which
+starts closures again, compares them with their own function instead."""
 MIN_SLOW_S = 1.0
 """Seconds below which a running closure is not slow."""
 MIN_DURATIONS = 5
@@ -35,8 +36,8 @@ class WorkerFigures:
         closure: Number of the current closure, if any.
         function: Function of the current closure, with its place.
         running_s: Seconds since the current closure started.
-        is_slow: Whether the current closure, or the worker in general, takes more than `SLOW` times
-            the usual time of workers.
+        is_slow: Whether the current closure, or the worker in general, takes more than
+            `SLOW_FACTOR` times the usual time of workers.
     """
 
     worker: int
@@ -157,7 +158,6 @@ def median_of_workers(tallies: Iterable[WorkerTally]) -> float | None:
     Of two workers it is the faster one, because the other may be slow.
     """
     medians = [x for x in map(median_of, tallies) if x is not None]
-    # `median_low`, so that of two workers the faster one is the measure.
     return statistics.median_low(medians) if medians else None
 
 
@@ -165,11 +165,11 @@ def is_slow(tally: WorkerTally, running_s: float | None, usual_s: float | None) 
     """Returns whether a worker or its current closure is slow, if workers take `usual_s`."""
     if usual_s is None:
         return False
-    if running_s is not None and running_s > max(SLOW * usual_s, MIN_SLOW_S):
+    if running_s is not None and running_s > max(SLOW_FACTOR * usual_s, MIN_SLOW_S):
         return True
     median_s = median_of(tally)
     has_several = len(tally.durations_s) >= MIN_DURATIONS
-    return has_several and median_s is not None and median_s > SLOW * usual_s
+    return has_several and median_s is not None and median_s > SLOW_FACTOR * usual_s
 
 
 # Microseconds are enough for readers of the file, and shorten its lines.

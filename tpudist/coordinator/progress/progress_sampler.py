@@ -22,7 +22,7 @@ from tpudist.engine.concurrency import Concurrency
 from tpudist.ps.server_figures import ServerFigures, ServerSurvey
 
 NUM_COMPARED = 10
-"""Number of samples over which rates are computed."""
+"""Number of samples over which rates are computed: the *recent* figures of `ProgressSample`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,9 @@ class ProgressSampler:
     def take(self, timeout_s: float) -> ProgressSample:
         """Returns a sample; waits at most `timeout_s` for servers."""
         with self._turn:
+            # Servers are asked first, so their counts are up to `timeout_s` older than `now_s`.
             now = self._look(self._survey.ask(timeout_s))
+            # The first sample has no rates, because no time has passed.
             rates = _Rates(self._earlier[0] if self._earlier else now, now)
             self._earlier.append(now)
         workers = now.tally.workers

@@ -35,10 +35,11 @@ MIN_FUNCTION = 14
 MIN_SERVERS = 3
 """Least number of servers in a terminal that is too low for all workers and servers."""
 
+_NOTE = ""  # the column without a header: SLOW, or the state of a worker or server
 # A narrow terminal loses these columns, one after the other.
 _WORKER_COLUMNS_TO_DROP = ("restarts", "failed", "retries", "median", "runs closure")
 _SERVER_COLUMNS_TO_DROP = ("variables", "rows", "out", "in", "restarts", "holds")
-_TEXT_COLUMNS = ("runs closure", "")  # aligned to the left; numbers are aligned to the right
+_TEXT_COLUMNS = ("runs closure", _NOTE)  # aligned to the left; numbers are aligned to the right
 
 Row = dict[str, str]  # column -> cell
 
@@ -75,9 +76,9 @@ def make_page(sample: ProgressSample, width: int, height: int | None = None) -> 
     _drop_zeros(rows, ("rows", "restarts"))
     if num_servers < len(rows):
         num_servers -= 1  # for the line that counts the others
-    silent_first = sorted(rows, key=lambda row: not row[""])[:num_servers]
+    silent_first = sorted(rows, key=lambda row: not row[_NOTE])[:num_servers]
     rows = [row for row in rows if row in silent_first]
-    alarms = [bool(row[""]) for row in rows]
+    alarms = [bool(row[_NOTE]) for row in rows]
     parts += ["", _make_table(rows, alarms, width, _SERVER_COLUMNS_TO_DROP)]
     if num_hidden := len(sample.servers) - len(rows):
         parts.append(_make_line(f"and {num_hidden} more servers"))
@@ -117,7 +118,7 @@ def _make_worker_row(worker: WorkerFigures) -> Row:
         "restarts": f"{worker.restarts}",
         "runs closure": format_closure(worker),
         "for": format_duration(worker.running_s),
-        "": "SLOW" if worker.is_slow else note,
+        _NOTE: "SLOW" if worker.is_slow else note,
     }
 
 
@@ -134,7 +135,7 @@ def _make_server_row(server: ServerProgress) -> Row:
         "variables": f"{figures.variables:,}",
         "rows": f"{figures.rows:,}",
         "restarts": f"{figures.restarts}",
-        "": format_state(figures),
+        _NOTE: format_state(figures),
     }
 
 

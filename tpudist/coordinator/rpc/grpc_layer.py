@@ -13,9 +13,10 @@ from concurrent import futures
 from types import ModuleType
 from typing import Any
 
+# Status codes, which gRPC and TensorFlow share.
 OK, CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 0, 1, 2, 3, 4
 UNAVAILABLE = 14
-"""Status codes, which gRPC and TensorFlow share."""
+
 _SERVICE = "tpudist.rpc.RpcService"
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),  # arrays are large
@@ -140,3 +141,13 @@ def _wait(connection: Connection, future: Any) -> Answer:
         return Answer(CANCELLED, "The call was canceled, because its client has gone.", b"")
     except import_grpc().RpcError:
         return Answer(future.code().value[0], future.details() or "", b"")
+
+
+def check_layer(rpc_layer: str) -> None:
+    """Checks the name of the layer.
+
+    Raises:
+        ValueError: If it is not `grpc`.
+    """
+    if rpc_layer != "grpc":
+        raise ValueError(f"rpc_layer={rpc_layer!r} is not supported. As in TensorFlow, use 'grpc'.")

@@ -11,7 +11,6 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.coordinator.rpc import grpc_layer, rpc_messages
 from tpudist.coordinator.rpc.grpc_layer import Answer
-from tpudist.coordinator.rpc.rpc_server import check_layer
 from tpudist.errors import CancelledError, DeadlineExceededError, UnavailableError
 
 _ERRORS: dict[int, type[Exception]] = {
@@ -34,14 +33,14 @@ class StatusOrResult:
 
     def is_ok(self) -> bool:
         """Returns whether the call succeeded."""
-        return self._result().code == grpc_layer.OK
+        return self._wait_for_answer().code == grpc_layer.OK
 
     def get_error(self) -> tuple[int, str]:
         """Returns the status code and the text of the error; 0 and an empty text after a success.
 
         gRPC and TensorFlow share the codes.
         """
-        return self._result().code, self._result().text
+        return self._wait_for_answer().code, self._wait_for_answer().text
 
     def get_value(self) -> PyTree:
         """Returns the value of the function, with NumPy arrays.
@@ -53,15 +52,19 @@ class StatusOrResult:
             CancelledError: If the client has gone.
             RuntimeError: If the function raised another error.
         """
-        answer = self._result()
+        _, value = self._read_message()
+        return value if self._output_specs is None else self._pack(value)
+
+    def _read_message(self) -> tuple[dict[str, Any], PyTree]:
+        """Returns the facts and the value of the answer; raises errors like `get_value`."""
+        answer = self._wait_for_answer()
         if answer.code != grpc_layer.OK:
             error = _ERRORS.get(answer.code, RuntimeError)
             raise error(f"{self._subject} failed with code {answer.code}: {answer.text}")
-        _, value = rpc_messages.decode(answer.data)
-        return value if self._output_specs is None else self._pack(value)
+        return rpc_messages.decode(answer.data)
 
-    def _result(self) -> Answer:
-        if self._answer is None:
+    def _wait_for_answer(self) -> Answer:
+        if self._answer is None:  # two threads may both wait, and get equal answers
             self._answer = self._wait()
         return self._answer
 
@@ -108,7 +111,7 @@ class Client(abc.ABC):
             ModuleNotFoundError: If gRPC is not installed.
             DeadlineExceededError: If the server does not answer in time.
         """
-        check_layer(rpc_layer)
+        grpc_layer.check_layer(rpc_layer)
         return GrpcClient(address, name, list_registered_methods=True, timeout_in_ms=timeout_in_ms)
 
     @abc.abstractmethod
@@ -150,8 +153,7 @@ class GrpcClient(Client):
             listing = self._send(
                 "List", b"", 0, f"The request for the functions of {address}", None
             )
-            listing.get_value()  # raises an error of the server
-            facts, _ = rpc_messages.decode(listing._result().data)
+            facts, _ = listing._read_message()
             for method_name in facts["methods"]:
                 self._add_methods(str(method_name))
 

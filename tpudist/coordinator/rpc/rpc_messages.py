@@ -4,7 +4,7 @@ A line of JSON has the structure, and the bytes of the arrays follow (`ps/record
 contain no code, so a receiver never runs code of the sender.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,14 +56,21 @@ def flatten(value: Nest) -> list[Any]:
     return [value]
 
 
-def pack(like: Nest, leaves: list[Any]) -> Nest:
-    """Moves leaves out of a list into a structure, in the order of `flatten`."""
-    if isinstance(like, list | tuple):
-        return type(like)([pack(x, leaves) for x in like])
-    if isinstance(like, dict):
-        found = {key: pack(like[key], leaves) for key in sorted(like)}
-        return {key: found[key] for key in like}
-    return leaves.pop(0)
+def pack(like: Nest, leaves: Sequence[Any]) -> Nest:
+    """Returns a structure like another one with these leaves, in the order of `flatten`."""
+    left = iter(leaves)
+
+    def fill(like: Nest) -> Nest:
+        if isinstance(like, tuple) and hasattr(like, "_fields"):  # a user's named tuple
+            return type(like)(*map(fill, like))
+        if isinstance(like, list | tuple):
+            return type(like)(map(fill, like))
+        if isinstance(like, dict):
+            found = {key: fill(like[key]) for key in sorted(like)}
+            return {key: found[key] for key in like}
+        return next(left)
+
+    return fill(like)
 
 
 def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Structure:
@@ -99,9 +106,8 @@ def _describe(value: Nest, arrays: dict[str, np.ndarray]) -> Structure:
 
 def _rebuild(structure: Structure, arrays: Mapping[str, np.ndarray]) -> Nest:
     if isinstance(structure, int):
-        return arrays[
-            str(structure)
-        ].copy()  # the message is read-only, and functions may write to arguments
+        # A copy, because the message is read-only, and functions may write to their arguments.
+        return arrays[str(structure)].copy()
     kind, *contents = structure
     if kind == "none":
         return None

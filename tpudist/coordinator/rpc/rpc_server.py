@@ -40,7 +40,7 @@ class Server(abc.ABC):
             ValueError: If `rpc_layer` is not `grpc`.
             ModuleNotFoundError: If gRPC is not installed.
         """
-        check_layer(rpc_layer)
+        grpc_layer.check_layer(rpc_layer)
         return GrpcServer(address)
 
     @property
@@ -116,7 +116,9 @@ class _Registry:
 
     def __init__(self):
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._lock = threading.Lock()  # held while a function runs: gRPC calls in 16 threads
+        # Held while a function runs, because gRPC calls in several threads. If a call waits in each
+        # of them, `describe` waits, too.
+        self._lock = threading.Lock()
 
     def add(self, name: str, func: Callable[..., Any]) -> None:
         # Clients have the methods `name` and `name_blocking`, so neither may collide.
@@ -157,13 +159,3 @@ class _Registry:
 
     def describe(self, request: bytes) -> bytes:
         return rpc_messages.encode({"methods": list(self._functions)}, None)
-
-
-def check_layer(rpc_layer: str) -> None:
-    """Checks the name of the layer.
-
-    Raises:
-        ValueError: If it is not `grpc`.
-    """
-    if rpc_layer != "grpc":
-        raise ValueError(f"rpc_layer={rpc_layer!r} is not supported. As in TensorFlow, use 'grpc'.")
