@@ -26,7 +26,7 @@ INTERNAL = {
     "LargeConstantError": "the operation of the library stays",
     "LocalState": "the function is traced again",
     "MakesVariables": "the function is traced again",
-    "NewVariable": "the function is traced again",
+    "TraceAgain": "the function is traced again",
     "NotSums": "the replicas run again",
     "NextElement": "the function is traced again",
     "NoRecords": "WrongUse",

@@ -1,13 +1,13 @@
 """The roles of a frame: what code inside a replica function may ask of the trace in progress.
 
-Each class is one role and names its callers. `context.frame.Frame` has all of them. Two classes of
-`run` implement them: `trace_frame.ReplicaFrame` for a trace, and `eager_frame.EagerFrame` for one
-replica that runs in Python, where all values are known.
+Each class is one role, and names the modules that use it. `context.frame.Frame` has all of them.
+Two classes of `run` implement them: `trace_frame.ReplicaFrame` for a trace, and
+`eager_frame.EagerFrame` for one replica that runs in Python, where all values are known.
 """
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 
@@ -36,7 +36,10 @@ class VariableValues(abc.ABC):
 
 
 class GuestVariables(abc.ABC):
-    """Values of guests: Variables of the default strategy, of a parameter server, or of Keras."""
+    """Values of guests: Variables of the default strategy, of a parameter server, or of Keras.
+
+    For `ps.server_variable` and `keras.captured_variables`.
+    """
 
     @abc.abstractmethod
     def change_guest(
@@ -54,15 +57,18 @@ class GuestVariables(abc.ABC):
 
 
 class NewVariables(abc.ABC):
-    """Variables that the function creates: once, although it may be traced several times."""
+    """Variables that the function creates: once, although it may be traced several times.
+
+    For `state.variable` and `keras.captured_variables`.
+    """
 
     @abc.abstractmethod
     def create_variable(self, make: Callable[[], _V]) -> _V:
         """Returns the next Variable of the function: that of the first trace, or else `make()`."""
 
     @abc.abstractmethod
-    def was_created(self, variable: "VariableLike") -> bool:
-        """Whether an earlier trace of the function created `variable`."""
+    def has_initial_value(self, variable: "VariableLike") -> bool:
+        """Whether `variable` has its value already, so that its constructor must not run again."""
 
     @abc.abstractmethod
     def begin_variable(self, variable: "VariableLike", value: jax.Array, computed: bool) -> None:
@@ -73,11 +79,11 @@ class NewVariables(abc.ABC):
         """
 
     @abc.abstractmethod
-    def makes_once(self, line: str) -> bool:
-        """Whether an object that another library builds at a line of the user outlives the trace.
+    def is_first_to_build(self, line: str) -> bool:
+        """Whether this is the first trace in which another library builds an object at `line`.
 
-        It does if no earlier trace of the function has built it. The function is then traced again
-        with the object in place.
+        Such an object, for example a Keras model, outlives the trace: its Variables are created at
+        once, and the function is traced again with them as inputs.
         """
 
     @abc.abstractmethod
@@ -88,12 +94,27 @@ class NewVariables(abc.ABC):
         """
 
 
+class Element(NamedTuple):
+    """An element that was taken from an iterator before the call.
+
+    Attributes:
+        is_of: Whether an iterator in the trace stands for the one that it was taken from.
+        value: The element.
+    """
+
+    is_of: Callable[[object], bool]
+    value: PyTree
+
+
 class FunctionInputs(abc.ABC):
-    """Values that the function reads in addition to its arguments."""
+    """Values that the function reads in addition to its arguments.
+
+    For `reductions`, `values.per_replica`, `input.iterator` and `run.function`.
+    """
 
     # Elements taken from the iterators that the function reads, in order, which the trace has not
-    # returned yet. Each comes with a function that recognizes its iterator.
-    elements: list[tuple[Callable[[object], bool], PyTree]]
+    # returned yet.
+    elements: list[Element]
 
     @abc.abstractmethod
     def capture(self, value: "PerReplicaLike") -> jax.Array:
@@ -125,7 +146,10 @@ class EqualValues(abc.ABC):
 
 
 class BatchRows(abc.ABC):
-    """Numbers of rows of a batch that may be partial."""
+    """Numbers of rows of a batch that may be partial.
+
+    For `gradients.microbatches`, `ReplicaContext.num_examples` and `values.gathered_rows`.
+    """
 
     @property
     @abc.abstractmethod
@@ -134,7 +158,7 @@ class BatchRows(abc.ABC):
 
     @abc.abstractmethod
     def begin_parts(self, rows: int, num_parts: int) -> int | None:
-        """Returns the rows of each of `num_parts` parts of a partial batch in this trace.
+        """Records that a batch of `rows` rows is split; returns the rows of each part.
 
         None if all batches are full: then each part has `rows / num_parts` rows.
         """

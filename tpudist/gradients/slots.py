@@ -12,7 +12,7 @@ import optax
 
 from tpudist import context
 from tpudist.array_types import PyTree
-from tpudist.run.frame.trace_requests import NewVariable
+from tpudist.run.frame.trace_requests import TraceAgain
 from tpudist.state.variable import Variable
 
 
@@ -52,7 +52,7 @@ class Slots:
             elif frame.is_eager:
                 frame.run_outside(lambda: self._create(tx, names, variables))
             else:
-                raise NewVariable(lambda _: self._create(tx, names, variables))
+                raise TraceAgain(lambda _: self._create(tx, names, variables))
         if self._variable_names != variable_names:
             raise ValueError(
                 f"apply_gradients was first called for the Variables {self._variable_names}, and "

@@ -146,7 +146,7 @@ def _enter_creation(variable: keras.Variable) -> contextlib.AbstractContextManag
     # A variable that only the first trace creates outlives the trace, so its value is computed
     # eagerly. A function that creates one in every trace has a layer of its own, whose variables
     # are values of the trace like all its other results.
-    return run_eagerly() if frame.makes_once(line_of_call()) else contextlib.nullcontext()
+    return run_eagerly() if frame.is_first_to_build(line_of_call()) else contextlib.nullcontext()
 
 
 def _require_frame(variable: keras.Variable, creator: Frame | None, frame: Frame | None) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 from tpudist import context, step_boundaries
 from tpudist.array_types import PyTree
 from tpudist.context.closure_place import current_place
+from tpudist.context.frame_roles import Element
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import shorten, warn_if_given
 from tpudist.run.arguments import flattener
@@ -126,7 +127,7 @@ class Function:
         def body(elements, /, *args, **kwargs):
             frame = context.current_frame()
             frame.elements = [
-                (source.is_of, x)
+                Element(source.is_of, x)
                 for source, x in zip(call_in_thread.sources, elements, strict=True)
             ]
             result = func(*args, **kwargs)

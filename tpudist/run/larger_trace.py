@@ -12,7 +12,7 @@ import jax
 from tpudist.lowering import compile
 from tpudist.programs.degrees import degree
 from tpudist.programs.jaxprs import ClosedJaxpr
-from tpudist.run.frame.trace_requests import MakesVariables, NewVariable
+from tpudist.run.frame.trace_requests import MakesVariables, TraceAgain
 from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_body import ReplicaBody
@@ -40,7 +40,8 @@ def trace_larger(
     strategy: Any = call.strategy
     mesh = strategy.replica_mesh.with_more_replicas(degree.REPLICAS_FACTOR)
     twin = strategy._with_mesh(mesh)
-    twin._twin_of, twin.storage = strategy._twin_of or strategy, None
+    twin._twin_of = strategy._twin_of or strategy
+    twin.storage = None  # a trace moves nothing
     larger = []
     for i, (x, is_stacked) in enumerate(zip(shapes, stacked, strict=True)):
         shape = [*x.shape]
@@ -60,6 +61,9 @@ def trace_larger(
         # replicas in them.
         with trace_caches.separate(), twin._use_mesh():
             program = compile.trace(function, mesh, larger, stacked, call.name)
-    except (Exception, NewVariable, MakesVariables):
-        return None  # whatever the function raises for other numbers of rows or replicas
+    except (Exception, TraceAgain, MakesVariables):
+        # Whatever the function raises for other numbers of rows or replicas. Of the other requests,
+        # `LocalState` comes after a trace, and `OtherStrategy` only under the default strategy,
+        # which has one replica.
+        return None
     return None if found.incomplete else program.closed

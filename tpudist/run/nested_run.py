@@ -24,7 +24,7 @@ from tpudist.run.frame.trace_frame import ReplicaFrame
 from tpudist.run.frame.variable_references import check_references
 from tpudist.run.outputs import output_placement
 from tpudist.run.outputs.output_placement import OutputPlacement
-from tpudist.run.outputs.results import CallOutputs, aggregate_outputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind, aggregate_outputs
 from tpudist.run.outputs.state_outputs import StateOutputs
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
@@ -195,7 +195,7 @@ def _build_result(
 ) -> PyTree:
     merged = []
     for kind, item in found.result:
-        if kind == "array":
+        if kind is LeafKind.ARRAY:
             x = outputs[item]
             if placement.stacked[item]:
                 x = LocalPart(x)
@@ -203,9 +203,9 @@ def _build_result(
                 merged.append(x)
             else:
                 merged.append(_keep_equal(frame, x))
-        elif kind == "argument":
+        elif kind is LeafKind.ARGUMENT:
             merged.append(call.leaves[item])
-        elif kind == "object":
+        elif kind is LeafKind.OBJECT:
             assert call.binding is not None, "it has the object"
             merged.append(nnx_contents.nodes_of(call.binding.objects())[item])
         elif frame.has_partial_batch and isinstance(item, int | float):

@@ -27,7 +27,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.run import row_dependent_numbers
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.frame.traced_rows import TracedRows
-from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind, ResultLeaf
 from tpudist.run.replica_body import ReplicaBody, share_of_replica
 from tpudist.run.row_dependent_numbers import are_equal
 from tpudist.xla import collectives, trace_caches
@@ -349,7 +349,7 @@ class PartialBatch:
             return None
         first = self._found[point].result
         for i, (kind, value) in enumerate(found.result):
-            if i in self._numbers and kind == "itself" and not are_equal(value, first[i][1]):
+            if i in self._numbers and kind is LeafKind.VALUE and not are_equal(value, first[i][1]):
                 return ""
         return psum_numbers.find_line(self._program.labelled, program)
 
@@ -383,7 +383,7 @@ class PartialBatch:
         base = self._found[self._program.points[0]]
         result = list(base.result)
         for k, i in enumerate(self._numbers):
-            result[i] = ("array", base.num_results + k)
+            result[i] = ResultLeaf(LeafKind.ARRAY, base.num_results + k)
         for dims in self._program.out_dims[base.num_results :]:
             if any(map(is_rows, dims)):
                 raise RowsError("it assigns state with as many elements as a replica has rows")
@@ -391,7 +391,7 @@ class PartialBatch:
             base,
             result=result,
             num_results=base.num_results + len(self._numbers),
-            plain=False,
+            has_known_containers=False,
         )
 
     def _make_error(

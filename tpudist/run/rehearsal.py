@@ -14,7 +14,7 @@ from tpudist.array_types import PyTree
 from tpudist.lowering import compile
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.dispatch.step_plan import StepPlan
-from tpudist.run.outputs.results import CallOutputs, TracedStep
+from tpudist.run.outputs.results import CallOutputs, LeafKind, TracedStep
 from tpudist.state.nnx_binding import Binding
 from tpudist.state.variable import Variable
 
@@ -84,25 +84,26 @@ def find_changes(
     numbers: collections.Counter = collections.Counter()
     outputs = {key: found.num_results + i for i, key in enumerate([*found.variables, *found.nnx])}
     changes = []
-    for name, (kind, key, position), after in zip(names, plan.state, written, strict=True):
+    for name, slot, after in zip(names, plan.state, written, strict=True):
         if counts[name] > 1:
             numbers[name] += 1
             name = f"{name} ({numbers[name]})"
+        key = slot.key
         if key in outputs:  # if not, only traces for other shapes write it
-            variable = key if kind == "variable" else None
+            variable = key if slot.is_variable else None
             is_average = variable is None and binding is not None and binding.is_average(key[0])
-            before = inputs[position]
+            before = inputs[slot.position]
             changes.append(Change(name, before, after, outputs[key], variable, is_average))
     return tuple(changes)
 
 
 def _names(plan: StepPlan, binding: Binding | None) -> Iterator[str]:
-    for kind, key, _ in plan.state:
-        if kind == "variable":
-            yield f"Variable '{key.name}'"
+    for slot in plan.state:
+        if slot.is_variable:
+            yield f"Variable '{slot.key.name}'"
             continue
         assert binding is not None, "the leaves belong to its objects"
-        leaf, array = key
+        leaf, array = slot.key
         value = binding.values()[leaf]
         path = jax.tree_util.tree_flatten_with_path(value)[0][array][0]
         yield binding.name(leaf) + jax.tree_util.keystr(path)
@@ -115,7 +116,7 @@ def find_replaced(
     return {
         i: inputs[num_captured + traced.returned[output]]
         for i, (kind, output) in enumerate(traced.found.result)
-        if kind == "array" and output in traced.returned
+        if kind is LeafKind.ARRAY and output in traced.returned
     }
 
 

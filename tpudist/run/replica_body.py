@@ -17,9 +17,9 @@ from tpudist.reduce_op import VariableAggregation
 from tpudist.run.arguments import call_arguments
 from tpudist.run.arguments.containers import unpack
 from tpudist.run.frame.trace_frame import ReplicaFrame
-from tpudist.run.frame.trace_requests import NewVariable
+from tpudist.run.frame.trace_requests import TraceAgain
 from tpudist.run.frame.traced_rows import TracedRows
-from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind, ResultLeaf
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.replica_context import ReplicaContext
 from tpudist.state import nnx_captures, nnx_contents, norm_statistics
@@ -115,8 +115,8 @@ class ReplicaBody:
             with context.enter(self._mode(frame)), frame.enter(), explained, weighed:
                 result = call.fn(*args, **kwargs)
             if frame.missed_assignment:
-                raise NewVariable
-        except NewVariable as interruption:
+                raise TraceAgain
+        except TraceAgain as interruption:
             if not frame.made:
                 raise
             # The Variables that were created so far must start first: their values are outputs.
@@ -186,8 +186,8 @@ class ReplicaBody:
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
         tree_depth.check_depth(result, f"The result of '{self.call.name}'", is_leaf)
-        result, has_records = unpack(result, is_leaf)
-        found.plain = not has_records
+        result, has_unknown_containers = unpack(result, is_leaf)
+        found.has_known_containers = not has_unknown_containers
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         outputs = []
         if partial:
@@ -198,14 +198,14 @@ class ReplicaBody:
             if isinstance(x, PerReplica) and traces.is_traced(x.array):
                 x = x.array
             if id(x) in positions:
-                found.result.append(("object", positions[id(x)]))
+                found.result.append(ResultLeaf(LeafKind.OBJECT, positions[id(x)]))
             elif id(x) in of_argument:
-                found.result.append(("argument", of_argument[id(x)]))
+                found.result.append(ResultLeaf(LeafKind.ARGUMENT, of_argument[id(x)]))
             elif traces.is_traced(x) or (partial and isinstance(x, jax.Array)):
-                found.result.append(("array", len(outputs)))
+                found.result.append(ResultLeaf(LeafKind.ARRAY, len(outputs)))
                 outputs.append(x)
             else:
-                found.result.append(("itself", x))
+                found.result.append(ResultLeaf(LeafKind.VALUE, x))
         found.num_results = len(outputs)
         return outputs
 

@@ -18,7 +18,7 @@ from tpudist.programs.rows.row_sizes import (
     fit_number,
     fit_size,
 )
-from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind
 
 # Formulas are computed in float64, and the function may round to float32.
 _TOLERANCE = 1e-5
@@ -39,7 +39,7 @@ def find_numbers(
     formulas: dict[int, Piecewise] = {}
     for i, (kind, first) in enumerate(outputs[points[0]].result):
         values = [outputs[p].result[i][1] for p in points]
-        if kind != "itself" or all(x is first or are_equal(x, first) for x in values):
+        if kind is not LeafKind.VALUE or all(x is first or are_equal(x, first) for x in values):
             continue
         formula = None
         if all(type(x) is int for x in values):
@@ -64,7 +64,7 @@ def _find_pieces(
     for point, found in outputs.items():
         kind, actual = found.result[result]
         few = tuple((i, count) for i, count in enumerate(point) if count < MIN_TRACED_ROWS)
-        if few and kind == "itself" and type(actual) in (int, float):
+        if few and kind is LeafKind.VALUE and type(actual) in (int, float):
             if not _follows(actual, formula.at(point)):
                 pieces.append(Piece(few, actual))
     # The most specific piece comes first: it fixes the most numbers of rows.
@@ -91,7 +91,7 @@ def confirm_numbers(
         if formula is not None:
             follows = _follows(actual, formula.at(point))
         else:
-            follows = kind == "array" or actual is expected or are_equal(actual, expected)
+            follows = kind is LeafKind.ARRAY or actual is expected or are_equal(actual, expected)
         if not follows:
             raise RowsError(
                 f"it returns {actual!r} with {point} rows, which does not follow from other "

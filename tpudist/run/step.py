@@ -21,7 +21,7 @@ from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.dispatch import first_run
 from tpudist.run.dispatch.interrupt_hold import NO_HOLD, InterruptHold
 from tpudist.run.dispatch.throttle import Throttle
-from tpudist.run.frame.trace_requests import NewVariable
+from tpudist.run.frame.trace_requests import TraceAgain
 from tpudist.run.outputs import special_values
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step_program import ArgumentsChanged, PlanOutdated, StepProgram
@@ -81,9 +81,9 @@ class Step:
                     return act(*program.feed(call))
                 except PlanOutdated:
                     program.jitted = None
-                except NewVariable as request:
+                except TraceAgain as request:
                     program.jitted = None
-                    request.provide(lambda: program.place_call_inputs(call))
+                    request.prepare(lambda: program.place_call_inputs(call))
         finally:
             program.call = outer
 

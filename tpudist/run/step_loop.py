@@ -68,7 +68,7 @@ class StepSequence:
         assert plan is not None, "it has fed the inputs"
         values = plan.merge_inputs(donated, kept)
         shared = values[: len(values) - len(batches[0])]
-        of_state = [position for _, _, position in plan.state]
+        of_state = [slot.position for slot in plan.state]
         of_constants = sorted(set(range(len(shared))) - set(of_state))
         state, constants = [shared[i] for i in of_state], [shared[i] for i in of_constants]
         if self._jitted is None or self._plan is not plan:

@@ -15,7 +15,7 @@ from tpudist.lowering import compile
 from tpudist.programs import axis_errors, replica_agreement, replica_equality
 from tpudist.run import larger_trace, program_checks, trace_warnings
 from tpudist.run.arguments import argument_checks, pmap_arrays
-from tpudist.run.frame.trace_requests import LocalState, NewVariable
+from tpudist.run.frame.trace_requests import LocalState, TraceAgain
 from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.frame.variable_references import check_references
 from tpudist.run.outputs import divergence, loss_numbers, output_placement
@@ -138,7 +138,7 @@ def _raise_requests(
 ) -> None:
     """Raises if the function must be traced again with more inputs, or cannot work at all."""
     if found.incomplete:
-        raise NewVariable(_make_starter(call, inputs, found, program))
+        raise TraceAgain(_make_starter(call, inputs, found, program))
     program_checks.check_constants(program, call.name, call.whole)
     axis_errors.check_constraints(call.strategy.replica_mesh, program.closed, call.name)
     if found.structure_change:

@@ -131,7 +131,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
         experimental_enable_variable_lifting: bool = True,
     ):
         frame = context.current().frame
-        if frame is not None and frame.was_created(self):
+        if frame is not None and frame.has_initial_value(self):
             return
         lifting = experimental_enable_variable_lifting
         for parameter, value, reason in (

@@ -7,6 +7,7 @@ import numpy as np
 
 from tpudist.lowering.array_copies import fetch
 from tpudist.reduce_op import VariableAggregation
+from tpudist.run.outputs.results import LeafKind
 from tpudist.run.rehearsal import Rehearsal
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica, is_distributed
@@ -121,7 +122,7 @@ class Pairing:
             return
         for i, ((path, x), y) in enumerate(zip(ours, theirs, strict=True)):
             kind, output = many.traced.found.result[i]
-            if kind != "array" or random_keys.is_key(y):
+            if kind is not LeafKind.ARRAY or random_keys.is_key(y):
                 continue
             leaf = f"result{jax.tree_util.keystr(path)}"
             before = None if i not in one.replaced else fetch(one.replaced[i])

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -20,6 +20,23 @@ from tpudist.xla.mesh import ReplicaMesh
 _is = operator.is_
 
 
+class StateSlot(NamedTuple):
+    """An array of the state that a step writes back.
+
+    Attributes:
+        key: The Variable; or a pair of a leaf of the binding and an array of that leaf.
+        position: Position of the input that it replaces.
+    """
+
+    key: Any
+    position: int
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is a Variable, and not a part of an NNX object."""
+        return not isinstance(self.key, tuple)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
     """The order of a program's inputs, the inputs that it overwrites, and its new state.
@@ -32,8 +49,7 @@ class StepPlan:
     Attributes:
         on_host: Positions of the flat inputs that live in host memory. If they change, a new plan
             is needed.
-        state: State to write back, in the order of the program's first outputs: ("variable",
-            Variable, position of its input) or ("nnx", (leaf, array of the leaf), position).
+        state: State to write back, in the order of the program's first outputs.
         written_variables: The captured Variables that are assigned, in that order.
         written_leaves: The NNX leaves that are changed, in that order.
         donated: Positions of the flat inputs that the program overwrites; `kept` has the others.
@@ -44,7 +60,7 @@ class StepPlan:
 
     num_inputs: int
     on_host: list[int]
-    state: list[tuple[str, Any, int]]
+    state: list[StateSlot]
     written_variables: list[Any]
     written_leaves: list[int]
     donated: list[int]
@@ -81,8 +97,8 @@ class StepPlan:
         variables = [i for i, v in enumerate(captured) if v in written_variables]
         leaves = sorted(written_leaves)
         first = len(captured)
-        state: list[tuple[str, Any, int]] = [("variable", captured[i], i) for i in variables]
-        state += [("nnx", (i, j), at) for i in leaves for j, at in enumerate(flat[first + i])]
+        state = [StateSlot(captured[i], i) for i in variables]
+        state += [StateSlot((i, j), at) for i in leaves for j, at in enumerate(flat[first + i])]
         old_state = [*variables, *(first + i for i in leaves)]
         overwritten = [*(old_state if donates_state else []), *donated_values]
         donated = [at for i in overwritten for at in flat[i]]
@@ -118,6 +134,8 @@ class StepPlan:
         # takes 0.1 ms each time.
         arrays, nesting = jax.tree.flatten(values)
         if known is None:
+            # Only the number is compared: the nesting may differ from that of the plan's values,
+            # because `jit` gets flat lists.
             if len(arrays) != self.num_inputs:
                 return None
             is_flat = len(arrays) == len(values) and all(map(_is, arrays, values))
@@ -134,9 +152,9 @@ class StepPlan:
         return values
 
     def unshare(self, donated: list[Any], kept: Sequence[Any], protected: WeakIdentitySet) -> None:
-        """Replaces donated arrays that are shared, or that the user has read, by copies, in place.
+        """Replaces donated arrays that are shared or protected by copies, in place.
 
-        `protected` are the Variables whose arrays the user has.
+        `protected` are the Variables whose arrays the user has read.
         """
         # XLA:CPU crashes on a buffer that is donated twice, and a kept input must stay readable.
         if len({*map(id, donated), *map(id, kept)}) != len(donated) + len(kept):
@@ -146,8 +164,10 @@ class StepPlan:
                     donated[i] = x.copy()
                 seen.add(id(x))
         if protected:
-            for kind, key, position in self.state:
-                if kind == "variable" and key in protected and position in self.donated:
+            # An array that the user took out of an NNX object is not protected. `missing_arrays`
+            # explains the error if it is used after the step has overwritten it.
+            for key, position in self.state:
+                if key in protected and position in self.donated:
                     at = self.donated.index(position)
                     donated[at] = donated[at].copy()
 
@@ -188,7 +208,7 @@ class StepPlan:
                 for x, s in zip(arrays, stacked, strict=True)
             ]
             options["in_shardings"] = (self.take_donated(shardings), self.take_kept(shardings))
-        written = [position for _, _, position in self.state]
+        written = [slot.position for slot in self.state]
         if mesh.devices_per_replica > 1 or any(placement.is_on_host(arrays[k]) for k in written):
             # New state keeps the sharding and memory of the old one, so that the next call finds
             # this program in the cache of `jit`.

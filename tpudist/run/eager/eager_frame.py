@@ -166,8 +166,8 @@ class EagerFrame(Frame):
         self._num_created += 1
         return variable
 
-    def was_created(self, variable: VariableLike) -> bool:
-        """Whether an earlier run of the function created `variable`."""
+    def has_initial_value(self, variable: VariableLike) -> bool:
+        """Whether an earlier run of the function created `variable`, and it has its value."""
         # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
         return getattr(variable, "_value", None) is not None
 
@@ -184,7 +184,7 @@ class EagerFrame(Frame):
                 "that computes it: Variable(lambda: jnp.zeros(...))."
             )
 
-    def makes_once(self, line: str) -> bool:
+    def is_first_to_build(self, line: str) -> bool:
         """Returns True: every object outlives the call, which runs once."""
         return True
 

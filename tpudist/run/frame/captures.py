@@ -21,7 +21,8 @@ class Capture:
     """A PerReplica that a replica function captures. Each call feeds it again, like a Variable.
 
     If a name of the function's closure or module refers to it, the current value of that name is
-    fed, so that an assignment to the name has an effect.
+    fed, so that an assignment to the name has an effect. Otherwise, for example if a helper of the
+    function captures it, every call feeds the first value.
 
     Attributes:
         value: The PerReplica that the first trace found.
@@ -45,7 +46,7 @@ class Capture:
         return self._name or "a PerReplica"
 
     @property
-    def _value(self) -> jax.Array:
+    def _value(self) -> jax.Array:  # the same name as in Variables: both are inputs of a step
         value = self._read() if self._read is not None else self.value
         if not isinstance(value, PerReplica):
             raise TypeError(
@@ -57,6 +58,7 @@ class Capture:
                 f"'{self._function_name}' captures {value!r}, a partial batch. tpudist counts the "
                 f"real rows of arguments only. Pass it as an argument of '{self._function_name}'."
             )
+        # The next trace sees the array that this call feeds.
         self.key = id(value.array)
         return value.array
 
@@ -127,8 +129,8 @@ class Findings:
         captures: The PerReplicas and guests that it reads.
         created: The Variables that it creates, in order: the first trace creates them.
         assigned_inside: The Variables that it assigns inside nested transformations.
-        made_by_lines: For each line that built an object of another library, the trace in which it
-            did: a frame.
+        trace_of_line: For each line that built an object of another library, the trace in which it
+            did so first: its frame.
         compiler_options: Compiler options that its communication requires.
         warnings: The categories of the warnings about it that were shown.
         traces_apart: Whether traces share nothing with earlier ones, because captured values have
@@ -138,7 +140,7 @@ class Findings:
     captures: list[Capture | Guest] = dataclasses.field(default_factory=list)
     created: list[Any] = dataclasses.field(default_factory=list)
     assigned_inside: dict[Any, None] = dataclasses.field(default_factory=dict)
-    made_by_lines: dict[str, object] = dataclasses.field(default_factory=dict)
+    trace_of_line: dict[str, object] = dataclasses.field(default_factory=dict)
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     warnings: set[type[Warning]] = dataclasses.field(default_factory=set)
     traces_apart: bool = False
@@ -152,4 +154,4 @@ def check_parts(value: PerReplica, strategy: StrategyBase, capture: Capture) -> 
             f"A function captures {value!r}, but runs on {num_replicas} replica(s): the value was "
             "made under another strategy. Distribute it with the strategy that runs the function."
         )
-    _ = capture._value  # raises for partial batches
+    _ = capture._value  # it raises for partial batches

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.frame import Frame
+from tpudist.context.frame_roles import Element
 from tpudist.context.protocols import PerReplicaLike, VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.run.frame.captures import Capture, Findings, Guest, check_parts
 from tpudist.run.frame.trace_requests import (
     MakesVariables,
-    NewVariable,
     NextElement,
     OtherStrategy,
+    TraceAgain,
 )
 from tpudist.run.frame.traced_rows import TracedRows
 from tpudist.run.frame.variable_owner import check_owner, is_guest, owns
@@ -49,6 +50,8 @@ class ReplicaFrame(Frame):
 
     Attributes:
         values: Current value of each Variable on this replica; the first value for references.
+        read: The Variables that the function has read.
+        elements: Elements of iterators; see `frame_roles.FunctionInputs`.
         references: The Variables that are assigned in nested transformations.
         written: The Variables that were assigned, in order.
         made: The Variables that this trace has created, each with the traced initial value, or None
@@ -85,7 +88,7 @@ class ReplicaFrame(Frame):
         self.incomplete = False
         self.missed_assignment = False
         self.references = VariableReferences()
-        self.elements: list[tuple[Callable[[object], bool], PyTree]] = []
+        self.elements: list[Element] = []
         self.differing: dict[int, jax.Array] = {}
         self.equal_results: dict[int, jax.Array] = {}
         self.same: dict[int, jax.Array] = {}
@@ -95,9 +98,10 @@ class ReplicaFrame(Frame):
         self._guest_changes: dict[int, list[Callable[[jax.Array], jax.Array]]] = {}
         self.rows = outer.rows if outer is not None else rows
         self._trace_state = trace_state()
-        # JAX traces an inner function (under `jax.jit`, the body of a loop) once for all programs.
-        # If it assigns Variables, this trace would not see the assignment; if captured values have
-        # changed, it would see the old ones. Then this trace does not share such functions.
+        # JAX keeps its trace of an inner function (under `jax.jit`, the body of a loop) for all
+        # programs. If the function assigns Variables, a kept trace hides the assignment; if
+        # captured values have changed, it contains the old ones. Then this trace has caches of its
+        # own.
         findings = self._root_findings
         self._is_apart = bool(findings.assigned_inside) or findings.traces_apart
 
@@ -132,7 +136,9 @@ class ReplicaFrame(Frame):
         """Whether JAX transforms code inside the function, so that values cannot leave it."""
         return trace_state() != self._trace_state
 
-    # Values of Variables.
+    # Values of Variables. An inner function that JAX has traced contains the value of a Variable
+    # that it reads. So after such a read, other programs must not use this thread's kept traces
+    # (`drop_shared`), and after a later assignment, this program must not (`renew`).
 
     def get(self, variable: Any) -> jax.Array:
         """Returns the current value of `variable` on this replica."""
@@ -141,7 +147,6 @@ class ReplicaFrame(Frame):
         self._check_owner(variable)
         self.read.add(variable)
         if self._is_nested:
-            # The inner function has a value of this trace in it: JAX must not use it for others.
             self._read_inside.add(variable)
             trace_caches.drop_shared()
         return self.value_of(variable)
@@ -167,8 +172,6 @@ class ReplicaFrame(Frame):
         else:
             self.values[variable] = value
             if variable in self._read_inside:
-                # An inner function that has read the variable must be traced again at its next
-                # call, because JAX's trace of it has the old value.
                 trace_caches.renew()
         self.written[variable] = None
         return value
@@ -180,7 +183,7 @@ class ReplicaFrame(Frame):
         if not self._is_apart:
             # End the trace now: JAX would keep an inner function that it has traced to its end, and
             # later traces would not see the assignment in it.
-            raise NewVariable
+            raise TraceAgain
         # The rest is traced anyway, to find all such Variables in one more trace.
         self.missed_assignment = True
 
@@ -194,7 +197,7 @@ class ReplicaFrame(Frame):
         if variable not in self.values or not owns(self.strategy, variable):
             check_owner(variable, self.strategy)
         if variable not in self.values:
-            raise NewVariable  # created after the trace began: the next one has it as an input
+            raise TraceAgain  # created after the trace began: the next one has it as an input
 
     # Guests.
 
@@ -226,11 +229,13 @@ class ReplicaFrame(Frame):
         return value
 
     def _value_of_guest(self, variable: VariableLike) -> jax.Array:
-        for guest in self._root_findings.captures:
-            if guest.key == id(variable) and guest in self.values:
-                return self.get(guest)
+        captures = self._root_findings.captures
+        guest = next((x for x in captures if x.key == id(variable)), None)
+        if guest in self.values:
+            return self.get(guest)
         self.root.incomplete = True
-        self._root_findings.captures.append(Guest(variable, self.strategy))
+        if guest is None:
+            captures.append(Guest(variable, self.strategy))
         if self._is_nested:
             trace_caches.drop_shared()
         value = variable._value
@@ -244,7 +249,7 @@ class ReplicaFrame(Frame):
         root = self.root
         for capture in self._root_findings.captures:
             if capture.key == id(value.array) and capture in self.values:
-                return self.get(capture)
+                return self.get(capture)  # known since an earlier trace, so it is an input
         if id(value.array) not in root._captured:
             root.incomplete = True
             root._captured[id(value.array)] = value
@@ -254,7 +259,7 @@ class ReplicaFrame(Frame):
         if self._is_nested:
             # End the trace now: JAX would keep an inner function with this array in it as a
             # constant, for all later callers.
-            raise NewVariable
+            raise TraceAgain
         return jax.lax.index_in_dim(value.array, 0, keepdims=False)
 
     def next_element(self, iterator: Iterator[PyTree]) -> PyTree:
@@ -268,8 +273,8 @@ class ReplicaFrame(Frame):
                 "next(iterator) was called in merge_call, whose function is traced once as part of "
                 "the replica function. Call it before strategy.run, and pass the element."
             )
-        if self.elements and self.elements[0][0](iterator):
-            return self.elements.pop(0)[1]
+        if self.elements and self.elements[0].is_of(iterator):
+            return self.elements.pop(0).value
         raise NextElement(iterator)
 
     def restart_under(self, strategy: StrategyBase) -> None:
@@ -318,8 +323,8 @@ class ReplicaFrame(Frame):
         root._num_created += 1
         return variable
 
-    def was_created(self, variable: VariableLike) -> bool:
-        """Whether an earlier trace of the function created `variable`."""
+    def has_initial_value(self, variable: VariableLike) -> bool:
+        """Whether `variable` was created before this trace, which then has it as an input."""
         return variable in self.values and variable not in self.root.made
 
     def begin_variable(self, variable: VariableLike, value: jax.Array, computed: bool) -> None:
@@ -340,16 +345,16 @@ class ReplicaFrame(Frame):
         self.made[variable] = value if computed else None
         self.values[variable] = value
 
-    def makes_once(self, line: str) -> bool:
-        """Whether an object that another library builds at `line` outlives the trace."""
-        if self._root_findings.made_by_lines.setdefault(line, self.root) is not self.root:
+    def is_first_to_build(self, line: str) -> bool:
+        """Whether this is the first trace in which another library builds an object at `line`."""
+        if self._root_findings.trace_of_line.setdefault(line, self.root) is not self.root:
             return False
         self.root.incomplete = True
         return True
 
     def interruption(self) -> BaseException:
         """Returns the exception that ends this trace at once, so that it is made again."""
-        return NewVariable()
+        return TraceAgain()
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

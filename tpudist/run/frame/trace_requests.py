@@ -1,8 +1,17 @@
 """Exceptions that end a trace because it needs something first; the function is traced again then.
 
-The frame raises them while the user's function runs. `step.Step`, `step_cache.Replicator` or
-`function.Function` catches them and provides the missing input. Retries end, because each request
-names a new Variable, capture, element or strategy, and a function has finitely many of these.
+The frame raises them while the user's function runs:
+
+| request | caught by | before the function is traced again |
+|---|---|---|
+| `TraceAgain` | `step.Step.attempt` | calls `prepare` |
+| `NextElement` | `function.Function._call` | takes one more element of the iterator |
+| `OtherStrategy` | `function.Function._call` | belongs to that strategy |
+| `LocalState` | `step_cache.Replicator` | gives NNX Variables one value per replica |
+| `MakesVariables` | `planner.strategy_methods` | creates its Variables on its own devices |
+
+Retries end, because each request names a new Variable, capture, element or strategy, and a function
+has finitely many of these.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -13,20 +22,21 @@ import jax
 from tpudist.context.strategy_base import StrategyBase
 
 
-class NewVariable(BaseException):
-    """The trace needs an input that it does not have: provide it, then trace again.
+class TraceAgain(BaseException):
+    """The trace lacks an input that the next one has: a Variable, a capture, a guest, a reference.
 
     Not an `Exception`, so that no handler of the user takes it for a failure.
 
     Attributes:
-        provide: Called outside of all traces, with a function that returns the flat inputs.
+        prepare: Called outside of all traces before the next one, with a function that returns the
+            flat inputs of the call. By default, the next trace finds the input by itself.
     """
 
     def __init__(
-        self, provide: Callable[[Callable[[], list[jax.Array]]], None] = lambda inputs: None
+        self, prepare: Callable[[Callable[[], list[jax.Array]]], None] = lambda inputs: None
     ):
         super().__init__()
-        self.provide = provide
+        self.prepare = prepare
 
 
 class LocalState(BaseException):
@@ -56,7 +66,7 @@ class OtherStrategy(BaseException):
         self.strategy = strategy
 
 
-class NextElement(NewVariable):
+class NextElement(TraceAgain):
     """A function takes one more element of `iterator` than it received."""
 
     def __init__(self, iterator: Iterator[Any]):
@@ -64,4 +74,5 @@ class NextElement(NewVariable):
         self.iterator = iterator
 
     def _pass_on(self, _) -> NoReturn:
+        # `Step.attempt` catches every `TraceAgain`, but `Function` has the iterators.
         raise self

@@ -5,9 +5,10 @@ without the padding of a partial batch. A result that is not an array is returne
 """
 
 import dataclasses
+import enum
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tpudist.lowering import compile, placement
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops
 from tpudist.run.arguments.call_arguments import RunCall
+from tpudist.run.dispatch.step_plan import StateSlot
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values import drift, loss_shares
@@ -50,21 +52,39 @@ class RowsOfResults(Protocol):
         ...
 
 
+class LeafKind(enum.Enum):
+    """The origin of a leaf of the result."""
+
+    ARRAY = "an output of the program"
+    ARGUMENT = "a flat argument, unchanged"
+    OBJECT = "an NNX object among the arguments"
+    VALUE = "a Python value that the function returned when it was traced"
+
+
+class ResultLeaf(NamedTuple):
+    """A leaf of the result: the number of the output, argument or NNX node, or the value itself."""
+
+    kind: LeafKind
+    item: Any
+
+
 @dataclasses.dataclass
 class CallOutputs:
     """The outputs of one call of the function, in the order of the flat outputs.
 
-    Flat outputs are the arrays of results, then the values of Variables, then NNX arrays.
+    Flat outputs are the arrays of results, then the values of Variables, then NNX arrays, then the
+    initial values of `computed`.
 
     Attributes:
-        result: For each leaf of the result, a pair: ("array", number of the output), ("argument",
-            number of the flat argument), ("object", number of the NNX node), or ("itself", value).
+        treedef: Nesting of the result.
+        result: The leaves of the result.
+        read: The Variables that were read.
         num_results: Number of outputs that are results, the first ones.
         variables: The Variables that were assigned.
         nnx: The NNX arrays that were changed: pairs of a leaf of the binding and an array of it.
         structure_change: Description of a change to the structure of an NNX object; empty without.
         local: NNX arrays to which a nested `run` has given one value per replica.
-        plain: Whether JAX knows all containers in the result.
+        has_known_containers: Whether JAX knows all containers in the result.
         incomplete: Whether the function must be traced again, with the Variables that it created.
         computed: Created Variables whose initial values are the last outputs.
         references: The Variables that are references in the trace, in order of their creation.
@@ -72,14 +92,14 @@ class CallOutputs:
     """
 
     treedef: Any = None
-    result: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    result: list[ResultLeaf] = dataclasses.field(default_factory=list)
     num_results: int = 0
     variables: list[Variable] = dataclasses.field(default_factory=list)
     read: set[Variable] = dataclasses.field(default_factory=set)
     nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     structure_change: str = ""
     local: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    plain: bool = False
+    has_known_containers: bool = False
     incomplete: bool = False
     computed: list[Variable] = dataclasses.field(default_factory=list)
     references: list[Variable] = dataclasses.field(default_factory=list)
@@ -134,11 +154,14 @@ class TracedStep:
 
     Attributes:
         program: The program of one replica.
+        found: The outputs of the function, as they were found by the trace.
         all_variables: Shapes of all Variables that were inputs of the trace.
         positions: For each Variable that is read or written, its position among them.
         stack_outputs: For each output, whether it differs and leaves with one part per replica.
         aggregated: Outputs that are combined at the end of the step, by reduction.
+        mesh: The replicas.
         partial: The rows of results, if some batch is partial.
+        warnings: Warnings for the user, which the first run shows.
         returned: Outputs that are returned state, each with the number of its input after the
             Variables; see `returned_state`.
         drifting: Outputs that replace equal state and differ between replicas.
@@ -187,7 +210,7 @@ class TracedStep:
         mesh: ReplicaMesh,
         captured: Sequence[Variable],
         values: Sequence[jax.Array],
-        state: Sequence[tuple[str, Any, int]],
+        state: Sequence[StateSlot],
         place_results: Callable[[list[jax.Array], dict[int, int]], list[jax.Array]],
     ) -> tuple[list[jax.Array], Outcome]:
         """Adds the program to the function that `jit` traces.
@@ -206,7 +229,7 @@ class TracedStep:
         run = compile.spread(self.program, mesh, self.stack_outputs or [False], self._finish)
         outputs = run(*self.inputs_of_program(captured, values))
         if not self.stack_outputs:
-            return [inputs[position] for _, _, position in state], Outcome(outputs, self)
+            return [inputs[slot.position] for slot in state], Outcome(outputs, self)
         n = self.found.num_results
         new: dict[Any, Any] = dict(zip(self.found.variables, outputs[n:], strict=False))
         new |= dict(zip(self.found.nnx, outputs[n + len(self.found.variables) :], strict=True))
@@ -214,10 +237,10 @@ class TracedStep:
         # outputs. State that only other traces write is returned unchanged.
         written = [
             placement.to_memory_of(new[key], inputs[position]) if key in new else inputs[position]
-            for _, key, position in state
+            for key, position in state
         ]
         results = place_results(list(outputs[:n]), self.returned)
-        if self._plain:
+        if self._needs_no_merge:
             results = self.found.treedef.unflatten(results)
         return written, Outcome(results, self)
 
@@ -236,24 +259,23 @@ class TracedStep:
 
     def _finish(self, outputs: list[jax.Array]) -> list[jax.Array]:
         if not outputs:
-            # Without a result, XLA fails on a program of all devices that only prints or calls
-            # back: it takes a `shard_map` without results apart. The result also shows when the
-            # step has ended.
+            # XLA fails on a program of all devices without a result, which only prints or calls
+            # back. This result, for which `emit` names a placement, also shows when the step ends.
             return [jnp.zeros((), jnp.bool_)]
         return aggregate_outputs(outputs, self.aggregated)
 
     def result(self, results: PyTree, call: RunCall) -> PyTree:
         """Returns the result of the function, merged over replicas, for `Outcome.results`."""
-        if self._plain:
+        if self._needs_no_merge:
             return results
         merged = []
         nodes = None
         for kind, item in self.found.result:
-            if kind == "array":
+            if kind is LeafKind.ARRAY:
                 merged.append(self._merge(item, results[item], call.rows))
-            elif kind == "argument":
+            elif kind is LeafKind.ARGUMENT:
                 merged.append(call.leaves()[item])
-            elif kind == "object":
+            elif kind is LeafKind.OBJECT:
                 assert call.binding is not None, "it has the object"
                 nodes = nodes or nnx_contents.nodes_of(call.binding.objects())
                 merged.append(nodes[item])
@@ -271,10 +293,10 @@ class TracedStep:
 
     def __post_init__(self):
         self._keys = {} if self.found.treedef is None else self._find_keys()
-        self._plain = (
-            self.found.plain
+        self._needs_no_merge = (
+            self.found.has_known_containers
             and bool(self.stack_outputs)
-            and all(kind == "array" for kind, _ in self.found.result)
+            and all(kind is LeafKind.ARRAY for kind, _ in self.found.result)
             and not any(self.stack_outputs[: self.found.num_results])
             and self.partial is None
         )
@@ -289,7 +311,7 @@ class TracedStep:
             keys = [x.key for x in path if isinstance(x, jax.tree_util.DictKey)]
             if isinstance(leaf, int) and keys and isinstance(keys[-1], str):
                 kind, output = result[leaf]
-                if kind == "array":
+                if kind is LeafKind.ARRAY:
                     found_keys[output] = keys[-1]
         return found_keys
 

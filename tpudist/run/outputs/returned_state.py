@@ -14,7 +14,7 @@ from jax.tree_util import PyTreeDef
 
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.arguments.inputs import Inputs
-from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind
 
 # Levels of a result that are searched for state: `{"train": (state, ema)}` needs two of them.
 _DEPTH = 3
@@ -102,7 +102,7 @@ def find_returned_outputs(
         for leaf in range(sum(treedef.num_leaves for treedef in structure))
     ]
     results = [
-        _form_of(closed.out_avals[output]) if kind == "array" else None
+        _form_of(closed.out_avals[output]) if kind is LeafKind.ARRAY else None
         for kind, output in found.result
     ]
     leaves, not_gradients = find_returned_state(found.treedef, results, structure, arguments)

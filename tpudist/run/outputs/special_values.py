@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpudist.run.arguments.call_arguments import RunCall
+from tpudist.run.dispatch.step_plan import StateSlot
 from tpudist.run.outputs import state_collections
-from tpudist.run.outputs.results import Outcome
+from tpudist.run.outputs.results import LeafKind, Outcome
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.settings import Setting
 
@@ -30,7 +31,7 @@ def are_reported() -> bool:
 
 def call_checked(
     program: Callable[..., tuple[list[jax.Array], Any]],
-    state: Sequence[tuple[str, Any, int]],
+    state: Sequence[StateSlot],
     calls: Sequence[RunCall],
     donated: Sequence[jax.Array],
     *kept: Any,
@@ -71,10 +72,11 @@ def call_checked(
 
 
 def _name_state(
-    written: Sequence[jax.Array], state: Sequence[tuple[str, Any, int]], call: RunCall
+    written: Sequence[jax.Array], state: Sequence[StateSlot], call: RunCall
 ) -> Iterator[tuple[str, jax.Array | PerReplica]]:
-    for value, (kind, key, _) in zip(written, state, strict=True):
-        if kind == "variable":
+    for value, slot in zip(written, state, strict=True):
+        key = slot.key
+        if slot.is_variable:
             yield f"Variable '{key.name}'", PerReplica(value) if key.on_read else value
         else:
             assert call.binding is not None, "the leaf belongs to its objects"
@@ -87,9 +89,10 @@ def _name_results(
     for outcome, call in zip(outcomes, calls, strict=True):
         found = outcome.traced.found
         names = state_collections.paths_of(found.treedef)
+        # The caller merges the results again. This costs little in comparison with the checks.
         leaves = found.treedef.flatten_up_to(outcome.traced.result(outcome.results, call))
         for i, ((kind, _), value) in enumerate(zip(found.result, leaves, strict=True)):
-            if kind == "array":
+            if kind is LeafKind.ARRAY:
                 yield names.get(i, "a result"), value
 
 

@@ -11,7 +11,7 @@ from tpudist.run import trace_warnings
 from tpudist.run.arguments.inputs import positions
 from tpudist.run.outputs import drift_finder, returned_state, state_collections
 from tpudist.run.outputs.output_placement import OutputPlacement
-from tpudist.run.outputs.results import CallOutputs
+from tpudist.run.outputs.results import CallOutputs, LeafKind
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.values.drift import Drift
 
@@ -92,7 +92,7 @@ class StateOutputs:
         results = {
             output: paths[i]
             for i, (kind, output) in enumerate(self.found.result)
-            if kind == "array" and i in paths
+            if kind is LeafKind.ARRAY and i in paths
         }
         names, first = self.labels(), self.num_variables + inputs.num_nnx
         arguments = {i: names[leaf] for i, leaf in enumerate(inputs.leaves_of_arguments, first)}
@@ -153,7 +153,7 @@ class StateOutputs:
         if call.strategy.num_replicas_in_sync == 1 or call.whole or ALL_COLLECTIONS in rules:
             return returned
         stacked = placement.stacked
-        outputs = {i: o for i, (kind, o) in enumerate(self.found.result) if kind == "array"}
+        outputs = {i: o for i, (kind, o) in enumerate(self.found.result) if kind is LeafKind.ARRAY}
         others = [i for i, o in outputs.items() if stacked[o] and o not in returned]
         by_path = state_collections.find_collections(self.found.treedef, others, rules)
         names_of_outputs = {outputs[i]: label for i, label in by_path.items()}
