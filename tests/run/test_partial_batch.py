@@ -324,6 +324,22 @@ def test_a_result_that_is_not_an_array_is_checked_for_the_actual_rows():
         strategy.run(step, (tail(4),))  # 2 and 2
 
 
+def test_a_gather_in_a_microbatch_raises():
+    """Its number of rows is not known on other replicas: the gathered rows counted as none."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = tpudist.NumpyDataset(np.ones(9, np.float32)).batch(16)
+    (tail,) = strategy.experimental_distribute_dataset(dataset)
+
+    def loss(p, x):
+        return p * tpudist.get_replica_context().all_gather(x, axis=0).sum()
+
+    def step(x):
+        return tpudist.value_and_grad_in_microbatches(loss, 2, reduce_op="sum")(1.0, x)
+
+    with pytest.raises(ValueError, match="gathers the rows of a microbatch"):
+        strategy.run(step, (tail,))
+
+
 @pytest.mark.parametrize("empty", [np.nan, np.inf])
 def test_a_number_of_an_empty_replica_may_be_infinite_or_nan(empty):
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])

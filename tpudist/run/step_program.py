@@ -118,7 +118,7 @@ class StepProgram:
         elif self._numbers_in_state:
             self._place_numbers(arrays)
         if has_host_arrays:
-            arrays = host_arrays.take(arrays, call, self._signature.function.name)
+            arrays = host_arrays.copy_small_arrays(arrays, call, self._signature.function.name)
         if not plan.donated:
             return [], arrays
         donated, kept = plan.take_donated(arrays), plan.take_kept(arrays)

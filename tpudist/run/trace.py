@@ -100,7 +100,7 @@ def trace_step(
         proof = replica_equality.prove(program.closed, causes)
     else:
         partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows)
-        found, program, proof = partial.found, partial.program, partial.proof
+        found, program, proof = partial.outputs, partial.program, partial.proof
     state = StateOutputs(call, found, program.closed, num_variables, labels)
     state, program, proof = _keep_unchanged_keys(state, program, proof)
     check_references(proof, found.references, name)
@@ -198,9 +198,9 @@ def _add_warnings(
         partial.takes_means = degrees is None or degrees.takes_means
     warnings = trace_warnings.find_warnings(call, variables, program, proof, inputs.labels, fault)
     if degrees is not None and not call.whole:
-        end = found.num_results
-        warnings += loss_numbers.find_warnings(call, program, degrees.outputs, end, averages)
-        traced.shares = loss_numbers.find_shares(program, degrees.outputs, end, num_replicas)
+        count = found.num_results
+        warnings += loss_numbers.find_warnings(call, program, degrees.outputs, count, averages)
+        traced.shares = loss_numbers.find_shares(program, degrees.outputs, count, num_replicas)
     traced.faults = tuple(x for x in faults if x is fault or x.is_draw)
     traced.warnings = warnings
 

@@ -1,4 +1,8 @@
-"""NumPy arrays and Python numbers among the inputs of a step: checked, copied, or moved."""
+"""NumPy arrays and Python numbers among the inputs of a step: checked, copied, or moved.
+
+`jit` accepts them as they are. But it truncates integers silently, reads arrays after the call has
+returned, and compiles again when state comes back from the step as arrays on the mesh.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,8 +17,10 @@ from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.xla import integers
 from tpudist.xla.mesh import ReplicaMesh
 
-# An array of 64 KiB is copied in a few microseconds. Larger arrays are not copied: see `take`.
-_MAX_COPIED_BYTES = 1 << 16
+# A program may read a NumPy array after the call has returned. Up to 64 KiB it is copied, which
+# takes a few microseconds. A larger one must not change before the results exist: see
+# `Strategy.run`.
+_MAX_COPIED_BYTES = 64 * 1024
 
 
 def are_among(arrays: Sequence[Any]) -> bool:
@@ -22,21 +28,19 @@ def are_among(arrays: Sequence[Any]) -> bool:
     return any([issubclass(kind, integers.HOST_TYPES) for kind in {*map(type, arrays)}])
 
 
-def take(arrays: Sequence[Any], call: RunCall, function: str) -> list[Any]:
-    """Returns the inputs with copies of small NumPy arrays.
-
-    The program may read an array after the call has returned, when the caller may have changed it.
+def copy_small_arrays(arrays: Sequence[Any], call: RunCall, function: str) -> list[Any]:
+    """Returns the inputs with copies of small NumPy arrays, which the caller may change.
 
     Raises:
         ValueError: If JAX would truncate an integer.
     """
-    taken = list(arrays)
+    copied = list(arrays)
     for i, x in enumerate(arrays):
         if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, lambda x=x: _name_of(x, call, function))
             if isinstance(x, np.ndarray) and x.nbytes <= _MAX_COPIED_BYTES:
-                taken[i] = x.copy()
-    return taken
+                copied[i] = x.copy()
+    return copied
 
 
 def place_numbers(

@@ -1,4 +1,9 @@
-"""Finds the outputs of a call that are state and begin to differ between replicas."""
+"""Finds the outputs of a call that are state and begin to differ between replicas.
+
+A call may return one value per replica in the place of a value that was equal on all of them. That
+is right for gradients and for accumulators, and wrong for parameters whose gradients were not
+reduced. The program shows which one it is: how the new value contains the old one.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +15,8 @@ from tpudist.programs.user_lines import users_line_of
 from tpudist.values.drift import Drift, advice_on_value
 
 _CONTRACTIONS = ("dot_general", "conv_general_dilated")
-_ADDITIVE = frozenset(
+# Primitives whose result still contains an operand unscaled: added, moved, chosen or masked.
+_KEEPING = frozenset(
     "add add_any sub neg convert_element_type copy reshape broadcast_in_dim transpose select_n "
     "dynamic_update_slice concatenate slice squeeze expand_dims max min clamp and or not".split()
 )
@@ -19,35 +25,35 @@ _ADDITIVE = frozenset(
 def find_drifting(
     closed: jaxprs.ClosedJaxpr,
     replaced: Mapping[int, int],
-    stacked: Sequence[bool],
+    outputs_differ: Sequence[bool],
     causes: Sequence[str | None],
     labels: Mapping[int, str],
     function: str,
-    differs: Sequence[bool],
+    inputs_differ: Sequence[bool],
 ) -> dict[int, Drift]:
     """Returns the outputs that are drifting state.
 
-    New state is the old one, changed: it contains the old value as an addend, perhaps with a
-    coefficient. Gradients have the shapes of state and do not.
+    State drifts if its new value differs between replicas and contains the old one as an addend,
+    perhaps with a coefficient. Gradients have the shapes of state, but do not contain it.
 
-    A value that only feeds itself, such as an accumulator, does not drift: no other output depends
-    on it, its new value is not computed from a matrix product with the old one, and it is not an
-    average with other state, such as an average of parameters over steps.
+    An accumulator contains its old value, too, but only feeds itself. So such state drifts only if
+    another output depends on it, or its new value is computed from a matrix product with the old
+    one, or is an average with other state, such as an average of parameters over steps.
 
     Args:
         replaced: Outputs that are new state, each with the input that it replaces.
-        stacked: For each output, whether it leaves with one part per replica.
+        outputs_differ: For each output, whether it leaves with one part per replica.
         causes: For each output, the cause of a difference between replicas.
         labels: Names of all inputs that are state.
-        differs: For each input, whether replicas have different values.
+        inputs_differ: For each input, whether replicas have different values.
     """
     drifting = {}
     advice = advice_on_value(labels.values())
     jaxpr = jaxprs.open_jaxpr(closed)
     flat = flat_program.flatten(closed, inline_calls=True)
-    local = _find_local(flat, differs)
+    local = _find_local(flat, inputs_differ)
     for output, source in replaced.items():
-        if not stacked[output] or not _is_carried(flat, source, output, local):
+        if not outputs_differ[output] or not _is_carried(flat, source, output, local):
             continue
         is_source = [i == source for i in range(len(jaxpr.invars))]
         averages = _is_averaged(flat, source, output, set(labels))
@@ -66,14 +72,17 @@ def find_drifting(
     return drifting
 
 
+# The weights of a program are float32, and 0.9 + 0.1 is 1 only up to rounding.
+_TOLERANCE = 1e-5
+
 # The functions below read the program once, from inputs to outputs, and mark values that depend on
 # marked values. They may mark too little inside loops, whose bodies are one step: then a drift is
 # not reported, and no error is raised without a drift.
 
 
-def _find_local(program: FlatProgram, differs: Sequence[bool]) -> set[int]:
+def _find_local(program: FlatProgram, inputs_differ: Sequence[bool]) -> set[int]:
     """Returns the values that may differ between replicas."""
-    local = {x for x, is_local in zip(program.inputs, differs, strict=True) if is_local}
+    local = {x for x, differs in zip(program.inputs, inputs_differ, strict=True) if differs}
     for step in program.steps:
         if replica_equality.makes_equal(step.eqn):
             continue
@@ -90,10 +99,12 @@ def _is_carried(program: FlatProgram, source: int, output: int, local: set[int])
         if not carried.intersection(step.inputs):
             continue
         name = step.eqn.primitive.name
+        # A decay or a mask is equal on all replicas. The product with a value of one replica, such
+        # as the rows of its batch, is a part of a gradient.
         factors = (x for x in step.inputs if x not in carried)
         scales = name in ("mul", "div") and not local.intersection(factors)
         holds_program = jaxprs.structure_of(step.eqn) is not None
-        if scales or name in _ADDITIVE or holds_program or is_collective(step.eqn):
+        if scales or name in _KEEPING or holds_program or is_collective(step.eqn):
             carried.update(step.outputs)
     return program.outputs[output] in carried
 
@@ -113,8 +124,8 @@ def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]
     """Whether an output is a weighted average of the input that it replaces and of other state."""
     # The weights of both add up to one. The weights of an accumulator of gradients do not, although
     # gradients may contain a multiple of the parameters.
-    # `weights` has for each value its coefficients as a linear function of state, as far as these
-    # are numbers in the program.
+    # `weights` has for each value the coefficients of the inputs in it, as a linear function of
+    # state, as far as these are numbers in the program; `numbers` has those numbers.
     numbers = {i: np.asarray(x).item() for i, x in program.constants.items() if _is_number(x)}
     weights: dict[int, dict[int, float]] = {program.inputs[i]: {i: 1.0} for i in state}
     for step in program.steps:
@@ -139,15 +150,14 @@ def _is_averaged(program: FlatProgram, source: int, output: int, state: set[int]
         elif name in ("add", "add_any", "sub"):
             signs = (1.0, -1.0 if name == "sub" else 1.0)
             total: dict[int, float] = {}
-            for number, sign in zip(inputs, signs, strict=True):
-                for i, x in weights.get(number, {}).items():
+            for operand, sign in zip(inputs, signs, strict=True):
+                for i, x in weights.get(operand, {}).items():
                     total[i] = total.get(i, 0.0) + sign * x
             if total:
                 weights[result] = total
     shares = weights.get(program.outputs[output], {})
     own = shares.pop(source, 0.0)
-    # The weights of the program are float32, and 0.9 + 0.1 is 1 only up to rounding.
-    return any(x and abs(own + x - 1) < 1e-5 for x in shares.values()) and abs(own) > 0
+    return own != 0 and any(x and abs(own + x - 1) < _TOLERANCE for x in shares.values())
 
 
 def _is_number(x: object) -> bool:

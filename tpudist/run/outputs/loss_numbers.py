@@ -18,8 +18,10 @@ from tpudist.run.outputs.results import CallOutputs
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.run.trace_warnings import TraceWarning
 
-# The degree of a mean over all rows, divided by the number of replicas; see `programs.rows.degree`.
+# A share of a loss is as large as a mean over all rows, divided by the number of replicas. See
+# `programs.degrees.degree`.
 _SHARE = degree.NONE - degree.OF_REPLICAS
+_TOLERANCE = 1e-4  # of numbers in a program, which are float32
 _HIDE = (
     "To disable this warning: warnings.filterwarnings('ignore', category=tpudist.LocalMeanWarning)."
 )
@@ -30,36 +32,41 @@ def find_averages(call: ReplicaCall, found: CallOutputs) -> list[tuple[str, int,
     binding = call.binding
     if binding is None or not binding.summed or call.whole:
         return []
-    first, rules = found.num_results + len(found.variables), dict(call.rules)
-    outputs = {
-        binding.name(i): first + n
+    if call.rules:
+        return []  # a rule of the user may average what is a sum otherwise
+    first = found.num_results + len(found.variables)
+    leaf_and_output = {
+        binding.paths[i]: (i, first + n)
         for n, (i, j) in enumerate(found.nnx)
         if binding.is_average(i)
         and i not in call.not_sums
         and (i, j) not in call.inputs.parts_of_objects
-        and not rules
     }
-    # `nnx.metrics.Average` has a Variable `total` and a Variable `count`; names end in a quote.
-    counts = {x: outputs.get(x.removesuffix("total'") + "count'") for x in outputs}
-    return [(x, outputs[x], y) for x, y in counts.items() if x.endswith("total'") and y is not None]
+    averages = []
+    for (*path, name), (leaf, total) in leaf_and_output.items():
+        # `nnx.metrics.Average` has a Variable `total` and a Variable `count`.
+        count = leaf_and_output.get((*path, "count"))
+        if name == "total" and count is not None:
+            averages.append((binding.name(leaf), total, count[1]))
+    return averages
 
 
 def find_warnings(
     call: ReplicaCall,
     program: compile.ReplicaProgram,
     values: Sequence[Value],
-    end: int,
+    num_results: int,
     averages: Sequence[tuple[str, int, int]],
 ) -> tuple[TraceWarning, ...]:
     """Returns the warnings about one program.
 
     Args:
         values: Properties of its outputs.
-        end: Number of results, which are the first outputs.
+        num_results: Number of results, which are the first outputs.
         averages: Result of `find_averages`.
     """
     found = (
-        _describe_results(call, program, values, end),
+        _describe_results(call, program, values, num_results),
         _describe_averages(call, values, averages),
     )
     return tuple(TraceWarning(LocalMeanWarning, text, where) for text, where in found if text)
@@ -94,11 +101,12 @@ def _describe_averages(
 
 
 def _describe_results(
-    call: ReplicaCall, program: compile.ReplicaProgram, values: Sequence[Value], end: int
+    call: ReplicaCall, program: compile.ReplicaProgram, values: Sequence[Value], num_results: int
 ) -> tuple[str, str]:
     """Returns a warning of a reduced loss that differs from one device, and its line; or empty."""
     n = call.strategy.num_replicas_in_sync
-    for value, aval in itertools.islice(zip(values, program.closed.out_avals, strict=True), end):
+    outputs = zip(values, program.closed.out_avals, strict=True)
+    for value, aval in itertools.islice(outputs, num_results):
         if not value.is_equal or not _is_loss(aval) or _may_be_right(value, n):
             continue
         if value.degree == _SHARE and value.summed and value.counted:
@@ -121,12 +129,15 @@ def _describe_results(
 
 
 def find_shares(
-    program: compile.ReplicaProgram, values: Sequence[Value], end: int, num_replicas: int
+    program: compile.ReplicaProgram,
+    values: Sequence[Value],
+    num_results: int,
+    num_replicas: int,
 ) -> Mapping[int, str]:
     """Returns the results that are shares of a loss, each with the user's line that divides it."""
     return {
         i: values[i].counted
-        for i in range(end)
+        for i in range(num_results)
         if not values[i].is_equal
         and values[i].degree == _SHARE
         and not values[i].is_zero
@@ -142,4 +153,6 @@ def _is_loss(aval: jax.ShapeDtypeStruct) -> bool:
 def _may_be_right(value: Value, num_replicas: int) -> bool:
     """Whether a number in the program may be the number of replicas, so that the value is right."""
     numbers = [abs(x.number) for x in (*value.factors, *value.before_sum)]
-    return any(abs(x / y - 1) < 1e-4 for x in numbers for y in (num_replicas, 1 / num_replicas))
+    return any(
+        abs(x / y - 1) < _TOLERANCE for x in numbers for y in (num_replicas, 1 / num_replicas)
+    )
