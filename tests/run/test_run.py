@@ -485,8 +485,8 @@ def test_a_new_function_object_each_call_is_named_as_the_cause(mirrored, compile
         assert float(mirrored.run(step, (jnp.float32(i),))) == i + 1
     first, second, third = compiles()
     assert first == "first call"
-    assert second.startswith("a new function object of the same definition (the 2th)")
-    assert third.startswith("a new function object of the same definition (the 3th)")
+    assert second.startswith("a new function object of the same definition (number 2)")
+    assert third.startswith("a new function object of the same definition (number 3)")
 
 
 def test_the_log_has_the_name_of_the_function_and_the_time(mirrored):

@@ -13,7 +13,7 @@ from tpudist.run.arguments import (
 )
 from tpudist.run.arguments.flattener import Flattener
 from tpudist.run.frame.captures import Findings
-from tpudist.run.recent_steps import MAX_STEPS, Form, RecentSteps
+from tpudist.run.recent_steps import MAX_STEPS, CallForm, RecentSteps
 from tpudist.run.step import Step
 from tpudist.run.step_signature import SavedProgram
 from tpudist.state import captured_values
@@ -33,17 +33,20 @@ class FunctionRecord:
         recent: Steps in the order of their last calls.
         static_names: Names of arguments that must be Python numbers, because the function needs
             their value.
+        findings: Needs of the function beyond its arguments.
+        flattener: Flattens its arguments.
         was_called: Whether the first call has begun.
         loaded: Programs that were compiled elsewhere, as `planner.saved_plan.SavedPlan`.
+        earlier_copies: Number of earlier functions with the same code object.
     """
 
     def __init__(self, fn: Callable, definitions: collections.Counter, whole: bool):
         self.name = descriptions.name_of(fn)
         self.flattener = Flattener()
-        self.forms: dict[Any, Form] = {}
+        self.forms: dict[Any, CallForm] = {}
         self.captured = captured_values.Snapshot()
         # Programs for other captured values, which are used again if those values come back.
-        self._others: list[tuple[captured_values.Snapshot, dict[Any, Form]]] = []
+        self._other_snapshots: list[tuple[captured_values.Snapshot, dict[Any, CallForm]]] = []
         self.recent = RecentSteps(self.name)
         self.static_names: set[str] = set()
         self.findings = Findings()
@@ -62,17 +65,17 @@ class FunctionRecord:
         """Sets `forms` to the programs for the values that `fn` captures; empty for new values."""
         if self.captured.fits(fn):
             return  # another object with an equal value
-        self._others.append((self.captured, self.forms))
-        for i, (captured, forms) in enumerate(self._others):
+        self._other_snapshots.append((self.captured, self.forms))
+        for i, (captured, forms) in enumerate(self._other_snapshots):
             if captured.fits(fn):
                 self.captured, self.forms = captured, forms
-                del self._others[i]
+                del self._other_snapshots[i]
                 return
         self.captured, self.forms = captured_values.Snapshot(), {}
         # JAX keeps its traces of inner functions, which contain the old values.
         self.findings.traces_apart = True
-        if len(self._others) > MAX_STEPS:
-            for form in self._others.pop(0)[1].values():
+        if len(self._other_snapshots) > MAX_STEPS:
+            for form in self._other_snapshots.pop(0)[1].values():
                 self.recent.drop(form)
 
     def find_numbers(
@@ -113,7 +116,7 @@ class FunctionRecord:
 
     def make_large_static(
         self,
-        form: Form,
+        form: CallForm,
         fn: Callable,
         args: tuple,
         kwargs: dict[str, Any],
@@ -130,12 +133,12 @@ class FunctionRecord:
             if step in form.steps.values():
                 self.give_up_form(form)
 
-    def give_up_form(self, form: Form) -> None:
+    def give_up_form(self, form: CallForm) -> None:
         """Forgets a form and its steps."""
         self.forms = {key: other for key, other in self.forms.items() if other is not form}
         self.recent.drop(form)
 
-    def record(self, signature: dict[str, str], seconds: float) -> None:
+    def record_compile(self, signature: dict[str, str], seconds: float) -> None:
         """Logs a call of `seconds` that compiled, and the cause: what differs from earlier calls.
 
         `signature` has descriptions of the arguments, by name.
@@ -146,7 +149,7 @@ class FunctionRecord:
             cause = descriptions.signature_change(nearest, signature)
         elif self.earlier_copies:
             cause = (
-                f"a new function object of the same definition (the {self.earlier_copies + 1}th): "
+                f"a new function object of the same definition (number {self.earlier_copies + 1}): "
                 f"define the function once, outside of the loop"
             )
         else:

@@ -14,13 +14,13 @@ from tpudist.run.step import Step
 
 _log = logging.getLogger("tpudist.compile")
 
-# Number of steps of one function that are kept. They differ in Python values and structures; shapes
-# are counted apart (`step.MAX_SHAPES`).
+# Number of steps of one function that are kept, and of other records of it that grow with such
+# calls. Steps differ in Python values and structures; shapes are counted apart (`step.MAX_SHAPES`).
 MAX_STEPS = 64
 
 
 @dataclasses.dataclass(eq=False)
-class Form:
+class CallForm:
     """Calls of one function whose arguments look alike to `Flattener.elements`.
 
     Attributes:
@@ -38,12 +38,16 @@ class Form:
 
 
 class RecentSteps:
-    """The steps of the function `name` in the order of their last calls."""
+    """The steps of the function `name` in the order of their last calls.
+
+    Forms contain no other steps: a step is added to its form here (`add`), and a step that is
+    deleted here leaves its forms. So `touch` finds every step that a call has found.
+    """
 
     def __init__(self, name: str):
         self._name = name
         # Each step with its places: pairs of a form and a key there.
-        self._steps: collections.OrderedDict[Step, list[tuple[Form, tuple]]] = (
+        self._steps: collections.OrderedDict[Step, list[tuple[CallForm, tuple]]] = (
             collections.OrderedDict()
         )
         self._has_warned = False
@@ -56,7 +60,7 @@ class RecentSteps:
         if len(self._steps) > 1:
             self._steps.move_to_end(step)
 
-    def add(self, step: Step, form: Form, key: tuple) -> None:
+    def add(self, step: Step, form: CallForm, key: tuple) -> None:
         """Adds `step`. If there are too many, deletes the least recently called one."""
         form.steps[key] = step
         self._steps.setdefault(step, []).append((form, key))
@@ -73,13 +77,13 @@ class RecentSteps:
         )
         self._has_warned = True
 
-    def drop(self, form: Form) -> None:
+    def drop(self, form: CallForm) -> None:
         """Deletes all steps of `form`."""
         for step, places in list(self._steps.items()):
             if any(its_form is form for its_form, _ in places):
                 self._forget(step, self._steps.pop(step))
 
-    def _forget(self, step: Step, places: list[tuple[Form, tuple]]) -> None:
+    def _forget(self, step: Step, places: list[tuple[CallForm, tuple]]) -> None:
         for form, key in places:
             form.steps.pop(key, None)
             for known in [k for k, other in form.latest.items() if other is step]:

@@ -199,7 +199,7 @@ class Step:
             [i for i in signature.kinds.numbers if call_arguments.is_number(leaves[i])],
         )
         description |= self._function.captured.describe() | more
-        self._function.record(description, seconds)
+        self._function.record_compile(description, seconds)
         if len(self.traces.by_signature) > MAX_SHAPES:
             self._forget_shapes()
 

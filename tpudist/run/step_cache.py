@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,9 +18,15 @@ from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
-from tpudist.options import RunOptions, shorten
+from tpudist.options import RunOptions
 from tpudist.run import step_variants
-from tpudist.run.arguments import call_arguments, call_description, python_numbers, row_groups
+from tpudist.run.arguments import (
+    argument_checks,
+    call_arguments,
+    call_description,
+    python_numbers,
+    row_groups,
+)
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.dispatch.throttle import Throttle
@@ -28,7 +34,7 @@ from tpudist.run.frame.trace_requests import LocalState
 from tpudist.run.function_record import FunctionRecord
 from tpudist.run.outputs import local_state
 from tpudist.run.outputs.results import TracedStep
-from tpudist.run.recent_steps import Form
+from tpudist.run.recent_steps import CallForm
 from tpudist.run.rehearsal import Rehearsal
 from tpudist.run.step import Step
 from tpudist.run.step_loop import StepSequence
@@ -44,9 +50,9 @@ _T = TypeVar("_T")
 # 1. The values that the function captures choose `FunctionRecord.forms`.
 # 2. Options, and the nesting of the arguments that are not known to be plain pytrees, choose the
 #    form.
-# 3. Static values, NNX structure and row groups (`step_key`) choose `Form.latest`. Unchecked calls
-#    stop here. If that is the wrong step, the cache of `jit` misses, and `StepProgram` notices.
-# 4. The nesting of all arguments completes the key in `Form.steps`.
+# 3. Static values, NNX structure and row groups (`step_key`) choose `CallForm.latest`. Unchecked
+#    calls stop here. If it is the wrong step, the cache of `jit` misses, and `StepProgram` notices.
+# 4. The nesting of all arguments completes the key in `CallForm.steps`.
 # Shapes and dtypes are in no key: `jit` compares them in C++.
 
 # Recognized by identity, since the hash of a dataclass takes long.
@@ -276,7 +282,9 @@ class Replicator:
 
         Without `is_checked`, it does not look into plain arguments; None if it finds no step.
         """
-        # Every call passes here, so it is one function with few Python calls inside.
+        # Every call passes here, so it is one function with few Python calls inside. The levels of
+        # the key are described at the top of this file.
+        # Level 1.
         is_same = function.captured.is_same
         if is_same is not None and not is_same(fn):
             function.choose_snapshot(fn)
@@ -288,16 +296,16 @@ class Replicator:
         if options is _DEFAULT_OPTIONS:
             key_of_form = key
         else:
-            if not isinstance(options, RunOptions):
-                _raise_for_options(function, options)
+            argument_checks.check_options(options, function.name)
             key_of_form = key, options
+        # Level 2.
         form = function.forms.get(key_of_form)
         if form is None:
             if not is_checked:
                 return None
             numbers = function.find_numbers(fn, args, kwargs, options, leaves, structure)
             kinds = function.flattener.kinds_of_elements(elements, key, structure, numbers)
-            form = function.forms[key_of_form] = Form(kinds, {structure: numbers})
+            form = function.forms[key_of_form] = CallForm(kinds, {structure: numbers})
         kinds = form.kinds
         if kinds.numbers and not all([call_arguments.fits(elements[i]) for i in kinds.numbers]):
             if not is_checked:
@@ -305,6 +313,7 @@ class Replicator:
             # The recursion ends, because the large numbers are static in the next round.
             function.make_large_static(form, fn, args, kwargs, leaves)
             return self._find(function, fn, args, kwargs, options, is_checked=True)
+        # Level 3.
         binding = groups = step_key = None
         rows: tuple = ()
         if not kinds.only_arrays:
@@ -330,6 +339,7 @@ class Replicator:
                 return None
             function.recent.touch(step)
             return step, call
+        # Level 4.
         step = form.steps.get((step_key, structure))
         if step is None:
             numbers = form.numbers.get(structure)
@@ -377,13 +387,6 @@ class Replicator:
             except TypeError:
                 self._others[key] = record
         return record
-
-
-def _raise_for_options(function: FunctionRecord, options: object) -> NoReturn:
-    raise TypeError(
-        f"run of '{function.name}' received options={shorten(options)} of type "
-        f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
-    )
 
 
 def _place_explicitly() -> contextlib.AbstractContextManager:

@@ -33,7 +33,7 @@ class FunctionLike(Protocol):
     loaded: list[SavedProgram]
     whole: bool
 
-    def record(self, signature: dict[str, str], seconds: float) -> None:
+    def record_compile(self, signature: dict[str, str], seconds: float) -> None:
         """Logs a compile for a call that looks like `signature`."""
         ...
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpudist.options import RunOptions, shorten
 from tpudist.run.arguments import containers
 from tpudist.run.arguments.call_arguments import Kinds
 from tpudist.state.nnx_binding import Binding
@@ -62,6 +63,15 @@ def check_leaves(
                 "made under another strategy. Distribute it with the strategy that runs the "
                 "function."
             )
+
+
+def check_options(options: object, function: str) -> None:
+    """Raises TypeError for options of `run` that are of another type."""
+    if not isinstance(options, RunOptions):
+        raise TypeError(
+            f"run of '{function}' received options={shorten(options)} of type "
+            f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
+        )
 
 
 def check_positions(argnums: Sequence[int], field: str, function: str, num_args: int) -> None:

@@ -20,7 +20,7 @@ from tpudist.run.arguments.containers import unpack
 from tpudist.run.eager import host_values
 from tpudist.run.eager.replica_group import ReplicaGroup
 from tpudist.run.outputs import state_collections
-from tpudist.run.outputs.returned_state import Form, find_returned_state
+from tpudist.run.outputs.returned_state import ArrayForm, find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
@@ -89,7 +89,7 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
             merged[i] = run.strategy.reduce(op, merged[i], axis=None).astype(dtype)
 
 
-def _form_of(x: Any) -> Form | None:
+def _form_of(x: Any) -> ArrayForm | None:
     # Arrays of any library, PerReplicas and Variables have both; other results do not.
     return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
 

@@ -17,7 +17,7 @@ from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context import ContextKind
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.options import RunOptions, shorten
+from tpudist.options import RunOptions
 from tpudist.run.arguments import (
     argument_checks,
     call_arguments,
@@ -157,11 +157,7 @@ class EagerRun(ReplicaGroup):
 
     def _find_numbers(self, args: tuple, kwargs: dict, options: RunOptions) -> frozenset[int]:
         """Returns which of the flat arguments are Python numbers that are passed as arrays."""
-        if not isinstance(options, RunOptions):
-            raise TypeError(
-                f"run of '{self.name}' received options={shorten(options)} of type "
-                f"{type(options).__name__}. Pass a tpudist.RunOptions, or None."
-            )
+        argument_checks.check_options(options, self.name)
         positions = options.static_argnums
         argument_checks.check_positions(positions, "static_argnums", self.name, len(args))
         static = call_arguments.leaves_of(positions, self.structure)

@@ -4,6 +4,7 @@ The new state must keep the sharding of the old one. Without a constraint XLA ch
 of a result, and the next call, which gets it as an argument, would compile another program.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,23 +17,24 @@ from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.arguments.inputs import Inputs
 from tpudist.run.outputs.results import CallOutputs, LeafKind
 
-# Levels of a result that are searched for state: `{"train": (state, ema)}` needs two of them.
+# Levels of a result that are searched for state: `{"train": (state, ema)}` needs two of them. One
+# more is searched, and no further, since each level compares more parts with each argument.
 _DEPTH = 3
-Form = tuple[tuple[int, ...], Any]
+ArrayForm = tuple[tuple[int, ...], Any]
 """Shape and dtype of an array, as one replica sees it."""
 
 
 def find_returned_state(
     result: PyTreeDef,
-    results: Sequence[Form | None],
+    results: Sequence[ArrayForm | None],
     structure: Sequence[PyTreeDef],
-    arguments: Sequence[Form | None],
+    arguments: Sequence[ArrayForm | None],
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the leaves of a result that are returned state, with the flat arguments they replace.
 
     State is a part of the result that has the nesting of a complete argument, and arrays of the
-    same shapes and dtypes. Gradients have them too, unless there is an integer among the leaves,
-    such as the number of the step.
+    same shapes and dtypes. Gradients look the same, unless the state has an integer, such as the
+    number of the step, which gradients do not have.
 
     Args:
         results: Forms of its leaves; None if a leaf is not an array of the program.
@@ -46,15 +48,13 @@ def find_returned_state(
     """
     # Outer parts come first, so a complete `TrainState` wins over the trees inside it. Each
     # argument and each leaf of the result is matched once.
-    wholes, first = [], 0
-    for treedef in structure:
-        wholes.append((treedef, first))
-        first += treedef.num_leaves
+    starts = itertools.accumulate((x.num_leaves for x in structure), initial=0)
+    argument_trees = list(zip(structure, starts, strict=False))  # one start more: the end
     returned: dict[int, int] = {}
     not_gradients: set[int] = set()
     taken: set[int] = set()
     for part, start in _parts(result, 0, _DEPTH):
-        for treedef, first in wholes:
+        for treedef, first in argument_trees:
             if part != treedef or first in taken or start in returned:
                 continue
             places = range(part.num_leaves)
@@ -72,7 +72,7 @@ def find_returned_state(
     return returned, not_gradients
 
 
-def _may_be_gradient(form: Form | None) -> bool:
+def _may_be_gradient(form: ArrayForm | None) -> bool:
     """Whether a leaf may belong to a tree of gradients: not an integer, a key, or an object."""
     return form is not None and jnp.issubdtype(form[1], jnp.inexact)
 
@@ -110,7 +110,7 @@ def find_returned_outputs(
     return {outputs[i]: fed[k][0] for i, k in leaves.items()}, {outputs[i] for i in not_gradients}
 
 
-def _form_of(aval: jax.ShapeDtypeStruct) -> Form:
+def _form_of(aval: jax.ShapeDtypeStruct) -> ArrayForm:
     return tuple(aval.shape), aval.dtype
 
 
