@@ -1,21 +1,13 @@
-"""The closure that this thread runs: a function that a coordinator has scheduled on a worker.
+"""The closure that runs here: a function that a coordinator has scheduled on a worker.
 
 The packages below `coordinator` ask it, for example to send reads of Variables to servers.
 """
 
 import contextlib
+import contextvars
 import dataclasses
-import threading
 from collections.abc import Iterator
 from typing import Any
-
-
-class _ThreadState(threading.local):
-    # A class attribute: a thread that has set none sees this default.
-    place: "ClosurePlace | None" = None
-
-
-_thread = _ThreadState()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +27,22 @@ class ClosurePlace:
     state: Any = None
 
 
+# A context variable, as in `stack`: the threads of eager replicas belong to the closure, too.
+_place: contextvars.ContextVar[ClosurePlace | None] = contextvars.ContextVar(
+    "tpudist.closure_place", default=None
+)
+
+
 @contextlib.contextmanager
 def enter_closure(place: ClosurePlace) -> Iterator[ClosurePlace]:
-    """Makes `place` the current one of this thread in the `with` block."""
-    before = current_place()
-    _thread.place = place
+    """Makes `place` the current one in the `with` block."""
+    token = _place.set(place)
     try:
         yield place
     finally:
-        _thread.place = before
+        _place.reset(token)
 
 
 def current_place() -> ClosurePlace | None:
-    """Returns the place of the closure that this thread runs; None outside of closures."""
-    return _thread.place
+    """Returns the place of the closure that runs here; None outside of closures."""
+    return _place.get()

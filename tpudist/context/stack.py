@@ -48,7 +48,9 @@ class Mode:
 
     Attributes:
         kind: The kind of context. It determines which of the other fields may be None.
+        strategy: The current strategy.
         replica_context: The ReplicaContext, or None in cross-replica context.
+        frame: The trace in progress, or the eager run of a replica.
     """
 
     kind: ContextKind
@@ -62,7 +64,7 @@ class Mode:
             assert has is None or has is (value is not None), self
 
     @property
-    def updating(self) -> bool:
+    def is_update(self) -> bool:
         """Whether variables stand for their components."""
         return self.kind is ContextKind.UPDATE
 
@@ -144,6 +146,8 @@ def resolve_twin(strategy: "StrategyBase") -> "StrategyBase":
     A function that is planned for other devices may name the strategy that it was written for
     (`Strategy.on`). Its methods then act for the twin.
     """
+    # Only the innermost mode counts: in a scope of another strategy inside the function, the named
+    # strategy would not be the twin's either.
     stack = _stack.get()
     acting = stack[-1].strategy if stack else strategy
     return acting if acting is not strategy and acting._twin_of is strategy else strategy
@@ -196,7 +200,7 @@ def require_scope_or_default(strategy: "StrategyBase", method: str) -> None:
             # A `tpudist.function` outside of every scope learns here to which strategy it belongs.
             if mode.frame is not None and mode.frame.root.whole:
                 mode.frame.restart_under(strategy)
-            return
+            return  # code of the default strategy may call any strategy
         raise RuntimeError(
             f"Mixing different tpudist.Strategy objects: {method} of {strategy!r} was called in "
             f"the scope of {mode.strategy!r}. Leave that scope first, or use one strategy "
@@ -231,6 +235,8 @@ def require_cross_replica(call: str) -> None:
         )
 
 
+# Microbatches.
+
 _num_parts: contextvars.ContextVar[int] = contextvars.ContextVar("tpudist.parts", default=1)
 
 
@@ -248,6 +254,8 @@ def compute_in_parts(number: int) -> Iterator[None]:
     finally:
         _num_parts.reset(token)
 
+
+# A scope without end.
 
 _set_scope: contextvars.ContextVar[contextlib.AbstractContextManager | None] = (
     contextvars.ContextVar("tpudist.set_scope", default=None)

@@ -49,7 +49,8 @@ class StrategyBase(abc.ABC):
     replica_mesh: "ReplicaMesh"
     logical_axis_rules: Sequence[Any]
 
-    # Hooks for subclasses, in addition to the methods `partition`, `around_scope`, `around_run`.
+    # Hooks for subclasses, in addition to the methods `partition`, below, and `around_scope` and
+    # `around_run` of `tpudist.Strategy`.
 
     # Whether each replica has a component of every Variable. If not, there is one copy, as in JAX
     # without strategies, and `synchronization` has no effect.
@@ -67,6 +68,8 @@ class StrategyBase(abc.ABC):
     # Options for the compiler, for all programs of this strategy.
     compiler_options: Mapping[str, Any] = types.MappingProxyType({})
 
+    # Owned by other packages, which annotate them.
+
     # The distribution that its scope sets for Keras, and the variables that it splits; see `keras`.
     _keras_distribution: Any = None
     _keras_layout_map: Mapping[str, PartitionSpec] = types.MappingProxyType({})
@@ -75,11 +78,12 @@ class StrategyBase(abc.ABC):
     _twin_of: Self | None = None
     # A `run.rehearsal.StandIn`: how a twin that runs differs from the strategy that it replaces.
     _stand_in: Any = None
+    # The compiled functions, a `run.step_cache.Replicator`.
+    _replicator: Any
+
     # Variables whose arrays the user has read. Their arrays must not be donated to a program, or
     # the user would have deleted arrays.
     _protected: "WeakIdentitySet"
-    # The compiled functions, a `run.step_cache.Replicator`; callers annotate it.
-    _replicator: Any
 
     # Properties of some strategies.
 

@@ -1,7 +1,7 @@
 """Sets and dicts that compare objects by identity and do not keep them alive.
 
-Keys are `id(x)`. An id is used again when its object is gone, so each entry has a weak reference,
-which removes the entry in time and is compared on each look-up.
+Keys are `id(x)`. An id is used again when its object is gone, so each entry has a weak reference to
+the object: an entry whose object is gone counts as missing, and is removed.
 """
 
 import weakref

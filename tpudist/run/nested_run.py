@@ -65,17 +65,17 @@ def run(
     placement = output_placement.place_outputs(call, found, proof)
     returned = state.place_collections(proof, placement)
     frame.read |= found.read
-    results = compile.evaluate(closed, values)
+    outputs = compile.evaluate(closed, values)
     if frame.rows is not None:
-        statistics = state.find_statistics(returned, placement.aggregated)
-        old = {output: values[source] for output, source in statistics.items()}
-        results = frame.rows.keep_state(results, old)
-    results = aggregate_outputs(results, placement.aggregated)
+        averages = state.find_averaged_state(returned, placement.aggregated)
+        old = {output: values[source] for output, source in averages.items()}
+        outputs = frame.rows.keep_on_empty_replicas(outputs, old)
+    outputs = aggregate_outputs(outputs, placement.aggregated)
     if found.computed:
-        _begin_variables(frame, found, results[-len(found.computed) :])
-        results = results[: -len(found.computed)]
-    _write_state(frame, call, found, results, placement)
-    return _build_result(frame, call, found, results, placement)
+        _begin_variables(frame, found, outputs[-len(found.computed) :])
+        outputs = outputs[: -len(found.computed)]
+    _write_state(frame, call, found, outputs, placement)
+    return _build_result(frame, call, found, outputs, placement)
 
 
 def _make_call(
@@ -90,9 +90,11 @@ def _make_call(
     for x in leaves:
         if isinstance(x, integers.HOST_TYPES):
             integers.check_fit(x, f"An argument of '{name}'")
-    leaves = [_capture_part(frame, x) for x in leaves]
+    leaves = [_open_captured(frame, x) for x in leaves]
     kinds = call_arguments.Kinds.of(leaves)
     binding = nnx_binding.Binding([leaves[i] for i in kinds.objects]) if kinds.objects else None
+    # Of the options, only the rules apply here. Donation and XLA's options are those of the program
+    # around, and all numbers are static.
     return ReplicaCall(
         strategy=frame.strategy,
         name=name,
@@ -108,7 +110,8 @@ def _make_call(
     )
 
 
-def _capture_part(frame: ReplicaFrame, x: Any) -> Any:
+def _open_captured(frame: ReplicaFrame, x: Any) -> Any:
+    """Returns this replica's part if an argument is a PerReplica from outside of the trace."""
     is_captured = isinstance(x, PerReplica) and not isinstance(x, LocalPart)
     return LocalPart(frame.capture(x)) if is_captured else x
 
@@ -156,7 +159,7 @@ def _prove(
 
 
 def _begin_variables(frame: ReplicaFrame, found: CallOutputs, values: Sequence[jax.Array]) -> None:
-    """Starts the Variables that the function has created in the trace around this one."""
+    """Gives the Variables that the function has created to the trace around this one."""
     for variable, value in zip(found.computed, values, strict=True):
         frame.begin_variable(variable, value, computed=True)
 
@@ -165,15 +168,16 @@ def _write_state(
     frame: ReplicaFrame,
     call: ReplicaCall,
     found: CallOutputs,
-    results: Sequence[jax.Array],
+    outputs: Sequence[jax.Array],
     placement: OutputPlacement,
 ) -> None:
     """Assigns new values of Variables and NNX objects in the trace around this one."""
-    rest = results[found.num_results :]
-    for variable, value in zip(found.variables, rest, strict=False):
+    # The state follows the results: values of Variables, then NNX arrays.
+    first, end = found.num_results, found.num_results + len(found.variables)
+    for variable, value in zip(found.variables, outputs[first:end], strict=True):
         frame.set(variable, value)
-    new: list[Any] = [*rest[len(found.variables) :]]
-    is_local = placement.stacked[len(placement.stacked) - len(new) :]
+    new: list[Any] = [*outputs[end:]]
+    is_local = placement.stacked[end:]
     for k, leaf_and_array in enumerate(found.nnx):
         if is_local[k] and leaf_and_array not in call.inputs.parts_of_objects:
             new[k] = LocalPart(new[k])

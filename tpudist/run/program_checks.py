@@ -11,7 +11,8 @@ from tpudist.xla import descriptions
 
 def check_hazards(proof: replica_agreement.Agreement, name: str) -> None:
     """Raises ValueError if replicas of the function `name` could wait for each other forever."""
-    for hazard in proof.hazards:
+    if proof.hazards:
+        hazard = proof.hazards[0]
         where = f" (at {hazard.where})" if hazard.where else ""
         raise ValueError(
             f"'{name}' has a {hazard.collective} between replicas in a branch or loop{where} whose "

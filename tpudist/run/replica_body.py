@@ -60,27 +60,28 @@ class ReplicaBody:
                 rows JAX may drop an update, but all traces must have the same outputs.
         """
 
-        def flat(*local):
+        def flat(*local: Any) -> list[Any]:
+            # The outputs are in the order of `CallOutputs`: results, Variables, NNX arrays, initial
+            # values.
             first = local[: len(self.variables)]
             nnx_values, arguments = self.call.inputs.split(local[len(self.variables) :])
             frame = self._make_frame(dict(zip(self.variables, first, strict=True)), rows)
+            # After the arguments, `stacked` has the numbers of rows.
             parts = self.call.inputs.stacked[self.call.inputs.num_nnx :]
             frame.same = {id(x): x for x, part in zip(arguments, parts, strict=False) if not part}
-            copies, entered = self._enter_objects(nnx_values)
+            copies, first_values = self._copy_objects(nnx_values)
             result = self._call_function(frame, found, arguments, copies)
-            # Initial values of created Variables are the last outputs; the only ones if the trace
-            # is incomplete, because it is made again then.
             found.computed = [v for v, value in frame.made.items() if value is not None]
             found.incomplete = frame.incomplete
             initial_values = [frame.made[v] for v in found.computed]
             if frame.incomplete:
+                # The function is traced again, but the Variables that it created start here.
                 return initial_values
             found.references = frame.references.variables
             outputs = self._collect_results(found, result, arguments, copies, rows is not None)
             found.read, found.variables = frame.read, list(frame.written)
             outputs += [frame.value_of(v) for v in frame.written]
-            # This order of results, Variables and NNX arrays is that of `CallOutputs`.
-            outputs += self._collect_changes(found, copies, entered, changed)
+            outputs += self._collect_changes(found, copies, first_values, changed)
             return outputs + initial_values  # of Variables that a nested `run` has created
 
         return flat
@@ -145,20 +146,22 @@ class ReplicaBody:
         pairs = zip(arrays, stacked, strict=False)
         return [LocalPart(x) if is_part else x for x, is_part in pairs]
 
-    def _enter_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
+    def _copy_objects(self, nnx_values: list[Any]) -> tuple[tuple, list[Any]]:
         """Returns copies of the NNX objects around traced values, and their first values."""
         call, inputs, binding = self.call, self.call.inputs, self.call.binding
         if binding is None:
             return (), []
         values = inputs.nnx_structure.unflatten(nnx_values)
         strategy = call.strategy
-        # When a step is verified, one device is compared with several replicas. It then draws the
-        # random numbers of the first replica.
-        several = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
+        # A verification compares one device, the stand-in, with several replicas. The device draws
+        # the random numbers of the first replica, whose keys are folded.
+        has_own_keys = strategy.num_replicas_in_sync > 1 or strategy._stand_in is not None
         parts = inputs.parts_of_objects
-        if several and not call.whole:
-            own = {i for i, _ in parts}
-            values = make_values_of_replica(binding, values, own, dict(call.rules), call.not_sums)
+        if has_own_keys and not call.whole:
+            stacked = {i for i, _ in parts}
+            values = make_values_of_replica(
+                binding, values, stacked, dict(call.rules), call.not_sums
+            )
         if call.whole and parts:
             flat = self._wrap(jax.tree.leaves(values), inputs.stacked[: inputs.num_nnx])
             values = inputs.nnx_structure.unflatten(flat)
@@ -175,11 +178,12 @@ class ReplicaBody:
         """Returns the arrays of the result, and describes all of its leaves in `found`."""
         inputs = self.call.inputs
         positions = {id(x): i for i, x in enumerate(nnx_contents.nodes_of(copies))}
+        # The array of a donated argument is deleted: if returned, it is a new array.
+        others = self.call.donated_leaves.union(dict(inputs.state_structures))
         of_argument = {
             id(x): leaf
             for x, leaf in zip(arguments, inputs.leaves_of_arguments, strict=True)
-            # The array of a donated argument is deleted: if returned, it is a new array.
-            if leaf not in dict(inputs.state_structures) and leaf not in self.call.donated_leaves
+            if leaf not in others
         }
 
         def is_leaf(x):
@@ -210,7 +214,7 @@ class ReplicaBody:
         return outputs
 
     def _collect_changes(
-        self, found: CallOutputs, copies: tuple, entered: list[Any], changed: Collection[int]
+        self, found: CallOutputs, copies: tuple, first_values: list[Any], changed: Collection[int]
     ) -> list[Any]:
         """Returns the NNX arrays that the function has replaced, and describes them in `found`."""
         binding, inputs = self.call.binding, self.call.inputs
@@ -226,7 +230,7 @@ class ReplicaBody:
             found.structure_change = binding.describe_changes(copies)
             return []
         outputs = []
-        for i, (new, old) in enumerate(zip(values, entered, strict=True)):
+        for i, (new, old) in enumerate(zip(values, first_values, strict=True)):
             olds = jax.tree.leaves(jax.tree.map(_array_of, old, is_leaf=is_per_replica))
             pairs = list(zip(jax.tree.leaves(new), olds, strict=True))
             if i not in changed and all(x is y for x, y in pairs):

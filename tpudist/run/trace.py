@@ -36,19 +36,19 @@ class _TraceInputs:
         shapes: Shapes of all inputs, `[num_replicas, ...]` if stacked. The last ones are the
             numbers of real rows.
         stacked: For each input, whether it has one part per replica.
-        end: Number of inputs without the numbers of real rows.
-        labels: Returns the names of the flat arguments.
+        num_without_rows: Number of inputs without the numbers of real rows.
+        find_names: Returns the names of the flat arguments.
     """
 
     variables: list[Any]
     shapes: list[jax.ShapeDtypeStruct]
     stacked: list[bool]
-    end: int
-    labels: Callable[[], list[str]]
+    num_without_rows: int
+    find_names: Callable[[], list[str]]
 
     @classmethod
     def of(
-        cls, call: ReplicaCall, rest: Sequence[Any], labels: Callable[[], list[str]]
+        cls, call: ReplicaCall, call_inputs: Sequence[Any], find_names: Callable[[], list[str]]
     ) -> "_TraceInputs":
         assert call.findings is not None, "nested traces are made in `nested_run`"
         # All Variables of the strategy are inputs, since any of them may be read. The program is
@@ -56,21 +56,21 @@ class _TraceInputs:
         variables = [*call.strategy._list_variables(), *call.findings.captures]
         values = map(call.strategy._value_of, variables)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
-        shapes += map(compile.shape_of, rest)
+        shapes += map(compile.shape_of, call_inputs)
         stacked = [v.on_read for v in variables] + list(call.inputs.stacked)
-        return cls(variables, shapes, stacked, len(shapes) - call.inputs.num_groups, labels)
+        return cls(variables, shapes, stacked, len(shapes) - call.inputs.num_groups, find_names)
 
 
 # The order in this function matters. Requests for other inputs come first, because the function is
 # traced again then. Then checks raise for programs that cannot work. Then the proof places the
 # outputs, and only then come warnings, which need the placement, and cost a second trace.
 def trace_step(
-    call: ReplicaCall, rest: Sequence[Any], labels: Callable[[], list[str]]
+    call: ReplicaCall, call_inputs: Sequence[Any], find_names: Callable[[], list[str]]
 ) -> TracedStep:
     """Traces the function of `call`, and proves which of its outputs are equal on every replica.
 
-    `rest` are the flat inputs after the Variables, for their shapes; `labels` returns the names of
-    the flat arguments.
+    `call_inputs` are the flat inputs after the Variables, for their shapes; `find_names` returns
+    the names of the flat arguments.
 
     Raises:
         ValueError: If state that must be equal on every replica would differ, a large array or NNX
@@ -78,43 +78,48 @@ def trace_step(
     """
     mesh, name = call.strategy.replica_mesh, call.name
     argument_checks.check_leaves(call.leaves, call.kinds, call.binding, mesh.num_replicas, name)
-    pmap_arrays.refuse_replicated(call.leaves, labels, name)
-    inputs = _TraceInputs.of(call, rest, labels)
+    pmap_arrays.refuse_replicated(call.leaves, find_names, name)
+    inputs = _TraceInputs.of(call, call_inputs, find_names)
     num_variables = len(inputs.variables)
     body = ReplicaBody(call, inputs.variables)
     found = CallOutputs()
     rows = TracedRows(call.inputs.groups.sizes) if call.inputs.groups is not None else None
     flat = body.make_flat_function(found, rows)
-    shapes, stacked = inputs.shapes[: inputs.end], inputs.stacked[: inputs.end]
+    end = inputs.num_without_rows
+    shapes, stacked = inputs.shapes[:end], inputs.stacked[:end]
     program = compile.trace(flat, mesh, shapes, stacked, name)
+    # Requests and checks.
     _raise_requests(call, inputs, found, program)
-    state = StateOutputs(call, found, program.closed, num_variables, labels)
+    state = StateOutputs(call, found, program.closed, num_variables, find_names)
     if not_sums := state.find_not_summed():
         # An average is a sum over replicas only if the function does nothing but add to it. If not,
         # every replica begins with all of it. The recursion ends, because `not_sums` only grows.
         not_sums |= call.not_sums
-        return trace_step(dataclasses.replace(call, not_sums=not_sums), rest, labels)
-    causes = causes_of_variables(inputs.variables) + _causes_of_arguments(call, labels())
+        return trace_step(dataclasses.replace(call, not_sums=not_sums), call_inputs, find_names)
+    # The proof.
+    causes = causes_of_variables(inputs.variables) + _causes_of_arguments(call, find_names())
     partial, full_program, full_found = None, program, found
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
     else:
         partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows)
         found, program, proof = partial.outputs, partial.program, partial.proof
-    state = StateOutputs(call, found, program.closed, num_variables, labels)
+    # Again: a partial batch has a program and outputs of its own.
+    state = StateOutputs(call, found, program.closed, num_variables, find_names)
     state, program, proof = _keep_unchanged_keys(state, program, proof)
     check_references(proof, found.references, name)
     if mesh.num_replicas > 1:
         program_checks.check_hazards(proof, name)
+    # The placement.
     placement = output_placement.place_outputs(call, found, proof)
     returned = state.place_collections(proof, placement)
     replaced = state.find_replaced(returned)
     if partial is not None:
-        statistics = state.find_statistics(returned, placement.aggregated)
+        averaged = state.find_averaged_state(returned, placement.aggregated)
         averages = [
             {o: replaced[o] for o in pair} for _, *pair in loss_numbers.find_averages(call, found)
         ]
-        program = partial.keep_state(program, statistics, averages)
+        program = partial.keep_state(program, averaged, averages)
     position = {v: i for i, v in enumerate(inputs.variables)}
     replaced |= {found.num_results + i: position[v] for i, v in enumerate(found.variables)}
     traced = TracedStep(
@@ -129,6 +134,7 @@ def trace_step(
         returned={i: k for i, k in returned.items() if not placement.stacked[i]},
         drifting=state.find_drifting(program, proof, returned, placement.stacked),
     )
+    # Warnings.
     _add_warnings(traced, call, inputs, full_program, full_found, proof, replaced, partial)
     return traced
 
@@ -138,7 +144,7 @@ def _raise_requests(
 ) -> None:
     """Raises if the function must be traced again with more inputs, or cannot work at all."""
     if found.incomplete:
-        raise TraceAgain(_make_starter(call, inputs, found, program))
+        raise TraceAgain(_make_initializer(call, inputs, found, program))
     program_checks.check_constants(program, call.name, call.whole)
     axis_errors.check_constraints(call.strategy.replica_mesh, program.closed, call.name)
     if found.structure_change:
@@ -166,54 +172,61 @@ def _add_warnings(
     traced: TracedStep,
     call: ReplicaCall,
     inputs: _TraceInputs,
-    program: compile.ReplicaProgram,
-    found: CallOutputs,
+    full_program: compile.ReplicaProgram,
+    full_found: CallOutputs,
     proof: replica_agreement.Agreement,
     replaced: dict[int, int],
     partial: PartialBatch | None,
 ) -> None:
-    """Adds faults, warnings and shares of losses to a trace."""
-    # `program` and `found` are those of full batches, without masks.
-    # `replaced` has all outputs that are new state, with the inputs they replace.
+    """Adds faults, warnings and shares of losses to a trace.
+
+    Args:
+        full_program: Program for full batches, without masks.
+        full_found: Its outputs.
+        replaced: All outputs that are new state, with the inputs that they replace.
+    """
     strategy, variables = call.strategy, inputs.variables
     num_replicas = traced.mesh.num_replicas
     trace_larger = functools.partial(
         larger_trace.trace_larger,
         call,
         variables,
-        inputs.shapes[: inputs.end],
-        inputs.stacked[: inputs.end],
+        inputs.shapes[: inputs.num_without_rows],
+        inputs.stacked[: inputs.num_without_rows],
     )
     degrees = None
-    averages = loss_numbers.find_averages(call, found)
+    averages = loss_numbers.find_averages(call, full_found)
     if (
         strategy._stand_in is None
         and num_replicas > 1
         and (proof.sums or partial is not None or averages)
     ):
-        degrees = trace_warnings.find_degrees(call, variables, program, replaced, trace_larger)
+        degrees = trace_warnings.find_degrees(call, variables, full_program, replaced, trace_larger)
     faults = () if degrees is None else degrees.faults
-    fault = trace_warnings.choose_fault(call, variables, program, faults)
+    fault = trace_warnings.choose_fault(call, variables, full_program, faults)
     if partial is not None:
         partial.takes_means = degrees is None or degrees.takes_means
-    warnings = trace_warnings.find_warnings(call, variables, program, proof, inputs.labels, fault)
+    warnings = trace_warnings.find_warnings(
+        call, variables, full_program, proof, inputs.find_names, fault
+    )
     if degrees is not None and not call.whole:
-        count = found.num_results
-        warnings += loss_numbers.find_warnings(call, program, degrees.outputs, count, averages)
-        traced.shares = loss_numbers.find_shares(program, degrees.outputs, count, num_replicas)
+        count = full_found.num_results
+        warnings += loss_numbers.find_warnings(call, full_program, degrees.outputs, count, averages)
+        traced.shares = loss_numbers.find_shares(full_program, degrees.outputs, count, num_replicas)
     traced.faults = tuple(x for x in faults if x is fault or x.is_draw)
     traced.warnings = warnings
 
 
-def _causes_of_arguments(call: ReplicaCall, labels: Sequence[str]) -> list[str | None]:
+def _causes_of_arguments(call: ReplicaCall, names: Sequence[str]) -> list[str | None]:
     """Returns for the inputs after the Variables why they differ between replicas, or None."""
     inputs = call.inputs
     causes: list[str | None] = [
         "an NNX object that holds one value for each replica" if differs else None
         for differs in inputs.stacked[: inputs.num_nnx]
     ]
+    # After the arguments, `stacked` has the numbers of rows.
     arguments = zip(inputs.leaves_of_arguments, inputs.stacked[inputs.num_nnx :], strict=False)
-    causes += [f"argument '{labels[leaf]}'" if differs else None for leaf, differs in arguments]
+    causes += [f"argument '{names[leaf]}'" if differs else None for leaf, differs in arguments]
     return causes + ["the number of real rows"] * inputs.num_groups
 
 
@@ -229,18 +242,18 @@ def causes_of_variables(variables: Sequence[Any]) -> list[str | None]:
     ]
 
 
-def _make_starter(
+def _make_initializer(
     call: ReplicaCall, inputs: _TraceInputs, found: CallOutputs, program: compile.ReplicaProgram
 ) -> Callable[[Callable[[], list[jax.Array]]], None]:
-    """Returns a function that starts the Variables which a trace has created."""
+    """Returns a function that initializes the Variables which a trace has created."""
     # Their initial values are the last outputs of the program, which is run for them. All replicas
     # begin with the value of the first one.
 
-    def start(rest: Callable[[], list[jax.Array]]) -> None:
+    def initialize(call_inputs: Callable[[], list[jax.Array]]) -> None:
         if not found.computed:
             return
         strategy = call.strategy
-        values = [*map(strategy._value_of, inputs.variables), *rest()]
+        values = [*map(strategy._value_of, inputs.variables), *call_inputs()]
         count = len(found.computed)
         outputs = compile.last_outputs(program, strategy.replica_mesh, count, values)
         if outputs is None:
@@ -252,4 +265,4 @@ def _make_starter(
         for variable, value in zip(found.computed, outputs, strict=True):
             variable.initialize(value)
 
-    return start
+    return initialize

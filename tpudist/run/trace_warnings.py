@@ -126,6 +126,8 @@ def choose_fault(
 
 def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
     """Returns the warning about a fault on `n` replicas with these numbers of rows."""
+    # `excess` is the power of the number of replicas by which the value is too large; if negative,
+    # too small. `counted` and `summed` are the lines that divide by rows and sum over replicas.
     counted = f" ({fault.counted})" if fault.counted else ""
     summed = f" ({fault.summed})" if fault.summed else ""
     factor = float(n) ** abs(float(fault.excess))
@@ -168,7 +170,10 @@ def _describe_fault(fault: Fault, name: str, n: int, numbers: set[int]) -> str:
 
 
 def _row_dims(call: ReplicaCall, variables: Sequence[Any]) -> tuple[dict[int, int], set[int]]:
-    """Returns the inputs that are batches, with their dim of rows; and all numbers of rows."""
+    """Returns the inputs that are batches, with their dim of rows.
+
+    Also the numbers of rows of replicas, if some batch is partial.
+    """
     first = len(variables) + call.inputs.num_nnx
     values = [(i, x.value) for i, x in enumerate(variables) if isinstance(x, Capture)]
     per_replica = set(call.kinds.per_replica)
@@ -191,6 +196,7 @@ def _find_undistributed(
     """Warns if all replicas compute with the same arrays of the host, and add up equal results."""
     if not any(None in x.causes for x in proof.sums):
         return None
+    # An array with the shape of a sum or of an output is likely a parameter, not a batch.
     state = {shape for x in proof.sums for shape in x.shapes}
     state |= {x.aval.shape for x in program.closed.jaxpr.outvars}
     arrays = [
@@ -230,7 +236,8 @@ def _find_equal_sum(
         causes[i] = "this argument"
     marked = replica_equality.prove(program.closed, causes).sums
     for actual, other in zip(proof.sums, marked, strict=True):
-        if any(x is None and y == "this argument" for x, y in zip(actual.causes, other.causes)):  # noqa: B905
+        pairs = zip(actual.causes, other.causes, strict=True)
+        if any(x is None and y == "this argument" for x, y in pairs):
             return actual.where
     return None
 

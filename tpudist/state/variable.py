@@ -419,7 +419,7 @@ class Variable(ReadsAsArray, ScatterUpdates, SavedInCheckpoints, DistributedValu
 
     def _read_back(self, mode: context.Mode, read_value: bool) -> jax.Array | None:
         """Returns the new value after an assignment; None if it has no single value here."""
-        if self.on_read and mode.updating and mode.frame is None:
+        if self.on_read and mode.is_update and mode.frame is None:
             # In an `update`, code sees the components, which are one value only for one replica.
             is_readable = self.strategy.num_replicas_in_sync == 1
         else:

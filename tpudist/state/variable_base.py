@@ -78,7 +78,7 @@ class VariableBase:
         # twin runs in place of the strategy.
         acting = context.resolve_twin(self.strategy)
         in_replica = mode.replica_context is not None and mode.strategy is acting
-        return not in_replica and not mode.updating
+        return not in_replica and not mode.is_update
 
     def _check_usable_here(self, mode: context.Mode, action: str) -> None:
         """Raises `RuntimeError` if the variable must not be used here.

@@ -144,7 +144,7 @@ class Strategy(
             return context.Mode(ContextKind.SCOPE, self)
         # The block stays a part of the function that is traced: in update context, in a
         # `tpudist.function` or in a `merge_call`. In replica context, `scope` has raised an error.
-        if outer.updating:
+        if outer.is_update:
             return context.Mode(ContextKind.UPDATE, self, frame=outer.frame)
         kind = ContextKind.FUNCTION if outer.frame.whole else ContextKind.MERGE
         return context.Mode(kind, self, frame=outer.frame)

@@ -24,15 +24,15 @@ _main_thread = threading.main_thread().ident
 _is_interruptible: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tpudist.is_interruptible", default=False
 )
-# The signals to delay. Each step reads their handlers, in 1 us. Left out: signals without handlers,
-# faults, which no Python function can handle, and real-time signals, whose numbers are above 31.
-# The signals differ between platforms, so `signal` may lack some of these.
-_OTHERS = "KILL STOP ILL TRAP BUS FPE SEGV SYS STKFLT"
-_NUMBERS = tuple(
+# The signals to delay. Each step reads their handlers, in 1 us. Left out: KILL and STOP, which
+# allow no handler; faults, which no Python function can handle; and real-time signals, whose
+# numbers are above 31. The signals differ between platforms, so `signal` may lack some of these.
+_EXCLUDED = "KILL STOP ILL TRAP BUS FPE SEGV SYS STKFLT"
+_DELAYED = tuple(
     sorted(
         int(x)
         for x in signal.valid_signals()
-        - {getattr(signal, f"SIG{name}", None) for name in _OTHERS.split()}
+        - {getattr(signal, f"SIG{name}", None) for name in _EXCLUDED.split()}
         if x < 32
     )
 )
@@ -45,7 +45,7 @@ NO_HOLD = contextlib.nullcontext()
 
 
 class InterruptHold:
-    """A `with` block in which signals wait; their handlers are called at its end.
+    """A `with` block in which signals wait; their handlers are called at its end, once for each.
 
     Python handles signals in the main thread, so it does nothing in other threads. It leaves
     handlers alone that are not Python functions, because they cannot raise here.
@@ -61,7 +61,7 @@ class InterruptHold:
         """Replaces the signal handlers."""
         if threading.get_ident() != _main_thread:
             return
-        handlers = tuple(map(_getsignal, _NUMBERS))
+        handlers = tuple(map(_getsignal, _DELAYED))
         # Set before the first one is replaced: the new handler may be called at once, and needs it.
         self._handlers = _cached[1] if handlers == _cached[0] else _find_functions(handlers)
         try:
@@ -120,7 +120,7 @@ class InterruptHold:
 def _find_functions(handlers: tuple[Any, ...]) -> dict[int, _Handler]:
     """Returns the handlers that are Python functions, by signal; callers do not change the dict."""
     global _cached
-    pairs = zip(_NUMBERS, handlers, strict=True)
+    pairs = zip(_DELAYED, handlers, strict=True)
     _cached = handlers, {number: x for number, x in pairs if callable(x)}
     return _cached[1]
 

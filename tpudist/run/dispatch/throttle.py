@@ -26,7 +26,7 @@ class Throttle:
     """
 
     def __init__(self, devices: Sequence[jax.Device]):
-        self.active = devices[0].platform == "cpu" and len(devices) > 1
+        self.is_active = devices[0].platform == "cpu" and len(devices) > 1
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def before_step(self, *inputs: Sequence[Any]) -> None:
@@ -48,10 +48,10 @@ class Throttle:
     def _wait(self) -> None:
         waiting = self._in_flight
         while len(waiting) >= MAX_STEPS_IN_FLIGHT:
-            oldest = waiting.popleft()
-            # If the output of the oldest step was donated to a later one, it has no array to wait
-            # for. The later step has one, and it finishes after, so wait for that instead.
-            if not _wait_for(oldest) and len(waiting) == 1 and _wait_for(waiting[0]):
+            is_gone = not _wait_for(waiting.popleft())
+            # The output of the oldest step may have been donated to a later one. If that is the
+            # only other step in flight, it finishes after the oldest, so wait for it instead.
+            if is_gone and len(waiting) == 1 and _wait_for(waiting[0]):
                 waiting.popleft()
 
     def after_step(self, output: jax.Array) -> None:
@@ -59,7 +59,7 @@ class Throttle:
 
         A traced output belongs to a function that the user compiles, and is not a step yet.
         """
-        if self.active and not isinstance(output, Tracer):
+        if self.is_active and not isinstance(output, Tracer):
             self._in_flight.append(output)
 
 

@@ -34,7 +34,7 @@ class EagerFrame(Frame):
         run_outside: Calls a function in the context of the caller of the replicas.
 
     Attributes:
-        written: Variables that the function has assigned since the last `give_up`.
+        written: Variables that the function has assigned since the last `forget_values`.
         shared: The array arguments that all replicas receive equally, by id.
     """
 
@@ -125,7 +125,7 @@ class EagerFrame(Frame):
         """Returns `value` without its gradient."""
         return jax.lax.stop_gradient(value) if is_traced(value) else value
 
-    def give_up(self) -> None:
+    def forget_values(self) -> None:
         """Forgets all values of Variables, so that reads ask the strategy again."""
         self._values.clear()
         self.written.clear()
@@ -240,7 +240,7 @@ class EagerFrame(Frame):
         return self._has_partial_batch
 
     def begin_parts(self, rows: int, num_parts: int) -> None:
-        """Records the split of a batch of `rows` rows. Each part has its real rows."""
+        """Records that a batch of `rows` rows is split. Each part has its real rows."""
         self._splits.append((num_parts, rows))
 
     def gather_rows(self, x: jax.Array, dim: int) -> jax.Array:

@@ -63,7 +63,10 @@ def merge_results(run: ReplicaGroup, replica_results: Sequence[ReplicaResult]) -
 
 
 def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDef) -> None:
-    """Combines returned state that differs between replicas, in place; see `state_collections`."""
+    """Combines returned state that differs between replicas, in place; see `state_collections`.
+
+    `StateOutputs.place_collections` does the same for compiled functions.
+    """
     if run.mesh.num_replicas == 1 or not any(isinstance(x, PerReplica) for x in merged):
         return
     results = [_form_of(x) for x in merged]
@@ -78,9 +81,8 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
     names |= {i: labels[k] for i, k in returned.items() if isinstance(merged[i], PerReplica)}
     differing = {i: (label, merged[i].dtype) for i, label in names.items()}
     causes = dict.fromkeys(differing, "its new value differs between replicas")
-    for i, op in state_collections.decide(
-        differing, not_gradients, causes, rules, run.name
-    ).items():
+    decided = state_collections.decide(differing, not_gradients, causes, rules, run.name)
+    for i, op in decided.items():
         if op is None:
             first = replica_parts.component(run.mesh, merged[i].array, run.mesh.local_replicas[0])
             merged[i] = jax.device_put(first, run.mesh.replicated)
@@ -114,28 +116,28 @@ def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTr
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
 
     def mark(x: object) -> object:
-        callers = nodes.get(id(x), arguments.get(id(x)))
-        return x if callers is None else _ReturnedArgument(callers, x)
+        of_caller = nodes.get(id(x), arguments.get(id(x)))
+        return x if of_caller is None else _ReturnedArgument(of_caller, x)
 
     return list(map(mark, leaves)), treedef
 
 
 @dataclasses.dataclass
 class _ReturnedArgument:
-    """An argument that is returned unchanged: the caller's object, and the replica's own."""
+    """An argument that is returned unchanged: the caller's object, and the replica's copy."""
 
-    value: Any
-    own: Any
+    of_caller: Any
+    of_replica: Any
 
 
 def _merge(run: ReplicaGroup, parts: list[Any]) -> Any:
     first = parts[0]
-    if all(isinstance(x, _ReturnedArgument) and x.value is first.value for x in parts):
-        return first.value
-    parts = [x.own if isinstance(x, _ReturnedArgument) else x for x in parts]
+    if all(isinstance(x, _ReturnedArgument) and x.of_caller is first.of_caller for x in parts):
+        return first.of_caller
+    parts = [x.of_replica if isinstance(x, _ReturnedArgument) else x for x in parts]
     if all(isinstance(x, jax.Array) for x in parts):
-        own = any(run.frames[i].evaluation.depends_on_replica(x) for i, x in enumerate(parts))
-        return merge_arrays(run.mesh, [host_values.fetch(x) for x in parts], own, run)
+        differ = any(run.frames[i].evaluation.depends_on_replica(x) for i, x in enumerate(parts))
+        return merge_arrays(run.mesh, [host_values.fetch(x) for x in parts], differ, run)
     return merge_objects(run, parts)
 
 
@@ -170,18 +172,18 @@ def merge_objects(run: ReplicaGroup, parts: list[Any]) -> Any:
 
 
 def merge_arrays(
-    mesh: ReplicaMesh, hosts: list[Any], own: bool, run: ReplicaGroup
+    mesh: ReplicaMesh, hosts: list[Any], may_differ: bool, run: ReplicaGroup
 ) -> jax.Array | PerReplica:
-    """Returns host values of all replicas as one array, or as a PerReplica if they differ.
+    """Returns host values of all replicas as one array; as a PerReplica if they may differ.
 
     Args:
         hosts: The host value of each replica.
-        own: Whether they may differ, even if they are equal here.
+        may_differ: Whether they may differ in another call, even if they are equal here.
 
     Raises:
         ValueError: If the values have different numbers of dims.
     """
-    if mesh.num_replicas == 1 or (not own and host_values.are_equal(hosts)):
+    if mesh.num_replicas == 1 or (not may_differ and host_values.are_equal(hosts)):
         return jax.device_put(host_values.to_array(hosts[0]), mesh.replicated)
     shapes = {tuple(x.shape) for x in hosts}
     if len(shapes) == 1:

@@ -189,18 +189,19 @@ def _combine(
         parts = [fetch(x) for x in (out if primitive.multiple_results else [out])]
         for position, replica in enumerate(group):
             results[replica] = [x[position] for x in parts]
-    same = [are_equal([r[k] for r in results]) for k in range(len(results[0]))]
-    return [[(x, not s) for x, s in zip(r, same, strict=True)] for r in results]
+    differs = [not are_equal([r[k] for r in results]) for k in range(len(results[0]))]
+    return [list(zip(r, differs, strict=True)) for r in results]
 
 
 def _permute(
     pairs: Sequence[tuple[int, int]], contributions: list[list[HostValue]]
 ) -> list[list[tuple[HostValue, bool]]]:
     """Returns the values that each replica receives: zeros if no replica sends to it."""
-    source = {target: source for source, target in pairs}
+    # Each counts as the replica's own, also if all are equal here.
+    source_of = {target: source for source, target in pairs}
     return [
         [
-            (contributions[source[i]][k] if i in source else np.zeros_like(x), True)
+            (contributions[source_of[i]][k] if i in source_of else np.zeros_like(x), True)
             for k, x in enumerate(own)
         ]
         for i, own in enumerate(contributions)

@@ -63,9 +63,9 @@ def run(
             # Each round finds more sums with which every replica must begin as a whole. That ends,
             # because an object has finitely many sums.
             while True:
-                run = EagerRun(strategy, fn, args, kwargs, options, not_sums)
+                call = EagerRun(strategy, fn, args, kwargs, options, not_sums)
                 try:
-                    return run()
+                    return call()
                 except written_state.NotSums as found:
                     not_sums |= found.leaves
         except RuntimeError as error:
@@ -132,7 +132,7 @@ class EagerRun(ReplicaGroup):
         pmap_arrays.refuse_replicated(self.leaves, lambda: names, self.name)
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
-        self.host_values = {
+        self.host_arguments = {
             i: fetch_argument(self.mesh, self.leaves[i]) for i in self.kinds.dynamic
         }
         values = self.binding.values() if self.binding is not None else []
@@ -207,6 +207,7 @@ class EagerRun(ReplicaGroup):
 
         See `Turns.meet`.
         """
+        # Replica 0 does the work of a meeting, in its thread, which leaves its settings for it.
         evaluation = self.frames[0].evaluation
 
         def act_outside(contributions: list[Any]) -> list[Any]:
@@ -236,7 +237,7 @@ class EagerRun(ReplicaGroup):
         """Returns this replica's own values for flat arguments; it gets the others unchanged."""
         arguments: dict[int, Any] = dict(zip(self.kinds.objects, copies, strict=True))
         numbers = set(self.kinds.numbers)
-        for i, value in self.host_values.items():
+        for i, value in self.host_arguments.items():
             if i in numbers:
                 arguments[i] = jax.numpy.asarray(value)  # of a weak type
             else:

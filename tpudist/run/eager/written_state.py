@@ -126,7 +126,10 @@ def write_variables(run: ReplicaGroup) -> None:
 
 
 def _collect_variables(run: ReplicaGroup, refused: list[tuple[str, str, str]]) -> dict[Any, Any]:
-    """Returns the new host values of the Variables that some replica has assigned."""
+    """Returns the new host values of the Variables that some replica has assigned.
+
+    The replicas forget their values of all Variables: their next reads ask the strategy.
+    """
     frames = [run.frames[i] for i in range(run.mesh.num_replicas)]
     new_values = {}
     for variable in dict.fromkeys(v for frame in frames for v in frame.written):
@@ -139,7 +142,7 @@ def _collect_variables(run: ReplicaGroup, refused: list[tuple[str, str, str]]) -
             name = f"Variable '{variable.name}'"
             refused.append((name, _describe_difference(parts), divergence.VARIABLE_REMEDY))
     for frame in frames:
-        frame.give_up()
+        frame.forget_values()
     return new_values
 
 

@@ -42,24 +42,25 @@ class TracedRows:
         self._gathered, self._differing = gathered or {}, differing
         self.parts: list[tuple[int, int, int]] = []
         # Splits, gathers and claims are recognized in other traces by their position: all traces
-        # run the same Python code in the same order. `PartialBatch` checks the number of splits.
+        # run the same Python code in the same order. `RowTraces` checks the number of splits. Each
+        # gather and claim is also an operation of the program, which `RowProgram` compares.
         self._num_gathers = self._num_claims = 0
 
     def begin_parts(self, rows: int, num_parts: int) -> int:
         """Returns the rows of each part of a batch of `rows` rows in this trace."""
         if self._rows_of_parts is None:
-            each = rows // num_parts
+            rows_of_part = rows // num_parts
         elif len(self.parts) < len(self._rows_of_parts):
-            each = self._rows_of_parts[len(self.parts)]
+            rows_of_part = self._rows_of_parts[len(self.parts)]
         else:
             raise RowsError("with another number of rows it splits a batch again")
-        self.parts.append((num_parts, rows, each))
-        return each
+        self.parts.append((num_parts, rows, rows_of_part))
+        return rows_of_part
 
     def whole_of_parts(self, num_parts: int, rows: int) -> int:
         """Returns the rows of the batch of the last split into such parts."""
-        for parts, whole, each in reversed(self.parts):
-            if (parts, each) == (num_parts, rows):
+        for parts, whole, rows_of_part in reversed(self.parts):
+            if (parts, rows_of_part) == (num_parts, rows):
                 return whole
         raise ValueError(
             f"rows_of_microbatches received arrays of {num_parts} parts of {rows} rows each, but "
@@ -78,7 +79,9 @@ class TracedRows:
         index, self._num_claims = self._num_claims, self._num_claims + 1
         return None if index in self._differing else replica_rows.claim_equal(x, index)
 
-    def keep_state(self, new: Sequence[jax.Array], old: Mapping[int, jax.Array]) -> list[jax.Array]:
+    def keep_on_empty_replicas(
+        self, new: Sequence[jax.Array], old: Mapping[int, jax.Array]
+    ) -> list[jax.Array]:
         """Returns `new`; on replicas without rows, values with an old one do not change."""
         kept = list(new)
         if old:

@@ -55,7 +55,7 @@ def place_outputs(
         elif stacked[k] and not v.on_read:
             remedy = v.remedy or divergence.VARIABLE_REMEDY
             refused.append((f"Variable '{v.name}'", proof.describe_cause(k), remedy))
-        stacked[k] = v.on_read
+        stacked[k] = v.on_read  # a counted Variable is not ON_READ
     local = _place_leaves(call, found, proof, placement, adds_shares, refused)
     if refused:
         raise ValueError(divergence.describe_divergence(call.name, refused))
@@ -90,7 +90,6 @@ def _place_leaves(
         elif rule is None:
             remedy = divergence.remedy_of(binding.types[i].__name__)
             refused.append((binding.name(i), proof.describe_cause(k), remedy))
-            stacked[k] = False
         elif rule is VariableAggregation.ONLY_FIRST_REPLICA:
             placement.aggregate(k, None)
         else:

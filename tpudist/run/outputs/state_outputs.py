@@ -51,18 +51,19 @@ class StateOutputs:
         state = {o: self.num_variables + k for o, k in returned.items()}
         return state | {o: source for o, (_, source) in self._leaf_outputs().items()}
 
-    def find_statistics(
+    def find_averaged_state(
         self,
         returned: Mapping[int, int],
         aggregated: Mapping[ReduceOp | None, Sequence[int]],
     ) -> dict[int, int]:
         """Returns the new state that is averaged over replicas, with the inputs it replaces.
 
-        A replica without rows leaves such state unchanged.
+        A replica without rows leaves such state unchanged. Running statistics are an example. NNX's
+        averages are not: their totals and counts are summed.
         """
         state = self.find_replaced(returned) | self._find_collections()
-        statistics = set(aggregated.get(ReduceOp.MEAN, ()))
-        return {o: i for o, i in state.items() if o in statistics}
+        averaged = set(aggregated.get(ReduceOp.MEAN, ()))
+        return {o: i for o, i in state.items() if o in averaged}
 
     def find_not_summed(self) -> frozenset[int]:
         """Returns the leaves of NNX's averages to which the function does more than add.
@@ -176,6 +177,7 @@ class StateOutputs:
             *state_collections.paths_of(self.found.treedef).values(),
         ]
         if text := state_collections.describe_unknown(rules, labels, self.call.name):
+            # At each trace: other shapes may come with other names.
             trace_warnings.warn_once([trace_warnings.TraceWarning(UserWarning, text)], set())
 
     def keep_unchanged_keys(
