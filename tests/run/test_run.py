@@ -974,6 +974,27 @@ def test_the_log_names_the_function_of_a_partial(mirrored):
     assert [r.function for r in compiled()] == ["add", "add", "Add", "Add", "add"]
 
 
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])
+def test_a_call_inside_a_transformation_gets_traced_arguments(axes):
+    strategy = tpudist.TPUStrategy(replica_axes=axes) if axes else tpudist.MirroredStrategy()
+    with strategy.scope():
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def step(state, rows):
+        total = tpudist.get_replica_context().all_reduce("mean", (rows * state["w"]).sum())
+        return {"w": state["w"] * total, "step": state["step"] + 1}
+
+    def run(scale):
+        state = {"w": jnp.ones((4, 2)) * scale, "step": jnp.int32(0)}
+        return strategy.run(step, (state, jnp.ones((4, 2))))["w"].sum()
+
+    assert jax.jit(run)(2.0) == 8 * 2 * 16
+    assert jax.grad(run)(2.0) == 8 * 2 * 16
+    assert jax.vmap(run)(jnp.arange(2.0)).tolist() == [0, 64]
+    whole = nnx.jit(lambda model: strategy.run(lambda model: model(jnp.ones((1, 2))), (model,)))
+    np.testing.assert_allclose(whole(model), model(jnp.ones((1, 2))), rtol=1e-6)
+
+
 def test_a_call_is_checked_only_while_its_arguments_must_move(mirrored, monkeypatch):
     """A checked call takes longer. Arguments from another device move at each call."""
     num_checked = 0

@@ -23,6 +23,7 @@ from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import descriptions
 from tpudist.xla.hlo import source_lines
 from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.traces import is_traced
 
 _MAX_NAMED = 3  # arguments in a warning
 _DIVIDE = (
@@ -248,7 +249,7 @@ def _host_arrays(call: ReplicaCall, first: int) -> Iterator[tuple[int, int]]:
     arrays, mesh = set(call.kinds.arrays), call.strategy.replica_mesh
     for i, leaf in enumerate(call.inputs.leaves_of_arguments, first):
         x = call.leaves[leaf]
-        if leaf not in arrays or not x.ndim or x.shape[0] <= 1:
+        if leaf not in arrays or is_traced(x) or not x.ndim or x.shape[0] <= 1:
             continue
         if isinstance(x, np.ndarray) or (
             isinstance(x, jax.Array)

@@ -16,6 +16,7 @@ from tpudist.run.arguments import call_arguments, row_groups
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import open_parts
 from tpudist.xla.mesh import ReplicaMesh
+from tpudist.xla.traces import is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,9 @@ def make_getter(indices: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
 def sharding_to_keep(value: object, mesh: ReplicaMesh) -> NamedSharding | None:
     """Returns the sharding of old state on the mesh, which new state must keep; else None."""
     # With another sharding, the next call would miss the cache of `jit`.
-    sharding = value.sharding if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
+    if is_traced(value) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    sharding = value.sharding
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh.mesh:
         return sharding
     return None

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from tpudist.xla import descriptions
+from tpudist.xla.traces import is_traced
 
 # Flax's name for the axis of devices, in `jax_utils.replicate` and `prefetch_to_device`.
 _AXIS = "_device_put_sharded"
@@ -23,7 +24,8 @@ def refuse_replicated(
     """
     for i, leaf in enumerate(leaves):
         array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        if isinstance(array, jax.Array) and _has_device_dim(array):
+        is_concrete = isinstance(array, jax.Array) and not is_traced(array)
+        if is_concrete and _has_device_dim(array):
             raise ValueError(
                 f"'{name}' received '{labels()[i]}' {descriptions.describe_array(array)}. Its dim "
                 f"0 counts {array.shape[0]} devices: flax.jax_utils made it for jax.pmap, and each "
