@@ -53,6 +53,11 @@ class VariableLike(Protocol):
         """The axes inside a replica that split the value; None if the strategy decides."""
         ...
 
+    @property
+    def is_on_servers(self) -> bool:
+        """Whether its value is on a parameter server."""
+        ...
+
 
 class PerReplicaLike(Protocol):
     """A PerReplica or LocalPart, as the frame of a trace uses it."""

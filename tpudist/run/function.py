@@ -132,6 +132,7 @@ class Function:
             ]
             result = func(*args, **kwargs)
             if frame.elements:
+                # They were taken for this call, and are lost: it ends like any call that fails.
                 raise RuntimeError(
                     f"'{body.__name__}' took fewer elements of its iterators than when it was "
                     f"traced for other shapes, so {len(frame.elements)} would be lost. Take the "
@@ -273,7 +274,10 @@ class Function:
 
 
 class IteratorArgument:
-    """Takes the place of iterator number `number` among the arguments of a traced function."""
+    """Takes the place of iterator number `number` among the arguments of a traced function.
+
+    Equal by number, because it is a static value in the key of the step.
+    """
 
     def __init__(self, number: int):
         self.number = number

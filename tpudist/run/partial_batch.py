@@ -126,7 +126,7 @@ class PartialBatch:
         sizes = list(before.sizes_gathered)
         gathered = dict(before.gathered)
         for index, size in self._program.requirements.gathered.items():
-            size = self._express_in_own_symbols(size)
+            size = self._express_in_rows_of_replica(size)
             if size not in sizes:
                 sizes.append(size)
             gathered[index] = sizes.index(size)
@@ -170,7 +170,7 @@ class PartialBatch:
     def _find_broken_claims(self) -> frozenset[int]:
         return frozenset((*self._program.requirements.broken_claims, *self.proof.broken_claims))
 
-    def _express_in_own_symbols(self, size: RowSize) -> RowSize:
+    def _express_in_rows_of_replica(self, size: RowSize) -> RowSize:
         """Returns a size as a function of the replica's own rows.
 
         Raises:
@@ -198,7 +198,7 @@ class PartialBatch:
         """Returns the flat outputs for the flat local inputs, whose last ones are real rows."""
         values, counts = local[: -self._num_groups], local[-self._num_groups :]
         # The program does not know the rows of parts. Zeros do for sizes that are gathered, because
-        # none of these depends on parts (`_express_in_own_symbols`).
+        # none of these depends on parts (`_express_in_rows_of_replica`).
         unknown = [None] * len(self._parts)
         zeros = [0] * len(self._parts)
         sizes = [size.at([*counts, *zeros]) for size in self._knowledge.sizes_gathered]

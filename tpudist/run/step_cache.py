@@ -360,6 +360,7 @@ class Replicator:
 
     def function_of(self, fn: Callable, whole: bool = False) -> FunctionRecord:
         """Returns the record of a function, which is created at the first call."""
+        # `whole` is not in the key: only `tpudist.function` uses it, with functions of its own.
         # A bound method: its object and function are looked up, because Python creates a new method
         # object at each access. Users may also pass callables that only look like methods.
         owner, method = getattr(fn, "__self__", None), getattr(fn, "__func__", None)

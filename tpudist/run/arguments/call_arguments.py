@@ -112,7 +112,11 @@ def _kind(x: object) -> str:
 
 
 def numbers_in_state(kinds: Kinds, structure: tuple) -> list[int]:
-    """Returns the positions, among the arrays that are fed, of numbers inside a larger argument."""
+    """Returns the positions, among the arrays that are fed, of numbers inside a larger argument.
+
+    A number that is an argument by itself is a hyperparameter. A number inside a pytree may be
+    state, which comes back from the step as an array.
+    """
     if kinds.states:  # each may be several arrays
         return []
     first = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
@@ -154,9 +158,12 @@ class RunCall:
     """One call of `run`, for the trace that it may start.
 
     Attributes:
+        function: The record of the function.
         fn: The function as passed; a bound method is a new object at each call.
+        args: Positional arguments; `kwargs` are the others.
         elements: Values that are fed for the arguments; see `Flattener.elements`.
-        kinds: Positions of `elements` by kind.
+        kinds: Positions of `elements` by kind. `StepSignature.kinds` are those of all leaves.
+        binding: The NNX objects among the arguments; None without any.
         rows: For each partial batch, the real rows of each replica; empty if all are full.
         is_checked: Whether all arguments have been checked, so that a step may be created for them.
     """

@@ -18,6 +18,7 @@ from tpudist.xla import integers, tree_depth
 _LEAF_TYPES = (nnx.State, *nnx_contents.OBJECT_TYPES)
 _ARRAY = np.empty(())  # stands for a plain argument, which counts as one array
 _is = operator.is_
+# Both of these keep the types that they have seen, which are few and are rarely deleted.
 # Types whose instances are one array: `type(x) in set` is faster than `isinstance`.
 _single_array_types: set[type] = set()
 # `isinstance` of an NNX type takes a microsecond, and there may be hundreds of leaves.
@@ -43,11 +44,14 @@ class Flattener:
     To call `is_leaf` at each node of a large state costs more than the rest of a call. So an
     argument that was a plain pytree of arrays is fed to `jit` whole from then on. `jit` flattens it
     in C++, and its cache misses if the argument is something else now; then it is checked again.
+
+    `leaves`, which a checked call uses, learns which arguments are plain. `elements` uses that.
     """
 
     def __init__(self):
         self._plain: set[int] = set()  # positions of arguments that were plain pytrees
-        # Keys of structures take long to hash, so the steps are found by their numbers.
+        # Keys of structures take long to hash, so the steps are found by their numbers. Each
+        # structure that a call has had is kept: it is small in comparison with a step.
         self._numbers = itertools.count()
         self._number_of_key: dict[tuple, int] = {}
         self._keys: dict[int, tuple] = {}
@@ -112,27 +116,27 @@ class Flattener:
     def kinds_of_elements(
         self,
         elements: Sequence[Any],
-        number: int,
+        key_number: int,
         structure: tuple,
-        numbers: Collection[int],
+        fed_numbers: Collection[int],
     ) -> Kinds:
         """Returns the kinds of elements, in which a plain argument counts as one array.
 
         Args:
             elements: First result of `elements`.
-            number: Second result of `elements`.
+            key_number: Second result of `elements`.
             structure: Nesting of all the leaves, as `leaves` returns it.
-            numbers: Positions among all the leaves of Python numbers that are fed.
+            fed_numbers: Positions among all the leaves of Python numbers that are fed.
         """
         flat: list[Any] = []
         fed: set[int] = set()
         leaf = 0
-        for item, treedef in zip(self._keys[number][1:], structure, strict=True):
+        for item, treedef in zip(self._keys[key_number][1:], structure, strict=True):
             if item is None:
                 flat.append(_ARRAY)
             else:
                 first = len(flat)
                 flat += elements[first : first + treedef.num_leaves]
-                fed |= {first + i for i in range(treedef.num_leaves) if leaf + i in numbers}
+                fed |= {first + i for i in range(treedef.num_leaves) if leaf + i in fed_numbers}
             leaf += treedef.num_leaves
         return Kinds.of(flat, fed)

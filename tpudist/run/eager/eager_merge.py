@@ -1,4 +1,8 @@
-"""`merge_call` of replicas that run eagerly: called once for all, with the arguments of all."""
+"""`merge_call` of replicas that run eagerly: called once for all, with the arguments of all.
+
+The function is that of replica 0. If it captures a value of its replica, instead of getting it as
+an argument, all replicas get the value of replica 0, and not their own as in a compiled program.
+"""
 
 import dataclasses
 import functools

@@ -117,7 +117,7 @@ class ReplicaFrame(Frame):
             try:
                 yield
             except Exception as error:
-                self.references.explain(error)
+                self.references.raise_if_of_vmap(error)
                 raise
 
     @property

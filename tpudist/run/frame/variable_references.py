@@ -49,10 +49,10 @@ class VariableReferences:
         try:
             self._refs[variable][...] = value
         except Exception as error:
-            self.explain(error, [variable])
+            self.raise_if_of_vmap(error, [variable])
             raise
 
-    def explain(self, error: Exception, variables: Iterable[VariableLike] = ()) -> None:
+    def raise_if_of_vmap(self, error: Exception, variables: Iterable[VariableLike] = ()) -> None:
         """Raises a clear error if `error` is JAX's complaint about a reference in `jax.vmap`."""
         if self._refs and references.is_of_vmap(error):
             names = " or ".join(f"'{v.name}'" for v in variables or self._refs)
@@ -77,6 +77,7 @@ def check_references(
             the condition of a loop.
     """
     for lost in proof.lost_references:
+        # References have the numbers of their creation in the program, where Variables come first.
         if lost.number >= len(variables):
             continue  # a reference that the user's code creates
         where = f" (at {lost.where})" if lost.where else ""
@@ -87,6 +88,7 @@ def check_references(
                 "show the condition the value from before the loop in every iteration. Carry the "
                 "value through the loop, and read that in the condition."
             )
+        # Both are names of the primitive, in different versions of JAX.
         place = "jax.checkpoint" if lost.place in ("checkpoint", "remat2") else lost.place
         raise RuntimeError(
             f"Variable '{name}', which '{function_name}' assigns in a nested JAX transformation, "
