@@ -11,6 +11,19 @@ from tpudist.xla.compiler import private_files
 OURS = ("plan.json", "*.gz")
 
 
+def test_an_interrupt_after_the_replacement_of_a_file_is_raised(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def interrupt(*paths):
+        replace(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        private_files.write(tmp_path / "file", b"text")
+    assert (tmp_path / "file").read_bytes() == b"text"
+
+
 def mode_of(path):
     return path.stat().st_mode & 0o777
 

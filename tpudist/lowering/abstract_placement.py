@@ -38,6 +38,7 @@ def array_on(
     """
     if isinstance(x, np.ndarray | np.generic):
         # Without a sharding: JAX moves the value with the call to where the program wants it.
+        # The kinds are bool, int, uint, float and complex: not "V" of bfloat16 and similar types.
         dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "biufc" else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype)
     sharding: Sharding | None = x.sharding

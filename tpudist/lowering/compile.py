@@ -85,7 +85,7 @@ def trace(
         local = [_shape_of_part(x, s) for x, s in zip(inputs, stacked, strict=True)]
         with axis_errors.explain_axes(mesh, name), value_errors.explain_values(name):
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
-    traced: list[jaxprs.ClosedJaxpr] = []
+    traced: list[jaxprs.ClosedJaxpr] = []  # `eval_shape` returns only shapes; `body` fills this
     result_shapes.leave_out_manual_meshes()
 
     def body(*values):
@@ -163,6 +163,8 @@ def _spread(
     stack_outputs: Sequence[bool],
     finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> Callable[..., list[jax.Array]]:
+    """Does the same as `spread` for a function of one replica."""
+
     def body(*values):
         if mesh.block is not None:
             return body_of_block(mesh.block, *values)
@@ -200,10 +202,11 @@ def evaluate(closed: jaxprs.ClosedJaxpr, values: Sequence[ArrayLike]) -> list[ja
 def last_outputs(
     program: ReplicaProgram, mesh: ReplicaMesh, count: int, values: Arrays
 ) -> list[jax.Array] | None:
-    """Runs a program and returns its last `count` outputs, from the first replica.
+    """Runs a program and returns its last `count` (at least 1) outputs, from the first replica.
 
     Returns None if these outputs depend on an input whose value is abstract.
     """
+    assert count > 0
 
     def finish(outputs):
         return collectives.broadcast(list(outputs[-count:]))

@@ -58,8 +58,8 @@ def evaluate(
         ValueError: If the program does what replicas that share a device cannot, with the line.
     """
     evaluation = _Evaluation(block)
-    program = evaluation.varying.flatten(closed)
-    flags = evaluation.varying.find(program, varying)
+    program = evaluation.analysis.flatten(closed)
+    flags = evaluation.analysis.find(program, varying)
     return evaluation.run(program, flags, values), [flags[i] for i in program.outputs]
 
 
@@ -68,7 +68,7 @@ class _Evaluation:
 
     def __init__(self, block: Block):
         self._block = block
-        self.varying = VaryingValues()
+        self.analysis = VaryingValues()
 
     def run(
         self, program: FlatProgram, flags: Sequence[bool], values: Sequence[jax.Array]
@@ -80,12 +80,14 @@ class _Evaluation:
         rounds = split_into_rounds(program)
         needed = find_needed(program, rounds)
         for steps, later in zip(rounds, needed, strict=True):
-            varying = [x for x in steps if not x.communicates and _varies(x, flags)]
+            # Only a collective makes one value of values that vary. So within a round, no operation
+            # that runs once reads a result of the loop, and all of them can run before it.
+            varying_steps = [x for x in steps if not x.communicates and _varies(x, flags)]
             for step in steps:
                 if not step.communicates and not _varies(step, flags):
                     results = _bind(step, [env[i] for i in step.inputs])
                     env |= zip(step.outputs, results, strict=True)
-            self._run_per_replica(varying, flags, env, later)
+            self._run_per_replica(varying_steps, flags, env, later)
             self._communicate([x for x in steps if x.communicates], flags, env)
         return [env[i] for i in program.outputs]
 
@@ -150,7 +152,7 @@ class _Evaluation:
             ]
             return lax.switch(inputs[0], branches, *inputs[1:])
         if eqn.primitive.name == "axis_index":
-            return [self._block.first() + jnp.arange(self._block.size, dtype=jnp.int32)]
+            return [self._block.first_replica() + jnp.arange(self._block.size, dtype=jnp.int32)]
         parts = [self._stack(x, v) for x, v in zip(inputs, varying, strict=True)]
         if eqn.primitive.name == "all_gather" and has_equal_results(eqn):
             return [_concatenate_parts(self._block.gather(x), eqn) for x in parts]
@@ -175,21 +177,21 @@ class _Evaluation:
         return jnp.broadcast_to(value, (self._block.size, *jnp.shape(value)))
 
     def _stack_if(
-        self, values: Iterable[jax.Array], varying: Iterable[bool], must_vary: Iterable[bool]
+        self, values: Iterable[jax.Array], varying: Iterable[bool], stack_results: Iterable[bool]
     ) -> list[jax.Array]:
-        triples = zip(values, varying, must_vary, strict=True)
-        return [self._stack(x, varies) if must else x for x, varies, must in triples]
+        triples = zip(values, varying, stack_results, strict=True)
+        return [self._stack(x, varies) if stack else x for x, varies, stack in triples]
 
     def _function_of(
-        self, closed: jaxprs.ClosedJaxpr, varying: Sequence[bool], must_vary: Sequence[bool]
+        self, closed: jaxprs.ClosedJaxpr, varying: Sequence[bool], stack_results: Sequence[bool]
     ) -> Callable[..., list[jax.Array]]:
         # Results of a body go into the carry of the next iteration, and branches must agree in
         # shape. So a result that does not vary here is stacked if it varies elsewhere.
         def run(*values: jax.Array) -> list[jax.Array]:
-            program = self.varying.flatten(closed)
-            flags = self.varying.find(program, varying)
+            program = self.analysis.flatten(closed)
+            flags = self.analysis.find(program, varying)
             results = self.run(program, flags, values)
-            return self._stack_if(results, [flags[i] for i in program.outputs], must_vary)
+            return self._stack_if(results, [flags[i] for i in program.outputs], stack_results)
 
         return run
 

@@ -8,6 +8,7 @@ addresses only some of the devices. `replica_parts` reads the part of one replic
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -60,9 +61,9 @@ def shard(
         sharding = sharding.with_memory_kind(check_memory_kind(mesh, memory_kind))
     if not process_agreement.is_needed(mesh) or not any(map(_is_local, leaves)):
         return jax.device_put(value, sharding)
-    # We compare the first value of each signature (spec, shapes and dtypes), which also catches a
-    # process that places something else. Later values of a signature are compared by `device_put`,
-    # which is cheaper, unless they are on the mesh already.
+    # Only the first value of each signature (spec, shapes and dtypes) is compared here. This also
+    # catches a process that places something else. `device_put` compares later values of the same
+    # signature, which is cheaper; it does not compare values that are already on the mesh.
     # A leaf without a dtype is a Python number.
     signature = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
     process_agreement.agree_once(mesh, (spec, signature), lambda: _describe_values(value, spec))
@@ -178,7 +179,7 @@ def prepare_step_input(
     if sharding.device_set != mesh.device_set:
         if abstract:
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return replicate_from_host(mesh, value)
+        return copy_to_mesh(mesh, value)
     if is_stacked or not isinstance(sharding, NamedSharding):
         return value
     # With Explicit axes, JAX's default, the split of an array is part of its type, and a replica
@@ -238,6 +239,7 @@ def from_local(
     if len(positions) == shape[0]:
         return make_array(shape, sharding, local.__getitem__)
 
+    # `positions` is sorted and a device has consecutive rows, so they are consecutive in `local`.
     def read(index: tuple[slice, ...]) -> np.ndarray:
         first = positions.index(index[0].start)
         return local[(slice(first, first + index[0].stop - index[0].start), *index[1:])]
@@ -265,12 +267,13 @@ def sharding_of_stack(
 
 @functools.lru_cache(maxsize=256)
 def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
-    parts = int(np.prod([mesh.mesh.shape[axis] for axis in mesh.batch_axes]))
+    parts = math.prod(mesh.mesh.shape[axis] for axis in mesh.batch_axes)
     if not mesh.batch_axes or num_rows % parts:
         return mesh.stacked
     return NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, mesh.batch_axes))
 
 
+# Keeps small arrays, because a loop passes the same counts in every step.
 @functools.lru_cache(maxsize=4096)
 def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
     """Returns `counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
@@ -283,11 +286,13 @@ def abstract_counts(mesh: ReplicaMesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((mesh.num_replicas,), np.int32, sharding=mesh.stacked)
 
 
-def replicate_from_host(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
+def copy_to_mesh(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     """Copies an array from elsewhere (usually from one device) to every device of the mesh.
 
     The result shares no memory with `array`, so it may be donated.
     """
+    # JAX cannot copy an array of this process's devices to those of other processes. But each can
+    # place its own host copy, except of a random key, which has no NumPy form.
     if mesh.num_processes > 1 and not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return replicate(mesh, np.asarray(array))
     # `device_put` shares memory on devices that have the array already, even with may_alias=False.
@@ -327,6 +332,7 @@ def value_of_chief(mesh: ReplicaMesh, owner: str, value: jax.Array) -> jax.Array
     devices = NamedSharding(mesh.mesh, PartitionSpec(mesh.mesh.axis_names))
     shape = (mesh.mesh.size, *local.shape)
     values = make_array(shape, devices, lambda _: local[None])  # one row per device
+    # Row 0 belongs to the first process, so this small program sends its value to all.
     first = jax.jit(lambda x: x[0], out_shardings=mesh.replicated)(values)
-    chiefs = jnp.asarray(first.addressable_shards[0].data)
-    return jax.random.wrap_key_data(chiefs, impl=jax.random.key_impl(value)) if is_key else chiefs
+    chosen = jnp.asarray(first.addressable_shards[0].data)
+    return jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(value)) if is_key else chosen

@@ -14,10 +14,9 @@ from jax.typing import ArrayLike
 from tpudist.programs.replica_equality import EQUALIZING_FUNCTION
 from tpudist.reduce_op import ReduceOp
 from tpudist.xla import collectives
-from tpudist.xla.packing import Packing
+from tpudist.xla.packing import Communicate, Packing
 
 Accumulate = Callable[[list[jax.Array]], ArrayLike]
-Communicate = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 def reduce_on_one_replica(
@@ -50,7 +49,7 @@ def reduce_on_one_replica(
 
     # The gradient of a user's function may differ between replicas, so it gets no mark.
     send = communicate if accumulate is not None else _mark_equalizing(communicate)
-    return _reduce(op, arrays, send)
+    return _communicate_and_divide(op, arrays, send)
 
 
 def reduce_in_groups(
@@ -58,7 +57,8 @@ def reduce_in_groups(
 ) -> list[jax.Array]:
     """Combines the arrays within groups of neighbors, then across the groups.
 
-    With a prime number of replicas there are no groups, and all combine in one step.
+    With n replicas, a collective then has about sqrt(n) members instead of n. With a prime number
+    of replicas there are no groups, and all combine in one step.
     """
     n = collectives.num_replicas()
     size = group_size(n)
@@ -79,10 +79,10 @@ def reduce_in_groups(
         sent = [jnp.where(first, x, jnp.zeros_like(x)) for x in sent]
         return collectives.combine(ReduceOp.SUM, sent, within)
 
-    return _reduce(op, arrays, _mark_equalizing(communicate), packing)
+    return _communicate_and_divide(op, arrays, _mark_equalizing(communicate), packing)
 
 
-def _reduce(
+def _communicate_and_divide(
     op: ReduceOp, arrays: Sequence[jax.Array], send: Communicate, packing: Packing | None = None
 ) -> list[jax.Array]:
     # A mean of integers is a sum of floats, divided at the end: the integer sum might overflow.

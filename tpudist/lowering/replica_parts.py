@@ -30,6 +30,8 @@ def _component(mesh: ReplicaMesh, stacked: jax.Array, replica: int) -> jax.Array
         # replicas are spread over devices in order, in blocks of equal size.
         return shard[replica % shard.shape[0]]
     spec = _spec(stacked)
+    # A shard of an array that is split over replicas has this replica's row only; one of a
+    # replicated array has all rows.
     position = 0 if spec and spec[0] is not None else replica
     return jax.make_array_from_single_device_arrays(
         stacked.shape[1:],
@@ -57,7 +59,10 @@ def move_part(mesh: ReplicaMesh, part: PyTree) -> PyTree:
 
 
 def copy_of_first_replica(mesh: ReplicaMesh, value: PyTree) -> PyTree:
-    """Returns the copy of a mirrored array on the devices to which `move_part` moves parts."""
+    """Returns the copy of a mirrored array on the devices to which `move_part` moves parts.
+
+    Returns any other value unchanged.
+    """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
     on_mesh = isinstance(value.sharding, NamedSharding) and value.sharding.mesh == mesh.mesh

@@ -49,6 +49,7 @@ class VaryingValues:
     def _flags_of_outputs(self, step: Operation, flags: Sequence[bool]) -> list[bool]:
         inputs, count = [flags[i] for i in step.inputs], len(step.outputs)
         if not step.communicates:
+            # A callback may return something else at each call, even for equal inputs.
             return [any(inputs) or bool(step.eqn.effects)] * count
         structure = jaxprs.structure_of(step.eqn)
         if isinstance(structure, Scan):
@@ -85,12 +86,13 @@ class VaryingValues:
         carry: Sequence[bool],
         xs: Sequence[bool] = (),
     ) -> tuple[list[bool], list[bool]]:
+        """Returns which values of the carry vary, and which results of the body do."""
         # Fixpoint: a carry varies if it varies at the start or after any iteration. Each round
         # only turns flags on, so there are at most as many rounds as carried values, plus one.
-        # Returns the flags of the carry, and those of all results of the body.
         carry = list(carry)
         while True:
             results = self._find_results(body, [*consts, *carry, *xs])
+            # The results continue with the outputs of each iteration.
             after = [x or y for x, y in zip(carry, results, strict=False)]
             if after == carry:
                 return carry, results

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+# Without rules for derivatives and batching: only finished programs get constraints.
 _constrain: Any = core.Primitive("tpudist_constrain_axes")
 _constrain.def_abstract_eval(lambda x, **_: x)
 
@@ -30,7 +31,8 @@ def constrain_axes(
 ) -> jax.Array:
     """Returns the array, split by `axes` along the first of `dims` that they divide, or unsplit.
 
-    Only `axes` split that dim. The other axes may split the other dims, as XLA chooses.
+    Only `axes` split that dim: without axes, no axis splits the first of `dims`. The other axes may
+    split the other dims, as XLA chooses.
 
     Args:
         x: Array in a program that is traced under a mesh with these axes.

@@ -180,15 +180,16 @@ def run_collective(
     leaves, treedef = jax.tree.flatten(value)
     leaves = [jnp.asarray(x) for x in leaves]
     if num_replicas() == 1:
-        # XLA rejects collectives over one partly manual device.
+        # XLA rejects collectives over a manual axis of one device next to automatic axes.
         return jax.tree.unflatten(treedef, leaves)
     if _eager_axis.get() is not None:
         communicate = _trace_first(communicate)
     dtypes = [x.dtype for x in leaves]
-    widen = platform() == "cpu"
-    sent = [x.astype(jnp.float32) if widen and is_16_bit_float(x.dtype) else x for x in leaves]
+    on_cpu = platform() == "cpu"
+    sent = [x.astype(jnp.float32) if on_cpu and is_16_bit_float(x.dtype) else x for x in leaves]
     if packing is not None:
-        received = packing.apply(communicate, sent, joins and widen)
+        # XLA:CPU's combiner is off then (`Packing.compiler_options`), so arrays are joined here.
+        received = packing.apply(communicate, sent, joins and on_cpu)
     else:
         received = communicate(sent) if sent else []
     return jax.tree.unflatten(

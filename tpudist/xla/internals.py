@@ -17,6 +17,10 @@ from jax._src import config, core, distributed, mesh, sharding_impls
 from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
+# JAX aborts a process after this time without a heartbeat. tpudist detects lost processes itself
+# (`processes.process_watch`), so the time is practically infinite.
+_FOREVER_S = 10_000_000
+
 
 def coordination_client() -> Any:
     """Returns the client of JAX's coordination service (a key-value store); None in one process."""
@@ -28,11 +32,6 @@ def coordinator_host() -> str:
     """Returns the address of the first process's host for the others; empty in one process."""
     address = distributed.global_state.coordinator_address or ""
     return address.rpartition(":")[0].strip("[]")
-
-
-# JAX aborts a process after this time without a heartbeat. tpudist detects lost processes itself
-# (`processes.process_watch`), so the time is practically infinite.
-_FOREVER_S = 10_000_000
 
 
 def start_coordination_service(address: str, num_processes: int) -> Any:
@@ -177,7 +176,7 @@ def settings_of_traces() -> tuple[Any, ...]:
 
 def is_described(device: jax.Device) -> bool:
     """Whether a device belongs to a described topology (`xla.topology`) and cannot run programs."""
-    return type(device.client).__name__ == "CompileOnlyPyClient"
+    return type(device.client).__name__ == "CompileOnlyPyClient"  # the class is not public
 
 
 def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], Any]) -> Any:
@@ -199,7 +198,7 @@ def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], An
         return Evaluation()
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
-            "To run replica functions eagerly, tpudist evaluates the operations of JAX itself, but "
+            "To run replica functions eagerly, tpudist itself evaluates the operations of JAX, but "
             f"jax {jax.__version__} does not allow that. Install a jax that tpudist supports: see "
             "CONTRIBUTING.md. Or do not use strategy.debug()."
         ) from error

@@ -35,8 +35,9 @@ class ReplicaMesh:
         mesh: The mesh of devices.
         replica_axis: Name of its axis of replicas.
         axis_name: Second name of that axis for replica functions.
-        deterministic: Number of replicas that does not depend on the number of devices: each device
-            has several, in order. None for one replica per position of the axis.
+        deterministic: Number of replicas, named like the option of the strategies, which does not
+            depend on the number of devices: each device has several, in order. None for one replica
+            per position of the axis.
     """
 
     mesh: Mesh
@@ -60,7 +61,8 @@ class ReplicaMesh:
     def with_more_replicas(self, factor: int) -> "ReplicaMesh":
         """Returns a mesh of `factor` times as many replicas, for traces only.
 
-        The mesh has each device several times, so no program can be compiled for it.
+        Warnings compare a trace with one of more replicas (`run/trace_warnings.py`). The mesh has
+        each device several times, so no program can be compiled for it.
         """
         if self.deterministic is not None:
             return dataclasses.replace(self, deterministic=self.deterministic * factor)

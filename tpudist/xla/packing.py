@@ -11,7 +11,7 @@ Communicate = Callable[[list[jax.Array]], Sequence[jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """A division of a list of arrays into collectives; by default there is one.
+    """A division of a list of arrays into collectives; by default one for all.
 
     Attributes:
         bytes_per_pack: Largest number of bytes per collective; a larger array has its own. 0 for no

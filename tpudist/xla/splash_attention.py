@@ -54,8 +54,11 @@ def causal_attention(
         window: Number of positions to attend to, including itself; None for all.
 
     Raises:
-        ValueError: If `block` is not a multiple of 128, or does not divide `backward_block`.
+        ValueError: If `block` is not a positive multiple of 128 or does not divide
+            `backward_block`, or `window` is not positive.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a position attends at least to itself. Use at least 1.")
     length, heads = query.shape[1:3]
     block, backward_block = _block_sizes(length, block, backward_block)
     # Padding is at the end, and no position attends to a later one.
@@ -75,11 +78,11 @@ def causal_attention(
 def _block_sizes(length: int, block: int | None, backward_block: int | None) -> tuple[int, int]:
     if block is None:  # the largest tile that needs the least padding
         padded = -(-length // _LANES) * _LANES
-        block = next(size for size in (_BLOCK, 384, 256, 128) if padded % size == 0)
-    if block % _LANES:
+        block = next(size for size in range(_BLOCK, 0, -_LANES) if padded % size == 0)
+    if block < 1 or block % _LANES:
         raise ValueError(
             f"A tile of Splash attention must have a multiple of {_LANES} rows; got {block}. Use "
-            f"{-(-block // _LANES) * _LANES}."
+            f"{max(1, -(-block // _LANES)) * _LANES}."
         )
     if backward_block is None:  # a divisor of the length, in tiles
         tiles = -(-length // block)

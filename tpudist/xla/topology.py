@@ -33,6 +33,8 @@ NO_TPU_HERE = {
 def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     """Returns described devices of the TPU slice `name`. This needs libtpu, but no TPU.
 
+    Sets environment variables of this process for libtpu, if it has no TPU.
+
     Args:
         name: Name of the slice: "v5e-256", "v5p-128", "2xv5e-256" (two slices) or, with the shape
             in chips, "v5e:2x4"; see `slices.parse`. A chip of v2, v3 or tpu7x is two devices, any
@@ -48,7 +50,7 @@ def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     num_slices = tpu_slice.num_slices if num_slices is None else num_slices
     if not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(f"num_slices={num_slices!r}: it must be an integer of at least 1.")
-    if num_slices != tpu_slice.num_slices != 1:
+    if tpu_slice.num_slices not in (1, num_slices):
         raise ValueError(
             f'"{name}" is {tpu_slice.num_slices} slices, but num_slices is {num_slices}. Omit one '
             "of them."

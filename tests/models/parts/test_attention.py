@@ -300,6 +300,10 @@ def test_attend_rejects_unsupported_arguments():
         splash_attention.causal_attention(*inputs, block=100)
     with pytest.raises(ValueError, match="whole number of tiles of 256 keys at a time; got 384"):
         splash_attention.causal_attention(*inputs, block=256, backward_block=384)
+    with pytest.raises(ValueError, match="multiple of 128 rows; got 0. Use 128"):
+        splash_attention.causal_attention(*inputs, block=0)
+    with pytest.raises(ValueError, match="window=0"):
+        splash_attention.causal_attention(*inputs, window=0)
     mesh, both = mesh_of(fsdp=2, sequence=2), (("sequence", ("fsdp", "sequence")),)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(both):
         with pytest.raises(ValueError, match="uses one mesh axis, but"):

@@ -41,14 +41,22 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
     avals = [array_aval(x) for x in eqn.outvars]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
+    # XLA fails for a shard_map without operands, as for `jax.debug.print("here")`. So the shard_map
+    # gets a zero, and calls a new callback, which ignores the zero and binds the original one.
+    def print_original(_: jax.Array) -> None:
+        eqn.primitive.bind(**eqn.params)
+
+    def bind_original(_: jax.Array) -> list[jax.Array]:
+        return list(eqn.primitive.bind(**eqn.params))
+
     def call(*operands: jax.Array) -> list[jax.Array]:
         if eqn.invars:
             return list(eqn.primitive.bind(*operands, **eqn.params) or ())
         if eqn.primitive.name in _DEBUG:
-            jax.debug.callback(lambda _: eqn.primitive.bind(**eqn.params) and None, *operands)
+            jax.debug.callback(print_original, *operands)
             return []
         callback = jax.pure_callback if eqn.primitive.name == _PURE else io_callback
-        return callback(lambda _: list(eqn.primitive.bind(**eqn.params)), shapes, *operands)
+        return callback(bind_original, shapes, *operands)
 
     def call_once(*operands: jax.Array) -> list[jax.Array]:
         def skip(*_: jax.Array) -> list[jax.Array]:
@@ -57,8 +65,6 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
         results = jax.lax.cond(jax.lax.axis_index(axes) == 0, call, skip, *operands)
         return [_broadcast_from_first(x, axes) for x in results]
 
-    # XLA fails if a shard_map has no operands, as for `jax.debug.print("here")`: it gets a zero,
-    # and a callback that ignores it and binds the original one.
     if not eqn.invars:
         operands = (jnp.zeros(1),)
     return jax.shard_map(
@@ -71,7 +77,8 @@ def _lower(eqn: core.JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _broadcast_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    # All devices but the first contribute zeros, so the sum is the first device's value.
+    # All devices but the first contribute zeros, so the sum is the first device's value. All axes
+    # are manual here, so XLA:CPU accepts sums of 16-bit and complex numbers.
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int8), axes).astype(jnp.bool_)
     return jax.lax.psum(x, axes)

@@ -3,8 +3,8 @@
 A replica function may call `jax.lax.psum(x, "replica")`, and a model may have an `axis_name`. In
 replicas of several devices, XLA rejects collectives over an axis of one replica. XLA:CPU ends the
 process for collectives of 16-bit floats (`partitioner_bugs`) and for sums of complex numbers. So
-one replica sends nothing. On CPU, 16-bit floats are sent as float32, and a complex number as two
-floats, as in `xla.collectives`.
+with one replica, collectives are computed without sending. On CPU, 16-bit floats are sent as
+float32, and a complex number as two floats, as in `xla.collectives`.
 """
 
 import jax
@@ -60,6 +60,7 @@ def _evaluate_alone(
 ) -> list[jax.Array]:
     """Returns the results of a collective of one replica, by JAX's rules for a vmap of size 1."""
     if eqn.primitive.name == "ppermute":  # JAX's rule makes a constant, which `rewrite` rejects
+        # The only possible pair is (0, 0).
         return [operands[0] if eqn.params["perm"] else jnp.zeros_like(operands[0])]
 
     def bind(*parts):

@@ -72,10 +72,11 @@ def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Arr
     if len(axes_of(AxisType.Auto)) == 1:
         return _convolve_in_usual_order(eqn, image, kernel)
     if eqn.params["batch_group_count"] > 1:
-        return _convolve_groups_of_rows(eqn, image, kernel)
+        return _gradient_of_grouped_kernels(eqn, image, kernel)
     dims = eqn.params["dimension_numbers"]
 
     def keep_whole(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
+        # After batch and channels, `spec` has the spatial dims.
         return constrain_axes(x, (), whole_dims=spec[2:])
 
     image, kernel = keep_whole(image, dims.lhs_spec), keep_whole(kernel, dims.rhs_spec)
@@ -85,12 +86,17 @@ def _lay_out(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Arr
     return keep_whole(convolve(image, kernel), dims.out_spec)
 
 
-def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes the gradient of grouped kernels: per group of channels, summed over rows."""
+def _gradient_of_grouped_kernels(
+    eqn: core.JaxprEqn, image: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """Computes the gradient of grouped kernels: per group of channels, summed over rows.
+
+    A convolution in which the user sets `batch_group_count` is the same sum.
+    """
     # In this gradient the channels are in the batch dim of the convolution, and the rows in its
     # feature dims. So the first two positions of each spec have swapped roles.
     dims, num_groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
-    (channels, rows), (features, rows_too) = dims.lhs_spec[:2], dims.rhs_spec[:2]
+    (channels, rows), (features, kernel_rows) = dims.lhs_spec[:2], dims.rhs_spec[:2]
     automatic = axes_of(AxisType.Auto)
     by_rows = axes_that_divide(image.shape[rows], [x for x in automatic if x in BATCH_AXES])
     by_groups = axes_that_divide(num_groups, [x for x in automatic if x not in BATCH_AXES])
@@ -107,12 +113,12 @@ def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.A
         wide = part.astype(jnp.float32) if is_16_bit_float(part.dtype) else part
         return jax.lax.psum(wide, by_rows).astype(part.dtype)
 
-    split = functools.partial(_spec, image.ndim)
+    split = functools.partial(_spec_of_dims, image.ndim)
     return jax.shard_map(
         convolve,
         in_specs=(
             split({rows: by_rows, channels: by_groups}),
-            split({rows_too: by_rows, features: by_groups}),
+            split({kernel_rows: by_rows, features: by_groups}),
         ),
         out_specs=split({dims.out_spec[1]: by_groups}),
         axis_names=frozenset(automatic),
@@ -120,5 +126,5 @@ def _convolve_groups_of_rows(eqn: core.JaxprEqn, image: jax.Array, kernel: jax.A
     )(image, kernel)
 
 
-def _spec(ndim: int, split: dict[int, tuple[str, ...]]) -> PartitionSpec:
+def _spec_of_dims(ndim: int, split: dict[int, tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(split.get(dim) or None for dim in range(ndim)))

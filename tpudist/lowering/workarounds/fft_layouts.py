@@ -30,12 +30,12 @@ def _lay_out(eqn: core.JaxprEqn, x: jax.Array) -> jax.Array:
     automatic = axes_of(AxisType.Auto)
     # XLA transforms the last dims, so the first dim has rows unless all dims are transformed.
     has_rows = x.ndim > len(eqn.params["fft_lengths"])
-    of_rows = [axis for axis in automatic if axis in BATCH_AXES]
-    rows = PartitionSpec(axes_that_divide(x.shape[0], of_rows) if has_rows else None)
+    row_axes = [axis for axis in automatic if axis in BATCH_AXES]
+    spec = PartitionSpec(axes_that_divide(x.shape[0], row_axes) if has_rows else None)
     return jax.shard_map(
         lambda x: eqn.primitive.bind(x, **eqn.params),
-        in_specs=rows,
-        out_specs=rows,
+        in_specs=spec,
+        out_specs=spec,
         axis_names=frozenset(automatic),
         check_vma=False,
     )(x)

@@ -20,7 +20,8 @@ from tpudist.xla.axis_constraint import axes_of, constrain_axes
 from tpudist.xla.mesh import BATCH_AXES
 from tpudist.xla.settings import Setting
 
-# Axes that split tokens: they split the indices and not the table.
+# Axes that split tokens: they split the indices and not the table. A batch is not split over
+# "sequence", but the tokens of each row are.
 _TOKEN_AXES = (*BATCH_AXES, "sequence")
 _COMBINERS = ("add", "sub", "mul", "min", "max")
 _LOOKUPS = ("gather", "scatter", *(f"scatter-{combiner}" for combiner in _COMBINERS))
@@ -59,38 +60,40 @@ def _lay_out(eqn: core.JaxprEqn, *operands: jax.Array, by_rows: bool) -> jax.Arr
         return entry_selection.pick(eqn, *operands)
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive.name == "gather":
-        looked_up, in_indices = numbers.start_index_map, numbers.start_indices_batching_dims
+        looked_up, index_batch_dims = numbers.start_index_map, numbers.start_indices_batching_dims
     else:
         looked_up = numbers.scatter_dims_to_operand_dims
-        in_indices = numbers.scatter_indices_batching_dims
+        index_batch_dims = numbers.scatter_indices_batching_dims
     automatic = axes_of(AxisType.Auto)
-    of_tokens = [axis for axis in automatic if axis in _TOKEN_AXES]
-    of_tables = [axis for axis in automatic if axis not in _TOKEN_AXES]
-    # The first dim that the table shares with the indices is the batch, which stays split.
-    shared = numbers.operand_batching_dims
+    token_axes = [axis for axis in automatic if axis in _TOKEN_AXES]
+    table_axes = [axis for axis in automatic if axis not in _TOKEN_AXES]
+    # Batch dims that the table shares with the indices stay split, in both alike. `constrain_axes`
+    # splits only the first dim that it can.
+    table_batch_dims = numbers.operand_batching_dims
     table, indices, *updates = operands
-    if by_rows or shared:
-        # The first dims are the batch. Without a constraint XLA may split another dim of the
-        # indices by these axes, and then the bug occurs again.
-        dims = in_indices if shared else range(indices.ndim - 1)
-        indices = constrain_axes(indices, of_tokens, dims, whole_axes=of_tables)
-        of_table = functools.partial(constrain_axes, axes=of_tokens, dims=shared)
+    if by_rows or table_batch_dims:
+        # Without a constraint XLA may split another dim of the indices by these axes, and then the
+        # bug occurs again. The first dims are the batch.
+        dims = index_batch_dims if table_batch_dims else range(indices.ndim - 1)
+        indices = constrain_axes(indices, token_axes, dims, whole_axes=table_axes)
+        lay_out_table = functools.partial(constrain_axes, axes=token_axes, dims=table_batch_dims)
     else:
         # Indices such as positions are small: every device has all, and the table may be split.
         indices = constrain_axes(indices, automatic)
-        of_table = functools.partial(constrain_axes, axes=())
+        lay_out_table = functools.partial(constrain_axes, axes=())
         updates = [_keep_whole_but_windows(x, numbers.update_window_dims) for x in updates]
-    table = of_table(table, whole_dims=looked_up)
+    table = lay_out_table(table, whole_dims=looked_up)
     result = eqn.primitive.bind(table, indices, *updates, **eqn.params)
     if updates:
-        return of_table(result, whole_dims=looked_up)
+        return lay_out_table(result, whole_dims=looked_up)
     if not by_rows:
         return result
     # Shardings propagate backward, too. This keeps a later operation from splitting the operands.
-    of_indices = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
-    return constrain_axes(result, of_tokens, of_indices[:1], whole_dims=of_indices[1:])
+    index_dims = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
+    return constrain_axes(result, token_axes, index_dims[:1], whole_dims=index_dims[1:])
 
 
 def _keep_whole_but_windows(updates: jax.Array, windows: Sequence[int]) -> jax.Array:
+    """Constrains the dims of updates that belong to the indices, so that no axis splits them."""
     dims = [dim for dim in range(updates.ndim) if dim not in windows]
     return constrain_axes(updates, (), whole_dims=dims)

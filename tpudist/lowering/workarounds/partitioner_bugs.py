@@ -23,8 +23,8 @@ class Bug:
     """A program that fails on 8 emulated CPU devices.
 
     Attributes:
-        affected: Programs that have the bug, as a sentence.
-        message: Part of the last line of output, from XLA or from our comparison of numbers.
+        affected: Programs that have the bug, as a phrase.
+        message: Part of the last line of output, from XLA or from this file's comparison.
         versions: Versions of jaxlib that have the bug.
         workaround: Module with the workaround.
         reproduce: Called without arguments; compiles or runs the smallest known program.

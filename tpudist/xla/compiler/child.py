@@ -27,7 +27,9 @@ from typing import Any, BinaryIO
 # A message is this frame (the lengths of the JSON object and of the bytes), the object, the bytes.
 _FRAME = struct.Struct("<QQ")
 _TICK_S = 0.5
-_PARENT = "TPUDIST_PARENT_PROCESS"  # environment variable with the parent's process id
+_PARENT_VARIABLE = "TPUDIST_PARENT_PROCESS"  # has the parent's process id
+# In the error about a dead process.
+_MAX_LINES, _MAX_BYTES = 60, 1 << 16
 
 Request = Mapping[str, Any]  # what JSON can represent
 Answer = tuple[dict[str, Any], bytes]
@@ -55,21 +57,21 @@ class Child:
     """A running Python process.
 
     Args:
-        name: Module that the process runs, which calls `serve`.
+        module: Module that the process runs, which calls `serve`.
         environment: Additional environment variables.
 
     Attributes:
         environment: All environment variables of the process.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str]):
-        own = {"PYTHONPATH": os.pathsep.join(_paths()), _PARENT: str(os.getpid())}
+    def __init__(self, module: str, environment: Mapping[str, str]):
+        own = {"PYTHONPATH": os.pathsep.join(_paths()), _PARENT_VARIABLE: str(os.getpid())}
         self.environment = {**os.environ, **environment, **own}
         # A file and not a pipe, which would block the child when it is full.
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             # -P: do not import from the current folder, which may have a jax.py.
-            [sys.executable, "-P", "-m", name],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
@@ -169,11 +171,11 @@ class Child:
             return f"signal {signal.Signals(-status).name}"
         return f"exit status {status}"
 
-    def _last_output(self, num_lines: int = 60) -> str:
+    def _last_output(self) -> str:
         size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - (1 << 16)))
+        self._output.seek(max(0, size - _MAX_BYTES))
         lines = self._output.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+        return "\n".join(lines[-_MAX_LINES:])
 
 
 def _paths() -> list[str]:
@@ -193,7 +195,7 @@ def serve(answer: Callable[[dict[str, Any], bytes], Answer], *, idle_s: float) -
         answer: Called with the JSON object and the bytes of a request; returns the answer's.
         idle_s: Seconds without a request after which this process ends.
     """
-    parent = int(os.environ[_PARENT])
+    parent = int(os.environ[_PARENT_VARIABLE])
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")

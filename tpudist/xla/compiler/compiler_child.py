@@ -24,7 +24,7 @@ from tpudist.xla.hlo import compiled_program
 _IDLE_S = 120.0
 # Attributes with shardings, of Shardy and of its predecessor GSPMD.
 _SHARDINGS = ("sdy.sharding", "mhlo.sharding")
-# A TPU gets longer lists of arguments as one tuple, as from jax.jit.
+# A TPU gets longer lists of arguments as one tuple, as in JAX (`dispatch.should_tuple_args`).
 _MAX_ARGUMENTS = 2000
 
 
@@ -86,10 +86,12 @@ def _options(request: dict[str, Any], module: ir.Module, folder: str) -> xla_cli
     build = options.executable_build_options
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = request["shardy"]
+    # MLIR prints names with quotes.
     main: Any = next(f for f in module.body.operations if str(f.name).strip('"') == "main")
     arguments = _attributes(main, "arg_attrs", len(main.type.inputs))
     results = _attributes(main, "res_attrs", len(main.type.results))
-    options.parameter_is_tupled_arguments = len(arguments) > _MAX_ARGUMENTS
+    is_tpu = request["slice"] != "cpu"
+    options.parameter_is_tupled_arguments = is_tpu and len(arguments) > _MAX_ARGUMENTS
     build.allow_spmd_sharding_propagation_to_parameters = [_is_open(a) for a in arguments]
     build.allow_spmd_sharding_propagation_to_output = [_is_open(r) for r in results]
     overrides = dict(request["options"])

@@ -59,10 +59,11 @@ OPTIONS = (
         "xla_tpu_all_gather_collective_matmul_mode",
         "none",
         ("tpu7x",),
-        "No collective matmul either. Left as it is, libtpu 0.0.42.1 ends with a segmentation "
-        "fault in its pass RemoveAllGatherReduceScatterForCMV1, on training steps whose parameters "
-        "are split over fsdp. The other choice is post_spmd. By the planner's rules, four layers "
-        "of the size of Llama-3.1-70B with fsdp=16 take 0.96 s with it, and 0.81 s without.",
+        "No collective matmul, as with the option above. With its own default, libtpu 0.0.42.1 "
+        "ends with a segmentation fault in its pass RemoveAllGatherReduceScatterForCMV1, on "
+        "training steps whose parameters are split over fsdp. The other choice is post_spmd. By "
+        "the planner's rules, four layers of the size of Llama-3.1-70B with fsdp=16 take 0.96 s "
+        "with it, and 0.81 s without.",
     ),
     Option(
         "xla_tpu_reduce_scatter_collective_matmul_mode",
@@ -95,7 +96,7 @@ OPTIONS = (
         True,
         ("v4", "v6e"),
         "On v4, gathers weights during the computation; the default only since v5 (axlearn). On "
-        "v6e, see the previous option.",
+        "v6e, see `..._fuse_all_gather`.",
     ),
     Option(
         "xla_tpu_host_transfer_overlap_limit",
@@ -115,7 +116,7 @@ OPTIONS = (
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
         False,
         ("tpu7x",),
-        "No reduce-scatters on SparseCores; see the previous option.",
+        "No reduce-scatters on SparseCores; see `..._offload_all_reduce`.",
     ),
     Option(
         "xla_enable_async_collective_permute",

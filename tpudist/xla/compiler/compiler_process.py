@@ -47,6 +47,7 @@ _CHILD = "tpudist.xla.compiler.compiler_child"
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
 _FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
+# The process only compiles: it must neither take a chip nor ask the metadata server for one.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", **topology.NO_TPU_HERE}
 
 
@@ -209,13 +210,13 @@ def slice_of(devices: Sequence[jax.Device]) -> tuple[str, int] | None:
 
 
 def _raise_error(
-    text: str, error: str, reports: tuple[str, str], cause: Exception | None = None
+    text: str, error_type: str, reports: tuple[str, str], cause: Exception | None = None
 ) -> NoReturn:
     if any(phrase in text for phrase in _OUT_OF_HBM):
         raise HbmExceeded(text, reports) from cause
-    if error in ("ValueError", "TypeError") or "INVALID_ARGUMENT" in text:
+    if error_type in ("ValueError", "TypeError") or "INVALID_ARGUMENT" in text:
         raise ValueError(text) from cause
-    if error == "ImportError":
+    if error_type == "ImportError":
         raise ImportError(text) from cause
     raise RuntimeError(text) from cause
 
@@ -277,6 +278,7 @@ def _describe_death(error: child.Died, request: dict[str, Any]) -> str:
 
 def _take(environment: Mapping[str, str]) -> child.Child | None:
     """Returns an idle compiler that has the current settings; ends idle ones with others."""
+    # Settings rarely change back, and an idle compiler uses 0.5 to 2 GB.
     settings = flags.settings({**os.environ, **environment})
     with _lock:
         while _idle:

@@ -13,7 +13,7 @@ from jaxlib import xla_client
 
 from tpudist.xla.settings import Setting
 
-_COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PREFIXES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
 # Options that are attributes of XLA's build options. All others override debug options.
 _EFFORTS = {
@@ -30,13 +30,13 @@ _NUMBER_OF_LEVEL = {"UNKNOWN": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # XLA'
 
 def read_flags() -> dict[str, str | None]:
     """Returns the flags that the compiler of a new process would read."""
-    return {name: os.environ.get(name) for name in _COMPILERS}
+    return {name: os.environ.get(name) for name in _FLAG_VARIABLES}
 
 
 @functools.cache
 def process_flags() -> dict[str, str | None]:
     """Returns the flags that the compilers of this process have read, with a digest for XLA's."""
-    # XLA writes its flags into its options. libtpu offers nothing like that, so its arguments are
+    # New options of XLA contain its flags. libtpu offers nothing like that, so its arguments are
     # read at the first call of this function and cached.
     options = xla_client.CompileOptions().SerializeAsString()
     return read_flags() | {"XLA_FLAGS": hashlib.sha256(options).hexdigest()}

@@ -4,6 +4,7 @@ Their contents are trusted, and executables among them run. So each folder and f
 the user, and nobody else may have write permission.
 """
 
+import contextlib
 import fnmatch
 import os
 import stat
@@ -30,8 +31,8 @@ def folder(path: str | os.PathLike, *, ours: Sequence[str]) -> Path:
     check(path, status)
     if (mode := stat.S_IMODE(status.st_mode)) == 0o700:
         return path
-    # Close the folder only if nothing else is in it. Otherwise its permissions are not ours to
-    # change.
+    # Restrict access only if nothing else is in the folder. Otherwise its permissions are not ours
+    # to change.
     others = [] if is_new else [name for name in os.listdir(path) if not _is_ours(name, ours)]
     if others:
         raise PermissionError(
@@ -113,5 +114,6 @@ def write(path: Path, data: bytes) -> None:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):  # interrupted after `replace`
+            os.unlink(temporary)
         raise

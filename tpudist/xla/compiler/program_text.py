@@ -24,15 +24,16 @@ def strip_locations(lowered: jax.stages.Lowered) -> str:
     Two programs with the same text compute the same, whatever their source files.
     """
     text = _LOCATIONS.sub("", lowered.as_text())
-    return _BYTECODE.sub(lambda body: _kernel(body[0]), text)
+    return _BYTECODE.sub(lambda body: _print_kernel(body[0]), text)
 
 
-def _kernel(body: str) -> str:
+def _print_kernel(body: str) -> str:
     with mlir.make_ir_context() as context:
         context.allow_unregistered_dialects = True
         tpu.register_dialect(context)
         try:
             module = ir.Module.parse(base64.b64decode(body))
-        except (ir.MLIRError, ValueError):  # a kernel in another format: keep the bytecode
+        # A kernel in another format keeps its bytecode, and with it its locations.
+        except (ir.MLIRError, ValueError):
             return body
         return str(module.operation.get_asm(enable_debug_info=False))
