@@ -6,6 +6,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Name in `RunOptions.aggregation` that stands for all state in plain pytrees.
+ALL_COLLECTIONS = ""
+_AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
+_MAX_REPR = 120  # characters
+
 
 def warn_if_given(call: str, value: object, why: str) -> None:
     """Warns, if `value` is not None, that an argument of `tf.distribute` has no effect.
@@ -120,11 +125,11 @@ class RunOptions:
             collections, and to state that it returns under the name of a collection
             (`{"batch_stats": ...}`). An NNX Variable uses the name of its type
             (`{"MetricState": "max"}`). The default rule is `{"batch_stats": "mean"}`. State without
-            a rule becomes a `PerReplica`. But `params` and `opt_state` that are returned and differ
-            raise an error if an integer is next to them, such as the number of the step; without
-            one they may be gradients, which are nested alike. The value `"none"` without a dict
-            keeps one value for each replica of all such state, and of all NNX Variables that
-            differ: these then hold a `PerReplica`. Stored as pairs.
+            a rule becomes a `PerReplica`. But if `params` or `opt_state` are returned next to an
+            integer, such as the number of the step, they are a state, and raise an error if they
+            differ. Without an integer they may be gradients, which are nested alike. The value
+            `"none"` without a dict keeps one value for each replica of all such state, and of all
+            NNX Variables that differ: these then hold a `PerReplica`. Stored as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -161,13 +166,6 @@ def shorten(value: object) -> str:
     """Returns the `repr` of a value for a message, or only its type if the `repr` is long."""
     text = repr(value)
     return text if len(text) <= _MAX_REPR and "\n" not in text else f"<{type(value).__name__}>"
-
-
-_MAX_REPR = 120  # characters
-# Name in `RunOptions.aggregation` that stands for all state in plain pytrees.
-ALL_COLLECTIONS = ""
-
-_AGGREGATIONS = ("none", "sum", "mean", "max", "min", "only_first_replica")
 
 
 _Rule = str | enum.Enum
@@ -277,8 +275,9 @@ class PartialBatch(enum.Enum):
             numbers of real rows. If you pass it explicitly, batches for one replica are padded too,
             and are PerReplica values. Otherwise they are plain arrays, and each size is a new
             shape.
-        SHRINK: The b rows are split into parts of ceil(b / n) rows, as in TensorFlow. The step is
-            compiled again for this shape. Full batches are split in the same way.
+        SHRINK: A batch of b rows is split into parts of ceil(b / n) rows for n replicas, as in
+            TensorFlow. The step is compiled again for this shape. Full batches are split in the
+            same way.
         DROP: The batch is skipped.
         ERROR: The batch raises a `ValueError`.
     """
@@ -353,7 +352,8 @@ class InputOptions:
                     f"is the old name of the first. Omit experimental_prefetch_to_device."
                 )
         fetch = self.experimental_fetch_to_device
-        fetch = experimental_prefetch_to_device if fetch is None else fetch
+        if fetch is None:
+            fetch = experimental_prefetch_to_device
         object.__setattr__(self, "experimental_fetch_to_device", fetch is None or bool(fetch))
         mode, size = self.experimental_replication_mode, self.experimental_per_replica_buffer_size
         if not isinstance(mode, InputReplicationMode):

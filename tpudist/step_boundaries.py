@@ -5,8 +5,8 @@ have been used, so a run that saves state and iterator positions here resumes ex
 of the same program reach the same boundaries in the same order, so boundaries can be counted.
 
 A step may take several elements, and only the first is at a boundary. If a step takes from several
-iterators in turn, the first iterator of each turn is at the boundary; inside `one_step`, the first
-element of the block. Two elements of one iterator outside of such a block are two steps.
+iterators in turn, the first iterator of each turn is at the boundary. Inside `one_step`, only the
+first element of the block is. Two elements of one iterator outside of such a block are two steps.
 
 A callback runs only in the thread that registered it, and not, for example, in prefetching threads.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 Callback = Callable[[], object]
 
 _listeners: tuple["_Listener", ...] = ()
+_lock = threading.Lock()  # held to replace `_listeners`, which several threads may do
 
 
 class _Listener:
@@ -37,7 +38,8 @@ class _Progress(threading.local):
     # Updated without listeners too, because another process may have listeners, and boundaries are
     # counted in all.
     def __init__(self):
-        self.first: weakref.ref = weakref.ref(_Progress)  # the iterator that began this turn
+        # The iterator that began this turn; at first the class, which no iterator equals.
+        self.first: weakref.ref = weakref.ref(_Progress)
         self.others: tuple[weakref.ref, ...] = ()  # the other iterators of this turn
         self.num_polls = 0
         self.in_step = False
@@ -51,17 +53,19 @@ _progress = _Progress()
 def register(callback: Callback) -> None:
     """Calls `callback()` at each later boundary of this thread, before the element is taken.
 
-    Its exceptions end the loop. The callback may iterate itself; that causes no boundary. A bound
+    Its exceptions end the loop. The callback may iterate, too; that causes no boundary. A bound
     method is unregistered when its object is deleted, any other callback only by `unregister`.
     """
     global _listeners
-    _listeners = (*_listeners, _Listener(callback))
+    with _lock:
+        _listeners = (*_listeners, _Listener(callback))
 
 
 def unregister(callback: Callback) -> None:
     """Removes `callback`; does nothing if it is not registered."""
     global _listeners
-    _listeners = tuple(x for x in _listeners if x.callback() not in (callback, None))
+    with _lock:
+        _listeners = tuple(x for x in _listeners if x.callback() not in (callback, None))
 
 
 def poll(iterator: Iterator[object] | None = None) -> None:
@@ -130,7 +134,8 @@ def _call_listeners(progress: _Progress) -> None:
                 continue
             callback = listener.callback()
             if callback is None:
-                _listeners = tuple(x for x in _listeners if x is not listener)
+                with _lock:
+                    _listeners = tuple(x for x in _listeners if x is not listener)
             else:
                 callback()
     finally:

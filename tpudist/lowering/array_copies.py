@@ -20,7 +20,8 @@ def fetch(x: ArrayLike) -> np.ndarray:
             replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
             x = jax.jit(lambda value: value, out_shardings=replicated)(x)
             assert isinstance(x, jax.Array)
-        return np.asarray(x.addressable_data(0))
+        x = x.addressable_data(0)
+    # Explicit for `jax.transfer_guard`.
     return np.asarray(jax.device_get(x))
 
 

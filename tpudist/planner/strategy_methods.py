@@ -256,7 +256,7 @@ def _is_described_slice(mesh: ReplicaMesh, name: str) -> bool:
     if described is None:
         return False
     requested = slices.parse(name)
-    return described == (requested.raw, requested.num_slices)
+    return described == (requested.libtpu_name, requested.num_slices)
 
 
 def _notes_on_devices(mesh: ReplicaMesh, name: str | None) -> tuple[str, ...]:

@@ -63,13 +63,15 @@ def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     options = dict(_OPTIONS.get(tpu_slice.generation, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
-    shape, raw = tpu_slice.shape, tpu_slice.raw
+    shape, libtpu_name = tpu_slice.shape, tpu_slice.libtpu_name
     if min(shape[:2]) < 2:  # libtpu's default is 2 x 2 chips per host
         options["chips_per_host_bounds"] = [min(2, shape[0]), min(2, shape[1]), 1]
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=raw, **options)
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=libtpu_name, **options
+        )
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f'libtpu has no TPU slice "{raw}": {error}') from error
+        raise ValueError(f'libtpu has no TPU slice "{libtpu_name}": {error}') from error
     return list(described.devices)
 
 

@@ -29,7 +29,7 @@ def test_a_name_determines_the_shape_and_the_number_of_slices(
     name, raw, num_slices, num_chips, num_devices
 ):
     found = slices.parse(name)
-    assert (found.raw, found.num_slices) == (raw, num_slices)
+    assert (found.libtpu_name, found.num_slices) == (raw, num_slices)
     assert (found.num_chips, found.num_devices) == (num_chips, num_devices)
     assert found.name == name
     assert found.chip is CHIPS[found.generation]
@@ -80,7 +80,7 @@ def test_the_raw_name_of_a_slice_can_be_parsed(generation, num_slices, data):
     name = f"{num_slices}x{generation}:{'x'.join(map(str, shape))}"
     found = slices.parse(name)
     assert (found.generation, found.shape, found.num_slices) == (generation, shape, num_slices)
-    again = slices.parse(found.raw)
+    again = slices.parse(found.libtpu_name)
     assert (again.shape, again.num_slices) == (shape, 1)
 
 

@@ -22,7 +22,7 @@ _USABLE_ICI = 0.9
 # Share of the peak that a copy of 32 MB reaches. The only measurement (v6e: 1360 of 1638 GB/s) is
 # used for every generation. Source: tpu-recipes, microbenchmarks. Matrix multiplications are in
 # `instruction_time.MATMULS`.
-_HBM = 1360 / 1638
+_HBM_EFFICIENCY = 1360 / 1638
 _HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
 
 
@@ -45,14 +45,16 @@ class Chip:
         ici_bytes_per_s: Usable bandwidth of one link in one direction.
         torus_dims: Number of dimensions of the slice's grid.
         largest: Shape of the largest slice, in chips.
-        wraps_from: Smallest length of an axis that is a ring (3D: a multiple; see `ring_axes`).
+        wraps_from: In 2D, smallest length of an axis that is a ring. In 3D, axes are rings if the
+            lengths of all are multiples of it.
         chips_per_host: Largest number of chips per host.
         dcn_bytes_per_s: Bandwidth to other slices over the data-center network: a chip's share of
             its host's bandwidth.
         host_bytes_per_s: Bandwidth between a chip and its host's memory, in one direction.
         hbm_efficiency: Share of the memory's peak bandwidth that a large copy reaches.
         cores_in_name: Amount that one chip adds to the number in a name such as "v5p-128".
-        sources: Sources of the figures, by attribute.
+        sources: Sources of the figures, by attribute; "ici_link_bytes_per_s" for the documented
+            bandwidth of a link.
         matmul_share: Measured share of the peak of a large matrix multiplication; None to use
             published measurements.
     """
@@ -129,7 +131,7 @@ def _chip(generation: str, *, sources: Mapping[str, str], **facts: Any) -> Chip:
     return Chip(
         generation=generation,
         ici_bytes_per_s=_USABLE_ICI * facts.pop("ici_link_bytes_per_s"),
-        hbm_efficiency=_HBM,
+        hbm_efficiency=_HBM_EFFICIENCY,
         sources={
             "ici_bytes_per_s": "as documented per chip / links / 2 ways, 90% usable (scaling-book)",
             "compiler_hbm_bytes": "the refusal of libtpu 0.0.42.1 for this chip",
@@ -269,7 +271,7 @@ CHIPS: Mapping[str, Chip] = {
             bf16_flops_per_s=459e12,
             int8_ops_per_s=918e12,
             cycles_per_s=1.75e9,
-            hbm_bytes=95 * _GI,
+            hbm_bytes=95 * _GI,  # documented in whole GiB; libtpu allows slightly more
             compiler_hbm_bytes=int(95.74 * _GI),
             hbm_bytes_per_s=2765e9,
             ici_links=6,

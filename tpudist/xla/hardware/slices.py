@@ -7,8 +7,8 @@ chips. It may begin with the number of slices that the data-center network conne
   docs.cloud.google.com/tpu/docs/v5p) and tpu7x (GKE calls 2x2x2 "tpu7x-16", as do the repositories
   AI-Hypercomputer/xpk and maxtext). It counts chips for v5e and v6e, which have one core.
 - A number means Cloud's default shape, "most similar to a cube"
-  (docs.cloud.google.com/tpu/docs/types-topologies). In three dimensions, that is 2x2x1, 2x2x2,
-  2x2x4 or 2x4x4 up to 32 chips, then 4x4x4 cubes combined to the smallest surface. In two
+  (docs.cloud.google.com/tpu/docs/types-topologies). In three dimensions, that is 1x1x1, 2x2x1,
+  2x2x2, 2x2x4 or 2x4x4 up to 32 chips, then 4x4x4 cubes combined to the smallest surface. In two
   dimensions, it is a power of two with sides that are equal or 1:2. A colon allows any shape.
 """
 
@@ -23,7 +23,7 @@ from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, Chip
 
 # Cloud writes "v5litepod", libtpu also "v5" for v5p; people use the other names.
 _ALIASES = {"v5litepod": "v5e", "v5": "v5p", "v7x": "tpu7x", "trillium": "v6e", "ironwood": "tpu7x"}
-_ANNOUNCED_ALIASES = {alias: f"tpu{alias[-2:]}" for alias in ("8t", "v8t", "8i", "v8i")}
+_ANNOUNCED_ALIASES = {"8t": "tpu8t", "v8t": "tpu8t", "8i": "tpu8i", "v8i": "tpu8i"}
 _EXAMPLES = '"v5e-8", "v5p-128", "2xv5e-256" or, with the shape in chips, "v5e:2x4"'
 _SMALL_3D = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 _CUBE = 4
@@ -61,7 +61,7 @@ class Slice:
         return self.num_chips * self.chip.devices_per_chip
 
     @property
-    def raw(self) -> str:
+    def libtpu_name(self) -> str:
         """Name of one slice for libtpu: "v5e:16x16"."""
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
@@ -97,7 +97,7 @@ def parse(name: str) -> Slice:
         shape = _shape_of(int(match["number"]), generation, name)
     else:
         shape = tuple(map(int, match["shape"].split("x")))
-    _check(shape, CHIPS[generation], name)
+    _check_shape(shape, CHIPS[generation], name)
     return Slice(name=name, generation=generation, shape=shape, num_slices=num_slices)
 
 
@@ -129,7 +129,7 @@ def _shape_of(number: int, generation: str, name: str) -> tuple[int, ...]:
     shape = None if left_over else default_shape(num_chips, chip.torus_dims)
     if shape is None:
         counted = "TensorCores, 2 per chip" if chip.cores_in_name == 2 else "chips"
-        near = sorted(_numbers(chip), key=lambda n: abs(math.log(n / max(number, 1))))[:3]
+        near = sorted(_valid_numbers(chip), key=lambda n: abs(math.log(n / max(number, 1))))[:3]
         raise ValueError(
             f"{name!r} is not a {generation} slice: its number counts {counted}, and Google Cloud "
             "has no such slice. The nearest are "
@@ -147,7 +147,7 @@ def default_shape(num_chips: int, torus_dims: int) -> tuple[int, ...] | None:
         power = num_chips.bit_length() - 1
         if num_chips != 1 << power or num_chips == 2:  # Cloud offers no slice of 2 chips
             return None
-        return (1 << power // 2, 1 << (power + 1) // 2)
+        return (1 << (power // 2), 1 << ((power + 1) // 2))
     if num_chips in _SMALL_3D:
         return _SMALL_3D[num_chips]
     cubes, left_over = divmod(num_chips, _CUBE**3)
@@ -168,7 +168,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
 
 
-def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
+def _check_shape(shape: tuple[int, ...], chip: Chip, name: str) -> None:
     too_large = any(a > b for a, b in zip(sorted(shape), sorted(chip.largest), strict=False))
     if len(shape) != chip.torus_dims or min(shape) < 1 or too_large:
         raise ValueError(
@@ -180,7 +180,7 @@ def _check(shape: tuple[int, ...], chip: Chip, name: str) -> None:
         )
 
 
-def _numbers(chip: Chip) -> list[int]:
+def _valid_numbers(chip: Chip) -> list[int]:
     """Returns the valid numbers after a hyphen, up to the largest slice."""
     largest = math.prod(chip.largest)
     step = _CUBE**3 if chip.torus_dims == 3 else 1
@@ -191,7 +191,9 @@ def _numbers(chip: Chip) -> list[int]:
 def _suggest_names(name: str) -> str:
     """Returns a sentence with names that look like this one, or an empty text."""
     # Up to 40 numbers per generation: more make the search slow and are hardly mistyped.
-    known = [f"{generation}-{n}" for generation, chip in CHIPS.items() for n in _numbers(chip)[:40]]
+    known = [
+        f"{generation}-{n}" for generation, chip in CHIPS.items() for n in _valid_numbers(chip)[:40]
+    ]
     known += [f"{chip.generation}:{_format_shape(chip.largest)}" for chip in CHIPS.values()]
     similar = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(similar)}? " if similar else ""
