@@ -9,8 +9,7 @@ import pytest
 
 import tpudist
 from tpudist.state import library_code
-from tpudist.xla import program_packages
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import program_packages, user_code
 
 MODULE = """
 SCALE = 2.0
@@ -46,7 +45,7 @@ def install(tmp_path, monkeypatch):
         for cached in (
             program_packages.has_file,
             program_packages._find_names,
-            source_lines._is_installed,
+            user_code._is_installed,
         ):
             cached.cache_clear()
         importlib.invalidate_caches()

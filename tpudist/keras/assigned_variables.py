@@ -22,8 +22,8 @@ from tpudist.keras.variable_notes import read_notes, write_notes
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
 from tpudist.state import aggregation
 from tpudist.state.variable import Variable
-from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_eager
+from tpudist.xla.user_code import line_of_call
 
 # The attributes of BatchNormalization for the statistics that it assigns.
 _STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")

@@ -26,8 +26,8 @@ from tpudist.keras import (
     variable_gradients,
 )
 from tpudist.keras.variable_notes import read_notes, write_notes
-from tpudist.xla.hlo.source_lines import line_of_call
 from tpudist.xla.traces import is_traced, run_eagerly
+from tpudist.xla.user_code import line_of_call
 
 # By the id of the Keras variable. Frames compare captures by identity, so all traces must get the
 # same object; it lives as long as one of them has it. It holds its variable, so that no other

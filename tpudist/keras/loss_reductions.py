@@ -12,7 +12,7 @@ import keras
 
 from tpudist import context
 from tpudist.keras import keras_internals, variable_gradients
-from tpudist.xla.hlo.source_lines import line_of_call
+from tpudist.xla.user_code import line_of_call
 
 # The reductions of Keras 3.15 that divide by a number of rows, or by a sum of weights.
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")

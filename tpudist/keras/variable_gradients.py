@@ -13,7 +13,7 @@ import jax
 
 from tpudist import context
 from tpudist.keras import keras_internals
-from tpudist.xla.hlo.source_lines import line_of_call
+from tpudist.xla.user_code import line_of_call
 
 if TYPE_CHECKING:
     import keras

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from jax.sharding import Mesh, NamedSharding
 
 from tpudist.programs import jaxprs, user_lines
-from tpudist.xla.hlo.source_lines import line_of_error
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
+from tpudist.xla.user_code import line_of_error
 
 # JAX's texts, the same in jax 0.10 and 0.12:
 # "Found an unbound axis name: batch. To fix this, please call psum under `jax.shard_map`."

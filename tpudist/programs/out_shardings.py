@@ -26,7 +26,7 @@ from jax.extend import source_info_util
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tpudist.xla import internals
-from tpudist.xla.hlo.source_lines import line_of_call
+from tpudist.xla.user_code import line_of_call
 
 # The primitives with a sharding of the result: their module in JAX, and the parameter.
 _OPERATIONS = {

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from jax.extend import core
 
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import user_code
 
 # Folders of installed packages. Your own package that is installed there counts as a library.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -15,7 +15,7 @@ def line_of(eqn: core.JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     stack = (f"{x.file_name}:{x.line_num}" for x in frames if "<" not in x.file_name)
-    return source_lines.users_line(tuple(stack)) or ""
+    return user_code.users_line(tuple(stack)) or ""
 
 
 def users_line_of(eqn: core.JaxprEqn) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from tpudist.xla.hlo.source_lines import line_of_error
+from tpudist.xla.user_code import line_of_error
 
 _NUMBER = (
     "needs the value of an array as a Python number (`float`, `int`, `.item()`, a shape)",

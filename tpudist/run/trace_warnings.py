@@ -20,8 +20,7 @@ from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import labels as labels_of_rows
 from tpudist.run.frame.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
-from tpudist.xla import descriptions
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import descriptions, user_code
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.traces import is_traced
 
@@ -47,7 +46,7 @@ def warn_once(trace_warnings: Sequence[TraceWarning], shown: set[type[Warning]])
     """Shows the warnings whose category is not in `shown`, and adds their categories to it."""
     for warning in trace_warnings:
         if warning.category not in shown:
-            where = warning.where or source_lines.line_of_call() or "unknown:0"
+            where = warning.where or user_code.line_of_call() or "unknown:0"
             file, _, line = where.rpartition(":")
             warnings.warn_explicit(
                 warning.message, warning.category, file, int(line), registry=_shown

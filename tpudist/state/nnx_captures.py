@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from tpudist.state import nnx_contents
 from tpudist.xla import descriptions
-from tpudist.xla.hlo.source_lines import line_of_error
+from tpudist.xla.user_code import line_of_error
 
 # Of Flax's check of trace levels, and of JAX's check of an array that was made under another mesh.
 _MESSAGES = ("different trace level", "should match the mesh of sharding")

@@ -6,7 +6,7 @@ from typing import Any
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.options import LocalMeanWarning
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import user_code
 
 _lines = WeakIdentityDict()
 # The registry in which Python records the shown warnings, as in each module's own.
@@ -37,5 +37,5 @@ def warn_of_mean(value: PerReplica, num_replicas: int) -> None:
     )
     # At the user's line, which is searched for in the stack: the number of frames of this library
     # between it and here varies, so `stacklevel` cannot name it.
-    file, _, number = (source_lines.line_of_call() or "unknown:0").rpartition(":")
+    file, _, number = (user_code.line_of_call() or "unknown:0").rpartition(":")
     warnings.warn_explicit(text, LocalMeanWarning, file, int(number), registry=_shown)

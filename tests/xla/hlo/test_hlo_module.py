@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tpudist.xla import user_code
 from tpudist.xla.compiler import jax_cache
-from tpudist.xla.hlo import hlo_module, shapes, source_lines
+from tpudist.xla.hlo import hlo_module, shapes
 
 
 def _module(function, *arguments):
@@ -316,8 +317,13 @@ def test_the_origin_of_a_gathered_parameter_is_its_user():
     assert module.origin(module.entry.instructions["g"]).name == "n"
 
 
+def test_the_layers_of_models_that_are_not_the_users_code_exist():
+    files = {file.name for file in user_code._MODELS.rglob("*.py")}
+    assert files.issuperset(user_code._LAYERS_OF_MODELS)
+
+
 def test_a_frozen_module_of_python_is_not_a_source_line():
     """`python -m tpudist plan` runs below `<frozen runpy>`."""
-    own = f"{source_lines.__file__}:3"
-    assert source_lines.users_line((own, "<frozen runpy>:88")) == own
-    assert source_lines.users_line((own, "/a/train.py:7", "<frozen runpy>:88")) == "/a/train.py:7"
+    own = f"{user_code.__file__}:3"
+    assert user_code.users_line((own, "<frozen runpy>:88")) == own
+    assert user_code.users_line((own, "/a/train.py:7", "<frozen runpy>:88")) == "/a/train.py:7"

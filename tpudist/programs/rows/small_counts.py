@@ -37,7 +37,7 @@ from tpudist.programs.rows.trace_steps import (
 )
 from tpudist.programs.rows.value_origins import ValueOrigins, find_other_value
 from tpudist.programs.user_lines import users_line_of
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import user_code
 
 # Functions of JAX whose formula for more rows is not their formula for one row or none: they branch
 # on the number. tests/programs/rows/test_row_program.py compares functions with the exact shapes.
@@ -218,7 +218,7 @@ def is_of_library(error: BaseException) -> bool:
         traceback = traceback.tb_next
     if name.startswith(JAX_FOLDER):
         return True
-    return source_lines.is_other_library(name) and _ASSERTION_LIBRARIES.isdisjoint(
+    return user_code.is_other_library(name) and _ASSERTION_LIBRARIES.isdisjoint(
         pathlib.Path(name).parts
     )
 

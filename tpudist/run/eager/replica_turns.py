@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tpudist.xla.hlo import source_lines
+from tpudist.xla import user_code
 
 # Seconds for which the main thread waits without handling signals; see `Turns._wait`. A person who
 # presses Ctrl-C does not notice 0.2 s, and five wake-ups per second cost nothing.
@@ -209,7 +209,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 def _find_users_line() -> str:
     """Returns the innermost line of the user, as `file:line (code)`; empty if there is none."""
-    line = source_lines.line_of_call()
+    line = user_code.line_of_call()
     file, _, number = line.rpartition(":")
     code = linecache.getline(file, int(number)).strip() if line else ""
     return f"{line} ({code})" if code else line

@@ -9,6 +9,7 @@ Shapes and bytes are per device. Source: the text of `jax.stages.Compiled.as_tex
 import dataclasses
 import re
 
+from tpudist.xla import user_code
 from tpudist.xla.hlo import replica_groups, shapes, source_lines
 
 # Opcodes of transfers between devices, without the suffix "-start" of an asynchronous one.
@@ -60,7 +61,7 @@ class Collective:
     @property
     def source(self) -> str | None:
         """The user's innermost line "file:line"; None if the compiler added the transfer."""
-        return source_lines.users_line(self.stack)
+        return user_code.users_line(self.stack)
 
 
 def collectives(text: str) -> list[Collective]:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 
+from tpudist.xla import user_code
 from tpudist.xla.hlo import shapes, source_lines
 
 _CALLED = re.compile(
@@ -79,7 +80,7 @@ class Instruction:
     @property
     def source(self) -> str | None:
         """The user's source line, or None."""
-        return source_lines.users_line(self.stack)
+        return user_code.users_line(self.stack)
 
     @property
     def arrays(self) -> tuple[shapes.Array, ...]:

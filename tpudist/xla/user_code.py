@@ -1,0 +1,65 @@
+"""Finds the user's source line in a stack, of a call or of an error.
+
+The user's code is everything but this library, installed packages and Python.
+"""
+
+import functools
+import pathlib
+import traceback
+
+from tpudist.xla import program_packages
+
+_LIBRARY = pathlib.Path(__file__).parents[1]
+_MODELS = _LIBRARY / "models"
+# Files of the models that lay out arrays and apply layers, as this library does for a user's model.
+_LAYERS_OF_MODELS = ("logical.py", "pipeline.py")
+_INSTALLED = {"site-packages", "dist-packages"}
+_STANDARD = pathlib.Path(traceback.__file__).parent
+
+
+@functools.lru_cache(maxsize=4096)
+def users_line(stack: tuple[str, ...]) -> str | None:
+    """Returns the innermost line "file:line" of the user; None for an empty stack.
+
+    Lines of this library and of installed packages count only if the stack has no others.
+    """
+    files = [line.rpartition(":")[0] for line in stack]
+    not_ours = [i for i, file in enumerate(files) if not _is_library(file)]
+    users = (i for i in not_ours if not _is_installed(files[i]))
+    innermost = next(users, not_ours[0] if not_ours else 0)
+    return stack[innermost] if stack else None
+
+
+def line_of_call() -> str:
+    """Returns the user's line "file:line" that this thread runs; empty if there is none."""
+    stack = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_stack(None))
+    return users_line(tuple(line for line in stack if "<frozen" not in line)) or ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """Returns the user's line "file:line" that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = tuple(f"{x.filename}:{x.lineno}" for x in reversed(frames) if "<" not in x.filename)
+    return users_line(stack) or "an unknown line"
+
+
+def is_other_library(file: str) -> bool:
+    """Whether a file belongs to an installed package other than tpudist, or to Python."""
+    return _is_installed(file) and not _is_library(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    path = pathlib.Path(file)
+    if _INSTALLED.isdisjoint(path.parts):
+        return path.is_relative_to(_STANDARD)
+    return not program_packages.has_file(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    path = pathlib.Path(file)
+    # The reference models are written as a user would write them, so their lines count as the
+    # user's.
+    is_model = path.is_relative_to(_MODELS) and path.name not in _LAYERS_OF_MODELS
+    return file.startswith("<frozen") or (path.is_relative_to(_LIBRARY) and not is_model)
