@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tpudist.planner import json_records
 from tpudist.xla.compiler import private_files
-from tpudist.xla.compiler.compiler_process import CompiledProgram
+from tpudist.xla.hlo.compiled_program import CompiledProgram
 
 _log = logging.getLogger("tpudist")
 # Raise it if entries have other fields, or if the compiler is called in another way.

@@ -12,8 +12,9 @@ import jax
 from tpudist.planner.answer_cache import Cache, Entry, key_of
 from tpudist.planner.show.progress import Progress
 from tpudist.xla.compiler import compiler_process, executables, flags, program_text
-from tpudist.xla.compiler.compiler_process import CompiledProgram, HbmExceeded
+from tpudist.xla.compiler.compiler_process import HbmExceeded
 from tpudist.xla.devices import slice_index
+from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.versions import users_libtpu, version_of
 
 

@@ -30,7 +30,7 @@ def adjoint_call(function: _Linear, transposed: _Linear, x: jax.Array) -> jax.Ar
 
 
 # `callee` and `transposed` are results of `jax.make_jaxpr`, whose class depends on the version of
-# JAX.
+# JAX, so they are `Any` below.
 def _run(x: jax.Array, *, callee: Any, transposed: Any) -> jax.Array:
     (result,) = core.jaxpr_as_fun(callee)(x)
     return result

@@ -63,8 +63,8 @@ def emulate(num_devices: int | None = None, *, unless_accelerators: int | None =
 def has_accelerators(number: int = 1, dev: Path = Path("/dev")) -> bool:
     """Returns whether JAX would use at least `number` accelerators, without starting JAX.
 
-    The environment variable `JAX_PLATFORMS` decides if it is set. Otherwise the device files of
-    TPUs and of NVIDIA and AMD GPUs are counted.
+    The environment variable `JAX_PLATFORMS` decides if it is set, for any `number`. Otherwise the
+    device files of TPUs and of NVIDIA and AMD GPUs are counted.
 
     Args:
         number: Number of accelerators.

@@ -33,17 +33,21 @@ def refuse_masks_and_buffers(value: object, name: Name) -> None:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{name if isinstance(name, str) else name()} is a masked numpy array of shape "
+            f"{_text_of(name)} is a masked numpy array of shape "
             f"{list(value.shape)}, but devices hold no masks: the step would compute with the "
             "masked elements. Pass x.filled(0), and pass the mask ~numpy.ma.getmaskarray(x) as a "
             "separate array."
         )
     if isinstance(value, bytearray | memoryview):
         raise TypeError(
-            f"{name if isinstance(name, str) else name()} is a {type(value).__name__}, a buffer "
+            f"{_text_of(name)} is a {type(value).__name__}, a buffer "
             "whose bytes may be numbers of any dtype. Choose the dtype: numpy.frombuffer(x, "
             "dtype=numpy.uint8)."
         )
+
+
+def _text_of(name: Name) -> str:
+    return name if isinstance(name, str) else name()
 
 
 def check_fit(value: object, name: Name) -> None:
@@ -76,7 +80,7 @@ def check_fit(value: object, name: Name) -> None:
         return
     wrong = largest if largest > greatest else smallest
     raise ValueError(
-        f"{name if isinstance(name, str) else name()} holds the integer {wrong} as {dtype}. JAX "
+        f"{_text_of(name)} holds the integer {wrong} as {dtype}. JAX "
         f"converts it to {jax_dtype}, from {least} to {greatest}, which would change the number. "
         "Use smaller numbers, convert them to floats, or enable integers of 64 bits (the "
         "environment variable JAX_ENABLE_X64=1)."

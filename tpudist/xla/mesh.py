@@ -157,7 +157,7 @@ class ReplicaMesh:
         sharding = getattr(value, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return False
-        return self.replica_axis not in jax.tree.leaves(tuple(sharding.spec))
+        return self.replica_axis not in _axes_of(sharding.spec)
 
 
 def mesh_of_mirrored(array: jax.Array, *, of_several: bool = True) -> Mesh | None:
@@ -174,10 +174,14 @@ def mesh_of_mirrored(array: jax.Array, *, of_several: bool = True) -> Mesh | Non
     if not isinstance(sharding, NamedSharding) or REPLICA_AXIS not in sharding.mesh.shape:
         return None
     assert isinstance(sharding.mesh, Mesh)  # the mesh of a concrete array is not abstract
-    split = {name for names in sharding.spec if names for name in np.atleast_1d(names)}
     if sharding.mesh.shape[REPLICA_AXIS] == 1:
         return None if of_several else sharding.mesh
-    return sharding.mesh if REPLICA_AXIS not in split else None
+    return sharding.mesh if REPLICA_AXIS not in _axes_of(sharding.spec) else None
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    """Returns all axes that split a dim."""
+    return set(jax.tree.leaves(tuple(spec)))  # an entry is None, a name, or a tuple of names
 
 
 def make_mesh(
@@ -265,7 +269,7 @@ def _as_axes(axes: Mapping[str, int] | None) -> dict[str, int]:
         return dict(axes or {})
     meant = dict(re.findall(r"([a-zA-Z_]\w*)['\"]?\s*[=:,]\s*(\d+)", str(axes)))
     written = ", ".join(f'"{name}": {size}' for name, size in meant.items()) or '"fsdp": 4'
-    raise TypeError(
+    raise TypeError(  # the strategies call this argument `replica_axes`
         f"replica_axes={axes!r} is of type {type(axes).__name__}. It must be a dict from the names "
         f"of the axes inside a replica to their sizes: replica_axes={{{written}}}."
     )

@@ -10,6 +10,7 @@ import re
 from pathlib import PurePath
 
 _INSTALLED = ("site-packages", "dist-packages")
+# Matches "tpudist", "tpudist>=1" and "tpudist[train]; ...", but not "tpudist-extra".
 _REQUIREMENT = re.compile(r"^Requires-Dist: *tpudist *($|[^\w. -])", re.IGNORECASE | re.MULTILINE)
 
 

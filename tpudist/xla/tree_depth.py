@@ -29,7 +29,7 @@ def check_depth(
         is_leaf: Called with a node; returns whether JAX does not flatten it.
 
     Raises:
-        ValueError: If `tree` has more than 1000 levels.
+        ValueError: If `tree` has more than `MAX_DEPTH` levels.
     """
     # Breadth first: `level` has the nodes at one depth. A tree that contains itself never runs out
     # of levels and fails at the limit.
@@ -39,7 +39,7 @@ def check_depth(
         below: dict[int, PyTree] = {}
         for node in level:
             children = () if type(node) in _LEAVES or is_leaf(node) else _children(node)
-            if not _LEAVES.issuperset(map(type, children)):
+            if not _LEAVES.issuperset(map(type, children)):  # fast for a node with only leaves
                 below.update((id(x), x) for x in children if type(x) not in _LEAVES)
         if not below:
             return

@@ -56,7 +56,7 @@ def test_the_figures_in_a_message_are_parsed(text, needed, available):
 )
 def test_a_message_without_figures_is_returned_unchanged(reports):
     found = refusal.explain("RESOURCE_EXHAUSTED: no" + reports)
-    assert (found.needed_bytes, found.over_bytes) == (0, 0)
+    assert (found.needed_bytes, found.over_bytes, found.largest) == (0, 0, ())
     assert str(found) == "The compiler rejected the program: RESOURCE_EXHAUSTED: no"
 
 

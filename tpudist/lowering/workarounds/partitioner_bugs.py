@@ -17,6 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+_VERSIONS = ("0.10.2", "0.12.0.1")
+_LOOKUP_MESSAGE = "Check failed: partition_group_list.num_replica_groups()"
+_COPIES_MESSAGE = "a sum counts copies"
+_GROUPS_MESSAGE = "the groups differ"
+
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
@@ -90,8 +95,8 @@ def _add_16_bit_floats(sizes: tuple[int, int]) -> object:
     return _compile(replicas, mesh, ((sizes[0], 8), jnp.bfloat16, ("replica",)))
 
 
-def _count_twice(rows: bool) -> object:
-    """Sums over a dim that one axis splits; there are two copies along the other axis."""
+def _count_copies(split_rows: bool) -> object:
+    """Sums over a dim that axis `a` splits. XLA also adds the two copies along axis `b`."""
     mesh = _mesh(a=2, b=2)
 
     def gradient(x: jax.Array, groups: int) -> jax.Array:
@@ -104,12 +109,12 @@ def _count_twice(rows: bool) -> object:
         return jax.grad(lambda kernel: jnp.sin(convolve(kernel)).sum())(kernel)
 
     x = jnp.cos(jnp.arange(8 * 8 * 4, dtype=jnp.float32)).reshape(8, 8, 4)
-    groups = 4 if rows else 1
+    groups = 4 if split_rows else 1
     kernel = jnp.ones((3, 4 // groups, 4))
-    split = NamedSharding(mesh, PartitionSpec("a") if rows else PartitionSpec(None, "a"))
+    split = NamedSharding(mesh, PartitionSpec("a") if split_rows else PartitionSpec(None, "a"))
     computed = jax.jit(gradient, static_argnums=1)
     expected, actual = computed(x, groups), computed(jax.device_put(x, split), groups)
-    assert np.allclose(actual, expected, rtol=1e-3), _COPIES
+    assert np.allclose(actual, expected, rtol=1e-3), _COPIES_MESSAGE
     return actual
 
 
@@ -127,7 +132,7 @@ def _convolve_groups() -> object:
     computed = jax.jit(convolve)
     expected = computed(x, kernel)
     actual = computed(jax.device_put(x, NamedSharding(mesh, PartitionSpec("a"))), kernel)
-    assert np.allclose(actual, expected, rtol=1e-3), _GROUPS
+    assert np.allclose(actual, expected, rtol=1e-3), _GROUPS_MESSAGE
     return actual
 
 
@@ -155,22 +160,18 @@ def _branch_in_two_ways() -> object:
     return _compile(choose, mesh, ((4, 4), jnp.float32, ()))
 
 
-_LOOKUP = "Check failed: partition_group_list.num_replica_groups()"
-_COPIES = "a sum counts copies"
-_GROUPS = "the groups differ"
-_VERSIONS = ("0.10.2", "0.12.0.1")
 BUGS = {
     "lookup": Bug(
         "A gather or a scatter in a function that is manual over an axis of several devices and "
         "leaves two or more axes to XLA, if one of these splits both the table and the indices.",
-        _LOOKUP,
+        _LOOKUP_MESSAGE,
         _VERSIONS,
         "tpudist.lowering.workarounds.lookup_layouts",
         _look_up,
     ),
     "pick": Bug(
         "The same if the table shares dims with the indices, as in a logit by its index.",
-        _LOOKUP,
+        _LOOKUP_MESSAGE,
         _VERSIONS,
         "tpudist.lowering.workarounds.entry_selection",
         _pick,
@@ -178,23 +179,23 @@ BUGS = {
     "grouped kernels": Bug(
         "The gradient of the kernels of a grouped convolution, if one axis splits the rows and "
         "another one does not: the result is a multiple of the correct one.",
-        _COPIES,
+        _COPIES_MESSAGE,
         _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
-        functools.partial(_count_twice, True),
+        functools.partial(_count_copies, True),
     ),
     "a split spatial dim": Bug(
         "A convolution with a spatial dim that one axis splits and another one does not: its "
         "gradient, and with groups its result, is a multiple of the correct one.",
-        _COPIES,
+        _COPIES_MESSAGE,
         _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
-        functools.partial(_count_twice, False),
+        functools.partial(_count_copies, False),
     ),
     "groups of features": Bug(
         "A convolution whose channels are not the last dims, with groups of features that an axis "
         "splits: its result is wrong.",
-        _GROUPS,
+        _GROUPS_MESSAGE,
         _VERSIONS,
         "tpudist.lowering.workarounds.convolution_layouts",
         _convolve_groups,

@@ -27,18 +27,6 @@ from tpudist.xla.hlo import compiled_program
 from tpudist.xla.hlo.compiled_program import CompiledProgram, MemoryStats
 from tpudist.xla.settings import Setting
 
-__all__ = [
-    "CompiledProgram",
-    "CompilerDied",
-    "HbmExceeded",
-    "MemoryStats",
-    "close_compilers",
-    "compile_elsewhere",
-    "compile_here",
-    "slice_of",
-    "try_elsewhere",
-]
-
 _log = logging.getLogger("tpudist.compile")
 Progress = Callable[[str, float], None]
 CompilerOptions = Mapping[str, bool | int | float | str]

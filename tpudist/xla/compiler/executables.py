@@ -55,7 +55,7 @@ class Precompiled:
         try:
             return self._compiled(*args)
         # JAX raises these for other shapes, before it runs anything, so donated arguments are
-        # still valid.
+        # still valid. An error of a running program is a RuntimeError.
         except (TypeError, ValueError):
             return self._jitted(*args)
 

@@ -1,4 +1,4 @@
-"""Names the processor of this machine by its instructions, on which compiled programs depend."""
+"""Names the processor of this machine, on whose model and instructions programs depend."""
 
 import hashlib
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def name() -> str:
-    """Returns a name that is equal on two machines with the same processor instructions."""
+    """Returns a name that is equal on two machines with the same model of a processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
