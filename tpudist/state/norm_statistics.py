@@ -44,7 +44,7 @@ def weigh_by_rows(axes: Sequence[str]) -> Iterator[None]:
 @functools.cache  # the first partial batch replaces the functions, for the rest of the process
 def _install() -> None:
     for module in (linen_normalization, nnx_normalization):
-        function = getattr(module, _FUNCTION, None)  # private to Flax: it may disappear
+        function = vars(module).get(_FUNCTION)  # private to Flax: it may disappear
         if function is not None and set(inspect.signature(function).parameters) <= _KNOWN:
             setattr(module, _FUNCTION, _wrap(function))
 

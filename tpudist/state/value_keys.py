@@ -9,6 +9,7 @@ of its items. A mutable object without readable contents raises an error.
 import collections
 import dataclasses
 import sys
+import types
 from collections.abc import Hashable, Iterable, Mapping
 
 import jax
@@ -80,9 +81,8 @@ def attributes_of(value: object) -> dict[str, object] | None:
         for name in _as_tuple(base.__dict__.get("__slots__", ()))
         if not name.startswith("__") and hasattr(value, name)  # a slot may be empty
     ]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    return _read_attributes(value, slots) | dict(getattr(value, "__dict__", {}))
+    own = getattr(value, "__dict__", None)  # None for an object with slots only
+    return None if own is None and not slots else _read_attributes(value, slots) | dict(own or {})
 
 
 def _read_attributes(value: object, names: Iterable[str]) -> dict[str, object]:
@@ -110,8 +110,9 @@ def describe(value: object, depth: int = _MAX_DEPTH) -> str:
 
 def _is_generated(hash_method: object) -> bool:
     """Whether the `dataclasses` module made a `__hash__`: it compiles the method from text."""
-    # A `__hash__` in C has no code.
-    return getattr(getattr(hash_method, "__code__", None), "co_filename", None) == "<string>"
+    if not isinstance(hash_method, types.FunctionType):
+        return False
+    return hash_method.__code__.co_filename == "<string>"
 
 
 def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:

@@ -34,10 +34,10 @@ class Host:
 
     process: int
     replicas: tuple[int, ...]
-    files: int | None
-    examples_per_step: int | None
-    examples_per_epoch: int | None
-    in_vain_per_step: int | None
+    files: int | None = None
+    examples_per_step: int | None = None
+    examples_per_epoch: int | None = None
+    in_vain_per_step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Explanation:
             )
             for host in self.hosts
         ]
-        title = "\n".join(f"{name + ':':<15}{value}" for name, value in facts.items())
+        width = max(map(len, facts)) + 2
+        title = "\n".join(f"{name + ':':<{width}}{value}" for name, value in facts.items())
         return TextTable(_COLUMNS, rows, title)
 
 
@@ -141,7 +142,7 @@ def explain_feed(
             PartialBatch.PAD.value,
             None,
             tuple(
-                Host(process, replicas, None, None, None, 0)
+                Host(process, replicas, in_vain_per_step=0)
                 for process, replicas in _replicas(mesh).items()
             ),
         )
@@ -161,12 +162,12 @@ def _host(
     feed: SplitBatches, mesh: ReplicaMesh, size: int | None, process: int, replicas: tuple[int, ...]
 ) -> Host:
     if size is None:
-        return Host(process, replicas, None, None, None, None)
+        return Host(process, replicas)
     quotas = feed.assignment(size, size).quotas
     per_step = sum(quotas[i] for i in replicas)
     source = feed.source
     if not isinstance(source, IndexedDataset):
-        return Host(process, replicas, None, per_step, None, size - per_step)
+        return Host(process, replicas, examples_per_step=per_step, in_vain_per_step=size - per_step)
     num_full, rows_of_last = _batches(source)
     per_epoch = num_full * per_step
     if rows_of_last:

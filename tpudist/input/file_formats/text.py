@@ -8,7 +8,7 @@ from tpudist.input.file_formats import byte_ranges
 from tpudist.input.file_formats.file import CannotRead, explain_errors
 
 _CHUNK_BYTES = 1 << 22  # read at a time, to find the lines
-_NEWLINE = 10
+_NEWLINE = ord("\n")
 
 
 class TextFile:
