@@ -8,15 +8,15 @@ from tpudist.port.analysis.nodes import function_name, has_text, keyword_arg, re
 from tpudist.port.analysis.program import Program
 from tpudist.port.analysis.transformers import Transformer
 
-_SET = (
+_SETS_DEVICES = (
     "tensorflow.config.set_logical_device_configuration",
     "tensorflow.config.experimental.set_virtual_device_configuration",
 )
-_LIST = (
+_LISTS_DEVICES = (
     "tensorflow.config.list_physical_devices",
     "tensorflow.config.experimental.list_physical_devices",
 )
-_DEVICE = (
+_MAKES_DEVICE = (
     "tensorflow.config.LogicalDeviceConfiguration",
     "tensorflow.config.experimental.VirtualDeviceConfiguration",
 )
@@ -27,7 +27,8 @@ class CpuEmulation(Transformer):
 
     def __init__(self, program: Program):
         super().__init__(program)
-        self._nums: dict[cst.CSTNode, cst.BaseExpression] = {}  # by statement to replace
+        # By statement to replace. A program has one, so all leads belong to it.
+        self._num_devices_by_statement: dict[cst.CSTNode, cst.BaseExpression] = {}
         self._leads: list[cst.SimpleStatementLine] = []  # statements before it, to remove
         for statement in program.nodes(cst.SimpleStatementLine):
             self._note_statement(statement)
@@ -38,9 +39,9 @@ class CpuEmulation(Transformer):
         """Rewrites or removes a statement."""
         if original_node in self._leads:
             return remove_statement(self.program.parent(original_node), updated_node)
-        if original_node not in self._nums:
+        if original_node not in self._num_devices_by_statement:
             return updated_node
-        num_devices = keyword_arg("num_devices", self._nums[original_node])
+        num_devices = keyword_arg("num_devices", self._num_devices_by_statement[original_node])
         emulate = cst.Call(self.write("tpudist.emulate"), [num_devices])
         # The comment above the first of the removed statements explains all of them, so it moves to
         # the new statement.
@@ -55,7 +56,7 @@ class CpuEmulation(Transformer):
         if len(statement.body) != 1 or not isinstance(statement.body[0], cst.Expr):
             return
         call = statement.body[0].value
-        if self.program.callee(call) not in _SET or not isinstance(call, cst.Call):
+        if self.program.callee(call) not in _SETS_DEVICES or not isinstance(call, cst.Call):
             return
         # The devices and their number, both by position: (cpu, [LogicalDeviceConfiguration()] * 8).
         if len(call.args) != 2 or any(arg.keyword or arg.star for arg in call.args):
@@ -63,7 +64,7 @@ class CpuEmulation(Transformer):
         num_devices = self._num_devices(call.args[1].value)
         if num_devices is None or not self._is_cpu(call.args[0].value):
             return
-        self._nums[statement] = num_devices
+        self._num_devices_by_statement[statement] = num_devices
         # Statements such as `cpus = tf.config.list_physical_devices("CPU")` go as well, if only
         # this call reads their name.
         for arg in call.args:
@@ -108,7 +109,7 @@ class CpuEmulation(Transformer):
         return len(elements) if are_devices else 0
 
     def _is_device(self, value: cst.BaseExpression) -> bool:
-        return self.program.callee(value) in _DEVICE
+        return self.program.callee(value) in _MAKES_DEVICE
 
     def _is_cpu(self, value: cst.BaseExpression) -> bool:
         """Returns whether a device is one of `tf.config.list_physical_devices("CPU")`."""
@@ -127,7 +128,7 @@ class CpuEmulation(Transformer):
         if isinstance(value, cst.Subscript):
             value = value.value
         return (
-            self.program.callee(value) in _LIST
+            self.program.callee(value) in _LISTS_DEVICES
             and isinstance(value, cst.Call)
             and len(value.args) == 1
             and has_text(value.args[0].value, "CPU")

@@ -81,6 +81,7 @@ class GraphFunctions(Transformer):
             and self._is_plain_number(original_node.target)
         ):
             assert isinstance(updated_node.iter, cst.Call)
+            # The original arguments: a change inside them is lost, and listed as a leftover.
             if (numbers := self._numbers_of_range(call)) is not None:
                 args = [cst.Arg(number) for number in numbers]
                 return updated_node.with_changes(iter=cst.Call(cst.Name("range"), args))

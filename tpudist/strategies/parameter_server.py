@@ -82,7 +82,8 @@ class ParameterServerStrategy(Strategy):
     # change by the number of its function, so a second coordinator must not start again from 0.
     num_numbered = 0
     # The defaults below are for the strategy that stands for this one in a worker's process. It is
-    # created without `__init__`; see `find_member`.
+    # created without `__init__`; see `find_member`. It has no engine and nothing to end, and its
+    # `servers` are None: a method that needs them must ask for `servers` first.
     num_workers = 0
     _worker_strategy: Callable[[int], Strategy] | None = None
     _cluster_resolver: ClusterResolver | None = None
@@ -120,13 +121,13 @@ class ParameterServerStrategy(Strategy):
         # The order matters: functions that an engine starts refer to this strategy by its key, and
         # servers run on the engine. The finalizer must not refer to `self`, or the strategy would
         # never be deleted.
-        self._become_member(uuid.uuid4().hex)
+        self._begin_as_member(uuid.uuid4().hex)  # calls `Strategy.__init__`
         self.engine.start()
         self.servers = Servers(self.engine, servers, log, server_timeout_s)
-        self._ending = weakref.finalize(self, _end, self.servers, self.engine)
+        self._ending = weakref.finalize(self, _close, self.servers, self.engine)
 
-    def _become_member(self, key: str) -> None:
-        self._key = key
+    def _begin_as_member(self, key: str) -> None:
+        self._member_key = key
         self.variables_by_number: dict[int, ServerVariable] = {}
         # The strategy itself computes nothing. A worker's strategy has the devices; this mesh only
         # gives replicated arrays, such as optimizer state for a checkpoint, a place.
@@ -135,13 +136,13 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def handle_parts(self) -> tuple:
-        """The key of this object in `coordinator.function_snapshot`: its identity."""
+        """Values that identify this object in a snapshot of a function: the strategy itself."""
         return (self,)
 
     def __reduce__(self) -> tuple:
         # A pickled strategy is a key. In another process, it becomes the one strategy there that
         # stands for this one, so that all functions of a worker share it.
-        return find_member, (self._key,)
+        return find_member, (self._member_key,)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -155,6 +156,7 @@ class ParameterServerStrategy(Strategy):
         if place is not None and place.session is not None:
             return place.session.strategy.num_replicas_in_sync
         if self._num_replicas is None:
+            # This creates the mesh of a worker, so it is done once.
             strategy = self._worker_strategy and self._worker_strategy(0)
             self._num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
         return self._num_replicas
@@ -180,6 +182,7 @@ class ParameterServerStrategy(Strategy):
         coordinator = None if self.coordinator is None else self.coordinator()
         unfinished = 0 if coordinator is None else coordinator.num_unfinished
         if unfinished or current_place() is not None:
+            # The number is 0 in a scheduled function of a process without the coordinator.
             raise RuntimeError(
                 f"{state} cannot be saved in a checkpoint while {unfinished or 'some'} function(s) "
                 "of the coordinator are unfinished: the saved state would mix different moments. "
@@ -187,12 +190,15 @@ class ParameterServerStrategy(Strategy):
             )
 
     def slots_on_servers(
-        self, number: int, tx: optax.GradientTransformation, variables: Mapping[str, ServerVariable]
+        self,
+        optimizer_number: int,
+        tx: optax.GradientTransformation,
+        variables: Mapping[str, ServerVariable],
     ) -> PyTree:
         """Returns the state of an optimizer for a checkpoint, in the form of a single process.
 
         Args:
-            number: Number of the optimizer on the servers.
+            optimizer_number: Number of the optimizer on the servers.
             tx: Transformation of the optimizer.
             variables: All variables that it updates, by their names in its state; empty if this
                 process does not know them.
@@ -209,9 +215,9 @@ class ParameterServerStrategy(Strategy):
         if self.servers is None:
             raise AssertionError("a worker's closure is never quiet")
         if variables:
-            slots = OptimizerSlots(self.servers, number, tx, variables)
+            slots = OptimizerSlots(self.servers, optimizer_number, tx, variables)
             return slots.tree(self.replica_mesh.replicated)
-        if any(self.servers.variables_of_optimizer(number)):
+        if any(self.servers.variables_of_optimizer(optimizer_number)):
             raise RuntimeError(
                 "A checkpoint cannot hold this Optimizer: its state is on the servers, and only "
                 "workers in other processes, or an earlier run, know which Variables it is for. "
@@ -275,13 +281,17 @@ class ParameterServerStrategy(Strategy):
         Each worker reads the whole dataset. In the function that you pass to
         `create_per_worker_dataset`, this returns the dataset of the worker's own strategy.
         """
-        return _dataset(methodcaller("experimental_distribute_dataset", dataset, options))
+        return _distribute_on_worker(
+            methodcaller("experimental_distribute_dataset", dataset, options)
+        )
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
     ) -> Any:
         """Returns a dataset for `ClusterCoordinator.create_per_worker_dataset`."""
-        return _dataset(methodcaller("distribute_datasets_from_function", dataset_fn, options))
+        return _distribute_on_worker(
+            methodcaller("distribute_datasets_from_function", dataset_fn, options)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,14 +352,14 @@ class DatasetOfWorkers:
         )
 
 
-def _dataset(method: methodcaller) -> Any:
+def _distribute_on_worker(method: methodcaller) -> Any:
     place = current_place()
     if place is not None and place.session is not None:
         return method(place.session.strategy)
     return DatasetOfWorkers(method)
 
 
-def _end(servers: Servers, engine: Engine) -> None:
+def _close(servers: Servers, engine: Engine) -> None:
     servers.close()
     engine.shutdown()
 
@@ -366,7 +376,7 @@ def find_member(key: str) -> ParameterServerStrategy:
     if strategy is None:
         # Without `__init__`, which would start an engine and servers of its own.
         strategy = object.__new__(ParameterServerStrategy)
-        strategy._become_member(key)
+        strategy._begin_as_member(key)
         _stand_ins.append(strategy)
     return strategy
 

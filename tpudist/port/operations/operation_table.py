@@ -30,7 +30,7 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 # Names of parameters that are never arrays. `-` before a parameter says that of one operation.
-NOT_ARRAYS = set(
+_NOT_ARRAYS = set(
     "axis axes keepdims dtype shape dims perm depth multiples repeats num num_rows num_columns "
     "shift num_segments approximate epsilon t_list fn stddev mean minval maxval num_samples "
     "structure flat_sequence true_fn false_fn pred clip_norm side f tensors".split()
@@ -42,7 +42,9 @@ def _add(names: str, parameters: str, jax: str, keras: str = "=") -> None:
 
     Args:
         names: Names without `tf.`. `+` before a name adds it in `tf` and in `tf.math`.
-        parameters: Parameters; `x=` has a default, and `x==0` the default 0 that differs here.
+        parameters: Parameters; `x=` has a default, `x==0` the default 0 that differs here, and `-x`
+            is never an array. One without a place in the template is listed so that a call that has
+            it stays.
         jax: Template; `{}` is the last part of the name.
         keras: Template for Keras; `=` is the template of `jax` with `keras.ops` instead of `jnp`.
     """
@@ -51,7 +53,7 @@ def _add(names: str, parameters: str, jax: str, keras: str = "=") -> None:
     for parameter in parameters.split():
         name, has_default, default = parameter.removeprefix("-").partition("=")
         table[name] = default.removeprefix("=") if has_default else None
-        if name not in NOT_ARRAYS and parameter[0] != "-" and not has_default:
+        if name not in _NOT_ARRAYS and parameter[0] != "-" and not has_default:
             arrays.add(name)
     for name in names.split():
         # `+abs` is tf.abs and tf.math.abs.
