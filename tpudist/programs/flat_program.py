@@ -186,11 +186,14 @@ def is_collective(eqn: core.JaxprEqn) -> bool:
 
     Also `axis_index`, which does not communicate, but must run where the replica is known.
     """
-    return any(_names_replicas(eqn.params.get(name)) for name in AXES)
+    return any(names_replicas(eqn.params.get(name)) for name in AXES)
 
 
-def _names_replicas(axes: object) -> bool:
-    return axes == REPLICA_AXIS or (isinstance(axes, tuple) and REPLICA_AXIS in axes)
+def names_replicas(axes: object) -> bool:
+    """Returns whether a parameter for axes names the replica axis, also inside of containers."""
+    if isinstance(axes, tuple | list | set | frozenset):
+        return any(map(names_replicas, axes))
+    return isinstance(axes, str) and axes == REPLICA_AXIS
 
 
 def split_into_rounds(program: FlatProgram) -> list[list[Operation]]:

@@ -18,6 +18,7 @@ import jax
 from jax.extend import core
 
 from tpudist.programs import jaxprs, references
+from tpudist.programs.flat_program import names_replicas
 from tpudist.programs.references import NOT_FOLLOWED, Access, Cell, is_reference
 from tpudist.programs.replica_agreement import (
     Agreement,
@@ -27,7 +28,6 @@ from tpudist.programs.replica_agreement import (
     ReplicaSum,
 )
 from tpudist.programs.user_lines import first_users_line_of, line_of, users_line_of
-from tpudist.xla.mesh import REPLICA_AXIS
 
 Known = str | Cell | None
 """The knowledge about a value: the cause of differences, or a reference.
@@ -155,8 +155,10 @@ class _Walk:
             access = references.access_of(eqn)
             if access is not None and (access is Access.MAKE or isinstance(args[0], Cell)):
                 return self._access(eqn, access, args)
-            if not self._passes_references(eqn, structure, args):
+            if not _passes_references(eqn, structure, args):
                 return self._lose_references(eqn, structure, args)
+            if isinstance(structure, jaxprs.Call) and not _runs_as_written(eqn):
+                self._record_lost(eqn, eqn.primitive.name, (x for x in args if isinstance(x, Cell)))
         if isinstance(structure, jaxprs.Scan):
             return self._scan(structure, args)
         if isinstance(structure, jaxprs.While):
@@ -192,29 +194,6 @@ class _Walk:
             whole = access is Access.WRITE and len(args) == 2 and target == value
             self.memory.write(cell, _first_cause(operands), whole)
         return [cause] * len(eqn.outvars)
-
-    def _passes_references(
-        self, eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: list[Known]
-    ) -> bool:
-        """Returns whether an equation only passes its references to its programs."""
-        places = [i for i, x in enumerate(eqn.invars) if is_reference(x)]
-        if any(map(is_reference, eqn.outvars)):
-            return False
-        if not all(isinstance(args[i], Cell) for i in places):
-            return False
-        if isinstance(structure, jaxprs.Scan):
-            return max(places) < structure.num_consts
-        if isinstance(structure, jaxprs.While):
-            return max(places) < structure.num_cond_consts + structure.num_body_consts
-        if not isinstance(structure, jaxprs.Cond | jaxprs.Call):
-            return False
-        name = eqn.primitive.name
-        # A checkpoint that is differentiated runs again for the gradients: then it reads later
-        # writes, and writes twice.
-        runs_once = name in _REMATERIALIZED and not eqn.params.get("differentiated", True)
-        if isinstance(structure, jaxprs.Call) and name not in _RUN_AS_WRITTEN and not runs_once:
-            self._record_lost(eqn, name, (x for x in args if isinstance(x, Cell)))
-        return True
 
     def _lose_references(
         self, eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: list[Known]
@@ -335,6 +314,31 @@ class _Walk:
                 return
 
 
+def _passes_references(
+    eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: Sequence[Known]
+) -> bool:
+    """Returns whether an equation only passes its references to its programs."""
+    places = [i for i, x in enumerate(eqn.invars) if is_reference(x)]
+    if any(map(is_reference, eqn.outvars)):
+        return False
+    if not all(isinstance(args[i], Cell) for i in places):
+        return False
+    if isinstance(structure, jaxprs.Scan):
+        return max(places) < structure.num_consts
+    if isinstance(structure, jaxprs.While):
+        return max(places) < structure.num_cond_consts + structure.num_body_consts
+    return isinstance(structure, jaxprs.Cond | jaxprs.Call)
+
+
+def _runs_as_written(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a call runs its program once and in order, as if it were written there."""
+    name = eqn.primitive.name
+    # A checkpoint that is differentiated runs again for the gradients: then it reads later writes,
+    # and writes twice.
+    runs_once = name in _REMATERIALIZED and not eqn.params.get("differentiated", True)
+    return name in _RUN_AS_WRITTEN or runs_once
+
+
 def _cause_of(known: Known) -> Cause:
     # A reference in the place of a value has no known meaning.
     return NOT_FOLLOWED if isinstance(known, Cell) else known
@@ -349,13 +353,7 @@ def _is_over_replicas(eqn: core.JaxprEqn) -> bool:
     # Unlike `flat_program.is_collective`, also of primitives that are unknown: `axes`, `axis_name`,
     # `axis`, `axis_index_groups`, `named_axes`. Too many names are safe: the result then counts as
     # differing. `makes_equal` uses this only for the primitives of `_EQUALIZING`.
-    return any(_names_replicas(value) for name, value in eqn.params.items() if "ax" in name.lower())
-
-
-def _names_replicas(value: object) -> bool:
-    if isinstance(value, tuple | list | set | frozenset):
-        return any(map(_names_replicas, value))
-    return isinstance(value, str) and value == REPLICA_AXIS
+    return any(names_replicas(value) for name, value in eqn.params.items() if "ax" in name.lower())
 
 
 def _communicates(eqn: core.JaxprEqn) -> bool:

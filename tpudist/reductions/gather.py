@@ -62,7 +62,7 @@ def is_on_every_replica(mesh: ReplicaMesh, value: object) -> bool:
 
 def gather(mesh: ReplicaMesh, value: object, axis: int) -> jax.Array:
     """Concatenates one leaf's parts along dim `axis`, in replica order, without padding rows."""
-    indexed_slices.check_dense(value, "gather")
+    indexed_slices.refuse_slices(value, "gather")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise TypeError(f"gather(axis={shorten(axis)}): axis must be one int.")
     value = capture_in_trace(value)

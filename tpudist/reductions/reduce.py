@@ -146,7 +146,7 @@ def _reduce_slices(
     if context.current().frame is not None:
         values, indices = (x.array if isinstance(x, LocalPart) else x for x in parts)
         return indexed_slices.all_reduce(op, IndexedSlices(values, indices, value.dense_shape))
-    n = indexed_slices.check_op(op, mesh.num_replicas)
+    n = indexed_slices.divisor_of(op, mesh.num_replicas)
     stacked = [
         x if isinstance(x, PerReplica) else stack_parts(mesh, [x] * len(mesh.local_replicas))
         for x in parts

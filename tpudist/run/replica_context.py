@@ -137,7 +137,7 @@ class ReplicaContext:
         """
         self._check_current("all_gather")
         options = self._check_options(options, "all_gather(options")
-        indexed_slices.check_dense(value, "all_gather")
+        indexed_slices.refuse_slices(value, "all_gather")
         _check_host_values(value, "all_gather")
         if self._frame is None:
             return jax.tree.map(jnp.asarray, value)

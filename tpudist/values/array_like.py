@@ -51,7 +51,7 @@ class ReadsAsArray:
 
         jax.tree_util.register_pytree_node(cls, lambda x: ((x.read_value(),), None), unflatten)
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # known without a read; an attribute or a property of the subclass
 
     def read_value(self) -> jax.Array:
         """Returns the value."""
@@ -128,6 +128,7 @@ class ReadsAsArray:
         return int(self.read_value())
 
     def __index__(self) -> int:
+        # Unlike `int`, it raises for floats.
         return self.read_value().__index__()
 
     def __complex__(self) -> complex:

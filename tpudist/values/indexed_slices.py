@@ -107,7 +107,7 @@ def all_reduce(
 def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
     # Concatenation is a sum: rows with equal indices add up when slices are used. So a mean only
     # divides the values.
-    n = check_op(op, collectives.num_replicas())
+    n = divisor_of(op, collectives.num_replicas())
     pairs = [(jnp.asarray(x.values), jnp.asarray(x.indices)) for x in slices]
     gathered = gathered_rows.all_gather(pairs, 0)
     return [
@@ -116,7 +116,7 @@ def _gather(op: ReduceOp, slices: list[IndexedSlices]) -> list[IndexedSlices]:
     ]
 
 
-def check_op(op: ReduceOp, num_replicas: int) -> int:
+def divisor_of(op: ReduceOp, num_replicas: int) -> int:
     """Returns the divisor of slices: the number of replicas for `MEAN`, 1 for `SUM`.
 
     Raises:
@@ -130,7 +130,7 @@ def check_op(op: ReduceOp, num_replicas: int) -> int:
     return num_replicas if op is ReduceOp.MEAN else 1
 
 
-def check_dense(value: PyTree, function: str) -> None:
+def refuse_slices(value: PyTree, function: str) -> None:
     """Rejects IndexedSlices for a function that concatenates values.
 
     Raises:

@@ -110,7 +110,7 @@ def _columns(trees: Sequence[PyTree]) -> tuple[Any, list[list[Any]]]:
             f"{', '.join(sorted(map(str, structures)))}. Return the same structure for every "
             "replica."
         )
-    [structure] = structures
+    [structure] = structures  # each process has a replica, so there is a tree
     rows = [structure.flatten_up_to(tree) for tree in trees]
     return structure, [list(column) for column in zip(*rows, strict=True)]
 

@@ -12,7 +12,7 @@ must have called for the same operations with the same numbers. The function is 
 A few functions of JAX have another formula for one row or none: `_OTHER_FORMULAS`.
 """
 
-import collections
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -28,6 +28,7 @@ from tpudist.programs.rows.trace_steps import (
     Predicted,
     Site,
     Step,
+    Trace,
     Traced,
     changes_nothing,
     format_number,
@@ -48,30 +49,39 @@ _OTHER_FORMULAS = frozenset(
 _ASSERTION_LIBRARIES = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
 
 
+@dataclasses.dataclass
+class _SiteRecord:
+    """The calls of JAX by one instruction of the user's code, in one trace.
+
+    Attributes:
+        first: The first equation; None if the equations are known by the call around them only.
+        names: Names of the functions of JAX that were called.
+        numbers: The numbers of the operations, by primitive and shapes.
+        steps: The operations whose results are used, by primitive and shapes.
+        computed: Names of the primitives that change something.
+    """
+
+    first: core.JaxprEqn | None = None
+    names: set[str] = dataclasses.field(default_factory=set)
+    numbers: dict[tuple, set[Any]] = dataclasses.field(default_factory=dict)
+    steps: dict[tuple, list[Step]] = dataclasses.field(default_factory=dict)
+    computed: set[str] = dataclasses.field(default_factory=set)
+
+
 class _SiteRecords:
     """The calls of JAX by each instruction of the user's code, in one trace.
 
     Attributes:
-        numbers: For each site, the numbers of its operations, by primitive and shapes.
-        names: Names of the functions of JAX that each site called.
-        first: The first equation of each site.
+        by_site: The records.
         equations: Ids of the equations whose results are used.
-        computed: Names of the primitives of each site that change something.
-        steps: For each site its steps, by primitive and shapes.
     """
 
-    def __init__(self, program: Predicted | Traced):
-        self.numbers: dict[Site, dict[tuple, set[Any]]] = collections.defaultdict(dict)
-        self.names: dict[Site, set[str]] = collections.defaultdict(set)
-        self.first: dict[Site, core.JaxprEqn] = {}
+    def __init__(self, program: Trace):
+        self.by_site: dict[Site, _SiteRecord] = {}
         self.equations: set[int] = set()
-        self.computed: dict[Site, set[str]] = collections.defaultdict(set)
-        self.steps: dict[Site, dict[tuple, list[Step]]] = collections.defaultdict(dict)
         self._record_program(program, [True] * len(program.jaxpr.outvars), NOWHERE)
 
-    def _record_program(
-        self, program: Predicted | Traced, used: list[bool], around: Site
-    ) -> list[bool]:
+    def _record_program(self, program: Trace, used: list[bool], around: Site) -> list[bool]:
         """Records what a trace computes for its used results; returns which inputs are used."""
         # Backward, as dead code is eliminated: an equation counts only if a live equation reads
         # one of its results that has elements. JAX may omit the others in one of the two traces.
@@ -82,7 +92,7 @@ class _SiteRecords:
             results = zip(eqn.outvars, step.shapes[len(eqn.invars) :], strict=True)
             live_results = [0 not in shape and v in live for v, shape in results]
             if not any(live_results) and not eqn.effects:
-                self._record_site(eqn, around)  # the user's instruction has run all the same
+                self._find_record(eqn, around)  # the user's instruction has run all the same
                 continue
             site = self._record_step(step, around)
             reads = [True] * len(eqn.invars)
@@ -100,28 +110,27 @@ class _SiteRecords:
             live |= {v for v, is_read in operands if is_read and isinstance(v, core.Var)}
         return [v in live for v in program.jaxpr.invars]
 
-    def _record_site(self, eqn: core.JaxprEqn, around: Site) -> Site:
-        """Records the site of an equation; without one, it is the site of the call around it."""
-        site, called = site_of(eqn)
-        if site is None:
-            site = around
-        else:
-            self.names[site].add(called)
-            self.first.setdefault(site, eqn)
+    def _find_record(self, eqn: core.JaxprEqn, around: Site) -> tuple[Site, _SiteRecord]:
+        """Returns the site of an equation, or of the call around it, and its record."""
+        own_site, called = site_of(eqn)
+        site = around if own_site is None else own_site
+        record = self.by_site.setdefault(site, _SiteRecord())
+        if own_site is not None:
+            record.names.add(called)
+            record.first = record.first or eqn
         if eqn.primitive.name in ("jit", "pjit"):
-            self.names[site].add(str(eqn.params.get("name")))
-        self.numbers[site]  # creates an empty record: the site exists in this trace
-        return site
+            record.names.add(str(eqn.params.get("name")))
+        return site, record
 
     def _record_step(self, step: Step, around: Site) -> Site:
         eqn = step.eqn
-        site = self._record_site(eqn, around)
+        site, record = self._find_record(eqn, around)
         self.equations.add(id(eqn))
         if not changes_nothing(step):
-            self.computed[site].add(eqn.primitive.name)
+            record.computed.add(eqn.primitive.name)
         key = eqn.primitive.name, shapes_compared(step)
-        self.numbers[site].setdefault(key, set()).update(step.numbers)
-        self.steps[site].setdefault(key, []).append(step)
+        record.numbers.setdefault(key, set()).update(step.numbers)
+        record.steps.setdefault(key, []).append(step)
         return site
 
 
@@ -130,17 +139,19 @@ def find_deviation_of_few(labelled: LabelledProgram, program: Program, counts: P
     predicted, traced = Predicted(labelled, counts), Traced(program)
     expected, actual = _SiteRecords(predicted), _SiteRecords(traced)
 
+    sites = dict.fromkeys([*expected.by_site, *actual.by_site])
+    pairs = {x: (expected.by_site.get(x), actual.by_site.get(x)) for x in sites}
+
     def describe(deviation: str, site: Site) -> str:
-        first = expected.first.get(site) or actual.first.get(site)
-        line = users_line_of(first) if first is not None else ""
+        equations = [x.first for x in pairs.get(site, ()) if x is not None and x.first is not None]
+        line = users_line_of(equations[0]) if equations else ""
         return f"{deviation} ({line})" if line else deviation
 
-    sites = dict.fromkeys([*expected.numbers, *actual.numbers])
-    for site in sites:
-        deviation = _compare(expected, actual, site)
+    for site, (own, other) in pairs.items():
+        deviation = _compare(own, other, is_known=site != NOWHERE)
         if deviation is not None:
             return describe(deviation, site)
-    passing = {site for site in sites if not (expected.computed[site] and actual.computed[site])}
+    passing = {site for site, both in pairs.items() if not all(x and x.computed for x in both)}
     other = find_other_value(
         ValueOrigins(predicted, expected.equations, passing),
         ValueOrigins(traced, actual.equations, passing),
@@ -175,10 +186,11 @@ def pair_equations(
     expected = _SiteRecords(Predicted(labelled, counts))
     actual = _SiteRecords(Traced(program))
     pairs = []
-    for site, own in expected.steps.items():
-        others = actual.steps.get(site, {})
-        if site == NOWHERE or expected.names[site] & _OTHER_FORMULAS:
+    for site, record in expected.by_site.items():
+        other_record = actual.by_site.get(site)
+        if site == NOWHERE or other_record is None or record.names & _OTHER_FORMULAS:
             continue
+        own, others = record.steps, other_record.steps
         if _count_computing(own) != _count_computing(others):
             continue
         for key in own.keys() & others.keys():
@@ -203,8 +215,8 @@ def _literals_of(step: Step) -> list[tuple[int, str]]:
 
 def find_other_formula(labelled: LabelledProgram, counts: Point) -> str | None:
     """Returns the name of a function in a program that has another formula for no rows, if any."""
-    names = _SiteRecords(Predicted(labelled, counts)).names
-    return min(set().union(*names.values()) & _OTHER_FORMULAS, default=None)
+    records = _SiteRecords(Predicted(labelled, counts)).by_site.values()
+    return min(set().union(*(x.names for x in records)) & _OTHER_FORMULAS, default=None)
 
 
 def is_of_library(error: BaseException) -> bool:
@@ -223,15 +235,25 @@ def is_of_library(error: BaseException) -> bool:
     )
 
 
-def _compare(expected: _SiteRecords, actual: _SiteRecords, site: Site) -> str | None:
-    """Describes how the calls of a site differ; None if they do not."""
-    if site != NOWHERE and (site in expected.numbers) != (site in actual.numbers):
-        primitives = expected.computed[site] | actual.computed[site]
+def _compare(
+    expected: _SiteRecord | None, actual: _SiteRecord | None, *, is_known: bool
+) -> str | None:
+    """Describes how the calls of a site differ; None if they do not.
+
+    Args:
+        expected: The calls in the predicted trace; None if the site is not in it.
+        actual: The calls in the actual trace, likewise.
+        is_known: Whether the site is an instruction, and not `NOWHERE`.
+    """
+    is_in_both = expected is not None and actual is not None
+    expected, actual = expected or _SiteRecord(), actual or _SiteRecord()
+    if is_known and not is_in_both:
+        primitives = expected.computed | actual.computed
         if primitives:
             return f"{', '.join(sorted(primitives))}, in only one of the two traces"
         return None
-    own, others = expected.numbers.get(site, {}), actual.numbers.get(site, {})
-    functions = expected.names[site] & _OTHER_FORMULAS
+    own, others = expected.numbers, actual.numbers
+    functions = expected.names & _OTHER_FORMULAS
     if own != others and functions:
         return f"{min(functions)}, which JAX then computes in another way"
     for key in own.keys() & others.keys():

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import pathlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -77,7 +77,7 @@ class Step:
     shapes: tuple[Shape, ...]
     literals: tuple
     params: dict[str, Any]
-    bodies: tuple["Predicted | Traced", ...]
+    bodies: tuple["Trace", ...]
     labelled: LabelledEquation | None = None
 
     @property
@@ -134,6 +134,9 @@ class Traced:
         names = {name for name, _ in bodies}
         params = {k: v for k, v in eqn.params.items() if k not in names}
         return Step(eqn, shapes, literals, params, tuple(Traced(body) for _, body in bodies))
+
+
+Trace: TypeAlias = Predicted | Traced
 
 
 def is_call(eqn: core.JaxprEqn) -> bool:

@@ -25,10 +25,9 @@ from tpudist.programs.rows.labels import Corner, UnfittedValue
 from tpudist.programs.rows.row_sizes import Piecewise, RowNumber, RowSize
 from tpudist.programs.rows.trace_steps import (
     NOWHERE,
-    Predicted,
     Site,
     Step,
-    Traced,
+    Trace,
     changes_nothing,
     is_call,
     shapes_compared,
@@ -55,17 +54,13 @@ class ValueOrigins:
         results: The origins of the results.
     """
 
-    def __init__(
-        self, program: Predicted | Traced, live: Collection[int], passing: Collection[Site]
-    ):
+    def __init__(self, program: Trace, live: Collection[int], passing: Collection[Site]):
         self._live, self._passing = live, passing
         self.reads: dict[tuple[Site, Any], set[tuple[Origins, ...]]] = collections.defaultdict(set)
         inputs = [frozenset({("input", i)}) for i in range(len(program.jaxpr.invars))]
         self.results = self._follow(program, inputs, NOWHERE)
 
-    def _follow(
-        self, program: Predicted | Traced, inputs: Sequence[Origins], around: Site
-    ) -> list[Origins]:
+    def _follow(self, program: Trace, inputs: Sequence[Origins], around: Site) -> list[Origins]:
         origins: dict[core.Var, Origins] = dict(zip(program.jaxpr.invars, inputs, strict=True))
         # An open jaxpr of jax 0.10 has variables without values: None, unknown origins.
         for variable, value in itertools.zip_longest(program.jaxpr.constvars, program.consts):
@@ -128,7 +123,7 @@ def _join(origins: Sequence[Origins]) -> Origins:
     return frozenset().union(*known) if len(known) == len(origins) else None
 
 
-def _inputs_of(body: Predicted | Traced, operands: Sequence[Origins]) -> Sequence[Origins]:
+def _inputs_of(body: Trace, operands: Sequence[Origins]) -> Sequence[Origins]:
     inputs = body.jaxpr.invars
     return operands if len(inputs) == len(operands) else [_join(operands)] * len(inputs)
 
