@@ -91,7 +91,7 @@ class PartialBatch:
                 )
                 self._program = RowProgram(self._traces.trace, self._full_sizes())
                 self._formulas = row_dependent_numbers.find_numbers(
-                    self._traces.outputs, self._program.points
+                    self._traces.outputs, self._program.points, self._num_groups
                 )
                 self.outputs = self._describe_outputs()
                 self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)

@@ -25,13 +25,14 @@ _TOLERANCE = 1e-5
 
 
 def find_numbers(
-    outputs: Mapping[Point, CallOutputs], points: tuple[Point, ...]
+    outputs: Mapping[Point, CallOutputs], points: tuple[Point, ...], num_batches: int
 ) -> dict[int, Piecewise]:
     """Returns the leaves of the result that are such numbers, as functions of the rows.
 
     Args:
         outputs: The outputs of all traces so far, by their numbers of rows.
         points: The numbers of rows at which formulas are fitted.
+        num_batches: Number of batches, whose rows are first in a point.
 
     Raises:
         RowsError: If the result depends on the rows in another way.
@@ -47,10 +48,11 @@ def find_numbers(
         elif all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
             formula = fit_number([float(x) for x in values], points)
         if not isinstance(formula, RowSize | RowNumber):
+            other = next(i for i, x in enumerate(values) if not are_equal(x, first))
             raise RowsError(
-                f"it returns {values[0]!r} with {points[0]} rows and {values[1]!r} with "
-                f"{points[1]} rows: this value is not an array, but depends on the number of "
-                "rows"
+                f"it returns {first!r} with {points[0][:num_batches]} rows and {values[other]!r} "
+                f"with {points[other][:num_batches]} rows: this value is not an array, but depends "
+                "on the number of rows"
             )
         formulas[i] = Piecewise(formula, _find_pieces(outputs, i, formula))
     return formulas

@@ -121,15 +121,9 @@ class EagerRun(ReplicaGroup):
         self.args, self.kwargs, self.rules = args, kwargs, options.aggregation
         self.leaves, self.structure = Flattener().leaves(args, kwargs)
         self.kinds = call_arguments.Kinds.of(self.leaves, self._find_numbers(args, kwargs, options))
-        names = call_description.names_of_leaves(fn, args, kwargs)
-        for x, name in zip(self.leaves, names, strict=True):
-            if isinstance(x, integers.HOST_TYPES):
-                integers.check_fit(x, f"Argument '{name}' of '{self.name}'")
         objects = [self.leaves[i] for i in self.kinds.objects]
         self.binding = nnx_binding.Binding(objects) if objects else None
-        num_replicas = self.mesh.num_replicas
-        argument_checks.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
-        pmap_arrays.refuse_replicated(self.leaves, lambda: names, self.name)
+        self._check_arguments(call_description.names_of_leaves(fn, args, kwargs))
         values = [self.leaves[i] for i in self.kinds.per_replica]
         self.groups, self.rows = RowGroups.of(values)
         self.host_arguments = {
@@ -154,6 +148,15 @@ class EagerRun(ReplicaGroup):
             written_state.restore(before)
             raise
         return merged
+
+    def _check_arguments(self, names: list[str]) -> None:
+        """Raises for the same arguments as a compiled call; `names` are those of the leaves."""
+        for x, name in zip(self.leaves, names, strict=True):
+            if isinstance(x, integers.HOST_TYPES):
+                integers.check_fit(x, f"Argument '{name}' of '{self.name}'")
+        num_replicas = self.mesh.num_replicas
+        argument_checks.check_leaves(self.leaves, self.kinds, self.binding, num_replicas, self.name)
+        pmap_arrays.refuse_replicated(self.leaves, lambda: names, self.name)
 
     def _find_numbers(self, args: tuple, kwargs: dict, options: RunOptions) -> frozenset[int]:
         """Returns which of the flat arguments are Python numbers that are passed as arrays."""

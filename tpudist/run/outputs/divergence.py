@@ -2,6 +2,7 @@
 
 from tpudist.values.drift import advice_on_value
 
+_MAX_NAMED = 4  # states in an error, in addition to the first
 VARIABLE_REMEDY = (
     "All-reduce the value that you assign (tpudist.get_replica_context().all_reduce('sum', "
     "value)), give the Variable an aggregation (tpudist.VariableAggregation.MEAN, SUM or "
@@ -44,9 +45,9 @@ def describe_divergence(name: str, refused: list[tuple[str, str, str]]) -> str:
     `refused` has for each such state, at least one, its name, the cause, and the remedy.
     """
     state, reason, remedy = refused[0]
-    rest = [other for other, _, _ in refused[1:]]
-    shown = ", ".join(rest[:4]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
-    also = f" So would {shown}." if rest else ""
+    others = [name for name, _, _ in refused[1:]]
+    more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+    also = f" So would {', '.join(others[:_MAX_NAMED])}{more}." if others else ""
     return (
         f"{state} would differ between replicas after '{name}': {reason}.{also} "
         f"State that every replica shares must stay "

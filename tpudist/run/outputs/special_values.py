@@ -20,6 +20,7 @@ from tpudist.run.outputs.results import LeafKind, Outcome
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.settings import Setting
 
+_MAX_NAMED = 3  # places in an error
 _reports_nans = Setting.DEBUG_NANS.make_reader()
 _reports_infs = Setting.DEBUG_INFS.make_reader()
 
@@ -61,8 +62,8 @@ def call_checked(
             if (where := _find(value, test)) is not None
         }
     if places:
-        shown = "; ".join([*places][:3])
-        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        shown = "; ".join([*places][:_MAX_NAMED])
+        more = f" and {len(places) - _MAX_NAMED} more" if len(places) > _MAX_NAMED else ""
         raise FloatingPointError(
             f"'{calls[0].function.name}' computed {shown}{more}. jax_debug_nans or "
             "jax_debug_infs is on, so this is an error; the state is as before the call. Call it "
