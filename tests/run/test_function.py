@@ -459,6 +459,10 @@ def test_a_method_has_the_name_of_its_attribute_and_belongs_to_its_object():
         other.number = 10
         assert [int(x.compiled_add(1)) for x in (one, other)] == [2, 11]
     assert one.compiled_add.__reduce__() == (getattr, (one, "compiled_add"))
+    one.attribute = tpudist.function(one.add)
+    other = copy.deepcopy(one)
+    other.number = 10
+    assert [int(x.attribute(1)) for x in (one, other)] == [2, 11]
 
 
 def test_a_method_of_an_nnx_object_gets_it_as_an_argument(mirrored):

@@ -10,7 +10,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -210,8 +210,8 @@ class Function:
             while True:
                 while len(elements) < len(sources):
                     iterator = sources[len(elements)].current(iterators)
-                    # Iterators of tpudist have a position; others, such as Python's, have none.
-                    positions.append(getattr(iterator, "position", None))
+                    can_take_back = isinstance(iterator, _TakesBack)
+                    positions.append(iterator.position if can_take_back else None)
                     elements.append(next(iterator))
                 self._call_in_thread.sources = sources
                 try:
@@ -223,8 +223,8 @@ class Function:
         except StopIteration:
             taken = list(zip(sources, elements, positions, strict=False))
             for source, element, position in reversed(taken):
-                iterator: Any = source.current(iterators)
-                if hasattr(iterator, "give_back"):  # iterators of Python cannot take it back
+                iterator = source.current(iterators)
+                if isinstance(iterator, _TakesBack):
                     iterator.give_back(element, position)
             raise
 
@@ -251,7 +251,10 @@ class Function:
             return functools.partial(self, instance)
         # The object keeps the bound method, since a table of objects here would keep them alive.
         # Not under the name of the attribute: `copy.copy(instance)` would then call the original.
-        attributes = getattr(instance, "__dict__", {})  # an object with slots has none
+        try:
+            attributes: Any = vars(instance)
+        except TypeError:
+            attributes = {}  # an object with slots: each access compiles again
         key = f"_tpudist_function_{self._attribute}"
         bound = attributes.get(key)
         if bound is None or any(map(operator.is_not, bound._bound_from, (self, instance))):
@@ -267,10 +270,20 @@ class Function:
         self._attribute = name
 
     def __reduce__(self) -> Any:
-        """Copies and pickles the bound method of an object: as that of the object's copy."""
+        """Copies and pickles without the programs; a method becomes that of the copied object."""
         if self._bound_from is None:
-            return super().__reduce__()
+            return Function, (self._function,)
         return getattr, (self._bound_from[1], self._attribute)
+
+
+@runtime_checkable
+class _TakesBack(Protocol):
+    """An iterator of tpudist, in contrast to those of Python; see `input.iterator`."""
+
+    @property
+    def position(self) -> Any: ...
+
+    def give_back(self, element: PyTree, position: Any) -> None: ...
 
 
 class IteratorArgument:
