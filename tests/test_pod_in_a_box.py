@@ -13,7 +13,7 @@ from tpudist.pytest_plugin import Fault, Pod, PodError, draw_faults, isolated_ho
 
 pytestmark = [pytest.mark.multiprocess]
 
-# As somebody writes it who has never heard of the fixture.
+# A program that does not know the fixture.
 PROGRAM = """
 import sys
 import time
@@ -35,7 +35,7 @@ print("done", strategy.num_replicas_in_sync)
 """
 
 
-# Prints as that does, and is there at once.
+# Prints like `PROGRAM`, and starts immediately.
 LIGHT = """
 import sys
 import time
@@ -115,7 +115,7 @@ def test_processes_are_stopped_resumed_and_killed_from_outside(tpudist_pod, ligh
     with tpudist_pod(light, "200", devices_per_process=1) as pod:
         pod.wait_for_line(1, "step 5")
         pod.stop(1)
-        time.sleep(0.3)  # for what it has printed before
+        time.sleep(0.3)  # until its earlier output has arrived
         before = pod.output(1)
         time.sleep(0.5)
         assert pod.output(1) == before
@@ -141,10 +141,12 @@ def test_a_different_program_and_a_process_that_never_starts(tpudist_pod, progra
 
 
 @pytest.mark.slow
-def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
+def test_a_failing_test_shows_the_output_of_processes_and_leaves_nothing(
     light, tmp_path, monkeypatch
 ):
-    temporary = tmp_path / "temporary"  # of its own: other tests have pods at the same time
+    temporary = (
+        tmp_path / "temporary"
+    )  # a separate one, because other tests have pods at the same time
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -152,7 +154,7 @@ def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
 
     def fail():
         with Pod(light, "4000") as pod:
-            pod.wait_for_line(0, "step 3 2.0")  # without a buffer each word comes by itself
+            pod.wait_for_line(0, "step 3 2.0")  # Python's output is not buffered
             pids.extend([pod.pid(0), pod.pid(1)])
             assert list(temporary.iterdir()) != []
             raise ZeroDivisionError
@@ -166,7 +168,7 @@ def test_a_failing_test_shows_what_processes_printed_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_is_ended_and_shown(light):
+def test_a_pod_that_exceeds_its_time_limit_is_killed_and_shows_its_output(light):
     with Pod(light, "4000", devices_per_process=1, timeout_s=7) as pod:
         with pytest.raises(PodError, match=r"step \d+ 2.0"):
             pod.wait_for_line(1, "never printed")
@@ -216,7 +218,7 @@ def test_disconnected_hosts_report_the_failure(tpudist_pod, program):
     assert any("or its host or network failed" in x.output for x in ended)
 
 
-def test_faults_of_a_seed_are_the_same():
+def test_the_same_seed_draws_the_same_faults():
     found = draw_faults(7, num_processes=4, num_calls=20, count=2)
     assert found == draw_faults(7, num_processes=4, num_calls=20, count=2)
     assert len({fault.process for fault in found}) == 2
@@ -230,14 +232,14 @@ def test_faults_of_a_seed_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"devices_per_process": [1, 2, 3]}, "Pass one number, or one number per process"),
         ({"launch": (), "absent": [1]}, "launch=... starts the same program"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, said, program):
-    with pytest.raises(ValueError, match=said):
+def test_arguments_that_do_not_match_raise_value_error(options, message, program):
+    with pytest.raises(ValueError, match=message):
         Pod(program, **options)
     with pytest.raises(ValueError, match="a fault must be one of raise, kill"):
         Fault("explode", 0, 0)

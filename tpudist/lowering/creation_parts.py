@@ -31,8 +31,7 @@ from tpudist.xla.mesh import ReplicaMesh
 # A value of up to this size is computed again by each part that needs it. A larger one is computed
 # once, so all arrays that depend on it belong to one part.
 _MAX_SMALL = 1024
-_MAX_PROGRAMS = 256
-"""Number of XLA programs that later creations can use again."""
+_MAX_PROGRAMS = 256  # that later creations can use again
 
 
 def compute(
@@ -188,6 +187,7 @@ class _Program:
 
     def _lead_large(self) -> dict[int, int]:
         """Returns the number of the first connected large operation, for each large operation."""
+        # Union-find: connected operations form a tree, whose root is the one with the least number.
         leaders: dict[int, int] = {}
 
         def lead(i: int) -> int:

@@ -130,6 +130,5 @@ def check_options(options: object, place: str, platform: str) -> CommunicationOp
 def _warn_once(place: str, field: str, value: object, why: str) -> None:
     if (place, field, value) not in _warned:
         _warned.add((place, field, value))
-        warnings.warn(
-            f"{place}=CommunicationOptions({field}={value!r})) has no effect: {why}.", stacklevel=4
-        )
+        text = f"{place}=CommunicationOptions({field}={value!r})) has no effect: {why}."
+        warnings.warn(text, stacklevel=4)  # at the caller of the public function

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 _FRAME = struct.Struct("<QQ")
 _TICK_S = 0.5
 _PARENT_VARIABLE = "TPUDIST_PARENT_PROCESS"  # has the parent's process id
+_MAX_READ_BYTES = 1 << 20  # at a time, so that ticks go on during a large answer
 # In the error about a dead process.
 _MAX_LINES, _MAX_BYTES = 60, 1 << 16
 
@@ -153,7 +154,7 @@ class Child:
                     tick(time.monotonic() - started)
                 if not selector.select(_TICK_S):
                     continue
-                part = os.read(pipe, min(missing, 1 << 20))
+                part = os.read(pipe, min(missing, _MAX_READ_BYTES))
                 if not part:
                     # Status 0: the child reached its idle limit while the request was sent.
                     error = Died if self._process.wait() else NotSent
