@@ -258,4 +258,4 @@ def test_a_run_with_a_killed_process_restarts_and_succeeds(run, killed):
 def test_arguments_after_the_program_belong_to_it(line, first):
     words = line.split()
     number = len(first.split())
-    assert launch_command.split(words) == (words[:number], words[number:])
+    assert launch_command.split_at_program(words) == (words[:number], words[number:])

@@ -235,8 +235,8 @@ def test_an_edit_above_the_line_does_not_change_the_ledger(strategy, tmp_path):
     budgets.assert_collectives(before.step, (ROWS,), ledger=path, name="step")
     written = path.read_text()
     assert '"../before.py::Step.__call__.inner"' in written
-    ledger._functions.cache_clear()  # files change between processes, not within one
-    ledger._function.cache_clear()
+    ledger._definitions.cache_clear()  # files change between processes, not within one
+    ledger._innermost_definition.cache_clear()
     after = imported(tmp_path / "before.py", "# A comment.\n" + MODULE)
     budgets.assert_collectives(after.step, (ROWS,), ledger=path, name="step")
     assert path.read_text() == written

@@ -5,7 +5,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -250,12 +249,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
             return

@@ -2,8 +2,7 @@
 
 A subcommand is imported when it is used, so that help and errors take a fraction of a second.
 Exit codes: 0 for yes (it fits), 1 for no, 2 for wrong use or if there is no answer, 130 after
-Ctrl-C. Planning and porting use no accelerator: JAX uses the CPU unless `JAX_PLATFORMS` names
-something else.
+Ctrl-C. Plans use no accelerator: JAX uses the CPU unless `JAX_PLATFORMS` names something else.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ examples:
 
 exit codes: 0 success, 1 negative result, 2 wrong use, 130 interrupted
 """
-# These commands need no device. The others start programs, which choose their platform.
+# These commands use JAX without a device. `port` does not use JAX, and the others choose their
+# platform.
 _ON_CPU = ("plan", "topologies")
 
 
@@ -70,11 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print_text(_HELP.format(commands=names).rstrip())
             return 0 if args else WRONG_USE
         if args[0] in _ON_CPU and not os.environ.get("JAX_PLATFORMS"):
-            from tpudist.xla.settings import Setting
-
-            # JAX has read the variable in this process already; child processes will read it.
-            os.environ["JAX_PLATFORMS"] = "cpu"
-            Setting.PLATFORMS.set("cpu")
+            _use_cpu()
         # After the platform is set: `parse` imports the module of the command, and the first use of
         # a device fixes the platform of the process.
         options = parse(args)
@@ -85,6 +81,14 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_message("tpudist: interrupted.")
         return INTERRUPTED
+
+
+def _use_cpu() -> None:
+    from tpudist.xla.settings import Setting
+
+    # JAX has read the variable in this process already; child processes will read it.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    Setting.PLATFORMS.set("cpu")
 
 
 def find_command(name: str) -> ModuleType:
@@ -120,7 +124,7 @@ def parse(args: Sequence[str]) -> Any:
     if takes_program:
         from tpudist.cli import launch_command
 
-        rest, program_arguments = launch_command.split(rest)
+        rest, program_arguments = launch_command.split_at_program(rest)
     # Before tyro, which ends the process with a page of usage for any mistake. These checks cover
     # the frequent ones with one line; tyro still rejects the rest, such as a value outside of a
     # Literal.

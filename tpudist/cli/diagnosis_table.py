@@ -49,7 +49,7 @@ def _table(diagnosis: Diagnosis) -> TextTable:
             middle, most = order[len(order) // 2], order[-1]
             cells = [cells[processes.index(middle)], cells[processes.index(most)], str(most)]
         rows.append([name, *cells])
-    title = f"{diagnosis.wall_s:.1f} s, {_share(diagnosis):.0%} of it new steps"
+    title = f"{diagnosis.wall_s:.1f} s, {_least_step_share(diagnosis):.0%} of it new steps"
     return TextTable(columns, rows, title)
 
 
@@ -58,7 +58,7 @@ def _cell(seconds: float, spent: Mapping[str, float]) -> str:
     return f"{seconds:.1f} s {seconds / total:4.0%}" if seconds else ""
 
 
-def _share(diagnosis: Diagnosis) -> float:
+def _least_step_share(diagnosis: Diagnosis) -> float:
     # The least share of all processes: a process that waits for others in a collective seems to be
     # in a step.
     return min(

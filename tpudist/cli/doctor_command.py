@@ -53,6 +53,7 @@ def run(options: Options) -> int:
     """Prints the checks, or the phases and delays of a run; returns the exit code."""
     if options.run is None:
         _check_numbers(options)
+        _check_effects(options)
         return _check_accelerator(options) if options.accelerator else _examine(options)
     # Everything but the folder has its default: the other options are for a machine, not for a run.
     if options != Options(run=options.run):
@@ -70,12 +71,16 @@ def run(options: Options) -> int:
 
 
 def _check_numbers(options: Options) -> None:
-    chosen, usual = _by_flag(options), _by_flag(Options())
+    chosen = _by_flag(options)
     for flag, least in (("emulate", 1), ("processes", 1), ("timeout-s", 1), ("minutes", 0.1)):
         value = chosen[flag]
         if value is not None and not value >= least:  # `not >=` also rejects NaN
             raise WrongUse(f"--{flag} {value}: it must be at least {least}.")
+
+
+def _check_effects(options: Options) -> None:
     # An option that has no effect is an error: the user expects an effect.
+    chosen, defaults = _by_flag(options), _by_flag(Options())
     if options.accelerator:
         ignored = ("report", "processes", "timeout-s")
         remedy = "Omit it, or omit --accelerator"
@@ -83,7 +88,7 @@ def _check_numbers(options: Options) -> None:
         ignored = ("output", "minutes", *(["json"] if options.report else []))
         remedy = "Omit it, or omit --report" if options.report else "Omit it, or add --accelerator"
     for flag in ignored:
-        if chosen[flag] != usual[flag]:
+        if chosen[flag] != defaults[flag]:
             other = "--accelerator" if options.accelerator else "this check"
             raise WrongUse(f"--{flag} has no effect on {other}. {remedy}.")
 

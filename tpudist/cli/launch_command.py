@@ -60,8 +60,11 @@ class Options:
     """Print the processes and commands of each host; start nothing."""
 
 
-def split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the command line up to the program, and the arguments of the program."""
+def split_at_program(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the command line up to the program, and the arguments of the program.
+
+    tyro would read options of the program as its own.
+    """
     # The program is the first word that is neither an option nor the value of one. All options take
     # a value, except these few.
     i = 0
@@ -100,12 +103,12 @@ def run(options: Options) -> int:
 
     launch = Launch(
         command,
-        options.num_processes,
-        options.devices_per_process,
-        options.restarts,
-        write,
-        options.spares,
-        find_hosts(options.hosts, options.host_index, options.port),
+        num_processes=options.num_processes,
+        devices_per_process=options.devices_per_process,
+        restarts=options.restarts,
+        write=write,
+        spares=options.spares,
+        hosts=find_hosts(options.hosts, options.host_index, options.port),
     )
     return launch.run()
 
@@ -125,16 +128,11 @@ def _print_commands(options: Options) -> int:
     # `name_hosts` and not `find_hosts`: a dry run may be on a machine that is not one of the hosts.
     hosts = name_hosts(options.hosts) or [LOOPBACK]
     shared: list[str] = []
-    # Options with their defaults are left out. Only `--spares` and these may differ from them here:
-    # the hosts and the port are added below, and differ between the hosts.
-    for option, value, default in (
-        ("--num-processes", options.num_processes, 1),
-        ("--devices-per-process", options.devices_per_process, None),
-        ("--restarts", options.restarts, 0),
-        ("--spares", options.spares, 0),
-    ):
-        if value != default:
-            shared += [option, str(value)]
+    # Only options that differ from their defaults. The hosts and the port are added below.
+    chosen, defaults = vars(options), vars(Options(script=options.script))
+    for name in ("num_processes", "devices_per_process", "restarts", "spares"):
+        if chosen[name] != defaults[name]:
+            shared += [f"--{name.replace('_', '-')}", str(chosen[name])]
     program = [options.script, *options.arguments]
     num_processes = options.num_processes
     if len(hosts) == 1:

@@ -21,11 +21,11 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
         WrongUse: If no name, or more than one, is an address of this host.
     """
     if names is None:
-        detected = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
-        # Slurm before the TPU's metadata: a Slurm step may use only some hosts of a slice.
+        detected = _detect_hosts()
         if detected is None:
             return Hosts()
-        return Hosts(detected[0], detected[1], port or PORT)
+        detected_names, index_of_this = detected
+        return Hosts(detected_names, index_of_this, port or PORT)
     hosts = _split(names)
     if index is None:
         # A name of another host cannot be bound here. Several names match if they are aliases of
@@ -52,8 +52,13 @@ def name_hosts(names: str | None) -> list[str]:
     """
     if names is not None:
         return _split(names)
-    detected = _hosts_of_slurm(os.environ) or _hosts_of_tpu()
+    detected = _detect_hosts()
     return list(detected[0]) if detected else []
+
+
+def _detect_hosts() -> tuple[list[str], int] | None:
+    # Slurm before the TPU's metadata: a Slurm step may use only some hosts of a slice.
+    return _hosts_of_slurm(os.environ) or _hosts_of_tpu()
 
 
 def _split(names: str) -> list[str]:

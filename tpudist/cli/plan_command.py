@@ -29,7 +29,7 @@ from tpudist.xla import topology
 from tpudist.xla.compiler.compiler_process import CompilerDied
 from tpudist.xla.hardware.slices import Slice, parse
 
-FITS, DOES_NOT_FIT = 0, 1
+EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 # Not the default of the option, so that `_check_plan` can tell whether the option was passed.
 TIME_BUDGET_S = 600.0
 
@@ -110,7 +110,8 @@ class _StepSource:
 
     Attributes:
         make_step: Called with a candidate; returns the arguments of a plan, as in `planner.search`.
-        tokens_per_step: Tokens of a global batch; None if the step reports them itself.
+        tokens_per_step: Tokens of a global batch; None if the step reports them itself. The option
+            overrides the step's own number, and this overrides the number of the reference.
         remat: Names of rematerialization to plan.
         calibration: Measured rates, if there are any.
     """
@@ -151,8 +152,8 @@ class _StepSource:
             raise
         except (ImportError, CompilerDied, TimeoutError) as error:
             raise WrongUse(str(error)) from error
-        # The user's step may raise anything, even SystemExit of a script. An error in our own step
-        # is a traceback, unless it is one that the options of the reference can cause.
+        # The user's step may raise anything, even SystemExit of a script. An unexpected error in
+        # the reference step is our bug, and keeps its traceback.
         except (Exception, SystemExit) as error:
             if self._user_step is not None:
                 raise WrongUse(f"{self._user_step} failed: {format_error(error)}") from error
@@ -175,7 +176,6 @@ def _override_tokens(make_step: MakeStep, tokens_per_step: int | None) -> MakeSt
 
     def make(candidate: planner.Candidate) -> tuple[Any, ...]:
         strategy, fn, args, *more = make_step(candidate)
-        # The option has the last word: a fourth element of the step may have tokens, too.
         figures = {**(more[0] if more else {}), "tokens_per_step": tokens_per_step}
         return strategy, fn, args, figures
 
@@ -192,11 +192,14 @@ def _plan(options: Options, source: _StepSource) -> int:
             topology.devices(options.topology),
         )
         strategy, fn, args, *more = source.make_step(candidate)
-        figures: dict[str, Any] = {"tokens_per_step": source.tokens_per_step}
-        # Here the step has the last word over the reference's own number of tokens.
-        figures |= more[0] if more else {}
-        figures = {"calibration": source.calibration} | figures
-        plan = strategy.plan(fn, args, topology=options.topology, cache=options.cache, **figures)
+        more_arguments: dict[str, Any] = {
+            "tokens_per_step": source.tokens_per_step,
+            "calibration": source.calibration,
+        }
+        more_arguments |= more[0] if more else {}
+        plan = strategy.plan(
+            fn, args, topology=options.topology, cache=options.cache, **more_arguments
+        )
     report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
         with _explain_write_errors():
@@ -209,7 +212,7 @@ def _plan(options: Options, source: _StepSource) -> int:
         if options.save is not None and plan.fits:
             plan.save(options.save)
     _report_files(options, save=plan.fits)
-    return FITS if plan.fits else DOES_NOT_FIT
+    return EXIT_FITS if plan.fits else EXIT_DOES_NOT_FIT
 
 
 def _parse_geometry(text: str) -> dict[str, int]:
@@ -248,7 +251,7 @@ def _exit_code(result: planner.SearchResult) -> int:
     # 1 is an answer, "does not fit", and needs a refusal of the compiler. Without one, nothing is
     # known about the slice, which is 2.
     if result.best or result.of(search_outcomes.TOO_LARGE):
-        return FITS if result.best else DOES_NOT_FIT
+        return EXIT_FITS if result.best else EXIT_DOES_NOT_FIT
     if failed := result.of(search_outcomes.FAILED):
         first, num = failed[0], len(failed)
         all_ = f"All {num} layouts" if num > 1 else "The layout"
@@ -322,7 +325,10 @@ def check(options: Options) -> Slice:
         raise WrongUse("--time-budget is inf. Pass a number of seconds, such as 86400 for a day.")
     # Last: the errors above are about single values, and these about options that exclude each
     # other.
-    (_check_search if options.search else _check_plan)(options)
+    if options.search:
+        _check_search(options)
+    else:
+        _check_plan(options)
     return slice_
 
 

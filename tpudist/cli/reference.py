@@ -23,7 +23,7 @@ from tpudist.planner import Candidate, GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps
 
-_LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
+_MAX_DEFAULT_LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
 OPTIMIZERS = {
     # The learning rate changes no shape, so a plan does not depend on it.
     "adamw": lambda: optax.adamw(1e-3),
@@ -37,7 +37,7 @@ class ReferenceOptions:
     """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
 
     # The keys of `PRESETS`, again: tyro reads the choices from the annotation, which must be
-    # static.
+    # static. A test in `tests/cli/test_cli.py` compares both.
     preset: Literal[
         "tiny",
         "llama-3.1-8b",
@@ -112,8 +112,8 @@ class Reference:
     def describe(self) -> str:
         """Returns the sizes in one line."""
         model = self.config
-        wide = f"{model.num_layers} blocks of width {model.embed_dim}, {model.vocabulary} tokens"
-        return f"{wide}; {self.global_batch} sequences of {self.length} tokens in a step"
+        sizes = f"{model.num_layers} blocks of width {model.embed_dim}, {model.vocabulary} tokens"
+        return f"{sizes}; {self.global_batch} sequences of {self.length} tokens in a step"
 
     def make_step(self, candidate: Candidate) -> tuple[TPUStrategy, Callable[..., Any], tuple]:
         """Returns the strategy, the step of one replica and its abstract arguments."""
@@ -188,4 +188,6 @@ def _read_folder(options: ReferenceOptions) -> Preset:
         max_length = read_length(options.hf)
     except (ValueError, OSError) as error:
         raise WrongUse(str(error)) from error
-    return Preset(config, min(max_length or _LENGTH, _LENGTH), 1, str(options.hf))
+    return Preset(
+        config, min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH), 1, str(options.hf)
+    )

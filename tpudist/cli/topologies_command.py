@@ -22,6 +22,8 @@ examples:
 exit codes: 0 success, 2 wrong use
 """
 
+_CHIP = Column("chip", is_short=True, style="bold")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -52,7 +54,7 @@ def run(options: Options) -> int:
             "\nAnnounced. libtpu does not support these chips yet, so plans cannot use them:",
             _table_of_announced(announced),
         )
-    print_parts(*(_sources(chip) for chip in [*chips, *announced] if options.sources))
+    print_parts(*(_table_of_sources(chip) for chip in [*chips, *announced] if options.sources))
     return 0
 
 
@@ -93,17 +95,14 @@ def _table_of_announced(chips: list[AnnouncedChip]) -> TextTable:
     return TextTable((_CHIP, *_number_columns(names)), rows)
 
 
-_CHIP = Column("chip", is_short=True, style="bold")
-
-
 def _number_columns(names: Sequence[str]) -> list[Column]:
     return [Column(name, is_number=True) for name in names]
 
 
-def _sources(chip: Chip | AnnouncedChip) -> TextTable:
+def _table_of_sources(chip: Chip | AnnouncedChip) -> TextTable:
     rows = []
     for name, source in chip.sources.items():
-        value = vars(chip).get(name, "")  # some have a source, but no field
+        value = vars(chip).get(name, "")  # some rates have a source, but are no field of the chip
         text = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
         rows.append((name, text, source))
     columns = ("", "", Column(style="dim"))

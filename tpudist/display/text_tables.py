@@ -75,7 +75,7 @@ class TextTable:
 
     Attributes:
         columns: Columns, left to right; a `str` is the heading of a column of text.
-        rows: Cells `[row][column]`.
+        rows: Cells `[row][column]`; all rows have a cell for each column.
         title: Line or lines above the table.
         notes: Lines below the table, such as a count of the rows that were left out.
         has_header: Whether to show the headings.
@@ -127,7 +127,7 @@ class TextTable:
             for i, column in shown:
                 cell, text = row[i], str(row[i])
                 if column.is_source:
-                    text = format_source(text, 2 if is_wide else 1)
+                    text = format_source(text, num_parts=2 if is_wide else 1)
                 cells.append(Text(text, style=cell.style if isinstance(cell, Cell) else ""))
             table.add_row(*cells)
         if self.title:

@@ -10,13 +10,16 @@ one, it checks the program for TPUs.
 """
 
 import os
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tpudist import context
+from tpudist.display.text_tables import TextTable
 from tpudist.planner import Plan
 from tpudist.planner.show.formats import format_axes, format_bytes, format_count
+from tpudist.planner.show.progress import silent_progress
 from tpudist.testing import ledger as ledgers
 from tpudist.testing.ledger import UPDATE, Entry, Record
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -73,21 +76,21 @@ def assert_collectives(
         ValueError: If `allow` has an unknown kind, or `ledger` is not a ledger.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    allow = None if allow is None else _kinds(allow)
+    allow = None if allow is None else _parse_kinds(allow)
     plan = _make_plan(strategy, step, args, kwargs, topology)
-    where = f"{name or plan.name} on {plan.topology}"
+    label = f"{name or plan.name} on {plan.topology}"
     if not plan.fits:
-        raise AssertionError(f"{where} cannot be compiled. {plan.refusal}")
+        raise AssertionError(f"{label} cannot be compiled. {plan.refusal}")
     failures = _check_budget(plan, "ici", max_ici_bytes) + _check_budget(plan, "dcn", max_dcn_bytes)
     if allow is not None:
         failures += _check_allowed(plan, allow)
     # A step above its budget must not enter the ledger: the next run would then compare with it and
     # report only the budget.
     if not failures and ledger is not None:
-        failures += _compare_with_ledger(plan, where, Path(ledger))
+        failures += _compare_with_ledger(plan, label, Path(ledger))
     if failures:
         mesh = format_axes(plan.mesh)
-        raise AssertionError("\n\n".join((f"{where} (mesh: {mesh}):", *failures)))
+        raise AssertionError("\n\n".join((f"{label} (mesh: {mesh}):", *failures)))
     return plan
 
 
@@ -109,7 +112,7 @@ def _make_plan(
             kwargs,
             topology=topology,
             cache=False,
-            progress=lambda activity, seconds: None,
+            progress=silent_progress,
         )
 
 
@@ -120,7 +123,7 @@ _KINDS = frozenset(
 )
 
 
-def _kinds(allow: Collection[str]) -> frozenset[str]:
+def _parse_kinds(allow: Collection[str]) -> frozenset[str]:
     kinds = frozenset([allow]) if isinstance(allow, str) else frozenset(allow)
     if unknown := kinds - _KINDS:
         raise ValueError(
@@ -141,8 +144,8 @@ def _check_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
     kinds = sorted({use.kind.removeprefix("dcn-") for use in uses})
     return [
         f"{', '.join(kinds)} must not occur: allow is "
-        f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_table(uses)}\nIf you expect this, add it "
-        f"to allow. Otherwise read the lines: there, an array is split over other axes than the "
+        f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_format_uses(uses)}\nIf you expect this, "
+        f"add it to allow. Otherwise read the lines: there, an array is split over other axes than the "
         f"operation needs. Split it with a rule in logical_axis_rules or with "
         f"jax.lax.with_sharding_constraint."
     ]
@@ -156,7 +159,7 @@ def _check_budget(plan: Plan, network: str, max_bytes: float | None) -> list[str
     return [
         f"A device sends {sent:,.0f} bytes ({format_bytes(sent)}) per step over "
         f"{_NETWORKS[network]}, but max_{network}_bytes is {max_bytes:,.0f} "
-        f"({format_bytes(max_bytes)}).\n{_table(uses)}\nIf you expect this, use a larger "
+        f"({format_bytes(max_bytes)}).\n{_format_uses(uses)}\nIf you expect this, use a larger "
         f"max_{network}_bytes. Otherwise start with the first line."
     ]
 
@@ -201,11 +204,11 @@ def _difference(
 ) -> str:
     lines: dict[Entry, list[str]] = {}
     for use in uses:
-        lines.setdefault(ledgers.entry(use, folder), []).append(_line(use))
+        lines.setdefault(ledgers.entry(use, folder), []).append(_format_line(use))
     rows = []
     for entry in sorted({*old, *new}):
-        # An entry without its line has no place to show. Only the new program has lines ("+"); an
-        # entry that disappeared ("-") shows "file::function" of the ledger.
+        # Only entries of the new program ("+") have lines; those that disappeared ("-") show
+        # "file::function" of the ledger.
         for sign, counts in (("-", old), ("+", new)):
             if entry in counts and old.get(entry) != new.get(entry):
                 seen = lines.get(entry, []) if sign == "+" else []
@@ -214,10 +217,10 @@ def _difference(
                 axes, over = ",".join(entry.axes), _NETWORKS[entry.network]
                 rows.append((f"{sign} {entry.kind}", size, times, axes, over, source))
     header = [column for column in _COLUMNS if column != "sent/step"]
-    return _align([("  " + header[0], *header[1:]), *rows])
+    return _format_table(("  " + header[0], *header[1:]), rows)
 
 
-def _table(uses: Iterable[CollectiveUse]) -> str:
+def _format_uses(uses: Iterable[CollectiveUse]) -> str:
     rows = [
         (
             use.kind,
@@ -226,15 +229,15 @@ def _table(uses: Iterable[CollectiveUse]) -> str:
             format_bytes(use.sent_bytes),
             ",".join(use.axes),
             _NETWORKS[use.network],
-            _line(use),
+            _format_line(use),
         )
         for use in sorted(uses, key=lambda use: -use.sent_bytes)
     ]
-    return _align([_COLUMNS, *rows])
+    return _format_table(_COLUMNS, rows)
 
 
-def _line(use: CollectiveUse) -> str:
-    """The source line, as seen from here; or what JAX calls it, if it has none."""
+def _format_line(use: CollectiveUse) -> str:
+    """Returns the source line relative to the working directory, or JAX's name of the operation."""
     if use.source is None:
         return use.op_name or "(added by the compiler)"
     file, _, line = use.source.rpartition(":")
@@ -243,6 +246,5 @@ def _line(use: CollectiveUse) -> str:
     return f"{file if here.startswith('..') else here}:{line}"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return textwrap.indent(str(TextTable(header, rows)), "  ")

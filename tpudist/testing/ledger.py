@@ -28,6 +28,7 @@ FORMAT = 1
 UPDATE = "TPUDIST_UPDATE_LEDGER"
 """Environment variable with which a run of the tests replaces records."""
 _LIBRARY = Path(__file__).parents[1]
+_MAX_PARENTS = 3
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -86,7 +87,7 @@ def function_of(source: str | None, folder: Path) -> str:
     if source is None:
         return ""
     file, _, line = source.rpartition(":")
-    function = _function(file, int(line))
+    function = _innermost_definition(file, int(line))
     return _relative_path(folder, Path(file)) + (f"::{function}" if function else "")
 
 
@@ -102,7 +103,7 @@ def read(path: Path) -> dict[str, Record]:
         ledger = json.loads(path.read_text())
         if ledger["format"] != FORMAT:
             raise ValueError(f"it has the format {ledger['format']}")
-        return {name: _record(step) for name, step in ledger["steps"].items()}
+        return {name: _parse_record(step) for name, step in ledger["steps"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a ledger of this version of tpudist ({error}), which reads the format "
@@ -139,7 +140,7 @@ def write(path: Path, records: Mapping[str, Record]) -> None:
 
     The file is replaced atomically, so an interrupted test leaves a complete file.
     """
-    steps = ",\n".join(_step(name, records[name]) for name in sorted(records))
+    steps = ",\n".join(_format_step(name, records[name]) for name in sorted(records))
     # Written by hand, because `json.dumps(indent=...)` would spread a collective over eight lines.
     # It must stay valid JSON: `read` parses it with `json`.
     text = f'{{\n "format": {FORMAT},\n "steps": {{\n{steps}\n }}\n}}\n'
@@ -150,7 +151,7 @@ def write(path: Path, records: Mapping[str, Record]) -> None:
     os.replace(file.name, path)
 
 
-def _step(name: str, record: Record) -> str:
+def _format_step(name: str, record: Record) -> str:
     lines = []
     for collective in sorted(record.counts):
         fields = dataclasses.asdict(collective)
@@ -167,7 +168,7 @@ def _step(name: str, record: Record) -> str:
     )
 
 
-def _record(step: dict[str, Any]) -> Record:
+def _parse_record(step: dict[str, Any]) -> Record:
     counts = {}
     # A file with other fields raises TypeError in `Entry(...)`, which `read` reports.
     for fields in step["collectives"]:
@@ -193,22 +194,20 @@ def _relative_path(folder: Path, file: Path) -> str:
             return "/".join(inside)
     relative = os.path.relpath(file, folder.resolve())
     # A path through many parents depends on the machine.
-    return file.name if relative.count("..") > 3 else Path(relative).as_posix()
+    is_far = Path(relative).parts.count("..") > _MAX_PARENTS
+    return file.name if is_far else Path(relative).as_posix()
 
 
 @functools.lru_cache(maxsize=1024)
-def _function(file: str, line: int) -> str:
+def _innermost_definition(file: str, line: int) -> str:
     """Returns the innermost function or class around a line, such as "Block.__call__", or ""."""
-    best: tuple[int, str] = (0, "")
-    for begin, end, name in _functions(file):
-        # The innermost definition around a line is the one that begins last.
-        if begin <= line <= end and begin > best[0]:
-            best = begin, name
-    return best[1]
+    around = [(begin, name) for begin, end, name in _definitions(file) if begin <= line <= end]
+    # The innermost definition around a line is the one that begins last.
+    return max(around, key=lambda pair: pair[0], default=(0, ""))[1]
 
 
 @functools.lru_cache(maxsize=256)
-def _functions(file: str) -> list[tuple[int, int, str]]:
+def _definitions(file: str) -> list[tuple[int, int, str]]:
     try:
         # Bytes, so that Python uses the encoding that the file declares.
         tree = ast.parse(Path(file).read_bytes())

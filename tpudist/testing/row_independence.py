@@ -55,37 +55,37 @@ def assert_rowwise(
     # One row, half of them, all but one: a function that looks at its neighbors or at the size of
     # the batch differs in at least one of these cases. XLA compiles four programs: for all rows,
     # and for each of these numbers.
-    for real in sorted({1, num_rows // 2, num_rows - 1}):
-        _check_first_rows(trial, leaves, real, num_rows, rtol, atol)
+    for num_kept in sorted({1, num_rows // 2, num_rows - 1}):
+        _check_first_rows(trial, leaves, num_kept, num_rows, rtol, atol)
 
 
 def _check_first_rows(
-    trial: "_Trial", leaves: list[jax.Array], real: int, num_rows: int, rtol: float, atol: float
+    trial: "_Trial", leaves: list[jax.Array], num_kept: int, num_rows: int, rtol: float, atol: float
 ) -> None:
-    """Checks that the first `real` rows have the same results with other rows after them."""
-    places, ins = np.arange(num_rows), trial.in_dims
-    first = f"the first {real} of {num_rows} rows"
-    found = trial.compute(leaves, real)
-    # The other rows become copies of the first row, as in a padded batch; then rows 0, 1, ... The
-    # same program runs on the same shapes, so the results must be bitwise identical.
-    for source in (0, places - real):
-        index = np.where(places < real, places, source)
-        other = trial.compute(_take(leaves, ins, index), real)
+    """Checks that the first `num_kept` rows have the same results with other rows after them."""
+    row_numbers, ins = np.arange(num_rows), trial.in_dims
+    label = f"the first {num_kept} of {num_rows} rows"
+    found = trial.compute(leaves, num_kept)
+    # First, the other rows become copies of row 0, as in a padded batch; then rows 0, 1, ... in
+    # turn. The same program runs on the same shapes, so the results must be bitwise identical.
+    for source in (0, row_numbers - num_kept):
+        index = np.where(row_numbers < num_kept, row_numbers, source)
+        other = trial.compute(_take(leaves, ins, index), num_kept)
         for name, value in found.items():
             if not np.array_equal(value, other[name], equal_nan=value.dtype.kind in "fc"):
                 raise AssertionError(
-                    f"{name} for {first} depends on the other rows, so the function is not "
+                    f"{name} for {label} depends on the other rows, so the function is not "
                     f"suitable for tpudist.rowwise."
                 )
     # Another shape is another program, in which XLA may sum in another order: hence tolerances.
-    alone = trial.compute(_take(leaves, ins, places[:real]), real)
+    alone = trial.compute(_take(leaves, ins, row_numbers[:num_kept]), num_kept)
     for name, value in found.items():
         np.testing.assert_allclose(
             _widen(value),
             _widen(alone[name]),
             rtol,
             atol,
-            err_msg=f"{name} for {first} differs from the result for only these rows, so the "
+            err_msg=f"{name} for {label} differs from the result for only these rows, so the "
             f"function is not suitable for tpudist.rowwise.",
         )
 
@@ -103,21 +103,23 @@ class _Trial:
         self.in_dims, self._out_dims, self._gradient = in_dims, out_dims, gradient
         # Set by `_call`, which `compute` traces first, without computing anything.
         self._result_dims: Dims = ()
-        self._run = jax.jit(self._trace)
+        self._run = jax.jit(self._compute)
 
-    def compute(self, leaves: Sequence[jax.Array], real: int) -> Outcome:
-        """Returns results for the first `real` rows, and gradients of a sum over these results."""
+    def compute(self, leaves: Sequence[jax.Array], num_kept: int) -> Outcome:
+        """Returns results for the first `num_kept` rows, and gradients of a sum over these."""
         shapes = jax.eval_shape(self._call, leaves)
         cotangents = [
-            _cotangent(x, d, real) for x, d in zip(shapes, self._result_dims, strict=True)
+            _cotangent(x, d, num_kept) for x, d in zip(shapes, self._result_dims, strict=True)
         ]
         results, gradients = self._run(leaves, cotangents)
         arrays = {
-            f"Result {i}": _first(x, d, real)
+            f"Result {i}": _first(x, d, num_kept)
             for i, (x, d) in enumerate(zip(results, self._result_dims, strict=True))
         }
         for i, x in gradients.items():
-            arrays[f"The gradient of array {i} of the arguments"] = _first(x, self.in_dims[i], real)
+            arrays[f"The gradient of array {i} of the arguments"] = _first(
+                x, self.in_dims[i], num_kept
+            )
         return arrays
 
     def _call(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -125,7 +127,7 @@ class _Trial:
         self._result_dims = dims_of_results(result, self._out_dims)
         return jax.tree.leaves(result)
 
-    def _trace(
+    def _compute(
         self, leaves: list[jax.Array], cotangents: list[jax.Array | None]
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)}
@@ -142,8 +144,8 @@ class _Trial:
         return results, back(filled)[0]
 
 
-def _cotangent(aval: jax.ShapeDtypeStruct, dim: int | None, real: int) -> jax.Array | None:
-    """Returns a cotangent that is equal for any number of rows, and zero from row `real` on."""
+def _cotangent(aval: jax.ShapeDtypeStruct, dim: int | None, num_kept: int) -> jax.Array | None:
+    """Returns a cotangent that is equal for any number of rows, and zero from row `num_kept` on."""
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return None
     assert dim is not None, "results have rows"
@@ -152,7 +154,7 @@ def _cotangent(aval: jax.ShapeDtypeStruct, dim: int | None, real: int) -> jax.Ar
     # be zero and hide a dependence. Rows are the first dim while they are counted, so that row i
     # has the same values in batches of any size; they also need no random key.
     numbers = jnp.cos(jnp.arange(aval.size, dtype=jnp.float32)).reshape(shape)
-    return jnp.moveaxis(numbers.at[real:].set(0), 0, dim).astype(aval.dtype)
+    return jnp.moveaxis(numbers.at[num_kept:].set(0), 0, dim).astype(aval.dtype)
 
 
 def _take(leaves: Sequence[jax.Array], dims: Dims, index: np.ndarray) -> list[jax.Array]:
@@ -160,8 +162,8 @@ def _take(leaves: Sequence[jax.Array], dims: Dims, index: np.ndarray) -> list[ja
     return [x if dim is None else jnp.take(x, index, dim) for x, dim in pairs]
 
 
-def _first(x: jax.Array, dim: int | None, real: int) -> np.ndarray:
-    return np.asarray(x if dim is None else jax.lax.slice_in_dim(x, 0, real, axis=dim))
+def _first(x: jax.Array, dim: int | None, num_kept: int) -> np.ndarray:
+    return np.asarray(x if dim is None else jax.lax.slice_in_dim(x, 0, num_kept, axis=dim))
 
 
 def _widen(x: np.ndarray) -> np.ndarray:

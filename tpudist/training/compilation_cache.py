@@ -10,7 +10,8 @@ from tpudist.xla.compiler import private_files, processor
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
-# Files that JAX writes there. A directory with any other file belongs to somebody else.
+# Files that JAX writes there; a directory with any other file belongs to somebody else.
+#
 # "-cache" and "-atime" are of JAX's LRU cache, "xla_gpu_*" of XLA's caches for GPUs.
 _NAMES = ("*-cache", "*-atime", ".lockfile", "xla_gpu_*")
 

@@ -85,18 +85,21 @@ def read_corpus(files: Sequence[Path], root: Path, source: str) -> Corpus:
 
 
 def split_files(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns names (train, held out): one in 20 is held out by its hash, at least one of two."""
+    """Returns names (train, held out): a name is held out if its hash is divisible by 20.
+
+    With two names or more, at least one is on each side.
+    """
     names = sorted(set(names))
 
-    def rank(name: str) -> int:
+    def hash_of(name: str) -> int:
         # Not `hash`, which has another seed in each process.
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
-    held_out = [name for name in names if rank(name) % HELD_OUT_ONE_IN == 0]
+    held_out = [name for name in names if hash_of(name) % HELD_OUT_ONE_IN == 0]
     # With few files perhaps no hash, or every hash, is divisible: at least one file must be on each
     # side. The file with the least hash stays the same if others are added with larger ones.
     if not held_out and len(names) > 1:
-        held_out = [min(names, key=rank)]
+        held_out = [min(names, key=hash_of)]
     if len(held_out) == len(names):
         held_out = held_out[:-1]
     return [name for name in names if name not in set(held_out)], held_out

@@ -109,7 +109,7 @@ class _BarDisplay:
 
 
 class _LineDisplay:
-    """Prints a line after every 20th of the run, but at most one every `QUIET_S` seconds.
+    """Prints a line after each twentieth of the run, but at most one every `QUIET_S` seconds.
 
     The first and the last step always have a line.
     """

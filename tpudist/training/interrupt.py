@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 EXIT_CODE = 130
 """Exit code by which shells recognize a program that Ctrl-C ended."""
@@ -34,12 +34,7 @@ class StopOnInterrupt:
             self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restores the previous signal handler."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)

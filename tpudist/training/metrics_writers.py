@@ -19,8 +19,8 @@ class MetricsWriter(Protocol):
     def begin(self, history: History) -> None:
         """Opens the writer of a run that has finished `history.num_steps` steps.
 
-        Metrics of later steps belong to a start that ended before its next checkpoint: these steps
-        run again.
+        Metrics of later steps belong to a start that ended before its next checkpoint. These steps
+        run again, so the writer discards their metrics.
         """
         ...
 
@@ -79,10 +79,11 @@ class JsonLinesWriter:
         """Appends a line."""
         assert self._lines is not None, "begin() was not called"
         line: dict[str, Any] = {"step": step, "split": split}
+        line["time_s"] = round(time.perf_counter() - self._start, 3)
+        # A loss that is not finite is written as NaN or Infinity, which `read_lines` accepts.
+        self._lines.write(json.dumps(line | dict(values)) + "\n")
         # Buffered text is flushed to the system per line, so a killed process loses no line; only a
         # crash of the machine may, and `sync` guards against that before each checkpoint.
-        line["time_s"] = round(time.perf_counter() - self._start, 3)
-        self._lines.write(json.dumps(line | dict(values)) + "\n")
         self._lines.flush()
 
     def sync(self) -> None:

@@ -17,7 +17,7 @@ from tpudist.checkpoint.train_state import TrainState
 from tpudist.training import step_results
 
 _RUN_ATTRIBUTES = ("step", "batches", "history")  # `train` sets them; the step does not get them
-_NAMES = ("model", "optimizer")
+_NAMES_OF_FIRST_PARTS = ("model", "optimizer")
 _OBJECT_TYPES = (nnx.Pytree, nnx.Variable)
 
 
@@ -42,15 +42,17 @@ class StepState:
             objects = state.checkpoint_objects()
             names = [k for k, x in objects.items() if k not in _RUN_ATTRIBUTES and x is not None]
             # `Any`, because the names of the attributes are not known here.
-            self._objects: Any = state
+            self._container: Any = state
         else:
             parts = state if type(state) is tuple else (state,)
-            names = [*_NAMES, *(f"state_{i}" for i in range(2, len(parts)))][: len(parts)]
-            if type(state) is not tuple and not isinstance(state, _OBJECT_TYPES):
-                names = ["state"]
-            self._objects = TrainState(**dict(zip(names, parts, strict=True)))
+            if type(state) is tuple or isinstance(state, _OBJECT_TYPES):
+                others = (f"state_{i}" for i in range(2, len(parts)))
+                names = [*_NAMES_OF_FIRST_PARTS, *others][: len(parts)]
+            else:
+                names = ["state"]  # a single pytree is not a model
+            self._container = TrainState(**dict(zip(names, parts, strict=True)))
         self._names = names
-        self.saved: Any = self._objects if saved is None else saved
+        self.saved: Any = self._container if saved is None else saved
         # Decides what a step must return: with one object that changes in place, metrics alone
         # suffice; plain pytrees must be returned.
         self.is_changed_in_place = not self.parts or any(map(_can_change, self.parts))
@@ -64,13 +66,13 @@ class StepState:
             for name, part in zip(self._names, self.parts, strict=True):
                 # Steps and checkpoints return arrays in the place of Python numbers. Without this
                 # conversion the second step would compile again, for other types.
-                setattr(self._objects, name, jax.tree.map(_to_array, part))
+                setattr(self._container, name, jax.tree.map(_to_array, part))
 
     @property
     def parts(self) -> tuple[object, ...]:
         """The current arguments of the step before the batch."""
         # Attributes of the user's `Checkpoint` or `TrainState`, whose names are only known here.
-        return tuple(getattr(self._objects, name) for name in self._names)
+        return tuple(getattr(self._container, name) for name in self._names)
 
     @property
     def value(self) -> object:
@@ -99,7 +101,7 @@ class StepState:
         if type(parts) is not tuple or len(parts) != len(self._names):
             raise step_results.state_error(state, self._names)
         for name, part in zip(self._names, parts, strict=True):
-            setattr(self._objects, name, part)
+            setattr(self._container, name, part)
         return metrics
 
 

@@ -28,7 +28,7 @@ class StepTimer:
         self._history = history
         self._num_steps = num_steps
         # End of the previous step, or start of this one after a pause; None during a pause.
-        self._last: float | None = None
+        self._clock_start: float | None = None
         self._is_compiled = False
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
 
@@ -36,8 +36,8 @@ class StepTimer:
         """Marks the start of a step."""
         # After a pause, the first step starts the clock. Before the first end, only compilation
         # would be measured.
-        if self._last is None and self._is_compiled:
-            self._last = time.perf_counter()
+        if self._clock_start is None and self._is_compiled:
+            self._clock_start = time.perf_counter()
 
     def end_step(self) -> tuple[float | None, float | None]:
         """Marks the end of the oldest step; returns its seconds and the mean of recent steps.
@@ -45,8 +45,8 @@ class StepTimer:
         A number that is still unknown is None.
         """
         now = time.perf_counter()
-        seconds = None if self._last is None else now - self._last
-        self._last, self._is_compiled = now, True
+        seconds = None if self._clock_start is None else now - self._clock_start
+        self._clock_start, self._is_compiled = now, True
         if seconds is not None:
             self._recent_s.append(seconds)
             self._history.seconds.append(seconds)
@@ -54,7 +54,7 @@ class StepTimer:
 
     def pause(self) -> None:
         """Marks that no step runs, and that other work precedes the next one."""
-        self._last = None
+        self._clock_start = None
 
     @property
     def left_s(self) -> float | None:

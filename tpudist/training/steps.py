@@ -20,12 +20,11 @@ from tpudist.strategy.strategy import Strategy
 def make_train_step(
     nats: Callable[[Any, PyTree], jax.Array], num_microbatches: int = 1, *, wrt: Any = nnx.Param
 ) -> Callable[..., jax.Array]:
-    """Returns `step(model, optimizer, batch)`: one update, with the loss of the global batch in
-    nats.
+    """Returns `step(model, optimizer, batch)`: one update; its result is the loss of the batch.
 
     Args:
         nats: Called as `nats(model, batch)`; returns the loss of each example of a replica's batch,
-            `[batch]`.
+            `[batch]`, in nats or any other unit.
         num_microbatches: Number of parts of a replica's batch, which run one after the other.
         wrt: NNX filter of the Variables to train. Create the optimizer with the same filter.
     """
@@ -50,8 +49,7 @@ def make_train_step(
 def make_evaluation_step(
     measure: Callable[[Any, PyTree], PyTree],
 ) -> Callable[..., tuple[PyTree, jax.Array]]:
-    """Returns `step(model, batch)`: sums over the real examples of a global batch, and their
-    number.
+    """Returns `step(model, batch)`: sums over the real examples of a global batch, and their count.
 
     Args:
         measure: Called as `measure(model, batch)`; returns a pytree of values per example,
@@ -64,11 +62,11 @@ def make_evaluation_step(
 
     def evaluation_step(model: Any, batch: PyTree) -> tuple[PyTree, jax.Array]:
         replica = context.get_replica_context()
-        rows = jax.tree.leaves(batch)[0]
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
         measured = measure(model, batch)
         _check_rows(measure, model, batch, measured)
-        sums = jax.tree.map(lambda measured: measured.sum(axis=0), measured)
-        return replica.all_reduce("sum", (sums, jnp.asarray(rows.shape[0])))
+        sums = jax.tree.map(lambda x: x.sum(axis=0), measured)
+        return replica.all_reduce("sum", (sums, jnp.asarray(num_rows)))
 
     return evaluation_step
 
@@ -79,7 +77,7 @@ def _check_rows(
     # A vector over 8 classes and a batch of 8 examples have the same shape. So `measure` is traced
     # again with twice the examples: only a dim that counts examples doubles. Tracing costs no
     # device time, and runs once per compiled program.
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    num_rows = jax.tree.leaves(batch)[0].shape[0]
     twice = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype),
         batch,
@@ -91,7 +89,7 @@ def _check_rows(
     found = jax.tree_util.tree_flatten_with_path(measured)[0]
     for (path, x), y in zip(found, jax.tree.leaves(larger), strict=True):
         x = jnp.asarray(x)
-        if not x.ndim or (x.shape[0], *y.shape) != (rows, 2 * rows, *x.shape[1:]):
+        if not x.ndim or (x.shape[0], *y.shape) != (num_rows, 2 * num_rows, *x.shape[1:]):
             name = jax.tree_util.keystr(path) or "a value"
             raise ValueError(
                 f"make_evaluation_step: measure(model, batch) returned {name} of "
@@ -140,7 +138,8 @@ def make_should_stop(
     Args:
         strategy: Strategy that runs the steps.
         wanted: Called without arguments; returns whether this process wants to stop.
-        every: Calls between two exchanges of the processes.
+        every: Calls between two exchanges of the processes. An exchange is a small program; with
+            10, its time does not matter, and a stop is late by at most nine steps.
     """
     # A process that stopped alone would leave the others waiting for it in the next step.
     if jax.process_count() == 1:

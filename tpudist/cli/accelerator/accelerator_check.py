@@ -14,10 +14,12 @@ from tpudist.cli.accelerator.accelerator_report import build_report, write_repor
 from tpudist.cli.accelerator.section_run import run_section
 from tpudist.xla import emulation
 
-# Rough shares: the numbers compile the most programs. A section that ends early does not give its
-# time to the next one, so that the result of one section never depends on another.
 SHARES = {"numbers": 0.4, "compute": 0.2, "collectives": 0.25, "host": 0.15}
-"""Share of the time that each section may take, in the order in which they run."""
+"""Rough share of the time that each section may take, in the order in which they run.
+
+The numbers compile the most programs. A section that ends early does not give its time to the next
+one, so that the result of one section never depends on another.
+"""
 
 
 def check_accelerator(
@@ -55,7 +57,7 @@ def check_accelerator(
             _environment(num_emulated),
             lambda item: report_line(f"  {item}"),
             python,
-            budget_s / 60,
+            minutes=budget_s / 60,
         )
         # `is_ok` is a property, so `asdict` omits it.
         results.append({**dataclasses.asdict(section), "ok": section.is_ok})

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpudist.cli.accelerator.item import FAILED, OK
 from tpudist.cli.console import hide_home
 
 FORMAT = 1  # raise it if a field changes its meaning; `planner.read_calibration` reads the file
@@ -87,7 +88,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines = [f"tpudist doctor --accelerator: {kind}, {report['created']}"]
     lines += [", ".join(f"{name} {version}" for name, version in report["versions"].items())]
     for section in report["sections"]:
-        done = sum(x["status"] == "ok" for x in section["items"])
+        done = sum(x["status"] == OK for x in section["items"])
         total = max(section.get("num_items", 0), len(section["items"]))
         lines += ["", f"{section['name']}: {done} of {total} ok"]
         lines += [f"  {_format_item(x)}" for x in section["items"]]
@@ -109,7 +110,7 @@ def _format_item(item: Mapping[str, Any]) -> str:
         shown.append(
             f"{figures['seconds'] * 1e6:.0f} us, by hand {figures['by_hand_s'] * 1e6:.0f} us"
         )
-    status = item["status"] if item["status"] != "ok" or not shown else ", ".join(shown)
+    status = item["status"] if item["status"] != OK or not shown else ", ".join(shown)
     return f"{item['name']:<{_NAME_WIDTH}} {' '.join(status.split())[:_MAX_STATUS]}"
 
 
@@ -132,7 +133,7 @@ def _problems(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if section["problem"]:
             yield f"{section['name']}: {section['problem']}"
         for item in section["items"]:
-            if item["status"].startswith("failed"):
+            if item["status"].startswith(FAILED):
                 yield f"{item['name']}: {' '.join(item['status'].split())[:_MAX_PROBLEM]}"
 
 
@@ -144,7 +145,7 @@ def _calibrate(
         return None
     # Names of items are the interface to `device_rates` and `host_rates`: "memory ..." are copies
     # in device memory, in rising size, and "host to device" is the transfer.
-    found = [x for x in _items(sections) if x["status"] == "ok"]
+    found = [x for x in _items(sections) if x["status"] == OK]
     matmuls = [
         x["figures"]["tflop_per_s"] for x in found if x["figures"].get("dtype") == "bfloat16"
     ]

@@ -1,4 +1,4 @@
-"""Sections "compute" and "collectives": what the devices do per second, and what a plan says.
+"""Sections "compute" and "collectives": rates of the devices, measured and as plans estimate them.
 
 Each program repeats one operation in a loop, so that the time of a call does not count. The same
 program is planned for the same devices: the report has the measured and the estimated time.
@@ -16,6 +16,7 @@ import numpy as np
 from tpudist.cli.accelerator.item import Figures, Item, seconds_per_call
 from tpudist.strategies.mirrored import MirroredStrategy
 from tpudist.strategy.strategy import Strategy
+from tpudist.xla.mesh import REPLICA_AXIS
 
 LONG_S = 0.2
 """Seconds that a program should run; its loop is made that long."""
@@ -26,7 +27,8 @@ COPIES = tuple(2**power for power in (22, 24, 26, 28))
 # Bytes per device: 4 KiB, which is latency only, to 64 MiB, which is bandwidth only.
 MESSAGES = tuple(2**power for power in (12, 16, 20, 24, 26))
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
-AXIS = "replica"
+# Iterations of a loop: enough to keep it a loop, and a bound of the time if the clock reads 0.
+_MIN_LENGTH, _MAX_LENGTH = 4, 10_000
 Body = Callable[[jax.Array], jax.Array]
 
 
@@ -101,19 +103,19 @@ def _collective(kind: str, count: int) -> Body:
     # Sums are divided by their number of terms, so that values stay finite over thousands of
     # iterations: an infinite result would fail the item ("wrong numbers").
     def all_gather(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, AXIS).sum(0) / count
+        return jax.lax.all_gather(x, REPLICA_AXIS).sum(0) / count
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
-        return jnp.tile(jax.lax.psum_scatter(x, AXIS, tiled=True) / count, count)
+        return jnp.tile(jax.lax.psum_scatter(x, REPLICA_AXIS, tiled=True) / count, count)
 
     def all_to_all(x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(x.reshape(count, -1), AXIS, 0, 0).reshape(-1)
+        return jax.lax.all_to_all(x.reshape(count, -1), REPLICA_AXIS, 0, 0).reshape(-1)
 
     def permute(x: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(x, AXIS, [(i, (i + 1) % count) for i in range(count)])
+        return jax.lax.ppermute(x, REPLICA_AXIS, [(i, (i + 1) % count) for i in range(count)])
 
     bodies: dict[str, Body] = {
-        "all-reduce": lambda x: jax.lax.psum(x, AXIS) / count,
+        "all-reduce": lambda x: jax.lax.psum(x, REPLICA_AXIS) / count,
         "all-gather": all_gather,
         "reduce-scatter": reduce_scatter,
         "all-to-all": all_to_all,
@@ -126,10 +128,9 @@ def _measure(
     strategy: Strategy, body: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array
 ) -> Figures:
     """Measures one operation in a loop whose length fits its time, and plans the same program."""
-    # Two measurements: 4 iterations tell how long one takes, and then the loop lasts `LONG_S`. At
-    # least 4 iterations keep the loop a loop; 10,000 bound the time if the clock reads 0.
-    once = _time(strategy, body, 4, x, *rest) / 4
-    length = int(min(max(LONG_S / max(once, 1e-9), 4), 10_000))
+    # Two measurements: a few iterations show how long one takes, and then the loop lasts `LONG_S`.
+    once = _time(strategy, body, _MIN_LENGTH, x, *rest) / _MIN_LENGTH
+    length = int(min(max(LONG_S / max(once, 1e-9), _MIN_LENGTH), _MAX_LENGTH))
     seconds = _time(strategy, body, length, x, *rest) / length
     return {"seconds": seconds, "estimated_s": _estimate(strategy, body, length, x, *rest)}
 
@@ -144,7 +145,7 @@ def _time(
 def _estimate(
     strategy: Strategy, body: Callable[..., jax.Array], length: int, *args: jax.Array
 ) -> float | None:
-    """Returns the time that a plan for these devices says; None for devices it has no rates of."""
+    """Returns the time that a plan for these devices says; None for devices without rates."""
     plan = strategy.plan(_loop(body, length), args, cache=False)
     return None if plan.time is None else plan.time.step_s / length
 
@@ -155,7 +156,7 @@ def _loop(body: Callable[..., jax.Array], length: int) -> Callable[..., jax.Arra
     def step(x: jax.Array, *rest: jax.Array) -> jax.Array:
         # Adding 0 times the replica number makes the value vary over replicas in the eyes of the
         # compiler, which would remove collectives of equal values.
-        varying = x + jax.lax.axis_index(AXIS).astype(x.dtype) * 0
+        varying = x + jax.lax.axis_index(REPLICA_AXIS).astype(x.dtype) * 0
         return jax.lax.fori_loop(0, length, lambda _, y: body(y, *rest), varying)
 
     return step

@@ -21,6 +21,7 @@ from tpudist.strategies.mirrored import MirroredStrategy
 # Few arrays: with many, the time that each of them costs would hide the fixed time of a call.
 NUM_ARRAYS = 10
 _NUM_BATCHES = 20
+_FLOATS_PER_MIB = 2**18
 
 
 def make_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
@@ -41,7 +42,7 @@ def make_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
 
 
 def _measure_to_device(device: jax.Device, mebibytes: int) -> Figures:
-    array = np.ones(mebibytes * 2**18, np.float32)
+    array = np.ones(mebibytes * _FLOATS_PER_MIB, np.float32)
     seconds = seconds_per_call(
         # Without aliasing: a CPU device would use the array of the host, and measure nothing.
         lambda: jax.device_put(array, device, may_alias=False).block_until_ready()
@@ -50,7 +51,7 @@ def _measure_to_device(device: jax.Device, mebibytes: int) -> Figures:
 
 
 def _measure_to_host(device: jax.Device, mebibytes: int) -> Figures:
-    array = jax.device_put(np.ones(mebibytes * 2**18, np.float32), device)
+    array = jax.device_put(np.ones(mebibytes * _FLOATS_PER_MIB, np.float32), device)
     # JAX keeps the host's copy of an array, so each transfer needs a new array.
     add = jax.jit(lambda x: x + 1)
 
@@ -90,19 +91,21 @@ def _measure_checkpoint(devices: Sequence[jax.Device], mebibytes: int) -> Figure
     """Writes and reads a state, in the working directory, where runs keep theirs."""
     strategy = MirroredStrategy(devices)
     with strategy.scope():
-        state = {"weights": jnp.arange(mebibytes * 2**18, dtype=jnp.float32)}
+        state = {"weights": jnp.arange(mebibytes * _FLOATS_PER_MIB, dtype=jnp.float32)}
     num_bytes = mebibytes * 2**20
     with tempfile.TemporaryDirectory(prefix=".tpudist-doctor-", dir=os.getcwd()) as folder:
         started = time.perf_counter()
         path = Checkpoint(state=state).write(os.path.join(folder, "state"))
         save_s = time.perf_counter() - started
         empty = {"weights": jnp.zeros_like(state["weights"])}
-        again = Checkpoint(state=empty)
+        restored = Checkpoint(state=empty)
         started = time.perf_counter()
-        again.read(path).assert_consumed()
+        restored.read(path).assert_consumed()
         restore_s = time.perf_counter() - started
         # A checkpoint that is fast and wrong must fail: the values are compared bitwise.
-        ok = bool(jnp.array_equal(again.checkpoint_objects()["state"]["weights"], state["weights"]))
+        ok = bool(
+            jnp.array_equal(restored.checkpoint_objects()["state"]["weights"], state["weights"])
+        )
     return {
         "ok": ok,
         "num_bytes": num_bytes,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Figures = Mapping[str, Any]
+OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
+"""Status of an item in the report; the latter two are followed by ": " and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)

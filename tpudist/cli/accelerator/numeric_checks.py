@@ -22,10 +22,12 @@ from tpudist.strategies.one_device import OneDeviceStrategy
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.strategy.strategy import Strategy
 
-# Above the rounding of one step: Adam divides a gradient by its own size, so each step amplifies
-# the rounding of small gradients.
 TOLERANCE = 2e-3
-"""Largest relative distance of weights from those of the CPU after `STEPS` steps in float32."""
+"""Largest relative distance of weights from those of the CPU after `STEPS` steps in float32.
+
+It is larger than the rounding of one step: Adam divides a gradient by its own size, so each step
+amplifies the rounding of small gradients.
+"""
 STEPS = 5
 ROWS, WIDTH = 52, 16  # 52 rows: a partial batch on 8 replicas
 
@@ -34,9 +36,9 @@ def make_items(devices: Sequence[jax.Device]) -> list[Item]:
     """Returns a check of each step under each strategy that fits the devices."""
     strategies: dict[str, Callable[[], Strategy]] = {
         # Functions, so that a strategy that cannot be created fails its items, and not the section.
-        "MirroredStrategy": lambda: MirroredStrategy(devices)
+        "MirroredStrategy": lambda: MirroredStrategy(devices),
+        "OneDeviceStrategy": lambda: OneDeviceStrategy(devices[0]),
     }
-    strategies["OneDeviceStrategy"] = lambda: OneDeviceStrategy(devices[0])
     number = len(devices)
     if number > 1:
         strategies[f"TPUStrategy(fsdp={number})"] = lambda: _make_split(devices, number)
@@ -61,10 +63,10 @@ def _make_split(devices: Sequence[jax.Device], fsdp: int) -> Strategy:
 
 def _verify(make_strategy: Callable[[], Strategy], make_step: Callable[[Strategy], Any]) -> Figures:
     strategy = make_strategy()
+    # TPUs multiply float32 in bfloat16 by default, and the order of sums over devices would then
+    # show as an error.
     with jax.default_matmul_precision("highest"):
         step, args = make_step(strategy)
-        # Inside the context of "highest": TPUs multiply float32 in bfloat16 by default, and the
-        # order of sums over devices would then show as an error.
         report = strategy.verify(step, args=args)
     return {"ok": report.ok, "report": str(report)}
 

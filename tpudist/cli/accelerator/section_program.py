@@ -13,14 +13,17 @@ from typing import Any
 import jax
 
 from tpudist.cli.accelerator import device_rates, host_rates, numeric_checks
-from tpudist.cli.accelerator.item import Figures, Item
+from tpudist.cli.accelerator.item import FAILED, LEFT_OUT, OK, Figures, Item
 from tpudist.xla import emulation
 from tpudist.xla.hardware import chips
 
 MARK = "tpudist-accelerator: "
 """Prefix of the lines for the parent process, among whatever libraries print."""
 ITEM_S = 45.0
-"""Seconds after which an item counts as hung, if a fourth of the budget is less."""
+"""Seconds after which an item counts as hung; or a fourth of the budget, if that is longer."""
+_ITEM_SHARE = 0.25
+_LAST_BEGIN = 0.8
+"""Share of the budget after which no item begins: it might not end, and would count as hung."""
 # The child ends by itself, even if its parent is gone, and prints its stack first.
 # Core dumps are off: that of a JAX process may have many GB.
 START = """
@@ -57,9 +60,8 @@ def main(section: str, budget_s: float, skipped: Collection[str]) -> None:
     ]
     _print(items=[x.name for x in items])
     for item in items:
-        # An item may take up to a fourth of the budget, and would be cut off as a hang here.
-        if time.monotonic() - started > 0.8 * budget_s:
-            _print(end=item.name, status="left out: no time left", seconds=0.0, figures={})
+        if time.monotonic() - started > _LAST_BEGIN * budget_s:
+            _print(end=item.name, status=f"{LEFT_OUT}: no time left", seconds=0.0, figures={})
             continue
         # "begin" without an "end" is how the parent learns which item ended the process. So both
         # lines must be flushed at once.
@@ -68,7 +70,9 @@ def main(section: str, budget_s: float, skipped: Collection[str]) -> None:
         # A hung collective cannot be interrupted: the process prints its stack and ends, and the
         # parent starts another one for the remaining items.
         left_s = max(budget_s - (began - started), 1.0)
-        faulthandler.dump_traceback_later(min(left_s, max(ITEM_S, budget_s / 4)), exit=True)
+        faulthandler.dump_traceback_later(
+            min(left_s, max(ITEM_S, _ITEM_SHARE * budget_s)), exit=True
+        )
         status, figures = _run(item)
         _print(end=item.name, status=status, seconds=time.monotonic() - began, figures=figures)
 
@@ -77,10 +81,11 @@ def _run(item: Item) -> tuple[str, Figures]:
     try:
         figures = item.run()
     except Exception as error:
-        return f"failed: {type(error).__name__}: {error}", {"traceback": traceback.format_exc()}
+        return f"{FAILED}: {type(error).__name__}: {error}", {"traceback": traceback.format_exc()}
     # A rate that is not finite is a wrong measurement, and is not JSON.
     bad = [x for x in figures.values() if isinstance(x, float) and not math.isfinite(x)]
-    return "ok" if figures.get("ok", True) and not bad else "failed: wrong numbers", figures
+    is_ok = figures.get("ok", True) and not bad
+    return OK if is_ok else f"{FAILED}: wrong numbers", figures
 
 
 def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpudist.cli.accelerator import section_program
+from tpudist.cli.accelerator.item import FAILED, LEFT_OUT
 from tpudist.supervisor.doctor.child_outcome import ChildOutcome, run_to_end
 
 _MAX_STARTS = 6  # each crash costs a start of JAX and of the devices
@@ -38,13 +39,13 @@ class SectionResult:
     @property
     def progress(self) -> str:
         """Number of items that ran, and of all items if that is known."""
-        done = sum(not x["status"].startswith("left out") for x in self.items)
+        done = sum(not x["status"].startswith(LEFT_OUT) for x in self.items)
         return f"{done} of {self.num_items} items" if self.num_items else f"{done} item(s)"
 
     @property
     def is_ok(self) -> bool:
         """Whether no item failed and the section ran to its end."""
-        return not self.problem and not any(x["status"].startswith("failed") for x in self.items)
+        return not self.problem and not any(x["status"].startswith(FAILED) for x in self.items)
 
 
 def run_section(
@@ -81,25 +82,25 @@ def run_section(
         command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
         # Two seconds more than the child allows itself: it prints its stack, which is worth more
         # than a kill from here.
-        outcome = run_to_end(command, env, left_s + 2, _reader(report_item))
-        begun = _read(outcome, result)
+        outcome = run_to_end(command, env, left_s + 2, _item_reporter(report_item))
+        begun = _add_items(outcome, result)
         if begun is None:
             # It died before or between items: a restart would do the same.
             if outcome.exit_code and not result.items:
                 result.problem = f"failed before its first item: {_cause(outcome)}"
             elif outcome.exit_code and not _is_out_of_time(outcome):
                 result.problem = f"stopped after {result.progress}: its process {_cause(outcome)}"
-            elif outcome.exit_code or any(x["status"].startswith("left") for x in result.items):
+            elif outcome.exit_code or any(x["status"].startswith(LEFT_OUT) for x in result.items):
                 result.problem = f"stopped after {result.progress}: {advice}"
             return result
-        status = f"failed: its process {_cause(outcome)}"
+        status = f"{FAILED}: its process {_cause(outcome)}"
         figures = {"output": outcome.last_lines()}
         result.items.append({"name": begun, "status": status, "seconds": 0.0, "figures": figures})
     result.problem = f"its process ended {_MAX_STARTS} times before the last item"
     return result
 
 
-def _reader(report_item: Callable[[str], None]) -> Callable[[str], None]:
+def _item_reporter(report_item: Callable[[str], None]) -> Callable[[str], None]:
     def read(line: str) -> None:
         _, mark, text = line.partition(section_program.MARK)
         if mark and (begun := json.loads(text).get("begin")):
@@ -108,7 +109,7 @@ def _reader(report_item: Callable[[str], None]) -> Callable[[str], None]:
     return read
 
 
-def _read(outcome: ChildOutcome, result: SectionResult) -> str | None:
+def _add_items(outcome: ChildOutcome, result: SectionResult) -> str | None:
     """Adds the items that ended to `result`, and returns the one in which the process ended."""
     begun, before = None, len(result.items)
     for line in outcome.lines:

@@ -13,7 +13,7 @@ import contextvars
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _getsignal, _setsignal = _signal.getsignal, _signal.signal
@@ -71,12 +71,7 @@ class InterruptHold:
             self.__exit__(None, None, None)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restores the handlers, and calls those of the signals that have arrived."""
         if self._handlers:
             try:
