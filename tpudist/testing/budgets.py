@@ -145,8 +145,8 @@ def _check_allowed(plan: Plan, allow: frozenset[str]) -> list[str]:
     return [
         f"{', '.join(kinds)} must not occur: allow is "
         f"{{{', '.join(map(repr, sorted(allow)))}}}.\n{_format_uses(uses)}\nIf you expect this, "
-        f"add it to allow. Otherwise read the lines: there, an array is split over other axes than the "
-        f"operation needs. Split it with a rule in logical_axis_rules or with "
+        f"add it to allow. Otherwise read the lines: there, an array is split over other axes than "
+        f"the operation needs. Split it with a rule in logical_axis_rules or with "
         f"jax.lax.with_sharding_constraint."
     ]
 
