@@ -1,4 +1,4 @@
-"""Tables for terminals, notebooks and plain text: the only module that lays out a table.
+"""Tables for terminals, notebooks and plain text.
 
 `print` writes a `TextTable` as aligned plain text, rich prints it on a terminal of any width, and
 a notebook shows its HTML. Cells are plain text: rich's markup and HTML in them have no effect.

@@ -10,13 +10,11 @@ one, it checks the program for TPUs.
 """
 
 import os
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tpudist import context
-from tpudist.display.text_tables import TextTable
 from tpudist.planner import Plan
 from tpudist.planner.show.formats import format_axes, format_bytes, format_count
 from tpudist.planner.show.progress import silent_progress
@@ -217,7 +215,7 @@ def _difference(
                 axes, over = ",".join(entry.axes), _NETWORKS[entry.network]
                 rows.append((f"{sign} {entry.kind}", size, times, axes, over, source))
     header = [column for column in _COLUMNS if column != "sent/step"]
-    return _format_table(("  " + header[0], *header[1:]), rows)
+    return _align([("  " + header[0], *header[1:]), *rows])
 
 
 def _format_uses(uses: Iterable[CollectiveUse]) -> str:
@@ -233,7 +231,7 @@ def _format_uses(uses: Iterable[CollectiveUse]) -> str:
         )
         for use in sorted(uses, key=lambda use: -use.sent_bytes)
     ]
-    return _format_table(_COLUMNS, rows)
+    return _align([_COLUMNS, *rows])
 
 
 def _format_line(use: CollectiveUse) -> str:
@@ -246,5 +244,6 @@ def _format_line(use: CollectiveUse) -> str:
     return f"{file if here.startswith('..') else here}:{line}"
 
 
-def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return textwrap.indent(str(TextTable(header, rows)), "  ")
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
