@@ -27,10 +27,10 @@ TOLERANCE = 3e-6
 """Largest relative difference of equal numbers.
 
 A float32 constant has an error of up to 6e-8, and a user's formula rounds several times. Constants
-of bfloat16 differ more, so no formula fits them.
+of bfloat16 have larger errors: a formula fits them only if they are exact, as small integers are.
 """
 _ROUNDING = 2.5e-7  # relative error of a float32 constant after `_FORMS`, which about triple it
-_NEGLIGIBLE = 1e-6  # below `TOLERANCE`: a term of a formula may not be dropped
+_NEGLIGIBLE = 1e-6  # below `TOLERANCE`: a term that is dropped must not change the number
 # Forms of a number: one of these functions makes it a polynomial, and the second one undoes the
 # first. They are what users write: n, 1 / n, sqrt(n), 1 / sqrt(n), log(n), and their negatives. A
 # square has two roots, so `fit_number` accepts a form only if it returns the values.
