@@ -37,10 +37,10 @@ INTERNAL = {
     "Released": "the error of the other replica",
     "ResultTimeout": "the server is replaced",
     "TraceFailed": "the error of the trace",
+    "_Abandoned": "the result of the search so far",
     "_CannotTrace": "the operation of the library stays",
     "_Enough": "the call of `fit` ends, with its first batches",
     "_UnknownLayout": "unknown values may differ between replicas",
-    "_OutOfTime": "the result of the search so far",
 }
 
 
