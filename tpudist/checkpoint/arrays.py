@@ -100,7 +100,7 @@ def read_arrays(path: epath.Path, specs: Mapping[ValuePath, Spec]) -> dict[Value
 
     Args:
         path: Directory of the item that contains the arrays.
-        specs: ValuePath of each array to read -> its shape, dtype and sharding.
+        specs: Path of each array to read -> its shape, dtype and sharding.
     """
     if not specs:
         return {}

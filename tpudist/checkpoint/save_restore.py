@@ -95,7 +95,7 @@ def refuse_not_finite(
 
     Args:
         found: Entries of the step.
-        arrays: ValuePath of each array of the step -> the array.
+        arrays: Path of each array of the step -> the array.
         step: Number of the step.
         consequence: Sentence for the error that names the checkpoint that remains.
 
