@@ -275,6 +275,7 @@ OF_OTHERS = {
     "_raw_value": "state/nnx_binding.py",
     "_flatten_metrics_in_order": "keras/distributed_input.py",
     "_ex_iterable": "input/sources/hugging_face.py",
+    "_inputs": "input/sources/tf_data.py",
     "_rand": "input/sources/shuffle_seeds.py",  # the global generator of NumPy
     "_bit_generator": "input/sources/shuffle_seeds.py",  # of a `RandomState`
     "_distribute_data": "keras/keras_internals.py",
