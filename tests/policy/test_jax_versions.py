@@ -273,7 +273,7 @@ OF_OTHERS = {
     "_internal_use_concrete_mesh": "xla/internals.py",
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
-    "_flatten_metrics_in_order": "keras/distributed_input.py",
+    "_flatten_metrics_in_order": "keras/keras_internals.py",
     "_ex_iterable": "input/sources/hugging_face.py",
     "_inputs": "input/sources/tf_data.py",
     "_rand": "input/sources/shuffle_seeds.py",  # the global generator of NumPy
