@@ -153,7 +153,7 @@ def test_the_planned_program_equals_the_program_of_run(make):
     dataset = batches(strategy)
     step = make_step([total, parts])
     for batch in (next(iter(dataset)), dataset.element_spec, BATCH):
-        planned = lowered(strategy, step, (model, optimizer, batch)).program.as_text()
+        planned = lowered(strategy, step, (model, optimizer, batch)).lowered.as_text()
         run = strategy.lower(step, (model, optimizer, next(iter(dataset)))).as_text()
         assert planned == run
 
