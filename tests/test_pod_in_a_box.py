@@ -236,6 +236,7 @@ def test_the_same_seed_draws_the_same_faults():
     [
         ({"devices_per_process": [1, 2, 3]}, "Pass one number, or one number per process"),
         ({"launch": (), "absent": [1]}, "launch=... starts the same program"),
+        ({"launch": (), "hosts": object()}, "Omit programs, absent, separate_hosts and"),
     ],
 )
 def test_arguments_that_do_not_match_raise_value_error(options, message, program):

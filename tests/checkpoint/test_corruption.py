@@ -8,6 +8,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from flax import nnx
 from checkpoint_program import Counter
 from places import PACKAGE
 from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from tpudist.checkpoint.directory import Directory
 
 FLIPS_PER_FILE = 24
 RESTORED_FULLY = 40  # number of faults after which the values are restored, too; that takes longer
@@ -174,6 +176,24 @@ def test_a_damaged_step_can_be_saved_again(folder, tmp_path):
         assert manager.steps == [2]
         assert manager.verify(2) == []
     assert {x.name for x in (tmp_path / "copy").iterdir()} == {"2", "2.damaged"}
+
+
+def test_a_damaged_step_that_cannot_be_renamed_stays_damaged(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "2" / "state" / "_METADATA").unlink()
+    state = _state(9)
+    with CheckpointManager(state, tmp_path / "copy") as manager:
+        with pytest.warns(UserWarning, match="is damaged"):
+            manager.restore_or_initialize()
+        state.step = 2
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "set_aside", Mock(side_effect=OSError("busy")))
+            with pytest.raises(CheckpointError, match="Cannot save step 2 .*: busy"):
+                manager.save()
+        assert manager.latest_step == 1
+        manager.save()
+        manager.wait()
+        assert manager.verify(2) == []
 
 
 def test_a_plain_orbax_checkpoint_needs_verify_false(tmp_path):

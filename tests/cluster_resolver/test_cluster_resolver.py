@@ -504,6 +504,15 @@ def test_tasks_per_node_can_be_passed(slurm, tasks_per_node):
     assert resolver.processes() == ["a:8888", "a:8889", "b:8888", "b:8889"]
 
 
+def test_a_task_of_the_step_may_be_outside_of_the_cluster(slurm):
+    resolver = SlurmClusterResolver({"worker": 3}, tasks_per_node=1)
+    assert resolver.processes() == ["n2:8888", "n9:8888", "n10:8888"]
+    assert resolver.get_task_info() == (None, None)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == STEP["CUDA_VISIBLE_DEVICES"]
+    with pytest.raises(ValueError, match="not one of the cluster's tasks: 3 of 'worker'"):
+        resolver.process_index()
+
+
 def test_each_task_of_a_node_gets_gpus_of_its_own(slurm):
     SlurmClusterResolver().cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -81,6 +81,10 @@ def port(statements: str) -> tuple[str, list[tuple[str, str]]]:
             'model.load_weights("w12.weights.h5")',
         ),
         (
+            'model.save_weights("w%(i)02d.h5" % d)\nmodel.load_weights("w12.h5")',
+            'model.save_weights("w%(i)02d.weights.h5" % d)\nmodel.load_weights("w12.weights.h5")',
+        ),
+        (
             'path = "out"\nif os.path.exists(path):\n    keras.models.load_model(path)\n'
             "model.save(path)",
             'path = "out.keras"\nif os.path.exists(path):\n    keras.models.load_model(path)\n'
@@ -101,6 +105,7 @@ def test_a_path_is_corrected_in_each_call(before, after):
         'keras.callbacks.ModelCheckpoint("m.h5")',
         # Unknown values, or objects that are not from Keras.
         "model.save(path)\nmodel.save_weights(args.path)\nmodel.save(f'out{suffix}')",
+        'model.save("out%s" % suffix)\nmodel.save("out%(suffix)s" % options)',
         "path = 'a' if x else 'b.keras'\nmodel.save(path)",
         'image.save("x")\nmodel_saver.save("x")',
     ],
@@ -121,6 +126,10 @@ def test_a_path_that_may_be_right_stays(statements):
         ),
         (
             'model.save_weights(f"w{i}.h5")\nmodel.load_weights("w3.h5")',
+            [("model.save_weights", WEIGHTS_PATH)],
+        ),
+        (
+            'model.save_weights(f"a{i}/w{j}.h5")\nmodel.load_weights("a1/w3.h5")',
             [("model.save_weights", WEIGHTS_PATH)],
         ),
         (

@@ -88,6 +88,34 @@ def test_an_error_of_the_program_is_not_restarted(run):
     ]
 
 
+# Process 1 raises, and process 0 ends with the code of a lost peer just after that.
+CAUSE = """
+import os, sys
+from pathlib import Path
+file = Path(os.environ["PLACE"], "cause")
+if '"index": 1' in os.environ["TF_CONFIG"]:
+    file.with_suffix(".new").write_text(str(os.getpid()))
+    file.with_suffix(".new").rename(file)
+    sys.exit(1)
+while not file.exists(): pass
+status = Path("/proc", file.read_text(), "stat")
+try:
+    while status.read_text().rpartition(")")[2].split()[0] != "Z": pass
+except (FileNotFoundError, ProcessLookupError): pass
+sys.exit(75)
+"""
+
+
+def test_the_cause_counts_although_a_process_that_lost_it_ends_in_the_same_turn(run, monkeypatch):
+    monkeypatch.setattr(launch, "_POLL_S", 0.5)
+    code, lines = run(CAUSE, "-n", "2", "--restarts", "1")
+    assert code == 1
+    assert lines == [
+        "[tpudist] process 1 exited with code 1: this is an error of the program, so a "
+        "restart would fail again."
+    ]
+
+
 # Fails as often as the file is long, by the exit code or signal that is its argument.
 FLAKY = """
 import os, sys

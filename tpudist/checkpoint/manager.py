@@ -272,8 +272,12 @@ class CheckpointManager:
         contents["notes"] = dict(self.notes)
         if not allow_nan:
             latest = self.latest_step
-            newest = f"The newest checkpoint has step {latest}." if latest is not None else ""
-            refuse_not_finite(found, arrays, step, newest or "No checkpoint exists yet.")
+            newest = (
+                "No checkpoint exists yet."
+                if latest is None
+                else f"The newest checkpoint has step {latest}."
+            )
+            refuse_not_finite(found, arrays, step, newest)
         self._prepare(step)
         self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
         self._saver.begin(step, arrays, contents)
@@ -303,9 +307,9 @@ class CheckpointManager:
             except OSError as error:
                 problem = f"Cannot save step {step} to {self._files}: {error}"
         problem = self._on_disk.agree(problem)
-        self._on_disk.forget_damage()
         if problem:
             raise CheckpointError(problem)
+        self._on_disk.forget_damage()
 
     def _agree_on_latest(self) -> int | None:
         return self._on_disk.agree(self.latest_step)

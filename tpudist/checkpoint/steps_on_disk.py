@@ -215,6 +215,8 @@ class StepsOnDisk:
         """
         for damaged in [x for x in self._damaged if x in self._files.steps()]:
             self._files.set_aside(damaged)
+            # If this save fails later, the next one must not rename a good step of this number.
+            del self._damaged[damaged]
         if step in self._files.steps():
             raise CheckpointError(
                 f"The checkpoint {self._files.step(step)} already exists, and was not replaced. "

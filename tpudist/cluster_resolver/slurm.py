@@ -34,7 +34,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     Raises:
         RuntimeError: If this is not a Slurm job step, tasks need more GPUs than a node has, or the
-            number of tasks differs from the number that Slurm started.
+            jobs and the nodes have different numbers of tasks.
         ValueError: If a variable of Slurm has an unknown format.
     """
 
@@ -87,7 +87,8 @@ class SlurmClusterResolver(ClusterResolver):
             for host, num_tasks in self._nodes.items()
             for offset in range(num_tasks)
         ]
-        if self._auto_set_gpu and self._gpus_per_task:
+        # With `jobs` and `tasks_per_node`, some tasks of the step may be outside of the cluster.
+        if self._auto_set_gpu and self._gpus_per_task and self._rank < len(addresses):
             self._set_gpus_of_task()
         return ClusterSpec({job: addresses[start:end] for job, start, end in self._ranges()})
 
@@ -170,7 +171,8 @@ def _find_gpus(number: int | None) -> list[str]:
         gpus = _gpus_before_share.get(visible, gpus)
         if number is None or number <= len(gpus):
             return gpus[:number]
-    # CUDA numbers the GPUs of a node from 0.
+    # The variable is missing, or the argument says that the node has more GPUs than this task sees.
+    # Then the argument counts, as in TensorFlow. CUDA numbers the GPUs of a node from 0.
     return list(map(str, range(_count_gpus() if number is None else number)))
 
 

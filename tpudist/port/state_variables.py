@@ -1,8 +1,8 @@
 """Variables: `tf.Variable` becomes `tpudist.Variable` if all code that reads it accepts one.
 
-This is safe for a variable with its own name that replica functions read, and that the program
-assigns and reads by its methods or prints. Variables that a layer, an operation of TensorFlow or a
-`tf.Module` uses stay.
+This is safe for a variable with its own name that replica functions read, and that the rest of the
+program uses only by its attributes, in operators and f-strings, in `print` and similar functions,
+and in checkpoints. Variables that a layer, an operation of TensorFlow or a `tf.Module` uses stay.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tpudist.port.analysis.transformers import Transformer
 from tpudist.port.tensorflow_names import DTYPES
 
 _VARIABLE = ("tensorflow.Variable", "tpudist.Variable")
-_METHODS = {"assign", "assign_add", "assign_sub", "numpy", "read_value", "value", "shape", "dtype"}
-_METHODS |= {"name", "scatter_add", "scatter_sub", "scatter_update"}
+_ATTRIBUTES = {"assign", "assign_add", "assign_sub", "numpy", "read_value", "value", "shape"}
+_ATTRIBUTES |= {"dtype", "name", "scatter_add", "scatter_sub", "scatter_update"}
 _READERS = {"print", "float", "int", "bool", "str", "repr"}
 
 
@@ -91,9 +91,11 @@ class StateVariables(Transformer):
             return role is Role.REPLICA
         outer = self.program.parent(read)
         if isinstance(outer, cst.Attribute):
-            return outer.attr.value in _METHODS
+            return outer.attr.value in _ATTRIBUTES
         if isinstance(outer, cst.Arg):
             return self._is_read_by(self.program.parent(outer))
+        # The result of an operator is an array of JAX. `array_values` replaces methods that only a
+        # tensor has.
         return isinstance(
             outer,
             cst.FormattedStringExpression

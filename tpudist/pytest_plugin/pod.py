@@ -60,7 +60,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         env: Additional environment variables.
         launch: Options of `tpudist launch`, such as `("--spares", "1")`, which then starts the
             processes: for programs that survive. None starts each process separately.
-        hosts: Two hosts, used by even and odd processes.
+        hosts: Two hosts, used by even and odd processes; None for this host.
         timeout_s: Seconds after which all processes are killed.
 
     Raises:
@@ -94,7 +94,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
         if launch is not None and (programs or absent or hosts or len(set(devices)) > 1):
             raise ValueError(
                 "launch=... starts the same program in all processes of this host. Omit "
-                "programs, absent and different numbers of devices."
+                "programs, absent, separate_hosts and different numbers of devices."
             )
         self._folder = tempfile.TemporaryDirectory(prefix="tpudist-pod-")
         self._env = {**(env or {}), "PYTHONUNBUFFERED": "1"}
@@ -157,7 +157,8 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                 return self._processes[process].pid
         else:
             # The environment has the number of the process; a replacement has a number of its own.
-            # The variable is `processes.generations.SUPERVISOR`, whose module imports JAX.
+            # The variable is `processes.generations.SUPERVISOR_VARIABLE`, whose module imports
+            # JAX.
             for pid in self._children_of_launcher():
                 if _variable(pid, "TPUDIST_SUPERVISOR").split()[-1:] == [str(process)]:
                     return pid
@@ -292,7 +293,9 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
 
     def _require_hosts(self) -> IsolatedHosts:
         if self._hosts is None:
-            raise ValueError("The processes are on one host. Pass separate_hosts=True.")
+            raise ValueError(
+                "The processes are on one host. Pass separate_hosts=True to tpudist_pod."
+            )
         return self._hosts
 
     def _time_out(self) -> None:

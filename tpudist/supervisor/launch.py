@@ -48,8 +48,8 @@ class Launch:
         devices_per_process: Number of emulated devices of each process; None for the devices of
             this host.
         restarts: Number of restarts, of all processes or of a single lost process.
-        write: Called with the number of a process and a line that it printed; None
-            stands for this process.
+        write: Called with the number of a process and a line that it printed; None stands
+            for this process.
         spares: Number of additional processes on each host, which wait until one is lost.
         hosts: Hosts of the run.
     """
@@ -204,10 +204,15 @@ class _Attempt:
             time.sleep(_POLL_S)
 
     def _collect_ended(self, signals: list[int]) -> None:
-        """Handles processes that have ended since the last call, in the order of their start."""
-        for worker in list(self._workers):  # a replacement may be added meanwhile
+        """Handles the processes that have ended since the last call."""
+        # Processes that lost another one come last, because that one ended before them. But they
+        # are looked up first: the others that have ended then include the one that they lost.
+        lost = [x for x in self._workers if x.exit_code == EXIT_PEER_LOST]
+        others = [x for x in self._workers if x.exit_code not in (None, EXIT_PEER_LOST)]
+        for worker in [*others, *lost]:
             code = worker.exit_code
-            if code is None or worker.index in self._ended:
+            assert code is not None
+            if worker.index in self._ended:
                 continue
             self._ended.add(worker.index)
             if not signals and self._handle_loss(worker.index, code):
@@ -239,14 +244,14 @@ class _Attempt:
         # repeat in every process, so it ends the attempt too, unless a spare failed before it
         # joined.
         membership = self._membership
-        survives = membership.is_used or self._is_spare(index)
+        survives = membership.is_used or self._is_additional(index)
         if code == 0 or not survives:
             return False
         if membership.is_done:  # a replacement may have started when the program returned
             return not membership.has_finished(index)
         end = f"process {index} {_describe(code)}"
         if not may_restart(code):
-            if membership.is_member(index) or not self._is_spare(index):
+            if membership.is_member(index) or not self._is_additional(index):
                 return False
             self._launch.write(None, f"{end} before it joined the others, which continue.")
             return True
@@ -266,7 +271,8 @@ class _Attempt:
             self._launch.write(None, f"{end}: the others continue.")
         return True
 
-    def _is_spare(self, index: int) -> bool:
+    def _is_additional(self, index: int) -> bool:
+        """Returns whether a process is a spare or a replacement."""
         return index >= self._launch.num_processes * len(self._launch.hosts.names)
 
     def _kill_stopped(self) -> None:

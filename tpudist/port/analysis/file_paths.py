@@ -18,13 +18,20 @@ _CHECKPOINTS = ("tensorflow.train.latest_checkpoint", "tpudist.checkpoint.latest
 _DEPTH = 9  # number of expressions that are followed, which also ends recursion
 # A format of a number (`d`, `.2f`), whose text cannot be a file extension.
 _NUMBER = re.compile(r"[^a-z]*[dfi]")
-# Values that an operator or a callback inserts.
-_INSERTED = re.compile(r"\{[^{}]*\}|%[^%a-zA-Z]*[a-zA-Z]")
+# Values that an operator or a callback inserts: `{epoch}`, `%02d`, `%(epoch)02d`.
+_INSERTED = re.compile(r"\{[^{}]*\}|%(?:\([^)]*\))?[^%a-zA-Z]*[a-zA-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
 class PathEnd:
     """The known end of a path.
+
+    | path                | `text`      | `is_name` | `start` | `literals`      |
+    | ------------------- | ----------- | --------- | ------- | --------------- |
+    | `"a/m{}.h5"`        | `a/m{}.h5`  | True      |         | `m`, `.h5`      |
+    | `f"{folder}/m.h5"`  | `/m.h5`     | True      |         | `m.h5`          |
+    | `f"a{b}/m-{c}.h5"`  | `.h5`       | False     | `m-`    | `m-`, `.h5`     |
+    | `f"a{b}/m-{c:02d}"` | `0`         | False     | `m-`    | `m-` and empty  |
 
     Attributes:
         text: The last characters of the path. A digit stands for a number that an f-string inserts;
@@ -108,7 +115,7 @@ def read_end(program: Program, value: cst.BaseExpression, depth: int = 0) -> Pat
         case cst.BinaryOperation(operator=cst.Divide(), right=last):
             return read_end(program, last, depth + 1)
         case cst.BinaryOperation(operator=cst.Modulo(), left=cst.SimpleString() as text):
-            return _end_of_template(text, r"%([^%a-zA-Z]*[a-zA-Z])$")
+            return _end_of_template(text, r"%(?:\([^)]*\))?([^%a-zA-Z]*[a-zA-Z])$")
         case cst.Name():
             values = program.values(value)
             if len(values) != 1:
@@ -144,9 +151,11 @@ def _end_of_format(value: cst.FormattedString) -> PathEnd | None:
     """Returns the end of an f-string."""
     if not value.parts:
         return None
-    # A list of one part has it as first and as last.
-    first, *_, last = [*value.parts[:1], *value.parts]
-    start = first.value.rpartition("/")[2] if isinstance(first, cst.FormattedStringText) else ""
+    last, start = value.parts[-1], ""
+    for i, part in enumerate(value.parts[:-1]):
+        # The name begins at the start of the f-string, or after its last slash.
+        if isinstance(part, cst.FormattedStringText) and (i == 0 or "/" in part.value):
+            start = part.value.rpartition("/")[2]
     if isinstance(last, cst.FormattedStringText):
         is_name = len(value.parts) == 1 or "/" in last.value.rstrip("/")
         return PathEnd(last.value, last, is_name, start)

@@ -23,8 +23,8 @@ def rowwise_adagrad(
     """Returns Adagrad for rows of a table, with one accumulator per row instead of one per element.
 
     Use it only as the optimizer of a table: for a complete variable there would be one accumulator.
-    Otherwise it is like `optax.adagrad`, and like the exact row-wise Adagrad of TorchRec and
-    FBGEMM.
+    Otherwise it is like `optax.adagrad`. The exact row-wise Adagrad of TorchRec and FBGEMM instead
+    adds `eps` after the square root, and its sum starts at 0.
 
     Args:
         learning_rate: Learning rate, or a schedule over the updates of a row.
