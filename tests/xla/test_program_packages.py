@@ -26,13 +26,12 @@ def step_of_real_rows(x):
 """
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
+@pytest.fixture(params=["site-packages"])
+def install(request, tmp_path, monkeypatch):
     """Returns a function that installs a module with its requirements, as pip does."""
-    folder = tmp_path / "site-packages"
+    folder = tmp_path / request.param
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(library_code, "_FOLDERS", (*library_code._FOLDERS, str(folder)))
 
     def install(name, *requirements):
         (folder / f"{name}.py").write_text(MODULE)
@@ -43,9 +42,9 @@ def install(tmp_path, monkeypatch):
         (info / "METADATA").write_text("\n".join(lines))
         (info / "RECORD").write_text(f"{name}.py,,\n{name}-1.0.dist-info/METADATA,,\n")
         for cached in (
+            program_packages.is_library_file,
             program_packages.has_file,
             program_packages._find_names,
-            user_code._is_installed,
         ):
             cached.cache_clear()
         importlib.invalidate_caches()
@@ -65,6 +64,19 @@ def test_an_installed_program_sees_changes_of_its_globals(install, requirement):
         module.SCALE = scale
         total = strategy.reduce("sum", strategy.run(module.step, (batch,)), axis=None)
         assert float(total) == 8 * scale
+
+
+@pytest.mark.parametrize("install", ["site-packages", "dist-packages"], indirect=True)
+def test_a_package_in_any_folder_of_packages_is_a_library_unless_it_requires_tpudist(install):
+    """Such as in the user's home directory, where pip installs by default without root rights."""
+    library = install("installed_library", "jax")
+    assert library_code.is_library_module(library)
+    assert library_code.is_library_code(library.step.__code__)
+    assert user_code.is_other_library(library.__file__)
+    program = install("installed_program", "tpudist")
+    assert not library_code.is_library_module(program)
+    assert not library_code.is_library_code(program.step.__code__)
+    assert not user_code.is_other_library(program.__file__)
 
 
 def test_an_error_of_an_installed_program_for_zero_rows_is_raised(install):

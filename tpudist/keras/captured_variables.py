@@ -89,7 +89,7 @@ def _make_reader(plain: Callable[..., Any], problem: str | None) -> Callable[...
         if problem is not None:
             _refuse(self, "read", problem)
         if traced is None:
-            assert frame is not None, "it is from outside of one"
+            assert frame is not None, "without a frame, the plain value was returned"
             traced = _read(self, frame)
         # A stateless scope, so that Keras converts this value like any other: it casts values in
         # mixed precision.
@@ -128,6 +128,7 @@ def _read(variable: keras.Variable, frame: Frame) -> jax.Array:
         _require_array(variable)
         return assigned.read_in(frame)
     guest: Any = _capture(variable)
+    # 0 changes: no function has assigned it, or `assigned` would exist.
     return frame.read_guest(guest, 0)
 
 
@@ -143,9 +144,9 @@ def _enter_creation(variable: keras.Variable) -> contextlib.AbstractContextManag
     if frame is None or frame.is_eager or keras_internals.is_in_stateless_scope():
         return contextlib.nullcontext()
     write_notes(variable).frame = weakref.ref(frame)
-    # A variable that only the first trace creates outlives the trace, so its value is computed
-    # eagerly. A function that creates one in every trace has a layer of its own, whose variables
-    # are values of the trace like all its other results.
+    # The function is traced again after the first trace in which a line creates a variable. The
+    # variable may outlive that trace, so its value is computed eagerly. If the line creates one in
+    # a later trace too, the value of that one belongs to the trace, like all its other results.
     return run_eagerly() if frame.is_first_to_build(line_of_call()) else contextlib.nullcontext()
 
 

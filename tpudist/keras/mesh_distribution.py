@@ -21,6 +21,7 @@ class MeshDistribution(keras.distribution.DataParallel):
         strategy: The strategy.
         mesh: Mesh of the strategy. Keras itself sees a mesh of one axis, as DataParallel requires;
             tpudist places variables and batches.
+        whole: Sharding of a value that every device has completely.
         problem: Reason why models cannot be created in the scope; None if they can.
     """
 
@@ -34,7 +35,7 @@ class MeshDistribution(keras.distribution.DataParallel):
         if self.problem is None:
             process_batches.agree_on_seed(strategy)
         replica_mesh = strategy.replica_mesh
-        self._even_axes = self._axes_larger_than_one(
+        self._batch_axes = self._axes_larger_than_one(
             (replica_mesh.replica_axis, *replica_mesh.batch_axes)
         )
         self._all_axes = self._axes_larger_than_one(tuple(map(str, self.mesh.axis_names)))
@@ -47,8 +48,9 @@ class MeshDistribution(keras.distribution.DataParallel):
         """Returns the sharding of a batch with `num_rows` rows, and its number of parts."""
         # A batch that does not divide by the usual axes is split over all axes of the mesh: XLA's
         # gradients of a gather (an Embedding) are wrong if an uneven dim is split over some axes
-        # and another axis repeats it. If neither divides, all axes have padding.
-        for axes in (self._even_axes, self._all_axes):
+        # and another axis repeats it. If neither divides, the caller pads the rows to a
+        # multiple of all devices; see `uneven_rows`.
+        for axes in (self._batch_axes, self._all_axes):
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if num_rows % parts == 0:
                 break
@@ -60,7 +62,10 @@ class MeshDistribution(keras.distribution.DataParallel):
         return self.strategy.num_replicas_in_sync
 
     def get_variable_layout(self, variable: keras.Variable) -> Any:
-        """Returns the layout of a variable, by the layout map or the strategy's placement rule.
+        """Returns the layout of a variable.
+
+        It is the variable's own if it has one. Else the layout map decides, and else the strategy's
+        placement rule.
 
         Raises:
             ValueError: If this strategy does not support Keras, or the layout does not fit.

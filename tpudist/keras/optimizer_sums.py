@@ -1,6 +1,7 @@
 """Makes Keras' optimizers sum gradients over the replicas in replica functions, as in TensorFlow.
 
-The sum comes first, so an optimizer clips, scales and accumulates the gradients of one device.
+The sum comes first, so an optimizer clips, scales and accumulates the same gradients as on one
+device.
 """
 
 import contextvars

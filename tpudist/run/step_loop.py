@@ -37,8 +37,8 @@ class StepSequence:
 
         Args:
             calls: The calls; the first one is checked.
-            batches: For each call, the inputs for its last argument
-                (`StepProgram.arrays_of_last_argument`).
+            batches: For each call, the last inputs of the program: those for the last argument,
+                and then the counts of real rows (`StepProgram.arrays_of_last_argument`).
         """
         step, first = self._step, calls[0]
         start, compiles = time.perf_counter(), compile_log.backend_compiles().num_programs
@@ -106,12 +106,12 @@ class StepSequence:
             values = [x for _, x in sorted(pairs, key=operator.itemgetter(0))]
             with interruptible():
                 written, outcome = step.program.body([*values, *batch])
-            # The carry of a loop keeps its dtype. Random keys have no dtype to convert to.
-            kept = [
+            # The carry of a loop keeps its dtype. Random keys do not support `astype`.
+            new_carry = [
                 x if x.dtype == y.dtype else x.astype(y.dtype)
                 for x, y in zip(written, carry, strict=True)
             ]
-            return kept, outcome
+            return new_carry, outcome
 
         def steps(carry, constants, batches):
             stacked = [jnp.stack(xs) for xs in zip(*batches, strict=True)]

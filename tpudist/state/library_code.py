@@ -1,19 +1,19 @@
 """Tells the code and objects of your program from those of libraries.
 
-The search for captured values follows only your program. Its code is known by the file: code below
-the standard library, site-packages or tpudist belongs to libraries, except an installed package
-that requires tpudist.
+The search for captured values follows only your program. Its code is known by the file: the code of
+tpudist, Python and installed packages belongs to libraries, except an installed package that
+requires tpudist.
 
-An object counts by its attributes if your program may have set them. Otherwise it counts as a
-whole: another object in its place is another value. The package of its class decides: attributes of
-objects of `PACKAGES` are not read, but those of other libraries, such as of a configuration, may be
+A compiled step is found again by the values that its function captured. Of an object whose
+attributes your program may have set, the attributes that the code reads are compared. Any other
+object is compared by identity. The package of its class decides: attributes of objects of
+`OPAQUE_PACKAGES` are not read, but those of other libraries, such as of a configuration, may be
 yours to set.
 """
 
 import functools
 import inspect
 import os
-import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +25,9 @@ from tpudist.state import nnx_contents
 from tpudist.xla import program_packages
 
 # Packages whose objects are never looked into: their attributes are theirs to change.
-PACKAGES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
+OPAQUE_PACKAGES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
 
-_FOLDERS = (
-    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]) + os.sep,
-    "<frozen",  # modules of the standard library that are compiled into Python
-)
+_TPUDIST = str(Path(__file__).parents[1]) + os.sep
 
 
 def root_package(cls: type) -> str:
@@ -83,16 +79,22 @@ def is_known_by_identity(value: object) -> bool:
 
 
 def has_program_attributes(value: object) -> bool:
-    """Whether your program may have set attributes of the value."""
+    """Whether your program may have set attributes of the value.
+
+    Asked for `x` if the code reads `x.attribute`.
+    """
     if isinstance(value, types.ModuleType):
         return not is_library_module(value)
     if isinstance(value, (jax.Array, np.ndarray, *nnx_contents.OBJECT_TYPES)):
         return False
-    return root_package(value if isinstance(value, type) else type(value)) not in PACKAGES
+    return root_package(value if isinstance(value, type) else type(value)) not in OPAQUE_PACKAGES
 
 
 def is_transparent(value: object) -> bool:
-    """Whether the search visits the attributes of an object that code uses as a whole."""
+    """Whether the search visits the attributes of an object that code uses as a whole.
+
+    Asked for `x` if the code calls it, passes it or indexes it.
+    """
     cls = type(value)
     if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
         return False
@@ -101,4 +103,4 @@ def is_transparent(value: object) -> bool:
 
 
 def _is_library_file(file: str) -> bool:
-    return file.startswith(_FOLDERS) and not program_packages.has_file(file)
+    return file.startswith(_TPUDIST) or program_packages.is_library_file(file)

@@ -122,7 +122,9 @@ def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
 def _is_of_library(cls: type) -> bool:
     if library_code.root_package(cls) in sys.stdlib_module_names:
         return True
-    return any(library_code.root_package(base) in library_code.PACKAGES for base in cls.__mro__)
+    return any(
+        library_code.root_package(base) in library_code.OPAQUE_PACKAGES for base in cls.__mro__
+    )
 
 
 class _KeyBuilder:

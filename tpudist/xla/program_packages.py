@@ -1,17 +1,39 @@
-"""Finds installed packages that are part of the user's program, and not libraries that it uses.
+"""Tells libraries from the user's program by their files.
 
-A program may be installed as a package. Its captured arrays and its errors must then count as in a
-script. Such a package is recognized by its requirement of tpudist.
+Python and installed packages are libraries. But a program may be installed as a package too. Its
+captured arrays and its errors must then count as in a script. Such a package is recognized by its
+requirement of tpudist.
 """
 
 import functools
 import importlib.metadata
+import os
 import re
+import sysconfig
+import traceback
 from pathlib import PurePath
 
-_INSTALLED = ("site-packages", "dist-packages")
+# pip and the packages of Debian install into folders of these names: in the environment, in the
+# user's home directory and in the system.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_PYTHON = (
+    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")),
+    str(PurePath(traceback.__file__).parent) + os.sep,  # where this Python has found it
+    "<frozen",  # modules of the standard library that are compiled into Python
+)
 # Matches "tpudist", "tpudist>=1" and "tpudist[train]; ...", but not "tpudist-extra".
 _REQUIREMENT = re.compile(r"^Requires-Dist: *tpudist *($|[^\w. -])", re.IGNORECASE | re.MULTILINE)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(file: str) -> bool:
+    """Whether a file belongs to Python, or to an installed package that is not the program.
+
+    tpudist counts as a library only if it is installed.
+    """
+    if _INSTALLED.isdisjoint(PurePath(file).parts):
+        return file.startswith(_PYTHON)
+    return not has_file(file)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,8 +13,6 @@ _LIBRARY = pathlib.Path(__file__).parents[1]
 _MODELS = _LIBRARY / "models"
 # Files of the models that lay out arrays and apply layers, as this library does for a user's model.
 _LAYERS_OF_MODELS = ("logical.py", "pipeline.py")
-_INSTALLED = {"site-packages", "dist-packages"}
-_STANDARD = pathlib.Path(traceback.__file__).parent
 
 
 @functools.lru_cache(maxsize=4096)
@@ -25,7 +23,7 @@ def users_line(stack: tuple[str, ...]) -> str | None:
     """
     files = [line.rpartition(":")[0] for line in stack]
     not_ours = [i for i, file in enumerate(files) if not _is_library(file)]
-    users = (i for i in not_ours if not _is_installed(files[i]))
+    users = (i for i in not_ours if not program_packages.is_library_file(files[i]))
     innermost = next(users, not_ours[0] if not_ours else 0)
     return stack[innermost] if stack else None
 
@@ -45,15 +43,7 @@ def line_of_error(error: BaseException) -> str:
 
 def is_other_library(file: str) -> bool:
     """Whether a file belongs to an installed package other than tpudist, or to Python."""
-    return _is_installed(file) and not _is_library(file)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(file: str) -> bool:
-    path = pathlib.Path(file)
-    if _INSTALLED.isdisjoint(path.parts):
-        return path.is_relative_to(_STANDARD)
-    return not program_packages.has_file(file)
+    return program_packages.is_library_file(file) and not _is_library(file)
 
 
 @functools.lru_cache(maxsize=4096)

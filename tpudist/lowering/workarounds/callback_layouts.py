@@ -1,12 +1,14 @@
-"""Calls back into Python from replicas of several devices, once per replica.
+"""Calls back into Python from replicas of several devices.
 
-JAX lowers `jax.debug.print`, `pure_callback` and `io_callback` only if all mesh axes are manual, or
-none is: in a replica of several devices it raises an error, or fails with two axes. So each
-callback gets an inner shard_map in which all axes are manual. The first device of a replica calls
-Python and sends the result to the others. A pure callback runs on every device, each with the
-complete operands.
+In a replica of several devices, JAX raises an error for `pure_callback` and `io_callback`, because
+some mesh axes are manual and others are not. It also raises one for `jax.debug.print` if a replica
+has two mesh axes, and XLA rejects a print without operands. So each callback gets an inner
+shard_map in which all axes are manual. The first device of a replica calls Python and sends the
+result to the others. A pure callback has no effects, so it runs on every device, each with the
+complete operands, and its result is not sent.
 
-XLA also fails if a program of replicas has only callbacks; see `run.outputs.results`.
+XLA also fails if a program of replicas has only callbacks; see `TracedStep._finish` in
+`run/outputs/results.py`.
 """
 
 import jax

@@ -1,7 +1,8 @@
 """Logical names of the dims of parameters and activations, which a strategy maps to mesh axes.
 
 A model declares "this dim is heads". The logical-axis rules of the strategy declare "heads are
-split over the mesh axis tensor". Without a rule or without a strategy, the dim is not split.
+split over the mesh axis tensor". Without a rule or without a strategy, a dim of a parameter is not
+split.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def axes(*names: str | None) -> dict[str, Any]:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains XLA to split the dims of `x` by the rules for their `names`.
 
-    A dim with the name None is not split. XLA decides about a dim if its name has no rule, or if
-    its axes do not divide its size. Within `Strategy.run` the replica axis is manual, so only axes
+    A dim with the name None is not split. XLA decides about a dim if no axis of this mesh splits it
+    by the rule for its name, or if the axes do not divide its size. So a rule without axes does not
+    keep a dim whole here; None does. Within `Strategy.run` the replica axis is manual, so only axes
     inside a replica count. If there are none, `x` is returned unchanged.
     """
     if not inner_axes():
