@@ -1,5 +1,9 @@
 """State that is created part by part equals the state of one program for all of it."""
 
+import functools
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +50,35 @@ def with_effects():
     return jax.random.normal(jax.random.key(0), (8, 8))
 
 
+def with_64_bits():
+    with jax.enable_x64(True):
+        return (jnp.arange(8, dtype=jnp.int64) * 2**33 / 2**33).astype(jnp.float32)
+
+
+def of_shared_fractions():
+    t = jnp.arange(64.0) / 7
+    y = t * jnp.sqrt(t + 0.5) + 0.3
+    return [t, y, y * t + 0.3]
+
+
+def with_an_unused_pass():
+    layers = [jax.random.normal(jax.random.key(i), (40, 40)) for i in range(3)]
+    functools.reduce(jnp.matmul, layers)
+    return layers
+
+
 INITS = {
+    "64 bits": (with_64_bits, ()),
+    "shared fractions": (of_shared_fractions, ()),
+    "logarithms of integers": (lambda: jnp.log(jnp.arange(1, 17)), ()),
+    "an unused pass": (with_an_unused_pass, ()),
+    "norms": (
+        lambda: (v := jax.random.normal(jax.random.key(0), (32, 32)), jnp.linalg.norm(v, axis=0)),
+        (),
+    ),
+    "means": (lambda x: (x - x.mean(0), x.mean(0)), (TABLE.reshape(60, 100),)),
+    "an own key": (lambda: jax.random.normal(jax.random.key(0), (40, 40)), ()),
+    "a passed key": (lambda key: jax.random.normal(key, (40, 40)), (jax.random.key(0),)),
     "layers": (lambda: Stack(3, nnx.Rngs(0)), ()),
     "split keys": (of_split_keys, ()),
     "another generator": (lambda: jax.random.normal(jax.random.key(1, impl="rbg"), (40, 40)), ()),
@@ -83,8 +115,42 @@ def test_each_array_has_the_bits_of_one_program(axes, init):
 @pytest.mark.parametrize("axes", [None, {"fsdp": 4}], ids=["mirrored", "split"])
 def test_a_deeper_model_needs_no_more_programs(axes):
     """The time to create a model of 24 layers was seven times that of eager Flax."""
-    strategy = tpudist.TPUStrategy(replica_axes=axes)
-    strategy.create(lambda: Stack(2, nnx.Rngs(0)))
-    before = compile_log.backend_compiles().num_programs
-    strategy.create(lambda: Stack(5, nnx.Rngs(0)))
-    assert compile_log.backend_compiles().num_programs == before
+    strategy, counter = tpudist.TPUStrategy(replica_axes=axes), compile_log.backend_compiles()
+    counts = []
+    for depth in (1, 2, 5):  # the first also compiles the operations that compute keys
+        before = counter.num_programs
+        strategy.create(lambda depth=depth: Stack(depth, nnx.Rngs(0)))
+        counts.append(counter.num_programs - before)
+    assert counts[1] == counts[2] > 0
+
+
+def test_no_program_keeps_arrays_of_the_user():
+    def create_with_captured_array():
+        big = jnp.ones((40, 40)) + 1
+        inner = jax.jit(lambda key: jax.random.normal(key, big.shape) + big)
+        tpudist.TPUStrategy(replica_axes={"fsdp": 4}).create(lambda: inner(jax.random.key(0)))
+        return weakref.ref(big)
+
+    reference = create_with_captured_array()
+    jax.clear_caches()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_callback_runs_once_for_all_its_results():
+    numbers = iter(range(100))
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def init():
+        x = jax.pure_callback(lambda: np.float32(next(numbers)), shape)
+        return x * jnp.ones(3), x + jnp.ones(3)
+
+    product, total = tpudist.OneDeviceStrategy().create(init)
+    assert total[0] == product[0] + 1
+
+
+def test_a_transfer_guard_allows_creation():
+    with jax.transfer_guard("disallow"):
+        tpudist.MirroredStrategy().create(
+            lambda: jax.random.normal(jax.random.fold_in(jax.random.key(0), 3), (40, 40))
+        )

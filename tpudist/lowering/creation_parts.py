@@ -2,18 +2,18 @@
 
 The time that XLA takes to compile one program for all initial values grows faster than the model,
 although the layers of a model are alike. So the traced program is divided into *parts*: a part is
-the operations that compute one array, or several arrays that share a large operand. Parts that
-differ only in their inputs share one XLA program: a model of 24 layers needs as many as one of 2.
+the operations that compute one array, or several arrays that share a value. Parts that differ only
+in their inputs share one XLA program: a model of 24 layers needs as many as one of 2.
 
-Alike layers differ in their random keys. Keys and small integers that depend on constants only are
-*seeds*: they are computed first, operation by operation, and are inputs of the parts. Numbers with
-fractions are never seeds: XLA rewrites operations on constants (a division becomes a product), so a
-constant that became an input could change the last bit of a value.
+Alike layers differ in their random keys. Keys that depend on constants only are *seeds*: they are
+computed first, operation by operation, and are inputs of the parts. Other values are never inputs:
+XLA rewrites operations on constants (a division becomes a product), so a constant that became an
+input could change the last bit of a value. For the same reason parts that share a value with a
+fraction are one part, unless XLA knows that value when it compiles.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -28,10 +28,13 @@ from tpudist.programs.jaxprs import Atom
 from tpudist.xla import internals, random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
-# A value of up to this size is computed again by each part that needs it. A larger one is computed
-# once, so all arrays that depend on it belong to one part.
+# Values of up to this size are computed again in each part that needs them, if that is exact.
 _MAX_SMALL = 1024
-_MAX_PROGRAMS = 256  # that later creations can use again
+# Operations that call the user's functions, that may run long, or that place values.
+_LOOPS_AND_CALLBACKS = frozenset("while scan cond pure_callback io_callback debug_callback".split())
+_PLACEMENTS = frozenset(
+    "sharding_constraint device_put shard_map reshard mesh_cast pure_callback io_callback".split()
+)
 
 
 def compute(
@@ -43,7 +46,7 @@ def compute(
 ) -> list[jax.Array]:
     """Returns the results of a program, each created with its sharding.
 
-    The values are those of one XLA program for all results, bit for bit.
+    One XLA program for all results would compute the same values, bit for bit.
 
     Args:
         closed: The program.
@@ -53,27 +56,43 @@ def compute(
         advance: Called with the number of results that were created since the last call.
     """
     program = _Program(closed)
-    seeds = program.compute_seeds(mesh)
     known = dict(zip(program.jaxpr.invars, values, strict=True))
     results: list[Any] = [None] * len(shardings)
-    # The inputs are NumPy arrays, whose transfer JAX calls implicit.
+    programs: dict[_Part, _Compiled] = {}  # not kept for later creations: it may hold user's arrays
+    # The seeds are NumPy arrays, whose transfer JAX calls implicit.
     with internals.place_explicitly():
+        seeds = program.compute_seeds(mesh)
         for part in program.divide(shardings):
-            # Another creation has other constants, and the cache would keep these alive.
-            make = _make_program.__wrapped__ if part.consts else _make_program
+            if part not in programs:
+                programs[part] = _Compiled(part, is_local=part.is_local(seeds))
             inputs = [seeds[x] if x in seeds else known[x] for x in part.inputs]
-            is_local = not part.consts and all(x in seeds for x in part.inputs)
-            if is_local and all(x.is_fully_replicated for x in part.shardings):
-                # If every device needs all of an array, one computes it and the others copy it.
-                with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
-                    arrays = make(part, on_one_device=True)(*inputs)
-                arrays = list(map(_copy_to_all, arrays, part.shardings))
-            else:
-                arrays = make(part)(*inputs)
+            arrays = programs[part].run(inputs, mesh, part.shardings)
             for i, array in zip(part.results, arrays, strict=True):
                 results[i] = array
             advance(len(arrays))
     return results
+
+
+class _Compiled:
+    """The XLA program of equal parts.
+
+    Args:
+        is_local: Whether one device computes the arrays, and the others copy them.
+    """
+
+    def __init__(self, part: "_Part", *, is_local: bool):
+        self._is_local = is_local
+        out_shardings = None if is_local else list(part.shardings)
+        self._program = jax.jit(part.evaluate, out_shardings=out_shardings)
+
+    def run(
+        self, inputs: Sequence[Any], mesh: ReplicaMesh, shardings: Sequence[Sharding]
+    ) -> list[jax.Array]:
+        if not self._is_local:
+            return self._program(*inputs)
+        with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
+            arrays = self._program(*inputs)
+        return list(map(_copy_to_all, arrays, shardings))
 
 
 def _copy_to_all(array: jax.Array, sharding: Sharding) -> jax.Array:
@@ -111,6 +130,16 @@ class _Part:
     shardings: tuple[Sharding, ...]
     consts: dict[core.Var, Any] = field(compare=False)
 
+    def is_local(self, seeds: Container[core.Var]) -> bool:
+        """Whether one device can compute the results, which all devices need whole."""
+        return (
+            not self.consts
+            and all(x in seeds for x in self.inputs)
+            and all(x.is_fully_replicated for x in self.shardings)
+            and not any(eqn.effects for eqn in self.eqns)
+            and _names_in(self.eqns).isdisjoint(_PLACEMENTS)
+        )
+
     def evaluate(self, *inputs: Any) -> list[Any]:
         """Returns the results for the values of `inputs`."""
         values = dict(self.consts)
@@ -123,13 +152,6 @@ class _Part:
         return [_read(values, x) for x in self.outputs]
 
 
-@functools.lru_cache(maxsize=_MAX_PROGRAMS)
-def _make_program(part: _Part, on_one_device: bool = False) -> jax.stages.Wrapped:
-    if on_one_device:
-        return jax.jit(part.evaluate)
-    return jax.jit(part.evaluate, out_shardings=list(part.shardings))
-
-
 class _Program:
     """A traced creation, with the roles of its operations."""
 
@@ -137,21 +159,25 @@ class _Program:
         self.jaxpr = jaxprs.open_jaxpr(closed)
         self._consts = dict(zip(self.jaxpr.constvars, jaxprs.consts_of(closed), strict=True))
         self._producers = {x: i for i, eqn in enumerate(self.jaxpr.eqns) for x in eqn.outvars}
-        # Numbers of the operations with small operands and results, and of those that make seeds.
-        self._small: set[int] = set()
-        self._seeds: set[int] = set()
+        self._results = {x for x in self.jaxpr.outvars if _is_variable(x)}
         self._key_impls: dict[core.Var, Any] = {}
         # Programs inside operations by id; alike layers share them.
         self._known: dict[int, _Hashed] = {}
+        # Numbers of operations: what parts may compute again, and what computes seeds.
+        self._repeatable: set[int] = set()
+        self._seeds: set[int] = set()
         for i, eqn in enumerate(self.jaxpr.eqns):
-            if eqn.effects or not all(map(_is_small, (*eqn.invars, *eqn.outvars))):
-                continue
             producers = set(self._producers_of(eqn.invars))
-            if not producers <= self._small:
+            if not producers <= self._repeatable or not _is_repeatable(eqn):
                 continue
-            self._small.add(i)
             of_constants = all(x in self._producers for x in eqn.invars if _is_variable(x))
-            if of_constants and producers <= self._seeds and all(map(_is_exact, eqn.outvars)):
+            is_exact = all(map(_is_exact, eqn.outvars))
+            # XLA knows numbers that are computed from literals when it compiles.
+            is_known = of_constants and all(jaxprs.shape_of(x) == () for x in eqn.outvars)
+            if is_exact or is_known:
+                self._repeatable.add(i)
+            is_canonical = all(map(_is_canonical, (*eqn.invars, *eqn.outvars)))
+            if is_exact and of_constants and is_canonical and producers <= self._seeds:
                 self._seeds.add(i)
 
     def compute_seeds(self, mesh: ReplicaMesh) -> dict[core.Var, np.ndarray]:
@@ -163,7 +189,7 @@ class _Program:
                 eqn = self.jaxpr.eqns[i]
                 operands = [_read(values, x) for x in eqn.invars]
                 values.update(zip(eqn.outvars, operations.bind(eqn, operands), strict=True))
-            data = {x: value for x, value in values.items() if self._is_input(x)}
+            data = {x: value for x, value in values.items() if self._is_passed(x)}
             keys = {x: value for x, value in data.items() if random_keys.is_key(value)}
             self._key_impls = {x: jax.random.key_impl(key) for x, key in keys.items()}
             data |= {x: jax.random.key_data(key) for x, key in keys.items()}
@@ -177,7 +203,7 @@ class _Program:
             yield self._make_part(list(results), shardings, range(len(self.jaxpr.eqns)))
             return
         groups: dict[Any, list[int]] = {}
-        leaders = self._lead_large()
+        leaders = self._find_leaders()
         for i, x in enumerate(self.jaxpr.outvars):
             producer = self._producer_of(x)
             leader = None if producer is None else leaders.get(producer)
@@ -185,25 +211,47 @@ class _Program:
         for positions in groups.values():
             yield self._make_part(positions, shardings)
 
-    def _lead_large(self) -> dict[int, int]:
-        """Returns the number of the first connected large operation, for each large operation."""
-        # Union-find: connected operations form a tree, whose root is the one with the least number.
-        leaders: dict[int, int] = {}
+    def _find_leaders(self) -> dict[int, int]:
+        """Returns a number for each operation that is not repeated: one number for each part."""
+        leaders: dict[int, int] = {}  # a union-find structure
 
         def lead(i: int) -> int:
             while leaders[i] != i:
                 leaders[i] = i = leaders[leaders[i]]
             return i
 
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            if i in self._small:
+        readers: dict[core.Var, int] = {}  # by shared argument or constant, its first reader
+        for i in self._find_needed(self.jaxpr.outvars, lambda _: False):
+            if i in self._repeatable:
                 continue
             leaders[i] = i
-            for producer in self._producers_of(eqn.invars):
-                if producer in leaders:
-                    first, second = sorted((lead(producer), lead(i)))
-                    leaders[second] = first
+            eqn = self.jaxpr.eqns[i]
+            joined = [x for x in self._producers_of(eqn.invars) if x in leaders]
+            shared = filter(self._is_shared, filter(_is_variable, eqn.invars))
+            for other in (*joined, *(readers.setdefault(x, i) for x in shared)):
+                first, second = sorted((lead(other), lead(i)))
+                leaders[second] = first
         return {i: lead(i) for i in leaders}
+
+    def _is_shared(self, x: core.Var) -> bool:
+        """Whether all operations that read an argument or a constant belong to one part."""
+        # XLA may split an argument, and so the sums over it, as the largest result is split.
+        if x in self._consts:
+            return not _is_small(x)
+        is_argument = x not in self._producers
+        return is_argument and math.prod(jaxprs.shape_of(x)) > 1 and not random_keys.is_key(x.aval)
+
+    def _find_needed(self, atoms: Iterable[Atom], stops: Callable[[Atom], bool]) -> list[int]:
+        """Returns the numbers of the operations that values need, down to `stops`."""
+        needed: set[int] = set()
+        waiting = list(atoms)
+        while waiting:
+            x = waiting.pop()
+            producer = self._producer_of(x)
+            if producer is not None and producer not in needed and not stops(x):
+                needed.add(producer)
+                waiting.extend(self.jaxpr.eqns[producer].invars)
+        return sorted(needed)
 
     def _make_part(
         self,
@@ -220,15 +268,8 @@ class _Program:
         """
         outputs = [self.jaxpr.outvars[i] for i in results]
         if numbers is None:
-            needed: set[int] = set()
-            waiting = list(outputs)
-            while waiting:
-                x = waiting.pop()
-                producer = self._producer_of(x)
-                if producer is not None and producer not in needed and not self._is_input(x):
-                    needed.add(producer)
-                    waiting.extend(self.jaxpr.eqns[producer].invars)
-            numbers = sorted(needed)
+            computed = [x for x in outputs if not self._is_passed(x)]
+            numbers = self._find_needed(computed, self._is_passed_key)
         eqns = [self.jaxpr.eqns[i] for i in numbers]
         signature = _Signature(self._known)
         lines = [signature.write_equation(eqn) for eqn in eqns]
@@ -238,7 +279,7 @@ class _Program:
         inputs = [x for x in read if x not in self._consts]
         consts = {x: self._consts[x] for x in read if x in self._consts}
         return _Part(
-            signature=_Hashed((tuple(lines), tuple(x.aval for x in read))),
+            signature=_Hashed((tuple(lines), tuple(map(self._describe_input, read)))),
             inputs=inputs,
             key_impls={x: self._key_impls[x] for x in inputs if x in self._key_impls},
             eqns=eqns,
@@ -254,10 +295,20 @@ class _Program:
     def _producers_of(self, atoms: Iterable[Atom]) -> Iterator[int]:
         return (i for i in map(self._producer_of, atoms) if i is not None)
 
-    def _is_input(self, x: Atom) -> bool:
-        """Whether parts receive a value as an input: a seed that NumPy can hold."""
+    def _describe_input(self, x: core.Var) -> Any:
+        constant = _Identity(self._consts[x]) if x in self._consts else None
+        return x.aval, constant, self._is_passed(x), self._key_impls.get(x)
+
+    def _is_passed_key(self, x: Atom) -> bool:
+        return self._producer_of(x) in self._seeds and random_keys.is_key(x.aval)
+
+    def _is_passed(self, x: Atom) -> bool:
+        """Whether a part receives a value as an input: a random key, or an exact result itself."""
+        if self._producer_of(x) not in self._seeds:
+            return False
         # NumPy arrays have no weak type.
-        return self._producer_of(x) in self._seeds and not getattr(x.aval, "weak_type", False)
+        is_result = x in self._results and not getattr(x.aval, "weak_type", False)
+        return is_result or random_keys.is_key(x.aval)
 
 
 class _Signature:
@@ -343,11 +394,36 @@ def _is_small(x: Atom) -> bool:
     return math.prod(jaxprs.shape_of(x)) <= _MAX_SMALL
 
 
+def _is_repeatable(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation computes the same small values each time, in a short time."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return (
+        not eqn.effects
+        and all(map(_is_small, atoms))
+        and _LOOPS_AND_CALLBACKS.isdisjoint(_names_in([eqn]))
+    )
+
+
+def _names_in(eqns: Sequence[core.JaxprEqn]) -> set[str]:
+    """Returns the names of operations, and of those inside them."""
+    names = {eqn.primitive.name for eqn in eqns}
+    for eqn in eqns:
+        for program in jaxprs.programs_of(eqn.params.values()):
+            names |= {x.primitive.name for x in jaxprs.walk(program)}
+    return names
+
+
 def _is_exact(x: Atom) -> bool:
     dtype = jaxprs.dtype_of(x)
     return random_keys.is_key(x.aval) or (
         dtype is not None and not jnp.issubdtype(dtype, np.inexact)
     )
+
+
+def _is_canonical(x: Atom) -> bool:
+    """Whether JAX can compute a value outside of the program: without x64, no 64-bit numbers."""
+    dtype = jaxprs.dtype_of(x)
+    return random_keys.is_key(x.aval) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _read(values: Mapping[core.Var, Any], x: Atom) -> Any:
