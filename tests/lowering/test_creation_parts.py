@@ -61,6 +61,11 @@ def of_shared_fractions():
     return [t, y, y * t + 0.3]
 
 
+def with_a_random_factor():
+    factor = jax.random.normal(jax.random.key(4))
+    return factor * jnp.ones((40, 40)), jnp.exp(factor / 3) + jnp.ones((40, 40))
+
+
 def with_an_unused_pass():
     layers = [jax.random.normal(jax.random.key(i), (40, 40)) for i in range(3)]
     functools.reduce(jnp.matmul, layers)
@@ -92,6 +97,8 @@ INITS = {
         (nnx.Linear(40, 40, rngs=nnx.Rngs(0)),),
     ),
     "effects": (with_effects, ()),
+    "an own placement": (lambda: jax.lax.with_sharding_constraint(of_split_keys(), jax.P()), ()),
+    "a random factor": (with_a_random_factor, ()),
     "communication": (lambda: jax.lax.psum(jnp.ones((40, 40)), "replica"), ()),
     "a jitted function": (jax.jit(of_split_keys), ()),
 }

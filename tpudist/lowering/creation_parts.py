@@ -24,17 +24,15 @@ from jax.extend import core
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from tpudist.programs import jaxprs, operations
+from tpudist.programs.equation_signature import Hashed, Identity, Signature
 from tpudist.programs.jaxprs import Atom
 from tpudist.xla import internals, random_keys
 from tpudist.xla.mesh import ReplicaMesh
 
 # Values of up to this size are computed again in each part that needs them, if that is exact.
 _MAX_SMALL = 1024
-# Operations that call the user's functions, that may run long, or that place values.
+# Operations that call the user's functions, or may run long.
 _LOOPS_AND_CALLBACKS = frozenset("while scan cond pure_callback io_callback debug_callback".split())
-_PLACEMENTS = frozenset(
-    "sharding_constraint device_put shard_map reshard mesh_cast pure_callback io_callback".split()
-)
 
 
 def compute(
@@ -66,7 +64,7 @@ def compute(
             if part not in programs:
                 programs[part] = _Compiled(part, is_local=part.is_local(seeds))
             inputs = [seeds[x] if x in seeds else known[x] for x in part.inputs]
-            arrays = programs[part].run(inputs, mesh, part.shardings)
+            arrays = programs[part].run(inputs, mesh)
             for i, array in zip(part.results, arrays, strict=True):
                 results[i] = array
             advance(len(arrays))
@@ -77,22 +75,31 @@ class _Compiled:
     """The XLA program of equal parts.
 
     Args:
+        part: One of them.
         is_local: Whether one device computes the arrays, and the others copy them.
     """
 
     def __init__(self, part: "_Part", *, is_local: bool):
-        self._is_local = is_local
-        out_shardings = None if is_local else list(part.shardings)
-        self._program = jax.jit(part.evaluate, out_shardings=out_shardings)
+        self._part = part
+        self._compile(is_local=is_local)
 
-    def run(
-        self, inputs: Sequence[Any], mesh: ReplicaMesh, shardings: Sequence[Sharding]
-    ) -> list[jax.Array]:
+    def _compile(self, *, is_local: bool) -> None:
+        self._is_local = is_local
+        out_shardings = None if is_local else list(self._part.shardings)
+        self._program = jax.jit(self._part.evaluate, out_shardings=out_shardings)
+
+    def run(self, inputs: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
+        """Returns the results, with their shardings."""
         if not self._is_local:
             return self._program(*inputs)
-        with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
+        device = mesh.mesh.local_devices[0]
+        with internals.leave_devices(), jax.default_device(device):
             arrays = self._program(*inputs)
-        return list(map(_copy_to_all, arrays, shardings))
+        if any(x.sharding.device_set != {device} for x in arrays):
+            # The function itself places a value, so the program runs on all devices.
+            self._compile(is_local=False)
+            return self._program(*inputs)
+        return list(map(_copy_to_all, arrays, self._part.shardings))
 
 
 def _copy_to_all(array: jax.Array, sharding: Sharding) -> jax.Array:
@@ -121,7 +128,7 @@ class _Part:
         consts: Constants of the whole program that the part reads.
     """
 
-    signature: "_Hashed"
+    signature: Hashed
     inputs: list[core.Var] = field(compare=False)
     key_impls: dict[core.Var, Any] = field(compare=False)
     eqns: list[core.JaxprEqn] = field(compare=False)
@@ -137,7 +144,7 @@ class _Part:
             and all(x in seeds for x in self.inputs)
             and all(x.is_fully_replicated for x in self.shardings)
             and not any(eqn.effects for eqn in self.eqns)
-            and _names_in(self.eqns).isdisjoint(_PLACEMENTS)
+            and "pure_callback" not in _names_in(self.eqns)
         )
 
     def evaluate(self, *inputs: Any) -> list[Any]:
@@ -162,18 +169,22 @@ class _Program:
         self._results = {x for x in self.jaxpr.outvars if _is_variable(x)}
         self._key_impls: dict[core.Var, Any] = {}
         # Programs inside operations by id; alike layers share them.
-        self._known: dict[int, _Hashed] = {}
-        # Numbers of operations: what parts may compute again, and what computes seeds.
+        self._known: dict[int, Hashed] = {}
+        # Numbers of operations: what parts may compute again, what computes seeds, and what depends
+        # on literals only, not on keys.
         self._repeatable: set[int] = set()
         self._seeds: set[int] = set()
+        of_literals: set[int] = set()
         for i, eqn in enumerate(self.jaxpr.eqns):
             producers = set(self._producers_of(eqn.invars))
             if not producers <= self._repeatable or not _is_repeatable(eqn):
                 continue
             of_constants = all(x in self._producers for x in eqn.invars if _is_variable(x))
+            if of_constants and producers <= of_literals and not any(map(_is_key, eqn.outvars)):
+                of_literals.add(i)
             is_exact = all(map(_is_exact, eqn.outvars))
-            # XLA knows numbers that are computed from literals when it compiles.
-            is_known = of_constants and all(jaxprs.shape_of(x) == () for x in eqn.outvars)
+            # XLA knows numbers that depend on literals when it compiles.
+            is_known = i in of_literals and all(jaxprs.shape_of(x) == () for x in eqn.outvars)
             if is_exact or is_known:
                 self._repeatable.add(i)
             is_canonical = all(map(_is_canonical, (*eqn.invars, *eqn.outvars)))
@@ -239,7 +250,7 @@ class _Program:
         if x in self._consts:
             return not _is_small(x)
         is_argument = x not in self._producers
-        return is_argument and math.prod(jaxprs.shape_of(x)) > 1 and not random_keys.is_key(x.aval)
+        return is_argument and math.prod(jaxprs.shape_of(x)) > 1 and not _is_key(x)
 
     def _find_needed(self, atoms: Iterable[Atom], stops: Callable[[Atom], bool]) -> list[int]:
         """Returns the numbers of the operations that values need, down to `stops`."""
@@ -271,7 +282,7 @@ class _Program:
             computed = [x for x in outputs if not self._is_passed(x)]
             numbers = self._find_needed(computed, self._is_passed_key)
         eqns = [self.jaxpr.eqns[i] for i in numbers]
-        signature = _Signature(self._known)
+        signature = Signature(self._known)
         lines = [signature.write_equation(eqn) for eqn in eqns]
         lines.append(tuple(signature.write_atom(x) for x in outputs))
         made = {x for eqn in eqns for x in eqn.outvars}
@@ -279,7 +290,7 @@ class _Program:
         inputs = [x for x in read if x not in self._consts]
         consts = {x: self._consts[x] for x in read if x in self._consts}
         return _Part(
-            signature=_Hashed((tuple(lines), tuple(map(self._describe_input, read)))),
+            signature=Hashed((tuple(lines), tuple(map(self._describe_input, read)))),
             inputs=inputs,
             key_impls={x: self._key_impls[x] for x in inputs if x in self._key_impls},
             eqns=eqns,
@@ -296,11 +307,11 @@ class _Program:
         return (i for i in map(self._producer_of, atoms) if i is not None)
 
     def _describe_input(self, x: core.Var) -> Any:
-        constant = _Identity(self._consts[x]) if x in self._consts else None
+        constant = Identity(self._consts[x]) if x in self._consts else None
         return x.aval, constant, self._is_passed(x), self._key_impls.get(x)
 
     def _is_passed_key(self, x: Atom) -> bool:
-        return self._producer_of(x) in self._seeds and random_keys.is_key(x.aval)
+        return self._producer_of(x) in self._seeds and _is_key(x)
 
     def _is_passed(self, x: Atom) -> bool:
         """Whether a part receives a value as an input: a random key, or an exact result itself."""
@@ -308,86 +319,15 @@ class _Program:
             return False
         # NumPy arrays have no weak type.
         is_result = x in self._results and not getattr(x.aval, "weak_type", False)
-        return is_result or random_keys.is_key(x.aval)
-
-
-class _Signature:
-    """Writes equations as hashable values that are equal for equal programs."""
-
-    def __init__(self, known: dict[int, "_Hashed"]):
-        self.numbers: dict[core.Var, int] = {}
-        self._known = known
-
-    def write_equation(self, eqn: core.JaxprEqn) -> tuple[Any, ...]:
-        operands = tuple(map(self.write_atom, eqn.invars))
-        results = tuple(map(self.write_atom, eqn.outvars))
-        params = tuple((name, self.write(value)) for name, value in sorted(eqn.params.items()))
-        return eqn.primitive, operands, results, params, eqn.ctx
-
-    def write_atom(self, x: Atom) -> Any:
-        if _is_variable(x):
-            return self.numbers.setdefault(x, len(self.numbers))
-        return x.aval, self.write(jaxprs.literal_value(x))
-
-    def write(self, value: Any) -> Any:
-        """Returns a hashable value that is equal only for parameters with the same effect."""
-        if jaxprs.is_program(value):
-            if id(value) not in self._known:
-                self._known[id(value)] = _Hashed(self._write_program(value))
-            return self._known[id(value)]
-        if isinstance(value, tuple | list):
-            return type(value), tuple(map(self.write, value))
-        if isinstance(value, dict):
-            return tuple((key, self.write(x)) for key, x in value.items())
-        if isinstance(value, np.ndarray | np.generic | float | complex):
-            array = np.asarray(value)  # bytes, because 0.0 equals -0.0
-            return type(value), array.dtype, array.shape, array.tobytes()
-        try:
-            hash(value)
-        except TypeError:
-            return _Identity(value)
-        return type(value), value
-
-    def _write_program(self, program: jaxprs.Program) -> Any:
-        jaxpr = jaxprs.open_jaxpr(program)
-        inner = _Signature(self._known)
-        inputs = tuple((inner.write_atom(x), x.aval) for x in jaxpr.invars)
-        constants = tuple((inner.write_atom(x), x.aval) for x in jaxpr.constvars)
-        lines = tuple(map(inner.write_equation, jaxpr.eqns))
-        outputs = tuple(map(inner.write_atom, jaxpr.outvars))
-        consts = tuple(map(_Identity, jaxprs.consts_of(program)))
-        return inputs, constants, lines, outputs, consts
-
-
-class _Hashed:
-    """A value whose hash is computed once."""
-
-    def __init__(self, value: Any):
-        self._value = value
-        self._hash = hash(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-class _Identity:
-    """An object that is equal only to itself. It is kept, so that its id is not used again."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
+        return is_result or _is_key(x)
 
 
 def _is_variable(x: Atom) -> TypeGuard[core.Var]:
     return isinstance(x, core.Var)
+
+
+def _is_key(x: Atom) -> bool:
+    return random_keys.is_key(x.aval)
 
 
 def _is_small(x: Atom) -> bool:
@@ -415,15 +355,13 @@ def _names_in(eqns: Sequence[core.JaxprEqn]) -> set[str]:
 
 def _is_exact(x: Atom) -> bool:
     dtype = jaxprs.dtype_of(x)
-    return random_keys.is_key(x.aval) or (
-        dtype is not None and not jnp.issubdtype(dtype, np.inexact)
-    )
+    return _is_key(x) or (dtype is not None and not jnp.issubdtype(dtype, np.inexact))
 
 
 def _is_canonical(x: Atom) -> bool:
     """Whether JAX can compute a value outside of the program: without x64, no 64-bit numbers."""
     dtype = jaxprs.dtype_of(x)
-    return random_keys.is_key(x.aval) or jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return _is_key(x) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _read(values: Mapping[core.Var, Any], x: Atom) -> Any:
