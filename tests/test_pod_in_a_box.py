@@ -144,9 +144,8 @@ def test_a_different_program_and_a_process_that_never_starts(tpudist_pod, progra
 def test_a_failing_test_shows_the_output_of_processes_and_leaves_nothing(
     light, tmp_path, monkeypatch
 ):
-    temporary = (
-        tmp_path / "temporary"
-    )  # a separate one, because other tests have pods at the same time
+    # A separate folder, because other tests have pods at the same time.
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)

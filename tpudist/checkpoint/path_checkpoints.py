@@ -123,7 +123,7 @@ def read_at(
     """Restores the objects of `checkpoint` from `path`.
 
     Returns:
-        The report, and the notes of the checkpoint. None and no notes if `path` is None.
+        The report and the notes of the checkpoint; `(None, {})` if `path` is None.
 
     Raises:
         CheckpointError: If no intact checkpoint is at `path`, it does not match the objects, or

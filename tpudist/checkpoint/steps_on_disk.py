@@ -124,7 +124,7 @@ class StepsOnDisk:
         self._times_and_metrics.pop(step, None)
 
     def facts(self) -> tuple[list[int], dict[int, float], dict[int, dict[str, float]]]:
-        """Returns the steps, and of each that has them, the time of the save and the metrics.
+        """Returns the steps, and for each readable step the time of its save and its metrics.
 
         Raises:
             OSError: If the storage fails.

@@ -102,7 +102,7 @@ def _number_columns(names: Sequence[str]) -> list[Column]:
 def _table_of_sources(chip: Chip | AnnouncedChip) -> TextTable:
     rows = []
     for name, source in chip.sources.items():
-        value = vars(chip).get(name, "")  # some rates have a source, but are no field of the chip
+        value = vars(chip).get(name, "")  # some rates have a source, but no field
         text = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
         rows.append((name, text, source))
     columns = ("", "", Column(style="dim"))

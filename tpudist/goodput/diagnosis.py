@@ -242,10 +242,10 @@ def _wait_at(call: int, begins: Mapping[int, Mapping[int, float]]) -> tuple[int,
     if begins[first][call + 1] >= begins[last][call]:
         return last, behind_s
     # Otherwise it runs ahead, because steps are dispatched asynchronously, and it waits only where
-    # its pause is longer than that of the last process, which never waits. Example: calls take 1 s,
-    # process 0 may be 3 calls ahead, and process 1 is 10 s late from call 20 on. Process 0 begins
-    # call 22 at 22 s and call 23 at 31 s, when call 20 has ended. Process 1 begins them at 32 s and
-    # 33 s. So process 0 waited 9 - 1 s in call 22, and nothing in the calls 20 and 21.
+    # its pause is longer than the pause of the last process, which never waits. Example: calls take
+    # 1 s, process 0 may be 3 calls ahead, and process 1 is 10 s late from call 20 on. Process 0
+    # begins call 22 at 22 s and call 23 at 31 s, when call 20 has ended. Process 1 begins them at
+    # 32 s and 33 s. So process 0 waited 9 - 1 s in call 22, and nothing in the calls 20 and 21.
     first_pause, last_pause = (begins[i][call + 1] - begins[i][call] for i in (first, last))
     return last, max(0.0, min(behind_s, first_pause - last_pause))
 

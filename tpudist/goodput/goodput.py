@@ -81,7 +81,7 @@ class _Recorder:
         # End and seconds of recent outermost phases, which `move` leaves out.
         self._inner: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
         self.calls = 0
-        # Number of the call before which a change of processes is over; -1: none is going on.
+        # Number of the call before which a change of processes is over; -1 without a change.
         self._resumes_at = -1
         self._closing = threading.Event()
         self.note(

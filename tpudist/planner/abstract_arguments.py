@@ -232,8 +232,8 @@ class _Mover:
             single = NamedSharding(self._mesh.mesh, PartitionSpec(*stacked.spec[1:]))
             moved = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single)
         else:
-            # All rows are real, even if this batch was partial: a plan is of the program for
-            # complete batches.
+            # All rows are real, even if this batch was partial: a plan describes the program
+            # for complete batches.
             rows = None if x.rows is None else (x.shape[x.dim],) * num_planned
             array = jax.ShapeDtypeStruct(shape, x.dtype, sharding=stacked)
             moved = PerReplica(array, rows, x.dim)

@@ -10,9 +10,8 @@ from tpudist.xla.compiler import private_files, processor
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
-# Files that JAX writes there; a directory with any other file belongs to somebody else.
-#
-# "-cache" and "-atime" are of JAX's LRU cache, "xla_gpu_*" of XLA's caches for GPUs.
+# Files that JAX writes there; a directory with any other file belongs to somebody else. JAX's LRU
+# cache has files "-cache" and "-atime", and XLA's caches for GPUs are "xla_gpu_*".
 _NAMES = ("*-cache", "*-atime", ".lockfile", "xla_gpu_*")
 
 

@@ -137,10 +137,10 @@ def _backward(axis, _name, saved, cotangent):
     def skip(d_query, key, value, source):
         return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
 
-    # After the last turn, nobody needs these keys.
     def turn(carry, step, is_last=False):
         d_query, key, value, *gradients = carry
-        # These transfers run while the current keys are folded.
+        # These transfers run while the current keys are folded. No device needs keys after the last
+        # turn.
         upcoming = (key, value) if is_last else _pass_on((key, value), axis)
         # The previous device had these keys one turn ago, and sends their gradients so far.
         arrived = _pass_on(gradients, axis)

@@ -106,7 +106,7 @@ def _widest_dtype(stored: Sequence[StoredTensor]) -> np.dtype:
 def _choose_config(
     folder: Path, config: TransformerConfig | None, dtype: np.dtype | None
 ) -> TransformerConfig:
-    # Also with a `config`: only the folder says which model the weights are of.
+    # Also with a `config`: only the folder says which model the weights belong to.
     stored = read_config(folder)
     if config is None:
         if dtype is None:

@@ -251,8 +251,7 @@ class _Search:
                 raise
 
         def fail_or_raise(error: Exception) -> Outcome:
-            # An exception of the user's `progress` ends the search; it is no failure of the
-            # candidate.
+            # An exception of the user's `progress` ends the search: the candidate did not fail.
             if error in callback_errors:
                 raise error
             _log.debug("%s failed", candidate.name, exc_info=error)
@@ -286,7 +285,7 @@ class _Search:
 
 def _count_workers(num_candidates: int) -> int:
     """Returns 1, or 2 if cores and memory suffice for a second compilation."""
-    # The cores of this process; only Linux knows a smaller number than those of the machine.
+    # The cores that this process may use. Systems other than Linux only know all of the machine.
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     memory = _available_bytes() // _BYTES_EACH
