@@ -55,7 +55,7 @@ class Run:
 
 @pytest.fixture
 def threads_left():
-    """Gives the threads of ours that a test has started and that are still there."""
+    """Returns a function that lists the running threads of tpudist that the test has started."""
     before = set(threading.enumerate())  # those of other tests may end at any time
 
     def threads_left():
@@ -223,7 +223,7 @@ class Session:
         return self.session.begin(number, 0, servers, Session.add, read_ahead_limit)
 
     def add(self, number, variables, read_ahead_limit=None):
-        """What a closure sees of variables, each of which it adds 1 to."""
+        """Returns the values that a closure reads from variables. It adds 1 to each."""
         state = self.begin(number, read_ahead_limit)
         found = [float(state.read(v)) for v in variables]
         for v in variables:
@@ -248,7 +248,7 @@ def test_what_waits_is_read_when_the_closure_before_has_ended(start, monkeypatch
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
-def test_who_was_scheduled_later_sees_what_was_done_before(start, monkeypatch, scheduled):
+def test_a_closure_scheduled_later_sees_earlier_changes(start, monkeypatch, scheduled):
     run = start(num_servers=1)
     v = run.make(0.0)
     session, other = Session(run, monkeypatch), Session(run, monkeypatch)
@@ -465,7 +465,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(start, case):
+def test_an_impossible_request_raises_an_error_that_names_it(start, case):
     run = start(num_workers=1)
     v = run.make(1.0, name="v")
     run.optimizer = run.make_optimizer(optax.sgd(1.0))
@@ -534,7 +534,7 @@ def test_wrong_options_of_the_coordinator_are_refused(options):
     strategy.shutdown()
 
 
-def test_an_iterator_is_no_dataset_of_several_workers(start):
+def test_an_iterator_is_not_a_dataset_of_several_workers(start):
     with pytest.raises(TypeError, match="which can be read once"):
         start().coordinator.create_per_worker_dataset(iter([1, 2]))
 
@@ -713,8 +713,8 @@ def test_a_restarted_program_resumes(start, tmp_path):
     np.testing.assert_array_equal(run.v.numpy(), 1)
 
 
-def test_what_was_cancelled_is_not_run_by_a_program_that_goes_on(start, tmp_path):
-    """Nor does it hold back what comes after it: its number counts as finished."""
+def test_a_resumed_program_does_not_run_cancelled_functions(start, tmp_path):
+    """They do not delay later functions: their numbers count as finished."""
 
     def begin(**options):
         run = start(seed=0, log=tmp_path, num_workers=1, max_staleness=3, **options)
@@ -830,7 +830,7 @@ def test_staleness_is_counted_and_bounded(start):
     assert run.coordinator.staleness == {0: 12}
 
 
-# What is given, and what is left.
+# Arguments, and threads that remain.
 
 
 def cluster(**jobs):
@@ -904,8 +904,8 @@ def test_what_belongs_in_closures_is_refused_outside(start):
 
 
 @pytest.mark.parametrize("has_log", [False, True])
-def test_a_coordinator_in_the_place_of_one_that_nobody_held_has_effect(start, has_log, tmp_path):
-    """It numbered its functions as the one before had, and servers took them for done."""
+def test_a_coordinator_that_replaces_a_deleted_one_has_effect(start, has_log, tmp_path):
+    """It numbered its functions like the deleted one, and servers ignored them as finished."""
     run = start(log=tmp_path if has_log else None)
     v = run.make(0.0)
     for expected in (1, 2, 3):
@@ -931,7 +931,7 @@ def test_nothing_is_left_when_it_is_forgotten(threads_left):
     assert v.numpy() == 1
     assert threads_left() != []
     del run, v
-    for _ in range(100):  # a worker that ends is what has held the strategy last
+    for _ in range(100):  # the last reference may be in a worker that is ending
         gc.collect()
         if not threads_left():
             return

@@ -1,4 +1,4 @@
-"""A strategy of one process in a cluster of several warns: each process would train alone."""
+"""A strategy of one process in a cluster of several warns: each process would train by itself."""
 
 import json
 import warnings
@@ -13,7 +13,7 @@ WORKERS = ["a:1", "b:2"]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a new process, which has not warned yet."""
+    """Resets the state to that of a new process, which has not warned yet."""
     monkeypatch.setattr(separate_models, "_has_warned", False)
 
 

@@ -444,7 +444,7 @@ def test_training_with_an_assignment_gives_the_numbers_of_one_device():
 
 @pytest.fixture(scope="module")
 def in_two_processes():
-    """What each of two processes of four devices has found."""
+    """Returns the findings of two processes with four devices each."""
     finished = run_processes("""
         import jax
         import jax.numpy as jnp
@@ -525,7 +525,7 @@ def test_it_joins_no_cluster_in_which_it_does_not_train_alike(monkeypatch, task,
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_replicas_may_lie_in_a_process_or_across_two(in_two_processes):
-    """Of two processes with four devices each: the numbers are those of one process with eight."""
+    """Two processes with four devices each compute the numbers of one process with eight."""
     batch = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
     w = np.ones(4)
     for _ in range(2):

@@ -69,7 +69,7 @@ def test_the_program_that_makes_a_model_makes_an_eighth_on_each_device(strategy,
     assert figures.output_bytes <= A_FEW_PERCENT * num_bytes(model) / NUM_PARTS
     largest_parameter = max(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert largest_array(compiled.as_text()) <= largest_parameter / NUM_PARTS
-    # XLA:CPU draws all parameters at once: up to two words of bits beside each of their numbers.
+    # XLA:CPU draws all parameters at once: up to two words of bits for each number.
     assert figures.temp_bytes <= 3 * num_bytes(model) / NUM_PARTS
     assert collective_ops.collectives(compiled.as_text()) == []
 
@@ -98,7 +98,7 @@ def test_a_model_and_its_optimizer_hold_an_eighth_on_each_device(strategy, name)
         assert max(held.values()) <= A_FEW_PERCENT * num_bytes(made) / NUM_PARTS
 
 
-def test_abstract_state_is_laid_out_as_what_is_created(strategy):
+def test_abstract_state_has_the_layout_of_created_state(strategy):
     model, abstract = strategy.create(transformer), strategy.create_abstract(transformer)
     assert type(abstract) is Transformer
     described = jax.tree.leaves(nnx.state(abstract))
@@ -129,7 +129,7 @@ def test_nothing_is_created_in_a_replica_function(strategy, method):
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_on_tpu_making_a_model_never_holds_more_than_an_eighth_of_it():
-    """Its compiler draws one parameter after the other, in place. The peak counts everything."""
+    """The TPU compiler draws parameters one after the other, in place. The peak counts all."""
     devices = topology.devices("v5e:2x4")
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": NUM_PARTS}, devices=devices)
 

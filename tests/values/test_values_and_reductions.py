@@ -146,7 +146,7 @@ def test_integers_stay_integers_in_a_sum_and_become_floats_in_a_mean(mirrored, d
     "make", [jnp.asarray, rare(np.asarray), rare(float)], ids=["jax", "numpy", "python"]
 )
 def test_a_plain_value_is_equal_on_every_replica(strategy, op, make):
-    """So its sum is n times it, in reduce as in all_reduce (DESIGN D3)."""
+    """The sum is n times the value, in reduce and in all_reduce (DESIGN D3)."""
     n = strategy.num_replicas_in_sync if op is ReduceOp.SUM else 1
     assert float(strategy.reduce(op, make(3.0), axis=None)) == 3 * n
     for value in (jnp.arange(3.0), np.arange(3.0)):
@@ -230,7 +230,7 @@ def test_a_scalar_has_no_examples(mirrored):
 
 
 def test_the_axis_must_be_given(mirrored):
-    """As in TensorFlow, so that nobody averages averages by accident."""
+    """TensorFlow requires it too, so that nobody averages averages by accident."""
     with pytest.raises(TypeError, match="axis"):
         mirrored.reduce("sum", 1.0)
 
@@ -507,7 +507,7 @@ def test_a_per_replica_tells_its_shape(mirrored):
     ],
 )
 def test_a_per_replica_cannot_be_used_as_an_array(mirrored, use):
-    """How the parts combine is for the user to say."""
+    """You decide how the parts combine."""
     x = distribute(mirrored, np.ones((8, 2), np.float32))
     with pytest.raises(TypeError, match="was used as one array, but every replica has its own"):
         use(x)
@@ -633,7 +633,7 @@ def test_rows_are_gathered_in_merge_call_without_padding():
 
 
 def test_parts_of_a_metric_can_be_merged(strategy):
-    """As those of clu and nnx: sums that differ beside counts that do not."""
+    """Metrics of clu and nnx have sums that differ and counts that do not."""
     n = strategy.num_replicas_in_sync
     ids = strategy.experimental_distribute_values_from_function(
         lambda c: np.float32(c.replica_id_in_sync_group)

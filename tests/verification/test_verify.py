@@ -405,8 +405,8 @@ def test_an_average_is_compared_by_its_value(strategy, batch, loss, is_right):
         assert found.remedy.startswith("Pass the losses of the examples to the metric"), found
 
 
-def test_a_total_and_a_count_of_another_class_are_no_average(strategy, batch):
-    """Their quotient may not be what counts."""
+def test_a_total_and_a_count_of_another_class_are_not_an_average(strategy, batch):
+    """Their quotient may have no meaning."""
 
     class Sums(nnx.Metric):
         def __init__(self):

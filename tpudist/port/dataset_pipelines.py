@@ -114,7 +114,7 @@ class _ChainFinder:
         program = self._program
         pieces: list[cst.Call] = []  # `name = chain`
         distribution: cst.Call | None = None  # `name = experimental_distribute_dataset(name)`
-        # If no value is known, the name itself is no call, and so the chains are given up.
+        # A name without known values stands for itself. It is not a call, so there are no chains.
         for value in program.values(name) or [name]:
             if not isinstance(value, cst.Call):
                 return []
@@ -190,7 +190,7 @@ def _unchain(end: cst.BaseExpression) -> tuple[cst.BaseExpression, list[cst.Call
         isinstance(end, cst.Call)
         and isinstance(end.func, cst.Attribute)
         and isinstance(end.func.value, cst.Call | cst.Name)
-        # `np.array(...)`: a method of a name that is no step begins a chain, it continues none.
+        # A method of a name that is not a step, as in `np.array(...)`, begins a chain.
         and not (isinstance(end.func.value, cst.Name) and end.func.attr.value not in PARAMETERS)
     ):
         calls.append(end)

@@ -86,7 +86,7 @@ class ImportStatements(cst.CSTTransformer):
         return [
             name
             for name in sorted(self._needs)
-            # `from tensorflow import keras` is no conflict, because it becomes `import keras`.
+            # `from tensorflow import keras` does not conflict: it becomes `import keras`.
             if self._bound.get(name) not in (None, _MODULES.get(name, name), f"tensorflow.{name}")
         ]
 
@@ -209,7 +209,7 @@ def _after_header(body: Sequence) -> int:
     """Returns the place of new imports: after the docstring and imports from `__future__`.
 
     In a notebook it is in the first cell with Python code, so after its mark and after commands,
-    which may install what is imported.
+    which may install the packages.
     """
     for i, statement in enumerate(body):
         part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else statement

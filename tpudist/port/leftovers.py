@@ -40,7 +40,7 @@ from tpudist.port.tensorflow_names import STAYS, is_in_keras
 
 # A mark, as the port writes it above a statement:
 #   # tpudist port: tf.Module, tf.py_function (docs/porting.md#names)
-# A second port removes marks by this prefix, and writes those that are still true.
+# A second port removes marks by this prefix, and writes the marks that still apply.
 MARK = "# tpudist port:"
 
 # Methods that change a Keras object.
@@ -106,7 +106,7 @@ class Leftovers:
 
     def _check_call(self, node: cst.Call) -> None:
         """Checks a call of a method, and the object that a replica calls or changes."""
-        # A function of a module, `module.fit(...)`, is no method.
+        # A function of a module, `module.fit(...)`, is not a method.
         if isinstance(node.func, cst.Attribute) and not self._program.callee(node):
             if node.func.attr.value in _SCALES:
                 self._add(node.func, SCALED_LOSS)

@@ -386,7 +386,7 @@ _SCATTER = _layout(
 )
 _REMAT = _layout(_call_reader("jaxpr"), "jaxpr prevent_cse differentiated policy")
 
-# Seen in jax 0.10.2, 0.11.2 and 0.12.0.1, which have the same names unless a comment says so.
+# Seen in jax 0.10.2, 0.11.2 and 0.12.0.1. Comments name the versions that differ.
 _LAYOUTS: Mapping[str, _Layout] = {
     "scan": _layout(
         _read_scan,

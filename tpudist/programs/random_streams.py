@@ -35,7 +35,7 @@ def can_be_fixed(closed: Program) -> bool:
     `fix` supports scans and branches, but not `while` loops: with constant bits a loop such as
     rejection sampling might never end.
     """
-    # Equal numbers: each draw is one that `compute_fixed` meets, too.
+    # Equal numbers: `compute_fixed` meets each draw.
     draws = [eqn for eqn in jaxprs.walk(closed) if eqn.primitive.name in _DRAWS]
     return _count_fixed(flat_program.flatten(closed, inline_calls=True)) == len(draws)
 

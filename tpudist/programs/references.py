@@ -69,7 +69,7 @@ class Cell:
     """The identity of a reference, which has other variables in programs inside.
 
     Attributes:
-        number: Its number, in the order of creation.
+        number: Position in the order of creation.
     """
 
     number: int

@@ -41,7 +41,7 @@ class LostReference:
     """A reference for which JAX does not keep the program's order of reads and writes.
 
     Attributes:
-        number: Its number, in the order of creation.
+        number: Position in the order of creation.
         place: The operation that contains the access, as text.
         where: The line.
     """

@@ -49,7 +49,7 @@ def _is_replica_number(jaxpr: core.Jaxpr, var: Atom) -> bool:
     """Returns whether a value is the replica's number.
 
     Together with the shared key, it shows that `make_values_of_replica` has made a key: the user's
-    code never sees the shared key, only the one that is folded with the number.
+    code never sees the shared key, only the key that is folded with the number.
     """
     eqn = _equation_of(jaxpr, var)
     if eqn is not None and eqn.primitive.name == "convert_element_type":

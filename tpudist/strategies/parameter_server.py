@@ -57,8 +57,8 @@ class ParameterServerStrategy(Strategy):
             on this machine or on others (`pip install 'tpudist[ray]'`); it connects to RAY_ADDRESS,
             or starts Ray here if that variable is not set. You can also pass an engine.
         log: Folder in which servers record their contents and all changes; it outlives them. A
-            server that died continues where it was, and so does a program that you start again with
-            the same folder. By default nothing is recorded, and the death of a server ends the run
+            server that died continues where it was. A program that you start again with the same
+            folder does, too. By default nothing is recorded, and the death of a server ends the run
             with `UnavailableError`, as in TensorFlow.
         server_timeout_s: Seconds without a sign of life after which a server counts as dead, for
             example when its process was stopped. Default: 60; None means never. A server that works

@@ -172,7 +172,7 @@ class RunMethods(StrategyBase):
                 return acting._call(fn, args, kwargs, options, whole)
             context.require_scope_or_default(self, "run")
             frame = context.current().frame
-            # A `run` in a function that this strategy traces is no program of its own. Its
+            # A `run` in a function that this strategy traces is not a separate program. Its
             # operations become part of the outer trace.
             if frame is not None and frame.strategy is self:
                 return nested_run.run(frame, fn, args, kwargs, options)

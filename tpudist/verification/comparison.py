@@ -17,7 +17,7 @@ import numpy as np
 _SAFETY = 4.0
 # Rounding to a stored number changes it by up to half a unit, and by the root mean square of 0.29.
 _STORAGE_ROUNDING = 0.3
-# The addends of a change cancel if rounding is more than half of it, and 10 times what is usual.
+# The addends of a change cancel if rounding is more than half of it, and 10 times the usual size.
 _CANCELLED_SHARE = 0.5
 _CANCELLED_GROWTH = 10
 _LEAST = 1e-30  # of a tolerance: arrays of zeros differ by nothing

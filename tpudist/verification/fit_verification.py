@@ -130,7 +130,7 @@ class _Step(NamedTuple):
     Attributes:
         state: The state before it.
         batch: The rows of its batch.
-        outcome: What the devices computed.
+        outcome: The results of the devices.
         closed: The program.
     """
 

@@ -15,16 +15,10 @@ from tpudist.port.analysis.nodes import code_of, keyword_name, values_of_returns
 from tpudist.port.analysis.program import Program
 
 _RUN_METHODS = {"run", "experimental_run_v2", "call_for_each_replica", "run_steps"}
-_PIPELINE_METHODS = {
-    "map",
-    "filter",
-    "flat_map",
-    "interleave",
-    "scan",
-    "take_while",
-    "group_by_window",
-}
-_PIPELINE_METHODS |= {"from_generator", "apply", "bucket_by_sequence_length", "map_and_batch"}
+_PIPELINE_METHODS = set(
+    "map filter flat_map interleave scan take_while group_by_window from_generator apply "
+    "bucket_by_sequence_length map_and_batch".split()
+)
 _FUNCTION = "tensorflow.function"
 _FUNCTIONS = ("fn", "func", "map_func", "predicate")
 _STRATEGIES = ("tensorflow.distribute.", "tensorflow.compat.v1.distribute.", "tpudist.")
@@ -103,8 +97,7 @@ class Roles:
         for arg in node.args:
             if arg.keyword is None or arg.keyword.value in _FUNCTIONS:
                 function = self._function(arg.value)
-                # The first function is the one that `run` calls; a further one is an argument of
-                # it.
+                # `run` calls the first function. A further function is its argument.
                 if function is not None and not (is_run and passed):
                     passed.append(function)
                     self._passed.add(arg.value)

@@ -19,20 +19,11 @@ _N = TypeVar("_N", bound=cst.CSTNode)
 CELL_MARK, LINE_MARK = "__tpudist_cell__", "__tpudist_line__"
 
 # Fields of nodes that contain no names.
-_NAMELESS_FIELDS = {
-    "comma",
-    "lpar",
-    "rpar",
-    "semicolon",
-    "equal",
-    "header",
-    "footer",
-    "indent",
-    "dot",
-}
-_NAMELESS_FIELDS |= {"lbracket", "rbracket", "lbrace", "rbrace", "leading_lines", "star", "colon"}
-_NAMELESS_FIELDS |= {"trailing_whitespace", "lines_after_decorators", "first_colon", "second_colon"}
-_NAMELESS_FIELDS |= {"newline"}
+_NAMELESS_FIELDS = set(
+    "comma lpar rpar semicolon equal header footer indent dot lbracket rbracket lbrace rbrace "
+    "leading_lines star colon trailing_whitespace lines_after_decorators first_colon second_colon "
+    "newline".split()
+)
 
 
 @functools.cache

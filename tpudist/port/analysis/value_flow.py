@@ -32,8 +32,8 @@ class ValueFlow:
     def needs_tensor(self, node: cst.CSTNode, depth: int = 0) -> bool:
         """Returns whether a reader of a value needs a tensor."""
         outer = self._program.parent(node)
-        # Optimistic, unlike other limits of depth: a reader so far away is rarely one that needs a
-        # tensor, and JAX would then raise an error that names the attribute.
+        # Optimistic, unlike other limits of depth: a reader so far away rarely needs a tensor, and
+        # JAX would then raise an error that names the attribute.
         if depth > _DEPTH or outer is None:
             return False
         if self._roles.of(node) is Role.REPLICA:  # all values there are arrays

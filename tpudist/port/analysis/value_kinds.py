@@ -32,7 +32,7 @@ _KEEP_FIRST_KIND = set(
     "concat split unstack zeros_like ones_like pad boolean_mask slice constant "
     "convert_to_tensor".split()
 )
-# Operations whose operands have one kind, which is that of the result.
+# Operations whose operands and result have one kind.
 _KEEP_KIND = set("maximum minimum add subtract multiply pow squared_difference matmul".split())
 # Positions of the parameter dtype, from 0.
 _DTYPE_PLACES = {

@@ -19,7 +19,7 @@ def clip_by_global_norm(arrays, clip_norm):
 ''',
     "part_ends": '''
 def part_ends(sizes, length):
-    """Returns where parts of these sizes end; one may be -1, the rest. A number of parts stays."""
+    """Returns where to split `length` into these sizes (-1: the rest); a number stays."""
     if np.ndim(sizes) == 0:
         return sizes
     return np.cumsum([length - sum(sizes) - 1 if n == -1 else n for n in sizes])[:-1]

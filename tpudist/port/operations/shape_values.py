@@ -16,7 +16,7 @@ _DEPTH = 3  # number of names that are followed, which also ends recursion
 def is_taken_as_shape(program: Program, node: cst.CSTNode, depth: int = 0) -> bool:
     """Returns whether every reader of a shape accepts a tuple of numbers."""
     outer = program.parent(node)
-    # `shape[0]` is a number whoever reads it; `shape[1:]` is a shape again.
+    # `shape[0]` is a number for every reader; `shape[1:]` is a shape again.
     if isinstance(outer, cst.Subscript) and outer.value is node:
         [index, *more] = outer.slice
         if more:

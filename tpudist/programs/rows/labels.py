@@ -396,7 +396,7 @@ def _have_equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
 def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
     """Yields the programs inside an equation with their constants, each after its parameter.
 
-    The order is that of the parameters' names, which is the same in all traces.
+    They are sorted by the parameters' names, which are the same in all traces.
     """
     if eqn.primitive.name == "call_hi_primitive":
         yield "_prim", jaxprs.expand(eqn)

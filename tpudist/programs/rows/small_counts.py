@@ -242,7 +242,7 @@ def _compare(
 
     Args:
         expected: The calls in the predicted trace; None if the site is not in it.
-        actual: The calls in the actual trace, likewise.
+        actual: The calls in the actual trace; None if the site is not in it.
         is_known: Whether the site is an instruction, and not `NOWHERE`.
     """
     is_in_both = expected is not None and actual is not None

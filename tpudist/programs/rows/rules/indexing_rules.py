@@ -118,7 +118,7 @@ class _Window:
     def _split(self, d: int, at: int, shape: Shape, mode: lax.GatherScatterMode) -> None:
         # Adds a batch dim to the indices: the start of the window, plus the number of the row.
         operation, whole, size = self.operation, self.operation.in_dims[0][d], self.sizes[d]
-        # The batch dims are those of the windows' array that are no window dims, in its order.
+        # The batch dims are all dims of the windows' array except the window dims, in its order.
         axis = at - sum(other < at for _, other in self.window_dims)
         self.index = _widen(self.index)
         batch = list(self.index.shape[:-1])

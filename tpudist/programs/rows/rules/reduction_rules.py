@@ -111,7 +111,7 @@ def _reduce_window(operation: Operation) -> Sequence[Any]:
         )
         if is_rows(size) and not is_identity:
             kind = operation.name.removeprefix("reduce_window_")
-            # Only the names with the prefix say what is computed in a window.
+            # Only names with the prefix contain the operation in a window.
             if kind not in _NEUTRAL or kind == operation.name:
                 operation.refuse("its window has several rows")
             fill = _NEUTRAL[kind](operation.values[0].dtype)
