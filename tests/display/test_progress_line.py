@@ -20,6 +20,5 @@ def test_only_long_operations_on_terminals_show_a_line(monkeypatch, output, dela
     monkeypatch.setattr(progress_line, "_DELAY_S", delay_s)
     with ProgressLine("strategy.create", 3, "arrays") as line:
         line.advance(2)
-    text = "strategy.create: 2 of 3 arrays"
-    shown = output is Terminal and not delay_s
-    assert written.getvalue() == (f"\r{text}\r{' ' * len(text)}\r" if shown else "")
+    is_shown = "strategy.create: 2 of 3 arrays" in written.getvalue()
+    assert is_shown == (output is Terminal and not delay_s)

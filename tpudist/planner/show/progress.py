@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from tpudist.display.notebook_cell import NotebookCell, in_notebook
+from tpudist.display.progress_line import show_on_terminal
 from tpudist.planner.show.formats import format_seconds
 
 # Called with the current activity, such as "compiling", and its seconds.
@@ -48,14 +49,5 @@ def _cell() -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def _spinner() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning")
-
-        def report(activity: str, seconds: float) -> None:
-            bar.update(task, description=f"planning: {activity}")
-
-        yield report
+    with show_on_terminal("planning") as show:
+        yield lambda activity, _: show(f"planning: {activity}")
