@@ -722,6 +722,29 @@ class _LikeAGenerator:
         return next(self._generator)
 
 
+class _AnswersAnyName:
+    """Such as a proxy of an object in another process."""
+
+    def __iter__(self):
+        return iter(np.arange(32).reshape(4, 8))
+
+    def __getattr__(self, name):
+        if name in ("get_state", "set_state"):
+            raise AttributeError(name)
+        return self
+
+
+class _PassThatAnswersAnyName(_AnswersAnyName):
+    def __init__(self):
+        self.batches = super().__iter__()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 def _order_of_new_generator():
     for epoch in range(4):
         yield np.random.default_rng(epoch).permutation(8)
@@ -744,6 +767,8 @@ def _order_of_new_generator():
         (lambda: _DrawsWhenRead(0).__iter__, False),
         (lambda: lambda: _LikeAGenerator(_order_of_local(0)), False),
         (lambda: _order_of_new_generator, False),
+        (_AnswersAnyName, False),
+        (lambda: _PassThatAnswersAnyName, False),
         (lambda: _order_of_closure(np.random.Generator(np.random.PCG64(0))), False),
         (lambda: _order_of_closure(np.random.default_rng(0).spawn(1)[0]), False),
         (lambda: _order_of_closure(np.random.default_rng(np.random.SeedSequence(0))), False),

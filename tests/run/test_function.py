@@ -362,7 +362,22 @@ def test_a_captured_iterator_is_looked_up_at_each_call(mirrored):
     assert [float(step()), float(step())] == [28.0, 92.0]
 
 
-def test_elements_of_an_incomplete_call_are_put_back(mirrored):
+class _Wrapper:
+    def __init__(self, iterator):
+        self._iterator = iterator
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._iterator)
+
+    def __getattr__(self, name):
+        return getattr(self._iterator, name)
+
+
+@pytest.mark.parametrize("make_iterator", [iter, lambda dataset: _Wrapper(iter(dataset))])
+def test_elements_of_an_incomplete_call_are_put_back(mirrored, make_iterator):
     data = np.arange(24.0, dtype=np.float32)
     dataset = mirrored.experimental_distribute_dataset(
         mirrored.experimental_make_numpy_dataset(data).batch(8)
@@ -372,7 +387,7 @@ def test_elements_of_an_incomplete_call_are_put_back(mirrored):
     def two_steps(iterator):
         return [mirrored.reduce("sum", next(iterator), axis=0) for _ in range(2)]
 
-    iterator = iter(dataset)
+    iterator = make_iterator(dataset)
     assert [float(x) for x in two_steps(iterator)] == [28.0, 92.0]
     with pytest.raises(StopIteration):
         two_steps(iterator)

@@ -324,6 +324,15 @@ def test_a_result_that_is_not_an_array_is_checked_for_the_actual_rows():
         strategy.run(step, (tail(4),))  # 2 and 2
 
 
+def test_the_error_about_a_numpy_result_has_it_for_two_numbers_of_rows():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    dataset = tpudist.NumpyDataset(np.ones(7, np.float32)).batch(8)
+    (tail,) = strategy.experimental_distribute_dataset(dataset)
+    expected = r"returns array\(\[4, 4\]\) with \(4,\) rows and array\(\[3, 3\]\) with \(3,\) rows"
+    with pytest.raises(ValueError, match=expected):
+        strategy.run(lambda x: np.full(2, x.shape[0]), (tail,))
+
+
 def test_a_gather_in_a_microbatch_raises():
     """Its number of rows is not known on other replicas: the gathered rows counted as none."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])

@@ -10,7 +10,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -210,8 +210,8 @@ class Function:
             while True:
                 while len(elements) < len(sources):
                     iterator = sources[len(elements)].current(iterators)
-                    can_take_back = isinstance(iterator, _TakesBack)
-                    positions.append(iterator.position if can_take_back else None)
+                    # Iterators of tpudist have a position; others, such as Python's, have none.
+                    positions.append(getattr(iterator, "position", None))
                     elements.append(next(iterator))
                 self._call_in_thread.sources = sources
                 try:
@@ -223,8 +223,9 @@ class Function:
         except StopIteration:
             taken = list(zip(sources, elements, positions, strict=False))
             for source, element, position in reversed(taken):
-                iterator = source.current(iterators)
-                if isinstance(iterator, _TakesBack):
+                iterator: Any = source.current(iterators)
+                # Not a protocol: `isinstance` does not see what a wrapper's `__getattr__` returns.
+                if hasattr(iterator, "give_back"):
                     iterator.give_back(element, position)
             raise
 
@@ -274,16 +275,6 @@ class Function:
         if self._bound_from is None:
             return Function, (self._function,)
         return getattr, (self._bound_from[1], self._attribute)
-
-
-@runtime_checkable
-class _TakesBack(Protocol):
-    """An iterator of tpudist, in contrast to those of Python; see `input.iterator`."""
-
-    @property
-    def position(self) -> Any: ...
-
-    def give_back(self, element: PyTree, position: Any) -> None: ...
 
 
 class IteratorArgument:

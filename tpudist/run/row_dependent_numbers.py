@@ -48,11 +48,13 @@ def find_numbers(
         elif all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
             formula = fit_number([float(x) for x in values], points)
         if not isinstance(formula, RowSize | RowNumber):
-            other = next(i for i, x in enumerate(values) if not are_equal(x, first))
+            other = next(
+                k for k, x in enumerate(values) if x is not first and not are_equal(x, first)
+            )
             raise RowsError(
                 f"it returns {first!r} with {points[0][:num_batches]} rows and {values[other]!r} "
-                f"with {points[other][:num_batches]} rows: this value is not an array, but depends "
-                "on the number of rows"
+                f"with {points[other][:num_batches]} rows: this value is not a JAX array, but "
+                "depends on the number of rows"
             )
         formulas[i] = Piecewise(formula, _find_pieces(outputs, i, formula))
     return formulas

@@ -53,7 +53,9 @@ def _function_of(value: object) -> Any:
 
 
 def _code_of(value: object) -> Iterator[types.CodeType]:
-    function = inspect.unwrap(_function_of(value))
+    function = _function_of(value)
+    if callable(function):
+        function = inspect.unwrap(function)
     for name in ("__code__", "gi_code"):  # of a function, and of a generator or an object like one
         if isinstance(code := getattr(function, name, None), types.CodeType):
             yield code
@@ -88,8 +90,8 @@ def _reachable_values(source: object, iterator: object) -> dict[str, object]:
     """
     values: dict[str, object] = {}
     local_values: dict[str, object] = {}
-    frame = getattr(iterator, "gi_frame", None)  # None for a generator at its end
-    if frame is not None:
+    frame = getattr(iterator, "gi_frame", None)
+    if isinstance(frame, types.FrameType):  # not for a generator at its end
         values |= _globals_of(frame.f_code, frame.f_globals)
         local_values = dict(frame.f_locals)
     for function in map(_function_of, (source, getattr(type(source), "__iter__", None))):
