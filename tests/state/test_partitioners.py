@@ -67,7 +67,7 @@ def test_a_variable_is_cut_as_in_tensorflow(kind, arguments, shape, dtype, axis,
 
 
 class _TfString:
-    """`tf.string`, which equals its name and is no dtype of NumPy."""
+    """`tf.string`, which equals its name and is not a dtype of NumPy."""
 
     def __eq__(self, other):
         return other == "string"

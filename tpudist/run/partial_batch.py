@@ -50,7 +50,7 @@ class PartialBatch:
     Attributes:
         program: Program of one replica, with the numbers of real rows as the last inputs.
         outputs: The outputs of the call, for any number of rows.
-        proof: Which outputs are equal on all replicas.
+        proof: Proof of the outputs that are equal on all replicas.
         takes_means: Whether the function may take means over a replica's own rows.
 
     Raises:

@@ -71,7 +71,7 @@ class RowTraces:
         """Returns the program at a point, and keeps its outputs.
 
         Raises:
-            RowsError: If its outputs are other ones than those of the first trace.
+            RowsError: If its outputs differ from those of the first trace.
         """
         outputs, program = self._trace(point)
         if not _are_alike(next(iter(self.outputs.values()), outputs), outputs):

@@ -92,8 +92,8 @@ def trace_step(
     _raise_requests(call, inputs, found, program)
     state = StateOutputs(call, found, program.closed, num_variables, find_names)
     if not_sums := state.find_not_summed():
-        # An average is a sum over replicas only if the function does nothing but add to it. If not,
-        # every replica begins with all of it. The recursion ends, because `not_sums` only grows.
+        # An average is a sum over replicas if the function only adds to it. Otherwise every replica
+        # begins with all of it. The recursion ends, because `not_sums` only grows.
         not_sums |= call.not_sums
         return trace_step(dataclasses.replace(call, not_sums=not_sums), call_inputs, find_names)
     # The proof.

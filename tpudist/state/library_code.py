@@ -81,7 +81,7 @@ def is_known_by_identity(value: object) -> bool:
 def has_program_attributes(value: object) -> bool:
     """Whether your program may have set attributes of the value.
 
-    Asked for `x` if the code reads `x.attribute`.
+    Called for `x` if the code reads `x.attribute`.
     """
     if isinstance(value, types.ModuleType):
         return not is_library_module(value)
@@ -93,7 +93,7 @@ def has_program_attributes(value: object) -> bool:
 def is_transparent(value: object) -> bool:
     """Whether the search visits the attributes of an object that code uses as a whole.
 
-    Asked for `x` if the code calls it, passes it or indexes it.
+    Called for `x` if the code calls it, passes it or indexes it.
     """
     cls = type(value)
     if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:

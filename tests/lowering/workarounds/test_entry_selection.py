@@ -12,7 +12,7 @@ from tpudist.lowering.workarounds import entry_selection
 from tpudist.programs import jaxpr_rewrite
 
 TABLE = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32)
-# Also negative ones, which count from the end, and ones that are no index.
+# Some are negative and count from the end, and some are out of range.
 INDICES = np.array([[0, 5, -1, 6], [2, 3, -6, -7], [1, 1, 100, 4]], np.int32)
 
 
@@ -82,7 +82,7 @@ def test_infinite_neighbours_are_not_picked():
 
 @pytest.mark.parametrize("mode", [None, "clip"])
 def test_the_gradient_is_the_same(mode):
-    indices = np.clip(INDICES, -6, 5)  # elsewhere the loss is no number
+    indices = np.clip(INDICES, -6, 5)  # elsewhere the loss is NaN
     function = jax.grad(lambda t, i: jnp.sin(pick(t, i, mode)).sum())
     np.testing.assert_array_equal(
         in_other_words(function)(TABLE, indices), function(TABLE, indices)

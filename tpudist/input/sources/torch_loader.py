@@ -29,7 +29,7 @@ class TorchSource(iterable.IterableSource):
         self.name = f"{type(loader).__name__} of PyTorch"
         self.plan = {"kind": "batches of a PyTorch DataLoader"}
         sampler = type(getattr(loader, "sampler", None)).__name__
-        # The second one is of an IterableDataset, which PyTorch does not shuffle.
+        # The second one belongs to an IterableDataset, which PyTorch does not shuffle.
         if sampler not in ("SequentialSampler", "_InfiniteConstantSampler"):
             # Processes compare their plans, so this finds out before the first step if they would
             # shuffle differently.

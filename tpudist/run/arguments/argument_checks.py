@@ -66,7 +66,7 @@ def check_leaves(
 
 
 def check_options(options: object, function: str) -> None:
-    """Raises TypeError for options of `run` that are of another type."""
+    """Raises TypeError if the options of `run` are not `RunOptions`."""
     if not isinstance(options, RunOptions):
         raise TypeError(
             f"run of '{function}' received options={shorten(options)} of type "

@@ -33,7 +33,7 @@ def find_averages(call: ReplicaCall, found: CallOutputs) -> list[tuple[str, int,
     if binding is None or not binding.summed or call.whole:
         return []
     if call.rules:
-        return []  # a rule of the user may average what is a sum otherwise
+        return []  # a rule of the user may average a state that is otherwise summed
     first = found.num_results + len(found.variables)
     leaf_and_output = {
         binding.paths[i]: (i, first + n)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 _FRAME = struct.Struct("<QQ")
 _TICK_S = 0.5
 _PARENT_VARIABLE = "TPUDIST_PARENT_PROCESS"  # has the parent's process id
-_MAX_READ_BYTES = 1 << 20  # at a time, so that ticks go on during a large answer
+_MAX_READ_BYTES = 1 << 20  # at a time, so that ticks continue during a large answer
 # In the error about a dead process.
 _MAX_LINES, _MAX_BYTES = 60, 1 << 16
 

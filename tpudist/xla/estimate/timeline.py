@@ -79,7 +79,7 @@ class _Simulation:
             clock.wait(role.key)
             return
         event = Event(instruction, count)
-        # The start of a transfer only begins it: the device goes on to the next instruction.
+        # The start of a transfer only begins it: the device continues with the next instruction.
         if role is None or role.phase == "whole":
             clock.time += self._compute(event)
         if role is not None and role.transfer is not None:

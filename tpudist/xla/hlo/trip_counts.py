@@ -19,7 +19,7 @@ Computations = Mapping[str, Computation]  # of a program, by name
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Opcodes that do not change the value of a scalar. Counters are integers, so "convert" changes only
-# their width. "copy-start" returns a tuple, of which "copy-done" reads the copy.
+# their width. "copy-start" returns a tuple with the copy, which "copy-done" reads.
 _SAME_VALUE = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-done", "copy-start")
 # The direction of a comparison after its two sides are exchanged.
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
