@@ -52,7 +52,7 @@ class SlurmClusterResolver(ClusterResolver):
     ):
         self._rank = int(_read_variable("PROCID"))
         if tasks_per_node is None:
-            self._nodes = dict(_read_nodes())
+            self._nodes = dict(read_nodes())
         elif isinstance(tasks_per_node, Mapping):
             self._nodes = dict(tasks_per_node)
         else:
@@ -140,16 +140,22 @@ def _read_variable(name: str) -> str:
         ) from None
 
 
-# Slurm describes the tasks of a step by two lists, of which the second may count several nodes:
-#   SLURM_STEP_NODELIST=n[1-2],m5  SLURM_STEP_TASKS_PER_NODE=3(x2),2  ->  n1: 3, n2: 3, m5: 2
-def _read_nodes() -> Iterator[tuple[str, int]]:
+def read_nodes() -> list[tuple[str, int]]:
+    """Returns the nodes of this job step, each with its number of tasks.
+
+    Raises:
+        RuntimeError: If this is not a Slurm job step.
+        ValueError: If a variable of Slurm has an unknown format.
+    """
+    # Slurm describes the tasks of a step by two lists. The second may count several nodes at once:
+    #   SLURM_STEP_NODELIST=n[1-2],m5  SLURM_STEP_TASKS_PER_NODE=3(x2),2  ->  n1: 3, n2: 3, m5: 2
     hosts = expand_hostlist(_read_variable("STEP_NODELIST"))
     tasks = expand_tasks_per_node(_read_variable("STEP_TASKS_PER_NODE"))
     if len(hosts) != len(tasks):
         raise ValueError(
             f"Slurm lists {len(hosts)} node(s), {hosts}, but the tasks of {len(tasks)}, {tasks}."
         )
-    yield from zip(hosts, tasks, strict=True)
+    return list(zip(hosts, tasks, strict=True))
 
 
 # Values that a resolver gave to CUDA_VISIBLE_DEVICES -> the GPUs of the node before. A program may

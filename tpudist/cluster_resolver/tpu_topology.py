@@ -164,7 +164,7 @@ class Topology:
         for task, devices in enumerate(self._device_coordinates.tolist()):
             for device, coordinates in enumerate(devices):
                 at = tuple(coordinates)
-                # Each place has at most one device: assignments name devices by coordinates alone.
+                # Each place has at most one device: assignments name devices only by these.
                 inside = all(0 <= c < size for c, size in zip(at, self._mesh_shape, strict=True))
                 if not inside or at in places:
                     raise ValueError(

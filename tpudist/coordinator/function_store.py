@@ -70,9 +70,8 @@ class FunctionStore:
         # the function captures the same as before, so the known bytes are still its bytes.
         snapshot = function_snapshot.take(fn, self._serializer.modules_by_value)
         digest = None if snapshot is None else self._find(fn, snapshot)
-        if (
-            digest is not None
-        ):  # it is stored: `_forget_oldest` removes the snapshots with the bytes
+        # A known digest is stored: `_forget_oldest` removes the snapshots with the bytes.
+        if digest is not None:
             self._stored.move_to_end(digest)
             return self._stored[digest]
         data = self._serializer.dumps(fn)

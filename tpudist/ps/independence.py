@@ -28,7 +28,7 @@ _ELEMENTWISE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Reach:
-    """What a value depends on.
+    """Variables on which a value depends.
 
     Attributes:
         variables: Names of the variables.
@@ -161,8 +161,8 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
     for eqn in jaxpr.eqns:
         operands = [reach(x) for x in eqn.invars]
         structure = jaxprs.structure_of(eqn)
-        # Calls (such as jit) are followed into their bodies, and so are conditionals whose
-        # condition depends on no variable. Otherwise every result would depend on the condition.
+        # Calls (such as jit) are followed into their bodies. Conditionals are followed only if
+        # their condition depends on no variable: otherwise every result would depend on it.
         if isinstance(structure, Call) and structure.copies == 1:
             results = _read(structure.body, operands)
         elif isinstance(structure, Cond) and not operands[0].variables:

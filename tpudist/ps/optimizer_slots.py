@@ -48,8 +48,8 @@ class _Located(NamedTuple):
 
     Attributes:
         part: Number of the part of the variable to which it belongs; 0 if it belongs to none.
-        place: Its place.
-        shape: Its shape.
+        place: Place of the array.
+        shape: Shape of the array.
     """
 
     part: int

@@ -124,7 +124,7 @@ class ShardLog:
         weakref.finalize(self, _end_thread, self._is_closed, self._thread).atexit = False
 
     def _scan(self) -> None:
-        """Finds what must be known before the records are applied (`read`)."""
+        """Reads the facts that are needed before the records are applied (`read`)."""
         self.has_records, self.last_direct = self._num_bytes > 0, -1
         self.definitions: dict[int, LoggedVariable] = {}
         self._revoked: set[int] = set()  # places: numbers of records in the file, from 0
@@ -184,7 +184,7 @@ class ShardLog:
                 file.sync()
                 os.rename(unfinished, path)
             except BaseException:
-                # The next try must not append to it, and a full disk needs the room.
+                # The next try must not append to it, and a full disk needs the space.
                 unfinished.unlink(missing_ok=True)
                 self._base_bytes = self._num_bytes
                 raise

@@ -116,6 +116,10 @@ def test_the_cluster_is_read_from_the_environment(environ, addresses, index, env
         (config("a:1", ps=["b:1"], kind="ps"), "task type 'ps', task id 0, which is not one of"),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "TPU_WORKER_ID"),
         ({"SLURM_JOB_NODELIST": "n[a-b]"}, "'a-b' is not a range"),
+        (
+            {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_STEP_TASKS_PER_NODE": "2"},
+            "Slurm lists 2 node(s), ['n3', 'n4'], but the tasks of 1",
+        ),
     ],
 )
 def test_a_cluster_that_is_wrong_fails(environ, told, environment):

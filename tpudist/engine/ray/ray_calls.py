@@ -117,7 +117,7 @@ class _Peer:
             self.close()
 
     def close(self) -> None:
-        """Closes the line, also one that is still connecting."""
+        """Closes the line, even if it is still connecting."""
         self._is_closed = True
         while not self._new_lines.empty():
             line = self._new_lines.get()
@@ -220,7 +220,9 @@ class RayCalls:
             raise _timeout(future, timeout_s) from None
         except ray.exceptions.RayTaskError as error:
             # Not an error of the method (`Failure`): an argument or the result cannot be sent.
-            raise (error.cause or error) from error
+            if error.cause is None:
+                raise
+            raise error.cause from error
         except ray.exceptions.ActorUnavailableError as error:
             why = f"it was unreachable, so it was killed.\n{error}"
             self.kill(actor, why)

@@ -89,7 +89,7 @@ class RayNode:
                 here = is_answered(*self._here)
                 num_refused_here = num_refused_here + 1 if here is False else 0
                 # It needs more refusals than the program, because Ray here also ends by itself soon
-                # after the program, and that is no error.
+                # after the program, which is not an error.
                 if num_refused_here > 2 * _NUM_REFUSED and answer:
                     raise RuntimeError(
                         f"Ray of {self._name} ended on this machine, but the program did not. "

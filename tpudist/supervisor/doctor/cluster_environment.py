@@ -6,7 +6,7 @@
 import os
 from dataclasses import dataclass
 
-from tpudist.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
+from tpudist.cluster_resolver.slurm import expand_hostlist, read_nodes
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
 from tpudist.cluster_resolver.tpu_hosts import TPU_PORT, find_slice_hosts
 from tpudist.processes import startup_address
@@ -77,16 +77,13 @@ def _of_tf_config() -> Cluster:
 
 
 def _of_slurm(source: str) -> Cluster:
-    hosts = expand_hostlist(os.environ[source])
     # Only a step has tasks, which use consecutive ports of their node. A job has one address for
     # each node.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "") if "STEP" in source else ""
-    counts = expand_tasks_per_node(tasks) if tasks else [1] * len(hosts)
-    addresses = tuple(
-        f"{host}:{_SLURM_PORT + i}"
-        for host, count in zip(hosts, counts, strict=True)
-        for i in range(count)
-    )
+    if "STEP" in source and os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        nodes = read_nodes()
+    else:
+        nodes = [(host, 1) for host in expand_hostlist(os.environ[source])]
+    addresses = tuple(f"{host}:{_SLURM_PORT + i}" for host, count in nodes for i in range(count))
     number = os.environ.get("SLURM_PROCID", "")
     index = int(number) if number.isdigit() and len(addresses) > 1 else None
     return Cluster(source, addresses, index)
