@@ -72,6 +72,12 @@ def with_an_unused_pass():
     return layers
 
 
+def of_permuted_values():
+    n = jax.lax.psum(1, "replica")
+    pairs = [(i, (i + 1) % n) for i in range(n)]
+    return jax.lax.ppermute(jnp.ones((40, 40)), "replica", pairs)
+
+
 INITS = {
     "64 bits": (with_64_bits, ()),
     "shared fractions": (of_shared_fractions, ()),
@@ -100,6 +106,7 @@ INITS = {
     "an own placement": (lambda: jax.lax.with_sharding_constraint(of_split_keys(), jax.P()), ()),
     "a random factor": (with_a_random_factor, ()),
     "communication": (lambda: jax.lax.psum(jnp.ones((40, 40)), "replica"), ()),
+    "a permutation": (of_permuted_values, ()),
     "a jitted function": (jax.jit(of_split_keys), ()),
 }
 

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
-from tpudist.programs.flat_program import AXES
+from tpudist.programs.flat_program import AXES, is_collective
 from tpudist.xla import internals
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh
 
@@ -63,26 +63,24 @@ def trace_for_all(
     Raises:
         ValueError: If the result depends on the replica's number.
     """
-    names = [x for x in (REPLICA_AXIS, mesh.axis_name) if x is not None]
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in filter(None, (REPLICA_AXIS, mesh.axis_name)):
             stack.enter_context(internals.name_axis(name, mesh.num_replicas))
         closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
-    # Collectives are effects of a program. Most functions have none, and are traced without the
-    # `vmap` below, which takes as long as the trace itself.
-    if not closed.effects:
+    closed = use_replica_axis(mesh, closed)
+    # Most functions do not communicate, and are traced without the `vmap` below, which takes as
+    # long as the trace itself. The program's effects are not enough: a `ppermute` has none.
+    if not any(map(is_collective, jaxprs.walk(closed))):
         return closed, result
-    evaluate = core.jaxpr_as_fun(closed)
-    for name in names:
-        # Nothing is mapped: the axis only exists, so that the collectives have a meaning.
-        unmapped: Any = None
-        evaluate = jax.vmap(
-            evaluate,
-            in_axes=unmapped,
-            out_axes=unmapped,
-            axis_name=name,
-            axis_size=mesh.num_replicas,
-        )
+    # Nothing is mapped: the axis only exists, so that the collectives have a meaning.
+    unmapped: Any = None
+    evaluate = jax.vmap(
+        core.jaxpr_as_fun(closed),
+        in_axes=unmapped,
+        out_axes=unmapped,
+        axis_name=REPLICA_AXIS,
+        axis_size=mesh.num_replicas,
+    )
     try:
         return jax.make_jaxpr(evaluate)(*jax.tree.leaves(args)), result
     except ValueError as error:
@@ -90,9 +88,9 @@ def trace_for_all(
             raise
         raise ValueError(
             "State that is created would differ between replicas: it depends on "
-            f"jax.lax.axis_index({names[0]!r}). Variables must start with the same value on all "
-            "replicas. Use the number in the replica function instead, or make a PerReplica with "
-            "strategy.experimental_distribute_values_from_function."
+            f"jax.lax.axis_index({REPLICA_AXIS!r}). Variables must start with the same value on "
+            "all replicas. Use the number in the replica function instead, or make a PerReplica "
+            "with strategy.experimental_distribute_values_from_function."
         ) from error
 
 
