@@ -8,6 +8,7 @@ import pytest
 import tpudist
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.errors import UnavailableError
+from tpudist.ps.embedding_table import Table
 from tpudist.ps.server_variable import check_once
 from tpudist.ps.shard import Shard
 from tpudist.strategies.parameter_server import ParameterServerStrategy
@@ -50,6 +51,28 @@ def test_servers_that_always_die_raise_an_error(start, monkeypatch, method, mess
         with pytest.raises(UnavailableError, match=f"the last of 10 servers in a row .*{message}"):
             v.numpy()
     np.testing.assert_array_equal(v.numpy(), [1, 1])
+
+
+def test_a_lookup_during_which_servers_always_die_raises_an_error(start, monkeypatch):
+    strategy = start()
+    with strategy.scope():
+        table = Table(4, optax.sgd(0.5))
+    died = set()  # both servers call `die`
+
+    def die(shard, *args):
+        newest = strategy.servers._newest[1]
+        died.add(newest)
+        strategy.engine.kill(newest, "it was out of memory")
+        strategy.engine.ping(newest)
+
+    ids = np.arange(32)
+    with monkeypatch.context() as dying:
+        dying.setattr(Shard, "pull_table", die)
+        message = r"ps 1.*out of memory.* last of 10 servers in a row .* 32 rows.*more memory"
+        with pytest.raises(UnavailableError, match=message):
+            table.lookup(ids)
+    assert len(died) == 10
+    assert table.lookup(ids).shape == (32, 4)
 
 
 def test_a_definition_that_raises_takes_no_number(start):

@@ -10,6 +10,7 @@ import numpy as np
 from tpudist.array_types import Shape
 from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import ActorDied, Engine, Future
+from tpudist.errors import UnavailableError
 from tpudist.ps.servers import MAX_DEATHS, Servers, gather
 from tpudist.ps.tables.table_options import TableOptions
 from tpudist.ps.worker_session import WorkerSession
@@ -75,21 +76,30 @@ class PendingRows:
             )
 
     def _request_again(self, died: ActorDied) -> dict[int, Any]:
-        """Requests the rows again after a server was lost."""
+        """Requests the rows again after a server was lost.
+
+        Raises:
+            ActorDied: On a worker, if the dispatcher has not replaced the server yet.
+            UnavailableError: In the program, if servers die repeatedly, or have no log.
+        """
         if _find_session() is not None:
             # On a worker. The dispatcher replaces servers: if it has done so since `prefetch`, the
             # session has the successor. Otherwise this second request raises `ActorDied`, which
             # ends the closure; the closure then runs again.
             self._request()
             return gather(self._engine, self._calls)
-        for _ in range(MAX_DEATHS):
+        for _ in range(MAX_DEATHS - 1):
             self._find_servers().replace(died)
             self._request()
             try:
                 return gather(self._engine, self._calls)
             except ActorDied as again:
                 died = again
-        raise died
+        raise UnavailableError(
+            f"{died} It is the last of {MAX_DEATHS} servers in a row that died during a lookup of "
+            f"{self._ids.size} rows, which seems to be the cause. Give servers more memory, use "
+            f"more of them, or look up fewer rows at a time."
+        ) from died
 
 
 def _find_session() -> WorkerSession | None:
