@@ -3,6 +3,7 @@
 import threading
 from unittest.mock import MagicMock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,15 +67,17 @@ def test_copies_that_the_host_does_not_keep_up_with_are_left_out(monkeypatch):
 
 
 def test_a_copy_that_fails_does_not_end_the_copies(monkeypatch):
+    was_called = threading.Event()
+
     def fail(copy):
+        was_called.set()
         raise MemoryError
 
     copies = Copies(None)
     with monkeypatch.context() as patch:
         patch.setattr(host_copies, "finish", fail)
         copies.begin(1, tpudist.TrainState(w=jnp.ones(3)))
-        while copies._waiting.qsize():
-            pass
+        assert was_called.wait(20)
         patch.setattr(host_copies, "finish", np.asarray)
         copies.begin(2, tpudist.TrainState(w=jnp.ones(3)))
         assert copies.end(20).commit == 2
@@ -92,6 +95,18 @@ def test_other_events_are_handled_while_an_error_is_held_back(monkeypatch):
     assert process._next_event() == "leave"
     with pytest.raises(ValueError, match="a"):
         process._next_event()
+
+
+@pytest.mark.parametrize("last", [jax.errors.JaxRuntimeError("lost"), ValueError("other")])
+def test_errors_that_cause_each_other_are_searched_once(last):
+    """`raise error from error` makes a cycle of one error."""
+    first = ValueError("first")
+    first.__cause__, last.__cause__ = last, first
+    is_collective = isinstance(last, jax.errors.JaxRuntimeError)
+    assert supervised_process._may_come_from_collective(first) == is_collective
+    alone = ValueError("alone")
+    alone.__cause__ = alone
+    assert not supervised_process._may_come_from_collective(alone)
 
 
 @pytest.mark.parametrize(

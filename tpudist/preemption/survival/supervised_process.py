@@ -380,9 +380,11 @@ class SupervisedProcess:
 
 def _may_come_from_collective(error: BaseException | None) -> bool:
     """Whether an error or its cause has the type of JAX's errors for failed collectives."""
-    while error is not None:
+    seen: set[int] = set()  # `raise error from error` makes an error its own cause
+    while error is not None and id(error) not in seen:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 
