@@ -23,6 +23,28 @@ def test_a_board_keeps_the_first_text_of_each_key():
     assert board.read_all("a") == {}
 
 
+def test_one_of_several_threads_posts():
+    """Another thread may post after any access to the texts."""
+    board, posted = Board("threads"), []
+
+    class Texts(dict):
+        def __contains__(self, key):
+            return self.then_post(super().__contains__(key))
+
+        def setdefault(self, key, value):
+            return self.then_post(super().setdefault(key, value))
+
+        def then_post(self, result):
+            board._local_texts = dict(self)
+            posted.append(board.post("a", "from the other thread"))
+            self.update(board._local_texts)
+            return result
+
+    board._local_texts = Texts()
+    posted.append(board.post("a", "from this thread"))
+    assert sorted(posted) == [False, True]
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_process_gets_all_texts_and_a_missing_one_is_named():

@@ -116,6 +116,18 @@ def test_a_process_of_a_large_run_is_not_blamed_between_its_reports(clock, warni
     assert not warnings()
 
 
+def test_a_silent_process_of_a_very_large_run_is_found(clock, warnings, monkeypatch):
+    """Of 30,000 processes, each reports every 30.5 s, and process 0 judges as seldom."""
+    monkeypatch.setattr(process_state, "find", lambda place: None)
+    judge = Judge(30_000)
+    for i in range(10):
+        clock.now += 30.5
+        if verdict := judge.judge({0: make_report(i), 1: make_report(0)}):
+            break
+    assert verdict.failed == 1
+    assert 90 < 30.5 * i < 90 + 2 * 30.5
+
+
 def test_a_process_in_a_debugger_is_waited_for(clock, warnings, monkeypatch):
     monkeypatch.setattr(process_state, "find", lambda place: process_state.State.DEBUGGED)
     assert run(Judge(2), clock, 900, lambda i: {0: make_report(i), 1: make_report(0)}) == (

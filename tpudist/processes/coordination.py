@@ -211,7 +211,8 @@ class Board:
 
     def __init__(self, name: str):
         self._folder = f"tpudist/{name}"
-        self._local_texts: dict[str, str] = {}
+        # Each text is in a list of its own, by whose identity `post` knows that it wrote it.
+        self._local_texts: dict[str, list[str]] = {}
         self.num_processes = jax.process_count()
 
     def post(self, key: str, text: str) -> bool:
@@ -221,9 +222,10 @@ class Board:
             ConnectionError: If the service cannot be reached, as at the end of a run.
         """
         if self.num_processes == 1:
-            is_new = key not in self._local_texts
-            self._local_texts.setdefault(key, text)
-            return is_new
+            # Atomic between threads, and without a lock, which a signal handler could wait for
+            # in the thread that holds it.
+            entry = [text]
+            return self._local_texts.setdefault(key, entry) is entry
         try:
             self._client().key_value_set(f"{self._folder}/{key}", text)
         except Exception as error:  # jaxlib's type varies; the text has the status
@@ -239,7 +241,8 @@ class Board:
             ConnectionError: If the service cannot be reached.
         """
         if self.num_processes == 1:
-            return self._local_texts.get(key)
+            entry = self._local_texts.get(key)
+            return None if entry is None else entry[0]
         try:
             return self._client().key_value_try_get(f"{self._folder}/{key}")
         except Exception as error:
@@ -254,7 +257,8 @@ class Board:
             ConnectionError: If the service cannot be reached.
         """
         if self.num_processes == 1:
-            start, texts = f"{folder}/", list(self._local_texts.items())
+            start = f"{folder}/"
+            texts = [(key, text) for key, [text] in list(self._local_texts.items())]
         else:
             start = f"{self._folder}/{folder}/"
             try:

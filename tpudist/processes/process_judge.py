@@ -151,14 +151,15 @@ class Judge:
     def _find_silences(self, reports: Reports) -> list[tuple[int, float]]:
         """Returns each running process and the seconds of its silence, longest first."""
         now = time.monotonic()
-        if now - self._judged_s > _SELF_STOPPED_S:
+        # The limits are for a small run. In a large one, reports are due later, and judged less
+        # often.
+        due_s = self._interval_s - INTERVAL_S
+        if now - self._judged_s > _SELF_STOPPED_S + due_s:
             self._beats.clear()
         self._judged_s = now
         for index, report in reports.items():
             if index not in self._beats or self._beats[index][0] != report["beat"]:
                 self._beats[index] = report["beat"], now
-        # The limits are for a small run. In a large one, a healthy process may report later.
-        due_s = self._interval_s - INTERVAL_S
         running = [i for i, report in reports.items() if report["state"] == "running"]
         silences = [(i, max(0.0, now - self._beats[i][1] - due_s)) for i in running]
         return sorted(silences, key=lambda x: -x[1])
