@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tpudist
 from places import ROOT
+from tpudist import pytest_plugin
 from tpudist.testing import budgets, ledger
 
 WIDTH = 256
@@ -286,6 +287,10 @@ def test_concurrent_tests_keep_each_others_records(tmp_path):
         list(pool.map(add, names))
     assert set(ledger.read(path)) == set(names)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_the_plugin_sets_the_variable_that_ledgers_read():
+    assert pytest_plugin.UPDATE_VARIABLE == ledger.UPDATE
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from typing import Any
 from tpudist.cli import option_check
 from tpudist.cli.console import print_message, print_text
 from tpudist.cli.errors import WrongUse
+from tpudist.processes.exit_codes import EXIT_INTERRUPTED
 
 WRONG_USE = 2
-INTERRUPTED = 130
 COMMANDS: Mapping[str, str] = {
     "plan": "Compile a training step for a TPU slice; show its memory, time and communication.",
     "topologies": "List TPU generations, their slices and the rates that plans use.",
@@ -80,7 +80,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return WRONG_USE
     except KeyboardInterrupt:
         print_message("tpudist: interrupted.")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _use_cpu() -> None:
