@@ -333,6 +333,32 @@ def test_the_error_about_a_numpy_result_has_it_for_two_numbers_of_rows():
         strategy.run(lambda x: np.full(2, x.shape[0]), (tail,))
 
 
+@pytest.mark.parametrize(
+    "result", [np.arange(6.0).reshape(2, 3), np.array([1, np.nan]), np.array(["a", "b"])], ids=str
+)
+def test_an_equal_numpy_result_for_all_numbers_of_rows_is_returned(result):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    (tail,) = strategy.experimental_distribute_dataset([np.ones(7, np.float32)])
+    found = strategy.run(lambda x: result.copy(), (tail,))
+    assert found.dtype == result.dtype
+    np.testing.assert_array_equal(found, result)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: np.ones(2, np.float32 if rows > 3 else np.float64),
+        lambda rows: np.ma.masked_array([1.0, 2.0], [rows > 3, False]),
+    ],
+    ids=["dtype", "mask"],
+)
+def test_numpy_results_of_equal_numbers_but_another_dtype_or_mask_raise(make):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    (tail,) = strategy.experimental_distribute_dataset([np.ones(7, np.float32)])
+    with pytest.raises(ValueError, match="this value is not a JAX array, but depends on"):
+        strategy.run(lambda x: make(x.shape[0]), (tail,))
+
+
 def test_a_gather_in_a_microbatch_raises():
     """Its number of rows is not known on other replicas: the gathered rows counted as none."""
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
