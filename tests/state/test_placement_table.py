@@ -97,7 +97,7 @@ def test_arrays_of_numpy_in_an_nnx_object_are_counted():
     assert found == {"model.rows": (where, 32), "model.bare": (where, 12)}
 
 
-def test_tracers_and_arrays_of_other_libraries_are_on_no_device():
+def test_tracers_are_abstract_and_arrays_of_other_libraries_are_not():
     other = types.SimpleNamespace(shape=(3,), dtype=np.dtype("int8"))
     found = []
 
@@ -107,7 +107,7 @@ def test_tracers_and_arrays_of_other_libraries_are_on_no_device():
 
     jax.make_jaxpr(step)(jnp.ones(2))
     assert [(x.name, x.split, x.bytes_per_device) for x in found] == [
-        ("other", "abstract, on no device", 3),
+        ("other", "in another library", 3),
         ("traced", "abstract, on no device", 8),
     ]
 

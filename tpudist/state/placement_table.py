@@ -8,6 +8,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import ShapedArray, Tracer
 
 from tpudist.array_types import PyTree, Shape
 from tpudist.display.text_tables import Column, TextTable
@@ -133,17 +134,24 @@ def _arrays_of_object(name: str, value: nnx_contents.Object) -> Iterator[tuple[s
 
 
 def _describe_array(name: str, x: _Array) -> PlacedArray:
-    is_numpy = isinstance(x, np.ndarray | np.generic)
     # NumPy's arrays, tracers and arrays of other libraries have no sharding.
     sharding = getattr(x, "sharding", None)
     if sharding is None:
-        split = "in NumPy, on no device" if is_numpy else "abstract, on no device"
+        split = _describe_unplaced(x)
         part, num_devices = tuple(x.shape), 0
     else:
         split = _describe_sharding(sharding)
         part, num_devices = sharding.shard_shape(tuple(x.shape)), len(sharding.device_set)
     num_bytes = math.prod(part) * _item_bytes(x)
     return PlacedArray(name, tuple(x.shape), str(x.dtype), split, num_bytes, num_devices)
+
+
+def _describe_unplaced(x: _Array) -> str:
+    if isinstance(x, np.ndarray | np.generic):
+        return "in NumPy, on no device"
+    if isinstance(x, Tracer | ShapedArray | jax.ShapeDtypeStruct):
+        return "abstract, on no device"
+    return "in another library"
 
 
 def _item_bytes(x: _Array) -> int:
