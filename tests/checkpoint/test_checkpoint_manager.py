@@ -443,7 +443,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_causes_a_warning(tmp_path):
     assert manager.verify(2) == []
 
 
-def test_nothing_is_deleted_while_the_metrics_cannot_be_read(tmp_path, monkeypatch):
+def test_a_checkpoint_is_not_deleted_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
     """The best checkpoint may be among those that an object store did not return."""
     rules = {"max_to_keep": 1, "best": ("loss", "min")}
     with CheckpointManager(_checkpoint(), tmp_path, **rules) as manager:
@@ -451,12 +451,42 @@ def test_nothing_is_deleted_while_the_metrics_cannot_be_read(tmp_path, monkeypat
     manager = CheckpointManager(_checkpoint(), tmp_path, **rules)
     monkeypatch.setattr(steps_on_disk, "read_contents", _raise(OSError("try again")))
     manager.save(2, metrics={"loss": 2.0})
-    with pytest.warns(UserWarning, match="no old one was deleted: try again"):
+    with pytest.warns(UserWarning, match="of step 1 in .*: try again. They are kept until"):
         manager.wait()
+    with pytest.raises(OSError, match="try again"):
+        _ = manager.best_step
     monkeypatch.undo()
     manager.save(3, metrics={"loss": 3.0})
     manager.wait()
     assert (manager.steps, manager.best_step) == ([1, 3], 1)
+
+
+def test_a_checkpoint_that_cannot_be_read_does_not_stop_the_deletion_of_others(tmp_path):
+    """Without it, an error that lasts would fill the disk. It causes one warning."""
+    rules = {"max_to_keep": 1, "best": ("loss", "min")}
+    with CheckpointManager(_checkpoint(), tmp_path, **rules) as manager:
+        manager.save(1, metrics={"loss": 1.0})
+    contents = tmp_path / "1" / "tpudist" / "metadata"
+    contents.unlink()
+    contents.symlink_to(contents)  # reading it raises an OSError: too many levels of links
+    manager = CheckpointManager(_checkpoint(), tmp_path, **rules)
+    manager.save(2, metrics={"loss": 2.0})
+    with pytest.warns(UserWarning, match="of step 1 in .* If the error remains, delete them"):
+        manager.wait()
+    for step in (3, 4):
+        manager.save(step, metrics={"loss": float(step)})
+        manager.wait()  # without a warning
+    assert manager.steps == [1, 2, 4]  # 2 is the best of the others
+
+
+def test_a_directory_that_cannot_be_listed_causes_a_warning(tmp_path, monkeypatch):
+    manager = CheckpointManager(_checkpoint(), tmp_path, max_to_keep=1)
+    manager.save(1)
+    manager.wait()
+    monkeypatch.setattr(steps_on_disk.StepsOnDisk, "facts", _raise(OSError("stale handle")))
+    manager.save(2)
+    with pytest.warns(UserWarning, match="so no old checkpoint was deleted: stale handle"):
+        manager.wait()
 
 
 def test_a_process_that_does_not_answer_hides_no_error(monkeypatch):

@@ -63,6 +63,7 @@ class BackgroundSaver:
         self._save: Save | None = None
         self._step = -1
         self._warnings: list[str] = []
+        self._reported_unreadable: set[int] = set()
         self._is_registered = False
 
     def begin(
@@ -142,16 +143,32 @@ class BackgroundSaver:
         if error is not None:
             self._files.remove_unfinished()
             return
+        self._delete_old(step)
+
+    def _delete_old(self, newest: int) -> None:
+        """Deletes the steps that no rule keeps; those that cannot be read are kept."""
         try:
-            steps, times, metrics = self._on_disk.facts()
+            facts = self._on_disk.facts()
         except OSError as failure:
-            # Not without all metrics: the best checkpoint might be deleted.
             self._warnings.append(
-                f"Could not read all checkpoints in {self._files}, so no old one was deleted: "
+                f"Could not read the directory {self._files}, so no old checkpoint was deleted: "
                 f"{failure}. The next save tries again."
             )
             return
-        for old in self._retention.steps_to_remove(steps, times, metrics, newest=step):
+        # A step that cannot be read may be the best one, so it is kept. All others are deleted as
+        # usual, because an error that lasts must not fill the disk. Without the times of some steps
+        # the rule by hours keeps another step of an interval; the other rules keep what they would
+        # keep if all steps were readable, or more.
+        if new := [x for x in facts.unreadable if x not in self._reported_unreadable]:
+            self._reported_unreadable.update(new)
+            self._warnings.append(
+                f"Could not read the checkpoint(s) of step {', '.join(map(str, new))} in "
+                f"{self._files}: {facts.unreadable[new[0]]}. They are kept until they can be read. "
+                f"If the error remains, delete them manually."
+            )
+        for old in self._retention.steps_to_remove(facts.steps, facts.times, facts.metrics, newest):
+            if old in facts.unreadable:
+                continue
             try:
                 self._files.remove(old)
             except OSError as failure:

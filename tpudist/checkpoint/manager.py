@@ -159,8 +159,7 @@ class CheckpointManager:
     @property
     def best_step(self) -> int | None:
         """Number of the best checkpoint by the metric, or None. It is not verified."""
-        _, _, metrics = self._on_disk.facts()
-        return self.retention.best_step(metrics)
+        return self.retention.best_step(self._on_disk.metrics())
 
     @property
     def best_checkpoint(self) -> str | None:

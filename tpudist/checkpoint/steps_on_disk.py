@@ -4,6 +4,7 @@ Each process may see the directory at another moment, so process 0's view counts
 files are verified in shares, one for each process.
 """
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Mapping
@@ -71,6 +72,24 @@ def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
     return lines
 
 
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """Facts about the steps of a directory, by which old ones are deleted.
+
+    Attributes:
+        steps: Numbers of all steps.
+        times: Number of a step -> time of its save, in seconds.
+        metrics: Number of a step -> its metrics.
+        unreadable: Number of a step -> the error of the storage that hides its time and metrics.
+            Damaged and foreign steps are not among them: they have neither.
+    """
+
+    steps: list[int]
+    times: dict[int, float]
+    metrics: dict[int, dict[str, float]]
+    unreadable: dict[int, OSError]
+
+
 class StepsOnDisk:
     """The steps of a directory, with their times, metrics and problems.
 
@@ -123,22 +142,37 @@ class StepsOnDisk:
         """Forgets a step that was not saved."""
         self._times_and_metrics.pop(step, None)
 
-    def facts(self) -> tuple[list[int], dict[int, float], dict[int, dict[str, float]]]:
+    def facts(self) -> StepFacts:
         """Returns the steps, and for each readable step the time of its save and its metrics.
 
         Raises:
-            OSError: If the storage fails.
+            OSError: If the directory cannot be read.
         """
         steps = self.steps()
+        unreadable: dict[int, OSError] = {}
         for step in steps:
             if step not in self._times_and_metrics:
                 try:
                     self.remember(step, read_contents(self._files.step(step)))
                 except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
                     self._times_and_metrics[step] = {}
-        known = {step: x for step in steps if (x := self._times_and_metrics[step])}
+                except OSError as error:  # not remembered, so the next call reads the step again
+                    unreadable[step] = error
+        known = {step: x for step in steps if (x := self._times_and_metrics.get(step))}
         times = {step: x["time"] for step, x in known.items()}
-        return steps, times, {step: x["metrics"] for step, x in known.items()}
+        metrics = {step: x["metrics"] for step, x in known.items()}
+        return StepFacts(steps, times, metrics, unreadable)
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Returns the metrics of each step that has some.
+
+        Raises:
+            OSError: If the storage fails.
+        """
+        facts = self.facts()
+        for error in facts.unreadable.values():
+            raise error
+        return facts.metrics
 
     # Verification.
 
