@@ -39,7 +39,8 @@ def set_layout_map(strategy: StrategyBase, layout_map: Mapping[str, Layout] | No
     Raises:
         ValueError: If replicas do not have an axis. Later, when a variable is created in the scope:
             if two patterns match it, the layout has another number of dims, or a dim does not
-            divide. If no variable of a model matches a pattern, training the model warns.
+            divide. If no variable of a model matches a pattern, training the model warns, or raises
+            if the pattern is not a valid expression.
 
     Matches `keras.distribution.LayoutMap`, which has no logical axes and belongs to a distribution.
     """
@@ -84,9 +85,22 @@ def find_layout(strategy: StrategyBase, path: str, shape: tuple[int, ...]) -> Pa
 
 
 def list_idle_patterns(strategy: StrategyBase, paths: list[str]) -> list[str]:
-    """Returns the patterns of the layout map that match none of `paths`."""
+    """Returns the patterns of the layout map that match none of `paths`.
+
+    Raises:
+        ValueError: If one of them is not a valid regular expression.
+    """
     patterns = strategy._keras_layout_map
-    return [x for x in patterns if not any(_is_match(x, path) for path in paths)]
+    idle = [x for x in patterns if not any(_is_match(x, path) for path in paths)]
+    for pattern in idle:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"The key {pattern!r} of the layout map is not the path of a variable, and not a "
+                f"valid regular expression: {error}. In an expression, '.*' stands for any text."
+            ) from error
+    return idle
 
 
 def _is_match(pattern: str, path: str) -> bool:
