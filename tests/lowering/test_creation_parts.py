@@ -168,3 +168,25 @@ def test_a_transfer_guard_allows_creation():
         tpudist.MirroredStrategy().create(
             lambda: jax.random.normal(jax.random.fold_in(jax.random.key(0), 3), (40, 40))
         )
+
+
+@pytest.mark.parametrize(
+    "pairs", [[], [(0, 1)], [(0, 1), (1, 0)], [(0, 1), (0, 2), (1, 3), (2, 0)], [(0, 9)]], ids=str
+)
+def test_a_permutation_that_leaves_out_replicas_raises(pairs):
+    """JAX ends in an AssertionError."""
+    strategy = tpudist.MirroredStrategy(jax.devices()[:4])
+    with pytest.raises(ValueError, match="differ between replicas: jax.lax.ppermute has the pairs"):
+        strategy.create(lambda: jax.lax.ppermute(jnp.ones(2), "replica", pairs))
+
+
+def test_a_process_without_devices_of_the_mesh_creates_state_too(monkeypatch):
+    """Its arrays have no parts, as those of `run`; here all parts are there nevertheless."""
+    strategy = tpudist.MirroredStrategy()
+    init, args = INITS["layers"]
+    expected = jax.tree.leaves(nnx.state(strategy.create(init, *args)))
+    monkeypatch.setattr(jax.sharding.Mesh, "local_devices", ())
+    found = jax.tree.leaves(nnx.state(strategy.create(init, *args)))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding

@@ -62,7 +62,8 @@ def compute(
         seeds = program.compute_seeds(mesh)
         for part in program.divide(shardings):
             if part not in programs:
-                programs[part] = _Compiled(part, is_local=part.is_local(seeds))
+                is_local = bool(mesh.mesh.local_devices) and part.is_local(seeds)
+                programs[part] = _Compiled(part, is_local=is_local)
             inputs = [seeds[x] if x in seeds else known[x] for x in part.inputs]
             arrays = programs[part].run(inputs, mesh)
             for i, array in zip(part.results, arrays, strict=True):
@@ -194,8 +195,10 @@ class _Program:
     def compute_seeds(self, mesh: ReplicaMesh) -> dict[core.Var, np.ndarray]:
         """Returns the values of the seeds; random keys as their data."""
         values: dict[core.Var, Any] = {}
-        # On one device, since an operation on all devices takes several times as long to start.
-        with internals.leave_devices(), jax.default_device(mesh.mesh.local_devices[0]):
+        # On one device, since an operation on all devices takes several times as long to start. A
+        # process may have no device of the mesh; it starts the programs of the others nevertheless.
+        device = (mesh.mesh.local_devices or jax.local_devices())[0]
+        with internals.leave_devices(), jax.default_device(device):
             for i in sorted(self._seeds):
                 eqn = self.jaxpr.eqns[i]
                 operands = [_read(values, x) for x in eqn.invars]

@@ -5,7 +5,7 @@ anything reads it: the proof of equality, the rows of partial batches, the compi
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,8 @@ def trace_for_all(
         The program, whose inputs are the arrays of `args`; and the abstract result.
 
     Raises:
-        ValueError: If the result depends on the replica's number.
+        ValueError: If the result depends on the replica's number, or a `ppermute` leaves out
+            replicas.
     """
     with contextlib.ExitStack() as stack:
         for name in filter(None, (REPLICA_AXIS, mesh.axis_name)):
@@ -70,8 +71,12 @@ def trace_for_all(
     closed = use_replica_axis(mesh, closed)
     # Most functions do not communicate, and are traced without the `vmap` below, which takes as
     # long as the trace itself. The program's effects are not enough: a `ppermute` has none.
-    if not any(map(is_collective, jaxprs.walk(closed))):
+    collectives = [eqn for eqn in jaxprs.walk(closed) if is_collective(eqn)]
+    if not collectives:
         return closed, result
+    for eqn in collectives:
+        if eqn.primitive.name == "ppermute":
+            _require_whole_permutation(eqn.params["perm"], mesh.num_replicas)
     # Nothing is mapped: the axis only exists, so that the collectives have a meaning.
     unmapped: Any = None
     evaluate = jax.vmap(
@@ -92,6 +97,20 @@ def trace_for_all(
             "all replicas. Use the number in the replica function instead, or make a PerReplica "
             "with strategy.experimental_distribute_values_from_function."
         ) from error
+
+
+def _require_whole_permutation(pairs: Sequence[tuple[int, int]], count: int) -> None:
+    """Raises ValueError unless each replica sends to one replica, and receives from one."""
+    # Else replicas that receive nothing have zeros, and the others not. `vmap` has no such rule.
+    if any(sorted(pair[side] for pair in pairs) != list(range(count)) for side in (0, 1)):
+        shown = ", ".join(map(str, pairs[:4])) + (", ..." if len(pairs) > 4 else "")
+        raise ValueError(
+            f"State that is created would differ between replicas: jax.lax.ppermute has the pairs "
+            f"[{shown}] for {count} replicas, and replicas to which no other sends receive zeros. "
+            f"Variables must start with the same value on all replicas. Use such a permutation in "
+            f"the replica function instead, or one in which each replica sends and receives once, "
+            f"such as [(i, (i + 1) % n) for i in range(n)]."
+        )
 
 
 def _rename_in(value: Any, name: str) -> Any:
