@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import re
 import threading
+import time
 
 import flax
 import jax
@@ -23,6 +24,7 @@ from places import PACKAGE
 from tpudist.programs import jaxprs, out_shardings, user_lines
 from tpudist.state import norm_statistics
 from tpudist.xla import compile_log, internals, topology, trace_caches, traces
+from tpudist.xla.compiler import phases
 from tpudist.xla.settings import Setting
 
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -190,6 +192,15 @@ def event_of_a_compile():
     assert counter.num_programs > before
 
 
+def events_of_phases():
+    phases.listen()
+    start = time.perf_counter()
+    jax.jit(lambda x: x * 3 - 8)(np.ones(5, np.float32))
+    seconds = phases.take(start)
+    assert seconds["lowering"] > 0
+    assert seconds["XLA"] > 0
+
+
 def raw_value_of_an_nnx_variable():
     variable = nnx.Param(jnp.ones(3))
     object.__setattr__(variable, "_raw_value", jnp.zeros(3))
@@ -239,6 +250,7 @@ DOORS = {
     "JaxprEqn.source_info": ("programs/replica_equality.py", source_of_an_equation),
     "jax.extend.core.get_opaque_trace_state": ("xla/traces.py", token_of_a_trace),
     "the event backend_compile_duration": ("xla/compile_log.py", event_of_a_compile),
+    "the event jaxpr_to_mlir_module_duration": ("xla/compiler/phases.py", events_of_phases),
     "nnx.Variable._raw_value": ("state/nnx_binding.py", raw_value_of_an_nnx_variable),
     "nnx.graphlib": ("state/nnx_binding.py", flat_nnx_graph),
     "threading._register_atexit": ("checkpoint/one_save.py", end_of_the_main_thread),

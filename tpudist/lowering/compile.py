@@ -37,6 +37,8 @@ from tpudist.programs import (
     value_errors,
 )
 from tpudist.xla import collectives, internals
+from tpudist.xla.compiler import phases
+from tpudist.xla.compiler.phases import Phase
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.ordered_sums import Block
 
@@ -61,6 +63,7 @@ class ReplicaProgram:
     stacked: tuple[bool, ...]
 
 
+@phases.measure(Phase.TRACE)
 def trace(
     function: Callable[..., Sequence[jax.Array]],
     mesh: ReplicaMesh,

@@ -1,7 +1,7 @@
 """The record of one function of the user: its steps by arguments, findings, and past compiles."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpudist.options import RunOptions
@@ -138,10 +138,12 @@ class FunctionRecord:
         self.forms = {key: other for key, other in self.forms.items() if other is not form}
         self.recent.drop(form)
 
-    def record_compile(self, signature: dict[str, str], seconds: float) -> None:
+    def record_compile(
+        self, signature: dict[str, str], seconds: float, phases: Mapping[str, float]
+    ) -> None:
         """Logs a call of `seconds` that compiled, and the cause: what differs from earlier calls.
 
-        `signature` has descriptions of the arguments, by name.
+        `signature` has descriptions of the arguments, by name; `phases` are parts of `seconds`.
         """
         self._num_compiles += 1
         if self._signatures:
@@ -156,4 +158,4 @@ class FunctionRecord:
             cause = "first call"
         self._signatures.append(signature)
         number = max(self._num_compiles, self.earlier_copies + 1)
-        compile_log.record_compile(self.name, cause, seconds, number)
+        compile_log.record_compile(self.name, cause, seconds, number, phases)

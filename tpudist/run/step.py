@@ -30,6 +30,7 @@ from tpudist.run.step_traces import StepTraces
 from tpudist.state import missing_arrays
 from tpudist.state.nnx_binding import Binding
 from tpudist.xla import compile_log
+from tpudist.xla.compiler import phases
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tpudist.compile")
@@ -64,7 +65,7 @@ class Step:
         start = time.perf_counter()
         outcome, compiled = self.attempt(call, self._dispatch)
         if compiled:
-            self.record_compile(time.perf_counter() - start, call)
+            self.record_compile(start, call)
         return outcome.traced.result(outcome.results, call)
 
     def attempt(self, call: RunCall, act: Callable[[list[Any], list[Any]], _T]) -> _T:
@@ -184,11 +185,15 @@ class Step:
                 traced.check_rows(call, is_rehearsal=is_rehearsal)
             self._checked_rows.add(key)
 
-    def record_compile(self, seconds: float, call: RunCall, **more: str) -> None:
+    def record_compile(self, start: float, call: RunCall, **more: str) -> None:
         """Logs that `call` has compiled a program; deletes programs if there are too many.
 
-        `more` are further descriptions, for the cause.
+        Args:
+            start: Time at which the call began, from `time.perf_counter`.
+            call: The call.
+            **more: Further descriptions, for the cause.
         """
+        seconds = time.perf_counter() - start
         signature, leaves = self.signature, call.leaves()
         description = call_description.describe_call(
             call.fn,
@@ -199,7 +204,7 @@ class Step:
             [i for i in signature.kinds.numbers if call_arguments.is_number(leaves[i])],
         )
         description |= self._function.captured.describe() | more
-        self._function.record_compile(description, seconds)
+        self._function.record_compile(description, seconds, phases.take(start))
         if len(self.traces.by_signature) > MAX_SHAPES:
             self._forget_shapes()
 

@@ -44,8 +44,7 @@ class StepSequence:
         start, compiles = time.perf_counter(), compile_log.backend_compiles().num_programs
         outcomes = step.attempt(first, lambda *inputs: self._dispatch(calls, batches, *inputs))
         if compile_log.backend_compiles().num_programs != compiles:
-            seconds = time.perf_counter() - start
-            step.record_compile(seconds, first, steps=f"{self._num_steps} in one program")
+            step.record_compile(start, first, steps=f"{self._num_steps} in one program")
         return [
             outcome.traced.result(outcome.results, call)
             for outcome, call in zip(outcomes, calls, strict=True)

@@ -1,6 +1,7 @@
 """The identity of a compiled step: one function, and one kind of arguments."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -33,7 +34,9 @@ class FunctionLike(Protocol):
     loaded: list[SavedProgram]
     whole: bool
 
-    def record_compile(self, signature: dict[str, str], seconds: float) -> None:
+    def record_compile(
+        self, signature: dict[str, str], seconds: float, phases: Mapping[str, float]
+    ) -> None:
         """Logs a compile for a call that looks like `signature`."""
         ...
 

@@ -25,6 +25,8 @@ from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.state.variable import Variable
+from tpudist.xla.compiler import phases
+from tpudist.xla.compiler.phases import Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class _TraceInputs:
 # The order in this function matters. Requests for other inputs come first, because the function is
 # traced again then. Then checks raise for programs that cannot work. Then the proof places the
 # outputs, and only then come warnings, which need the placement, and cost a second trace.
+@phases.measure(Phase.PROOFS)
 def trace_step(
     call: ReplicaCall, call_inputs: Sequence[Any], find_names: Callable[[], list[str]]
 ) -> TracedStep:
@@ -102,7 +105,8 @@ def trace_step(
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
     else:
-        partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows)
+        with phases.measure(Phase.ROWS):
+            partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows)
         found, program, proof = partial.outputs, partial.program, partial.proof
     # Again: a partial batch has a program and outputs of its own.
     state = StateOutputs(call, found, program.closed, num_variables, find_names)
@@ -119,7 +123,8 @@ def trace_step(
         averages = [
             {o: replaced[o] for o in pair} for _, *pair in loss_numbers.find_averages(call, found)
         ]
-        program = partial.keep_state(program, averaged, averages)
+        with phases.measure(Phase.ROWS):
+            program = partial.keep_state(program, averaged, averages)
     position = {v: i for i, v in enumerate(inputs.variables)}
     replaced |= {found.num_results + i: position[v] for i, v in enumerate(found.variables)}
     traced = TracedStep(

@@ -24,6 +24,8 @@ from tpudist.state.variable import Variable
 from tpudist.values import drift, loss_shares
 from tpudist.values.per_replica import PerReplica, record_key
 from tpudist.xla import collectives
+from tpudist.xla.compiler import phases
+from tpudist.xla.compiler.phases import Phase
 from tpudist.xla.mesh import ReplicaMesh
 
 if TYPE_CHECKING:
@@ -205,6 +207,7 @@ class TracedStep:
         """The NNX leaves that the function changes."""
         return {leaf for leaf, _ in self.found.nnx}
 
+    @phases.measure(Phase.LOWERING)
     def emit(
         self,
         mesh: ReplicaMesh,
@@ -283,6 +286,7 @@ class TracedStep:
                 merged.append(item)
         return self.found.treedef.unflatten(merged)
 
+    @phases.measure(Phase.ROWS)
     def check_rows(self, call: RunCall, *, is_rehearsal: bool) -> None:
         """Raises for numbers of real rows that the program does not support."""
         if self.partial is None:
