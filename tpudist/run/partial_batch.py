@@ -10,13 +10,14 @@ cannot be followed raises an error.
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from tpudist.lowering import compile
 from tpudist.programs import replica_agreement, replica_equality
+from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import psum_numbers
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_program import MIN_TRACED_ROWS, RowProgram
@@ -46,6 +47,8 @@ class PartialBatch:
         stacked: For each input, whether it has one part per replica.
         causes: For each input, why it differs between replicas, or None.
         first: Rows of the trace for full batches.
+        traced: The outputs and the program of that trace; None if functions of
+            `tpudist.rowwise` are not kept whole in it.
 
     Attributes:
         program: Program of one replica, with the numbers of real rows as the last inputs.
@@ -65,6 +68,7 @@ class PartialBatch:
         stacked: Sequence[bool],
         causes: Sequence[str | None],
         first: TracedRows,
+        traced: tuple[CallOutputs, ClosedJaxpr] | None,
     ):
         self._body, self._mesh = body, mesh
         assert body.call.inputs.groups is not None, "some batch is partial"
@@ -76,39 +80,70 @@ class PartialBatch:
         self._knowledge, self._has_warned = Knowledge(), False
         self.takes_means = True
         try:
-            # A fixpoint: a round may find that the function gathers rows of all replicas, or that
-            # values which look equal are not. The next round knows that. It ends because knowledge
-            # only grows, and a program has finitely many gathers and values; if a round finds
-            # something and learns nothing new, the function cannot be followed.
-            while True:
-                self._traces = RowTraces(
-                    body,
-                    mesh,
-                    shapes[: -self._num_groups],
-                    stacked[: -self._num_groups],
-                    len(self._parts),
-                    self._knowledge,
-                )
-                self._program = RowProgram(self._traces.trace, self._full_sizes())
-                self._formulas = row_dependent_numbers.find_numbers(
-                    self._traces.outputs, self._program.points, self._num_groups
-                )
-                self.outputs = self._describe_outputs()
-                self.program = compile.trace(self._evaluate, mesh, shapes, stacked, body.call.name)
-                self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
-                unsettled = self._program.requirements.gathered or self._find_broken_claims()
-                if not unsettled:
-                    self._has_sum_of_numbers, self._line_of_sum = self._find_sum_of_numbers()
-                    return
-                knowledge = self._extend_knowledge()
-                if knowledge == self._knowledge:
-                    raise RowsError(
-                        "a function that jax.jit traced earlier gathers the rows of all replicas, "
-                        "or calls strategy.run: call it without jax.jit"
-                    )
-                self._knowledge = knowledge
+            if not self._follow_with_few_traces(causes, traced):
+                self._follow(causes)
         except RowsError as error:
             raise self._make_error(error) from error
+
+    def _follow_with_few_traces(
+        self, causes: Sequence[str | None], traced: tuple[CallOutputs, ClosedJaxpr] | None
+    ) -> bool:
+        """Creates the program from `traced` and one more trace; False if that is not enough."""
+        counts, full = self._body.call.counts, self._full_sizes()
+        if not counts or full != self._groups.sizes:  # parts of batches have sizes of their own
+            return False
+        try:
+            self._start_round(causes, traced and (full, *traced), counts)
+        except RowsError:
+            return False  # all traces show whether it is an error, and which one
+        return not self._is_unsettled()
+
+    def _follow(self, causes: Sequence[str | None]) -> None:
+        # A fixpoint: a round may find that the function gathers rows of all replicas, or that
+        # values which look equal are not. The next round knows that. It ends because knowledge only
+        # grows, and a program has finitely many gathers and values; if a round finds something and
+        # learns nothing new, the function cannot be followed.
+        while True:
+            self._start_round(causes)
+            if not self._is_unsettled():
+                return
+            knowledge = self._extend_knowledge()
+            if knowledge == self._knowledge:
+                raise RowsError(
+                    "a function that jax.jit traced earlier gathers the rows of all replicas, or "
+                    "calls strategy.run: call it without jax.jit"
+                )
+            self._knowledge = knowledge
+
+    def _start_round(
+        self,
+        causes: Sequence[str | None],
+        first: tuple[Point, CallOutputs, ClosedJaxpr] | None = None,
+        counts: Collection[Point] | None = None,
+    ) -> None:
+        """Creates the program with what is known so far; see `RowTraces` and `RowProgram`."""
+        self._traces = RowTraces(
+            self._body,
+            self._mesh,
+            self._shapes[: -self._num_groups],
+            self._stacked[: -self._num_groups],
+            len(self._parts),
+            self._knowledge,
+            first,
+        )
+        self._program = RowProgram(self._traces.trace, self._full_sizes(), counts)
+        self._formulas = row_dependent_numbers.find_numbers(
+            self._traces.outputs, self._program.points, self._num_groups
+        )
+        self.outputs = self._describe_outputs()
+        name = self._body.call.name
+        self.program = compile.trace(self._evaluate, self._mesh, self._shapes, self._stacked, name)
+        self.proof = self._mark_rows(replica_equality.prove(self.program.closed, causes))
+        if not self._is_unsettled():
+            self._has_sum_of_numbers, self._line_of_sum = self._find_sum_of_numbers()
+
+    def _is_unsettled(self) -> bool:
+        return bool(self._program.requirements.gathered or self._find_broken_claims())
 
     def _full_sizes(self) -> Point:
         """Returns the point of full batches; parts of a split batch are rounded up."""
@@ -304,6 +339,8 @@ class PartialBatch:
         # no equation shows it. A trace with a longer axis has another number there. It costs one
         # trace.
         point = self._program.points[0]
+        if not self._formulas and not psum_numbers.has_numbers(self._program.labelled):
+            return False, ""
         try:
             outputs, program = self._traces.trace_more_replicas(point)
         except Exception:

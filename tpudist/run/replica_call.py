@@ -24,6 +24,8 @@ class ReplicaCall:
         outer: The trace around this one, for `strategy.run` inside a function.
         rules: Aggregation of state; see `RunOptions.aggregation`.
         not_sums: Leaves of NNX's averages to which the function does more than add.
+        counts: Real rows of the partial batches on a replica, for all replicas and calls so far
+            that had to be traced.
     """
 
     strategy: StrategyBase
@@ -41,3 +43,4 @@ class ReplicaCall:
     outer: ReplicaFrame | None = None
     rules: tuple[tuple[str, str], ...] = ()
     not_sums: frozenset[int] = frozenset()
+    counts: frozenset[tuple[int, ...]] = frozenset()

@@ -16,6 +16,7 @@ import jax
 from tpudist.array_types import PyTree
 from tpudist.goodput import goodput
 from tpudist.processes import process_agreement
+from tpudist.programs.rows.errors import NumbersLearned
 from tpudist.run.arguments import call_arguments, call_description
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.dispatch import first_run
@@ -182,7 +183,13 @@ class Step:
             # It traces here if `jit` has not traced these shapes yet.
             traced = self.program.find_trace(call)
             with self.signature.strategy._use_axis_rules():  # it may trace for these rows
-                traced.check_rows(call, is_rehearsal=is_rehearsal)
+                try:
+                    traced.check_rows(call, is_rehearsal=is_rehearsal)
+                except NumbersLearned:
+                    # A new program, from a trace that knows of these rows, serves all rows.
+                    self.traces.forget(traced)
+                    self._checked_rows.clear()
+                    raise PlanOutdated from None
             self._checked_rows.add(key)
 
     def record_compile(self, start: float, call: RunCall, **more: str) -> None:

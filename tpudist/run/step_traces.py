@@ -49,6 +49,8 @@ class StepTraces:
         # dispatch looks here.
         self.with_pending_warnings: list[TracedStep] = []
         self.not_agreed: list[TracedStep] = []
+        # It only grows: see `NumbersLearned`.
+        self._counts: frozenset[tuple[int, ...]] = frozenset()
 
     def find(self, call_inputs: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
         """Returns the trace for these inputs; traces the function if there is none.
@@ -85,6 +87,7 @@ class StepTraces:
     def _trace(self, call_inputs: Sequence[Any], call: RunCall, inputs: Inputs) -> TracedStep:
         signature = self._signature
         function, strategy = signature.function, signature.strategy
+        self._counts |= set(zip(*call.rows, strict=True))
         # Read before the trace: the function may change the values that it captures.
         captured = capture_search.find(call.fn)
         with strategy._use_axis_rules(), self._explain_failure(call, inputs):
@@ -105,6 +108,7 @@ class StepTraces:
                     findings=function.findings,
                     whole=function.whole,
                     rules=signature.options.aggregation,
+                    counts=self._counts,
                 ),
                 call_inputs,
                 lambda: call_description.names_of_leaves(call.fn, call.args, call.kwargs),
@@ -173,9 +177,18 @@ class StepTraces:
             trace_warnings.warn_once(traced.warnings, self._signature.function.findings.warnings)
             self.with_pending_warnings.remove(traced)
 
+    def forget(self, traced: TracedStep) -> None:
+        """Forgets a trace, so that the next call traces again."""
+        self.by_signature = {k: x for k, x in self.by_signature.items() if x is not traced}
+        self._drop_pending()
+
     def forget_all_but_last(self) -> None:
         """Forgets the traces of all signatures except the newest."""
         key, traced = self.by_signature.popitem()
         self.by_signature = {key: traced}
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        kept = list(self.by_signature.values())
         for pending in (self.with_pending_warnings, self.not_agreed):
-            pending[:] = [x for x in pending if x is traced]
+            pending[:] = [x for x in pending if x in kept]

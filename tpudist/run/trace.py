@@ -4,6 +4,7 @@ The trace sees the function as one replica does. The proof then places every out
 replicas, one part per replica, aggregated by its rule, or rejected.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax
 
 from tpudist.lowering import compile
 from tpudist.programs import axis_errors, replica_agreement, replica_equality
+from tpudist.programs.rows import row_kernels
 from tpudist.run import larger_trace, program_checks, trace_warnings
 from tpudist.run.arguments import argument_checks, pmap_arrays
 from tpudist.run.frame.trace_requests import LocalState, TraceAgain
@@ -25,6 +27,7 @@ from tpudist.run.partial_batch import PartialBatch
 from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.state.variable import Variable
+from tpudist.xla import trace_caches
 from tpudist.xla.compiler import phases
 from tpudist.xla.compiler.phases import Phase
 
@@ -90,7 +93,10 @@ def trace_step(
     flat = body.make_flat_function(found, rows)
     end = inputs.num_without_rows
     shapes, stacked = inputs.shapes[:end], inputs.stacked[:end]
-    program = compile.trace(flat, mesh, shapes, stacked, name)
+    # The traces for fewer rows are compared with it, and share no inner functions either.
+    caches = contextlib.nullcontext() if rows is None else trace_caches.separate()
+    with caches, row_kernels.note_calls() as kernels:
+        program = compile.trace(flat, mesh, shapes, stacked, name)
     # Requests and checks.
     _raise_requests(call, inputs, found, program)
     state = StateOutputs(call, found, program.closed, num_variables, find_names)
@@ -105,8 +111,9 @@ def trace_step(
     if rows is None:
         proof = replica_equality.prove(program.closed, causes)
     else:
+        traced = None if kernels else (found, program.closed)
         with phases.measure(Phase.ROWS):
-            partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows)
+            partial = PartialBatch(body, mesh, inputs.shapes, inputs.stacked, causes, rows, traced)
         found, program, proof = partial.outputs, partial.program, partial.proof
     # Again: a partial batch has a program and outputs of its own.
     state = StateOutputs(call, found, program.closed, num_variables, find_names)

@@ -1,4 +1,4 @@
-"""The error for a function that cannot be followed over the rows of a partial batch."""
+"""The errors about functions that are followed over the rows of a partial batch."""
 
 
 class RowsError(ValueError):
@@ -15,3 +15,11 @@ class RowsError(ValueError):
     def __init__(self, reason: str, line: str = ""):
         self.reason, self.line = reason, line
         super().__init__(f"{reason} ({line})" if line else reason)
+
+
+class NumbersLearned(Exception):
+    """A batch of one row or none needs other numbers in the program, which must be created again.
+
+    `RowProgram.check` raises it. A program that is created for these numbers of rows has learned
+    the numbers, and does not raise it for them.
+    """

@@ -25,6 +25,7 @@ from tpudist.programs.rows.row_sizes import (
     Point,
     RowNumber,
     RowSize,
+    are_two,
     fit_number,
     fit_size,
     size_at,
@@ -303,7 +304,10 @@ class _Labeller:
         if arrays[0].ndim:
             # The first dims decide. If it is not the largest in all dims, `is_corner` is False.
             largest = max(range(len(arrays)), key=lambda i: arrays[i].shape)
-            is_leading = all(is_corner(x, arrays[largest]) for x in arrays)
+            # Of an order of the rows, one array may be the corner of another one by chance.
+            is_leading = not are_two(self._points) and all(
+                is_corner(x, arrays[largest]) for x in arrays
+            )
             return Corner(values[largest]) if is_leading else unknown
         fitted = None
         if arrays[0].dtype.kind in "iu":

@@ -5,8 +5,10 @@
 rows. A trace on more replicas with the same rows changes such a product, and no other number.
 """
 
+import inspect
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -19,6 +21,39 @@ from tpudist.programs.rows.labels import (
     depends_on_rows,
     find_difference,
 )
+from tpudist.programs.rows.trace_steps import JAX_FOLDER
+
+# `jnp.mean` divides by the number of elements that it adds up, which it reads from the shape. It
+# gets no numbers of the user. `mean` calls `_mean`, which JAX may inline.
+_FILE_OF_MEAN = inspect.getfile(inspect.unwrap(jnp.mean))
+_MEANS = {"mean", "_mean"}
+
+
+def has_numbers(labelled: LabelledProgram) -> bool:
+    """Returns whether a program uses numbers of rows that may be such products."""
+    known: dict[int, bool] = {}  # by the id of a program inside, which may be called often
+
+    def search(program: LabelledProgram) -> bool:
+        if id(program) not in known:
+            known[id(program)] = any(map(depends_on_rows, program.out_literals.values())) or any(
+                (any(map(depends_on_rows, equation.literals.values())) and not _is_mean(equation))
+                or any(map(search, equation.all_bodies))
+                for equation in program.equations
+            )
+        return known[id(program)]
+
+    return search(labelled)
+
+
+def _is_mean(equation: LabelledEquation) -> bool:
+    """Returns whether `jnp.mean` created an equation, with a number of its own."""
+    traceback = equation.eqn.source_info.traceback
+    for code in traceback.raw_frames()[0] if traceback is not None else ():
+        if code.co_name in _MEANS and code.co_filename == _FILE_OF_MEAN:
+            return True
+        if not code.co_filename.startswith(JAX_FOLDER):
+            return False  # the innermost frames come first: this one called JAX
+    return False
 
 
 def find_line(labelled: LabelledProgram, larger: Program) -> str | None:

@@ -42,6 +42,7 @@ Level = tuple[Dims, Dims]
 """The dims of one kind of rows, in the operands and in the results."""
 
 _keeps_whole = contextvars.ContextVar("tpudist_labelled", default=False)
+_calls: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("calls", default=None)
 _kernel = core.Primitive(KERNEL)
 _kernel.multiple_results = True
 
@@ -86,6 +87,8 @@ def rowwise(
         leaves, tree = jax.tree.flatten(args)
         rows = _count_rows(leaves, dims)
         if not _keeps_whole.get():
+            if (calls := _calls.get()) is not None:
+                calls.append(KERNEL)
             result = function(*args)
             _check_results(jax.tree.leaves(result), dims_of_results(result, out_dims), rows)
             return result
@@ -129,6 +132,17 @@ def keep_whole() -> Iterator[None]:
         yield
     finally:
         _keeps_whole.reset(token)
+
+
+@contextlib.contextmanager
+def note_calls() -> Iterator[list[str]]:
+    """Gives a list that has elements after a call of a declared function that is not kept whole."""
+    calls: list[str] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

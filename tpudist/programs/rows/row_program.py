@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax.typing import ArrayLike
@@ -11,10 +11,17 @@ from jax.typing import ArrayLike
 from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows import row_kernels, small_count_scalars, small_counts
 from tpudist.programs.rows.confirmation import find_deviation
-from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.errors import NumbersLearned, RowsError
 from tpudist.programs.rows.evaluator import Evaluator, Requirements
 from tpudist.programs.rows.labels import LabelledProgram, find_difference, label
-from tpudist.programs.rows.row_sizes import Count, Dim, Point, num_determining, size_at
+from tpudist.programs.rows.row_sizes import (
+    Count,
+    Dim,
+    Point,
+    are_two,
+    num_determining,
+    size_at,
+)
 from tpudist.programs.rows.rules import rule_of
 from tpudist.programs.rows.scans_over_rows import Scans
 
@@ -34,6 +41,10 @@ class RowProgram:
         trace: Called with a number of rows for each symbol; returns the closed jaxpr of the
             function. An exception means that the function does not exist for these numbers.
         full: Padded rows of each symbol.
+        counts: Points at which the program is needed first, if it may be labelled by the fewest
+            traces: at `full` and one of these points. That is possible for a single batch, in whose
+            program all sizes are fixed or multiples of its rows or of their square. None to label
+            all programs, by more traces.
 
     Attributes:
         full: Rows of each symbol in the padded arrays of `evaluate`, at least 2.
@@ -46,16 +57,30 @@ class RowProgram:
             formula.
     """
 
-    def __init__(self, trace: Callable[[Point], Program], full: Point):
+    def __init__(
+        self,
+        trace: Callable[[Point], Program],
+        full: Point,
+        counts: Collection[Point] | None = None,
+    ):
         self._trace = trace
         self.full: Point = tuple(max(rows, MIN_TRACED_ROWS) for rows in full)
+        # The small counts whose numbers have been learned; None for all.
+        self._learned: set[Point] | None = None
         self._traces: dict[Point, Any] = {}
         self._errors: dict[Point, Exception] = {}
         self._scans = Scans()
-        self.points, self.labelled = self._find_labels()
-        # The traces of a large function use megabytes. The labels contain all they say.
-        self._traces.clear()
-        self._learn_small_counts()
+        if counts is None:
+            self.points, self.labelled = self._find_labels()
+            # The traces of a large function use megabytes. The labels contain all they say.
+            self._traces.clear()
+            self._learn_small_counts()
+        else:
+            self.points, self.labelled = self._label_by_two(counts)
+            self._traces.clear()
+            self._learned = {point for point in counts if min(point) < MIN_TRACED_ROWS}
+            for point in sorted(self._learned):
+                self.labelled = self._learn(point, (0,))
         self.requirements = Requirements()
         # The labels were fitted to the traces at these points, and compared with all of them.
         self._confirmed: set[Point] = set(self.points)
@@ -69,12 +94,15 @@ class RowProgram:
         for own in (*alone, *together):
             for count in range(MIN_TRACED_ROWS):
                 point = _substitute(self.full, dict.fromkeys(own, count))
-                program = self._find_trace(point)
-                if program is not None:
-                    self.labelled = small_count_scalars.learn_scalars(
-                        self.labelled, program, point, own
-                    )
+                self.labelled = self._learn(point, own)
                 del self._traces[point]  # megabytes; `_confirm` traces it again if it occurs
+
+    def _learn(self, point: Point, own: tuple[int, ...]) -> LabelledProgram:
+        """Returns the program with the numbers of a trace, in which the symbols `own` are small."""
+        program = self._find_trace(point)
+        if program is None:
+            return self.labelled
+        return small_count_scalars.learn_scalars(self.labelled, program, point, own)
 
     @property
     def out_dims(self) -> tuple[tuple[Dim, ...], ...]:
@@ -101,6 +129,7 @@ class RowProgram:
 
         Raises:
             RowsError: If it does not.
+            NumbersLearned: If it would with other numbers, which only few rows show.
         """
         for point in dict.fromkeys(counts):
             self._confirm(point)
@@ -123,11 +152,14 @@ class RowProgram:
     def _confirm(self, point: Point) -> None:
         if point in self._confirmed:
             return
+        if self._learned is not None and min(point) < MIN_TRACED_ROWS:
+            if point not in self._learned and self._learn(point, (0,)) is not self.labelled:
+                raise NumbersLearned
         program = self._find_trace(point)
+        del self._traces[point]
         if program is None:
             self._confirm_untraced(point, self._errors[point])
             return
-        del self._traces[point]
         deviation = find_deviation(self.labelled, program, point)
         if deviation is not None and min(point) < MIN_TRACED_ROWS:
             deviation = small_counts.find_deviation_of_few(self.labelled, program, point)
@@ -147,6 +179,19 @@ class RowProgram:
                 f"with {_rows(point)} the function cannot be traced: {error}"
             ) from error
         self._confirmed.add(point)
+
+    def _label_by_two(self, counts: Collection[Point]) -> tuple[tuple[Point, ...], LabelledProgram]:
+        """Labels the program by the traces for `full` and for the most rows in `counts` below it.
+
+        Both have been confirmed then. `_confirm` compares the traces for all other numbers of rows.
+        """
+        others = [p for p in counts if MIN_TRACED_ROWS <= min(p) and p != self.full]
+        points = (self.full, max(others, default=(self.full[0] - 1,)))
+        if not are_two(points) or points[1][0] < MIN_TRACED_ROWS:
+            raise RowsError("more traces are needed")
+        for point in points:
+            self._require_structure(point)
+        return points, label([self._traces[p] for p in points], points)
 
     def _find_labels(self) -> tuple[tuple[Point, ...], LabelledProgram]:
         try:

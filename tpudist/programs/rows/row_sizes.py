@@ -217,6 +217,8 @@ def fit_size(values: tuple[int, ...], points: tuple[Point, ...]) -> Dim | None:
     """Returns the size with these values at these points; None if it is not a polynomial."""
     if len(set(values)) == 1:
         return values[0]
+    if are_two(points):
+        return _fit_multiple(values, points)
     # The first points determine the coefficients. The others only confirm them.
     coefficients = tuple(
         sum((c * v for c, v in zip(row, values, strict=False)), Fraction(0))
@@ -229,10 +231,32 @@ def fit_size(values: tuple[int, ...], points: tuple[Point, ...]) -> Dim | None:
     return None
 
 
+def are_two(points: Sequence[Point]) -> bool:
+    """Returns whether the points are two numbers of rows of a single batch.
+
+    They do not determine a polynomial. One determines a multiple of n, or of its square, and the
+    other confirms it.
+    """
+    return len(points) == 2 and len(points[0]) == 1
+
+
+def _fit_multiple(values: tuple[int, ...], points: tuple[Point, ...]) -> RowSize | None:
+    """Returns the positive whole multiple of n or n^2 with these values; None if there is none."""
+    for power in (1, 2):
+        factors = {Fraction(v, n**power) for v, (n,) in zip(values, points, strict=True)}
+        factor = factors.pop()
+        # n / 2 is no whole multiple: with an odd number of rows it would be rounded.
+        if not factors and factor.denominator == 1 and factor > 0:
+            return RowSize(tuple(factor * (k == power) for k in range(3)), num_symbols=1)
+    return None
+
+
 def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber | None:
     """Returns the float with these values at these points; None if it has no known form."""
     if not all(map(math.isfinite, values)):
         return None
+    if are_two(points):
+        return _fit_number_to_multiple(values, points)
     table = np.array([_powers_at(p) for p in points])
     for forward, back in _FORMS:
         with np.errstate(all="ignore"):
@@ -245,6 +269,19 @@ def fit_number(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber 
         )
         if coefficients is not None:
             return RowNumber(functools.partial(_quotient_at, coefficients, i))
+    return None
+
+
+def _fit_number_to_multiple(values: Sequence[float], points: tuple[Point, ...]) -> RowNumber | None:
+    rows = np.array([n for (n,) in points], np.float64)
+    for forward, back in _FORMS:
+        with np.errstate(all="ignore"):
+            formed = forward(np.asarray(values, np.float64))
+            for power in (1, 2):
+                factor = _simplify(float(formed[0])) / rows[0] ** power
+                if math.isfinite(factor) and _are_close(back(factor * rows**power), values):
+                    coefficients = tuple(factor * (k == power) for k in range(3))
+                    return RowNumber(functools.partial(_number_at, coefficients, back))
     return None
 
 
