@@ -253,7 +253,7 @@ def make_array(shape: Shape, sharding: NamedSharding, read: Callable[..., np.nda
     Same as `jax.make_array_from_callback`, but `jax.transfer_guard` treats it as `jax.device_put`.
     """
     with internals.place_explicitly():
-        return jax.make_array_from_callback(shape, sharding, read)
+        return internals.make_array(shape, sharding, read)
 
 
 def sharding_of_stack(

@@ -23,34 +23,38 @@ def call_and_report(mesh: ReplicaMesh, act: Callable[[], _T]) -> _T:
     return _rounds(mesh.processes).call_and_report(act)
 
 
-def require_same(mesh: ReplicaMesh, sizes: tuple[int, int], kinds: list[str]) -> None:
-    """Checks that all processes place a batch of the same `sizes` and `kinds` of arrays.
+def require_same(
+    mesh: ReplicaMesh, sizes: tuple[int, int], find_kinds: Callable[[], list[str]]
+) -> None:
+    """Checks that all processes place a batch of the same `sizes` and kinds of arrays.
 
     Args:
         mesh: All replicas.
         sizes: Number of rows of the batch, and of a full one.
-        kinds: Description of each array, without its rows.
+        find_kinds: Returns the description of each array, without its rows.
 
     Raises:
         ProcessesDifferError: If a process has another batch.
     """
-    _exchange(mesh, kinds, f"{sizes[0]} rows of {sizes[1]}")
+    _exchange(mesh, find_kinds, f"{sizes[0]} rows of {sizes[1]}")
 
 
-def exchange_rows(mesh: ReplicaMesh, rows: int, kinds: list[str]) -> tuple[int, ...]:
+def exchange_rows(
+    mesh: ReplicaMesh, rows: int, find_kinds: Callable[[], list[str]]
+) -> tuple[int, ...]:
     """Returns the number of rows of every replica; each replica of this process has `rows`.
 
     Args:
         mesh: All replicas.
         rows: Number of rows.
-        kinds: See `require_same`.
+        find_kinds: See `require_same`.
 
     Raises:
         ProcessesDifferError: If the processes have other kinds of arrays, or other rows for a
             replica that they share.
     """
     rows_of: dict[int, int] = {}
-    for replicas, num_rows in _exchange(mesh, kinds, "", [mesh.local_replicas, rows]):
+    for replicas, num_rows in _exchange(mesh, find_kinds, "", [mesh.local_replicas, rows]):
         for replica in replicas:
             if rows_of.setdefault(replica, num_rows) != num_rows:
                 raise ProcessesDifferError(
@@ -61,12 +65,14 @@ def exchange_rows(mesh: ReplicaMesh, rows: int, kinds: list[str]) -> tuple[int, 
     return tuple(rows_of[replica] for replica in range(mesh.num_replicas))
 
 
-def _exchange(mesh: ReplicaMesh, kinds: list[str], sizes: str, own: object = None) -> list[Any]:
+def _exchange(
+    mesh: ReplicaMesh, find_kinds: Callable[[], list[str]], sizes: str, own: object = None
+) -> list[Any]:
     """Returns `own` of all processes. Their kinds of arrays and sizes must be equal."""
     if not process_agreement.is_needed(mesh):
         return [own]
     rounds = _rounds(mesh.processes)
-    answers = rounds.exchange({"batch": [sizes, *kinds], "own": own})
+    answers = rounds.exchange({"batch": [sizes, *find_kinds()], "own": own})
     batches = [(i, answer["batch"]) for i, answer in zip(rounds.processes, answers, strict=True)]
     first, batch = batches[0]
     for other, other_batch in batches:

@@ -24,20 +24,21 @@ _LABEL = "The batch"  # in errors
 def split_rows(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) -> PyTree:
     """Splits the rows of a batch over the replicas; see `Strategy.distribute_batch`."""
     # JAX arrays that need no padding go from device to device, without a copy in host memory.
-    if mesh.num_processes == 1:
-        leaves, names, treedef = host_batch.flatten(batch, _LABEL)
-        if _are_on_devices(leaves):
-            (num_rows,) = _common_sizes(leaves, names, 1)
-            rows_per_replica, remainder = divmod(num_rows, mesh.num_replicas)
-            is_full = global_batch_size in (None, num_rows)
-            if rows_per_replica and not remainder and is_full:
-                return _put(mesh, leaves, treedef, rows_per_replica)
-    # Through host memory. The other processes receive an error here as this process's message in
-    # the round of `require_same`.
-    host, names, size = batch_agreement.call_and_report(
-        mesh, lambda: _read_whole(batch, global_batch_size)
+    # The other processes receive an error here as this process's message in the round of
+    # `require_same`.
+    flat = batch_agreement.call_and_report(mesh, lambda: host_batch.flatten(batch, _LABEL))
+    leaves, names, treedef = flat
+    if mesh.num_processes == 1 and _are_on_devices(leaves):
+        (num_rows,) = _common_sizes(leaves, names, 1)
+        rows_per_replica, remainder = divmod(num_rows, mesh.num_replicas)
+        is_full = global_batch_size in (None, num_rows)
+        if rows_per_replica and not remainder and is_full:
+            return _put(mesh, leaves, treedef, rows_per_replica)
+    # Through host memory.
+    host, size = batch_agreement.call_and_report(
+        mesh, lambda: _read_whole(*flat, global_batch_size)
     )
-    batch_agreement.require_same(mesh, (host.num_rows, size), _kinds(names, host.leaves, 1))
+    batch_agreement.require_same(mesh, (host.num_rows, size), lambda: _kinds(names, host.leaves, 1))
     if mesh.num_replicas == 1 and size == host.num_rows:
         leaves = host.take(np.arange(size), copy=False)
         return to_devices.place(mesh, Parts(leaves, host.treedef, None))
@@ -45,9 +46,11 @@ def split_rows(mesh: ReplicaMesh, batch: PyTree, global_batch_size: int | None) 
     return to_devices.place(mesh, Parts(host.take(positions, copy=False), host.treedef, rows))
 
 
-def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch, list[str], int]:
-    """Returns a batch in host memory, the names of its arrays, and the rows of a full batch."""
-    arrays, names, treedef = host_batch.as_arrays(batch, _LABEL)
+def _read_whole(
+    leaves: Sequence[Any], names: list[str], treedef: PyTreeDef, global_batch_size: int | None
+) -> tuple[HostBatch, int]:
+    """Returns a batch in host memory, and the rows of a full batch."""
+    arrays = [host_batch.as_array(x, _LABEL + n) for x, n in zip(leaves, names, strict=True)]
     num_rows = host_batch.common_rows(arrays, names, _LABEL)
     size = num_rows if global_batch_size is None else global_batch_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < num_rows:
@@ -56,7 +59,7 @@ def _read_whole(batch: PyTree, global_batch_size: int | None) -> tuple[HostBatch
             "rows. Pass the number of rows of a full batch, or omit global_batch_size if this "
             "batch is full."
         )
-    return HostBatch(arrays, treedef, num_rows), names, int(size)
+    return HostBatch(arrays, treedef, num_rows), int(size)
 
 
 def split_device_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
@@ -66,7 +69,7 @@ def split_device_parts(mesh: ReplicaMesh, parts: PyTree) -> PyTree:
     )
     if mesh.num_processes == 1 and _are_on_devices(leaves):
         return _put(mesh, leaves, treedef, num_rows, num_leading=2)
-    rows = batch_agreement.exchange_rows(mesh, num_rows, _kinds(names, leaves, 2))
+    rows = batch_agreement.exchange_rows(mesh, num_rows, lambda: _kinds(names, leaves, 2))
     if mesh.num_replicas == 1:
         local = [x.reshape(num_rows, *x.shape[2:]) for x in leaves]
         return to_devices.place(mesh, Parts(local, treedef, None))
