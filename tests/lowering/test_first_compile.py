@@ -26,6 +26,11 @@ def make(**axes):
     return tpudist.TPUStrategy(replica_axes=axes)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet(monkeypatch):
+    monkeypatch.setattr(first_compile, "_compiled", {})
+
+
 @pytest.fixture
 def log(caplog):
     caplog.set_level(logging.INFO, logger="tpudist.compile")
@@ -93,6 +98,48 @@ def sine(x):
     return jnp.sin(x)
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The requests to other processes, which all answer that the program was compiled."""
+    requests = []
+
+    def answer(request, program, *args, **options):
+        requests.append(request)
+        return {}, b""
+
+    monkeypatch.setattr(compiler_process, "_ask", answer)
+    return requests
+
+
+def test_on_another_jaxlib_programs_of_the_same_operations_are_compiled_once(asked, monkeypatch):
+    """Every program would be compiled twice otherwise, until a new tpudist knows the jaxlib."""
+    monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))
+    strategy = make(fsdp=2)
+    strategy.run(sine, args=(X,))
+    assert len(asked) == 1
+    strategy.run(sine, args=(X[:2],))  # another program
+    strategy.run(lambda x: jnp.sin(jnp.sin(x)), args=(X,))
+    assert len(asked) == 1
+    strategy.run(lambda x: jnp.sin(jnp.cos(x)), args=(X,))
+    assert len(asked) == 2
+    make(fsdp=4).run(sine, args=(X,))  # other axes
+    assert len(asked) == 3
+
+
+def test_an_unknown_operation_is_compiled_in_another_process_once(asked, monkeypatch):
+    monkeypatch.setattr(known_operations, "KNOWN", known_operations.KNOWN - {"sin"})
+    for function in (sine, lambda x: jnp.sin(x) * 2):
+        make(fsdp=2).run(function, args=(X,))
+    assert len(asked) == 1
+
+
+def test_the_other_process_does_not_optimize_machine_code(asked, monkeypatch):
+    """That would take most of its time."""
+    monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))
+    make(fsdp=2).run(sine, args=(X,))
+    assert dict(asked[0]["options"])["xla_backend_optimization_level"] == 0
+
+
 def test_what_ends_the_process_is_an_error_with_its_line(monkeypatch):
     """The lookup is as XLA ends the process over it, here and there."""
     monkeypatch.setattr(lookup_layouts, "lay_out_lookups", lambda closed, stacked: closed)
@@ -127,6 +174,7 @@ def test_a_failure_that_ends_nothing_is_said_and_left_to_the_process_itself(log,
     monkeypatch.setattr(compiler_process, "_ask", lambda *args, **options: refused)
     np.testing.assert_allclose(make(fsdp=2).run(sine, args=(X,)), np.sin(X), rtol=1e-6)
     assert "it could not be compiled in another process: no such thing" in messages(log)
+    assert not first_compile._compiled  # its operations stay unknown
 
 
 def test_operations_outside_of_replicas_cause_no_doubts(monkeypatch):

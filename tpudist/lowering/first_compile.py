@@ -3,7 +3,8 @@
 XLA's partitioner has checks that end the process, including a notebook. `known_operations` lists
 the operations that were tested in replicas of several devices, and the tested jaxlibs. A program
 with another operation, or on another jaxlib, is first compiled for emulated devices in a separate
-process. If that process ends, this one raises `CompilerDied` with the cause.
+process. If that process ends, this one raises `CompilerDied` with the cause. Otherwise its
+operations are known from then on, so a program of the same operations is compiled only here.
 """
 
 import logging
@@ -26,6 +27,9 @@ from tpudist.xla.mesh import ReplicaMesh
 _log = logging.getLogger("tpudist.compile")
 _MAX_LISTED_DOUBTS = 5  # in the error message
 _INSTALLED = {"site-packages", "dist-packages"}
+# By the axes of the mesh, the operations of the programs that another process has compiled. What
+# XLA does depends on its version too, but a process has only one.
+_compiled: dict[tuple[tuple[str, int], ...], set[str]] = {}
 
 
 def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
@@ -38,6 +42,9 @@ def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
     # XLA partitions these by a call into this process, which does not work in another one.
     if known_operations.COMPILED_HERE.intersection(name for name, _ in operations):
         return []
+    compiled = _compiled.get(_axes_of(mesh), set())
+    if all(name in compiled for name, _ in operations):
+        return []
     jaxlib = versions.version_of("jaxlib")
     if jaxlib not in known_operations.JAXLIBS:
         known = " and ".join(known_operations.JAXLIBS)
@@ -45,8 +52,12 @@ def find_doubts(closed: jaxprs.ClosedJaxpr, mesh: ReplicaMesh) -> list[str]:
     return sorted(
         f"{name}{f' (at {where})' if where else ''} was not tested"
         for name, where in operations
-        if name not in known_operations.KNOWN
+        if name not in known_operations.KNOWN | compiled
     )
+
+
+def _axes_of(mesh: ReplicaMesh) -> tuple[tuple[str, int], ...]:
+    return tuple(mesh.mesh.shape.items())
 
 
 def _walk_with_lines(
@@ -90,7 +101,7 @@ def try_program(
     lowered = jitted.trace(*arguments).lower()
     _log.info("compiling '%s' in another process first: %s", name, "; ".join(doubts))
     try:
-        compiler_process.try_elsewhere(lowered, mesh.mesh.size)
+        is_compiled = compiler_process.try_elsewhere(lowered, mesh.mesh.size)
     except CompilerDied as error:
         listed = "".join(f"\n- {doubt}" for doubt in doubts[:_MAX_LISTED_DOUBTS])
         if len(doubts) > _MAX_LISTED_DOUBTS:
@@ -103,3 +114,6 @@ def try_program(
             "these operations in another way; or use fewer axes per replica, or one device "
             "(MirroredStrategy), where nothing is partitioned."
         ) from None
+    if is_compiled:
+        compiled = _compiled.setdefault(_axes_of(mesh), set())
+        compiled.update(name for name, _ in _walk_with_lines(closed, ""))

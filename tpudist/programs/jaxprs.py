@@ -55,8 +55,8 @@ def structure_of(eqn: core.JaxprEqn) -> Structure | None:
     An equation that cannot be read is `Unknown`. Each reason is logged once.
     """
     name = eqn.primitive.name
-    bodies = tuple(_jaxprs_in(eqn.params))
     layout = _LAYOUTS.get(name)
+    bodies = tuple(_jaxprs_in(eqn.params)) if eqn.params else ()
     if layout is None:
         if bodies or name in _HIDE_PROGRAMS:
             return _unknown(f"the primitive '{name}', which contains a program", bodies)
@@ -181,7 +181,9 @@ def constants_of(program: Program) -> Iterator[Any]:
             yield from constants_of(inner)
 
 
-_NUMBERS_AND_WORDS = frozenset((bool, int, float, str, type(None)))
+# Types of parameters that were found to be no program and no container. It is as small as the set
+# of all types of parameters. Every reader of programs asks for the programs of each equation.
+_plain_types: set[type] = set()
 _logged: set[str] = set()
 
 
@@ -203,8 +205,7 @@ def programs_of(parameters: Iterable[object]) -> list[Any]:
     """Returns the programs in parameters of an equation, also in tuples, lists and dicts."""
     found: list[Any] = []
     for value in parameters:
-        # Many equations have many such parameters, and every reader of programs comes here.
-        if type(value) in _NUMBERS_AND_WORDS:
+        if type(value) in _plain_types:
             continue
         if is_program(value):
             found.append(value)
@@ -212,6 +213,8 @@ def programs_of(parameters: Iterable[object]) -> list[Any]:
             found += programs_of(value)
         elif isinstance(value, dict):
             found += programs_of(value.values())
+        else:
+            _plain_types.add(type(value))
     return found
 
 
@@ -246,7 +249,11 @@ def _require_match(role: str, actual: Sequence[_Aval], expected: Sequence[_Aval]
 
 def _signature(aval: _Aval) -> tuple:
     # Tokens of JAX have neither.
-    return getattr(aval, "shape", None), str(getattr(aval, "dtype", None))
+    return getattr(aval, "shape", None), _text_of_dtype(getattr(aval, "dtype", None))
+
+
+# NumPy writes a dtype in 10 microseconds, and a program has few dtypes.
+_text_of_dtype = functools.lru_cache(maxsize=1024)(str)
 
 
 def _element_of(aval: _Aval, length: int) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -47,9 +47,13 @@ class Degree:
         return self.replicas - self.rows
 
     def __add__(self, other: "Degree") -> "Degree":
+        if self is NONE or other is NONE:  # nearly always
+            return other if self is NONE else self
         return Degree(self.rows + other.rows, self.replicas + other.replicas)
 
     def __sub__(self, other: "Degree") -> "Degree":
+        if other is NONE:
+            return self
         return Degree(self.rows - other.rows, self.replicas - other.replicas)
 
     def __mul__(self, factor: Fraction | int) -> "Degree":
@@ -96,8 +100,7 @@ class Factor(NamedTuple):
     divides: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """The properties of one value of a replica.
 
     Attributes:
@@ -220,12 +223,14 @@ def combine_either(values: Sequence[Value], degree: Degree | None, **changed: An
     """Returns the same for a sum or a choice, which has the factors that all of `values` have."""
     counted = [x for x in values if not (x.is_zero or x.is_literal)] or values
     factors = {
-        "factors": _common(x.factors for x in counted),
-        "before_sum": _common(x.before_sum for x in counted),
+        "factors": _common([x.factors for x in counted]),
+        "before_sum": _common([x.before_sum for x in counted]),
     }
     return combine(values, degree, **(factors | changed))
 
 
-def _common(factors: Iterable[tuple[Factor, ...]]) -> tuple[Factor, ...]:
+def _common(factors: Sequence[tuple[Factor, ...]]) -> tuple[Factor, ...]:
+    if not all(factors):  # nearly always
+        return ()
     counters = map(collections.Counter, factors)
     return tuple(functools.reduce(operator.and_, counters).elements())

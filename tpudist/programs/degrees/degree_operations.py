@@ -3,7 +3,6 @@
 A primitive in none of these tables gives an unknown degree, which never leads to a warning.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -147,7 +146,7 @@ def with_factors(
         numbers[1] = 1 / numbers[1] if numbers[1] else None
     first, second = numbers
     if first is not None and second is not None:
-        result = dataclasses.replace(result, number=first * second)
+        result = result._replace(number=first * second)
     values = [x for x in operands if x.number is None]
     shapes = map(jaxprs.shape_of, (eqn.outvars[0], twin.outvars[0]))
     sizes = list(zip(*shapes, strict=True))
@@ -160,4 +159,4 @@ def with_factors(
         for x, number in zip(operands, numbers, strict=True)
         if number and abs(number) != 1 and not x.factors
     ]
-    return dataclasses.replace(result, factors=(*result.factors, *factors))
+    return result._replace(factors=(*result.factors, *factors))

@@ -142,7 +142,7 @@ class _DegreeAnalysis:
                 results = [functools.reduce(self._either, x) for x in zip(*branches, strict=True)]
                 if operands[0].is_equal:
                     return results
-                return [dataclasses.replace(x, is_equal=False) for x in results]
+                return [x._replace(is_equal=False) for x in results]
             case jaxprs.Scan() as scan, jaxprs.Scan() as twin_scan:
                 return self._scan(scan, twin_scan, operands)
         return [_forget_degree(operands)] * len(eqn.outvars)
@@ -153,12 +153,12 @@ class _DegreeAnalysis:
         """Returns the properties of the results of an equation without programs inside."""
         # The order matters: collectives come first, since `KEEP` contains `pmax` and `all_gather`.
         name, num_results = eqn.primitive.name, len(eqn.outvars)
-        if is_collective(eqn) and eqn.params.get("axis_index_groups"):
-            return [dataclasses.replace(_forget_degree(operands), is_equal=False)] * num_results
+        if eqn.params.get("axis_index_groups") and is_collective(eqn):
+            return [_forget_degree(operands)._replace(is_equal=False)] * num_results
         if name in operations.SUMS_OVER_REPLICAS and is_collective(eqn):
             return [self._sum_over_replicas(eqn, x) for x in operands]
         if replica_equality.makes_equal(eqn):
-            return [dataclasses.replace(x, is_equal=True) for x in operands]
+            return [x._replace(is_equal=True) for x in operands]
         if name == "axis_index":
             return [Value(is_equal=False, positions=OF_REPLICAS)]
         if name in operations.KEEP:
@@ -169,7 +169,7 @@ class _DegreeAnalysis:
             return operands if keeps_addends else _without_state_addends(operands)
         if name == "sub" and operands[0].state_addends & operands[1].state_addends:
             # The state cancels: new - old.
-            return [dataclasses.replace(_forget_degree(operands), mixed="")]
+            return [_forget_degree(operands)._replace(mixed="")]
         if name in operations.JOIN:
             return [self._join_all(eqn, operands)]
         if name == "select_n":
@@ -184,10 +184,10 @@ class _DegreeAnalysis:
     def _join_all(self, eqn: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         joined = functools.reduce(functools.partial(self._join, eqn), operands)
         if eqn.primitive.name not in operations.ADDITIONS:
-            return dataclasses.replace(joined, state_addends=0, addend=None)
+            return joined._replace(state_addends=0, addend=None)
         state_addends = functools.reduce(operator.or_, (x.state_addends for x in operands))
         addend = operations.addend_of(operands) if len(operands) == 2 else None
-        return dataclasses.replace(joined, state_addends=state_addends, addend=addend)
+        return joined._replace(state_addends=state_addends, addend=addend)
 
     def _select(self, eqn: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         mask, choices = operands[0], operands[1:]
@@ -195,11 +195,11 @@ class _DegreeAnalysis:
         # A mask with a degree picks one of all rows or replicas, if the other elements are zero.
         has_zero = any(x.is_zero for x in choices)
         if has_zero and mask.degree is not None and result.degree is not None:
-            result = dataclasses.replace(result, degree=result.degree + mask.degree)
+            result = result._replace(degree=result.degree + mask.degree)
         is_equal = result.is_equal and mask.is_equal
         # Dropout: a wrong draw of the mask is a fault of the result.
         faults = result.faults | mask.faults & self._draws
-        return dataclasses.replace(result, is_equal=is_equal, faults=faults)
+        return result._replace(is_equal=is_equal, faults=faults)
 
     def _free(self, eqn: core.JaxprEqn, twin: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         """Returns the properties of a result that does not grow with its operands."""
@@ -210,15 +210,15 @@ class _DegreeAnalysis:
             positions = operations.degree_of_sizes(eqn.outvars[0], twin.outvars[0], dims) or NONE
             # The positions of rows are larger if there are more, by no fixed factor.
             size = NONE if positions == NONE else None
-            result = dataclasses.replace(result, degree=size, positions=positions)
+            result = result._replace(degree=size, positions=positions)
         elif name == "eq":
             # A comparison with positions is a one-hot vector: one of its elements is not zero.
             positions = next((x.positions for x in operands if x.positions != NONE), NONE)
-            result = dataclasses.replace(result, degree=NONE - positions)
+            result = result._replace(degree=NONE - positions)
         if name in operations.COMPARISONS:
-            result = dataclasses.replace(result, counted="")  # it is not a mean any more
+            result = result._replace(counted="")  # it is not a mean any more
         elif name == "random_bits":
-            result = dataclasses.replace(result, is_constant=False)
+            result = result._replace(is_constant=False)
             if operands and operands[0].is_equal:
                 result = self._record_draw(eqn, twin, result)
         return result
@@ -247,7 +247,7 @@ class _DegreeAnalysis:
             return operations.with_factors(eqn, twin, operands, result)
         if name not in operations.LINEAR:
             # A factor inside another function does not multiply its result.
-            result = dataclasses.replace(result, factors=(), before_sum=())
+            result = result._replace(factors=(), before_sum=())
         return result
 
     def _absorb(self, eqn: core.JaxprEqn, operands: Sequence[Value], result: Value) -> Value:
@@ -258,7 +258,7 @@ class _DegreeAnalysis:
         for x in operands:
             if x.is_wrong:
                 faults |= self._record(eqn, x, x.excess)
-        return dataclasses.replace(result, faults=faults)
+        return result._replace(faults=faults)
 
     def _scatter(self, eqn: core.JaxprEqn, twin: core.JaxprEqn, operands: Sequence[Value]) -> Value:
         operand, _, updates = operands[:3]
@@ -278,7 +278,7 @@ class _DegreeAnalysis:
         if added is None or places is None or updates.degree is None:
             return _forget_degree(operands)
         # The updates are distributed over the places: each gets its share of the sum.
-        share = dataclasses.replace(updates, degree=updates.degree + added - places)
+        share = updates._replace(degree=updates.degree + added - places)
         return self._join(eqn, operand, share)
 
     def _scan(self, scan: jaxprs.Scan, twin: jaxprs.Scan, operands: list[Value]) -> list[Value]:
@@ -309,8 +309,7 @@ class _DegreeAnalysis:
 
     def _sum_over_replicas(self, eqn: core.JaxprEqn, x: Value) -> Value:
         averaged = x.counted if x.degree == NONE and not x.is_equal else ""
-        total = dataclasses.replace(
-            x,
+        total = x._replace(
             degree=None if x.degree is None else x.degree + OF_REPLICAS,
             is_equal=True,
             is_global=False,
@@ -326,7 +325,7 @@ class _DegreeAnalysis:
             return total
         # Of `share + whole`, the sum over replicas is right for the share only.
         faults = total.faults | self._record(eqn, total, Fraction(1), mixed=True)
-        return dataclasses.replace(total, faults=faults, mixed="")
+        return total._replace(faults=faults, mixed="")
 
     def _join(self, eqn: core.JaxprEqn, a: Value, b: Value) -> Value:
         """Returns the sum of two values; records a fault if one device would compute another."""
@@ -353,7 +352,7 @@ class _DegreeAnalysis:
             total = combine_either([a, b], a.degree)
         else:
             total = combine_either([a, b], None, mixed=self._line_of_mixture(eqn, a, b))
-        return dataclasses.replace(total, faults=total.faults | faults)
+        return total._replace(faults=total.faults | faults)
 
     def _line_of_mixture(self, eqn: core.JaxprEqn, a: Value, b: Value) -> str:
         """Returns the line if a value of all rows and state is added to a share of each replica."""
@@ -385,7 +384,7 @@ class _DegreeAnalysis:
         if size is None or size.rows <= 0 or size.replicas:
             return drawn
         fault = Fault(Fraction(0), self._line(eqn), "", 0, is_draw=True)
-        return dataclasses.replace(drawn, faults=drawn.faults | self._add(eqn, fault))
+        return drawn._replace(faults=drawn.faults | self._add(eqn, fault))
 
     def _add(self, eqn: core.JaxprEqn, fault: Fault) -> int:
         key = id(eqn), fault.excess, fault.mixed
@@ -400,8 +399,8 @@ class _DegreeAnalysis:
 
 
 def _without_state_addends(values: Sequence[Value]) -> list[Value]:
-    return [dataclasses.replace(x, state_addends=0) for x in values]
+    return [x._replace(state_addends=0) for x in values]
 
 
 def _forget_degree(values: Sequence[Value]) -> Value:
-    return dataclasses.replace(combine(values, None), is_zero=False)
+    return combine(values, None)._replace(is_zero=False)

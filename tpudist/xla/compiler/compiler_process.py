@@ -35,6 +35,7 @@ _CHILD = "tpudist.xla.compiler.compiler_child"
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
 _FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
+_NOT_OPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # The process only compiles: it must neither take a chip nor ask the metadata server for one.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", **topology.NO_TPU_HERE}
 
@@ -130,10 +131,14 @@ def compile_here(
         return compiled_program.from_executable(compiled.runtime_executable(), seconds, folder)
 
 
-def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
+def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> bool:
     """Compiles a program for CPU devices in another process, which XLA might end.
 
+    Without the optimization of machine code, which takes most of a compile and comes after the
+    passes that might end the process.
+
     Only logs any other error, which will occur again when this process compiles the program.
+    Returns whether it was compiled.
 
     Args:
         lowered: Program for emulated devices.
@@ -142,7 +147,7 @@ def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
     Raises:
         CompilerDied: If XLA ended that process.
     """
-    request = _request("cpu", list(range(num_devices)), lowered)
+    request = _request("cpu", list(range(num_devices)), lowered, _NOT_OPTIMIZED)
     environment = _ENVIRONMENT | {
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         # JAX fails if both the flag and the variable above set the number of devices.
@@ -151,6 +156,7 @@ def try_elsewhere(lowered: jax.stages.Lowered, num_devices: int) -> None:
     reply, _ = _ask(request, _bytecode(lowered), environment=environment)
     if "error" in reply:
         _log.warning("it could not be compiled in another process: %s", reply["message"])
+    return "error" not in reply
 
 
 def _request(
