@@ -1,6 +1,7 @@
 """Shard: values that a server sends, updates that it applies, and its log."""
 
 import os
+import pickle
 import time
 
 import jax
@@ -44,6 +45,15 @@ def test_unchanged_values_are_not_sent_again():
     assert shard.pull(known).arrays == {}
     shard.push(0, 0, [Assignment(0, "add", np.ones(4, np.float32))])
     assert list(shard.pull(known).arrays) == [0]
+
+
+def test_values_become_numpy_arrays_on_the_way_to_another_process():
+    sent = make_shard().pull({0: -1})
+    assert isinstance(sent.arrays[0][1], jax.Array)
+    received = pickle.loads(pickle.dumps(sent))
+    assert received.num_changed == sent.num_changed
+    assert type(received.arrays[0][1]) is np.ndarray
+    np.testing.assert_array_equal(received.arrays[0][1], np.arange(4))
 
 
 def test_returned_arrays_are_not_overwritten():

@@ -90,6 +90,15 @@ def slices(values, indices):
 # Variables.
 
 
+def test_a_function_that_donates_a_value_leaves_that_of_the_server(start):
+    """A server and a worker in threads of one process would otherwise share the array."""
+    run = start(num_workers=1)
+    variable = run.make([1.0, 2.0])
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    np.testing.assert_array_equal(run.call(lambda: double(variable.read_value())), [2, 4])
+    np.testing.assert_array_equal(variable.read_value(), [1, 2])
+
+
 def test_variables_go_to_servers_in_turn(start):
     run = start(num_servers=3)
     variables = [run.make(float(i), name=f"v{i}") for i in range(7)]
@@ -189,18 +198,23 @@ def test_variables_that_are_only_changed_are_not_fetched(start, monkeypatch):
 def test_unchanged_variables_are_fetched_once(start, monkeypatch):
     run = start(num_workers=1)
     v, w = run.make(jnp.zeros(3)), run.make(jnp.zeros(3))
-    puts, put = [], ServerCopies.put
-    monkeypatch.setattr(ServerCopies, "put", lambda *a: puts.append(1) or put(*a))
+    fetched, take = [], ServerCopies.take
+
+    def record(copies, values):
+        fetched.extend(values.arrays)
+        take(copies, values)
+
+    monkeypatch.setattr(ServerCopies, "take", record)
 
     def work():
         return v + w
 
     for _ in range(5):
         run.call(work)
-    assert len(puts) == 2
+    assert len(fetched) == 2
     w.assign_add(ones(3))
     np.testing.assert_array_equal(run.call(work), 1)
-    assert len(puts) == 3
+    assert len(fetched) == 3
 
 
 class Session:

@@ -95,18 +95,69 @@ class _SystemThread:
 
 
 class _SystemCondition(Condition):
+    """A condition that wakes only threads whose predicate holds.
+
+    Most notifications concern one of many waiting threads. The notifying thread therefore evaluates
+    all predicates itself, when it leaves the condition: that takes a microsecond for each, while a
+    thread that wakes in vain costs two switches and the time until it gets Python's lock.
+    """
+
     def __init__(self):
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
+        # Number of times that the owner has entered, and whether it must wake others when it
+        # leaves. A finalizer may enter between any two lines here, in the thread that owns the
+        # lock: it finds a depth of 0 only where nothing is half done, and then wakes others itself.
+        self._depth = 0
+        self._is_notified = False
 
     def __enter__(self) -> Condition:
-        self._condition.acquire()
+        self._lock.acquire()
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._condition.release()
+        self._depth -= 1
+        if not self._depth and self._is_notified:
+            self._wake_ready()
+        self._lock.release()
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        return self._condition.wait_for(predicate, timeout_s)
+        if predicate():
+            return True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        turn = threading.Condition(self._lock)
+        depth = self._depth
+        self._waiting[turn] = predicate
+        try:
+            left_s = timeout_s
+            while left_s is None or left_s > 0:
+                self._depth = 0
+                if self._is_notified:
+                    self._wake_ready()
+                turn.wait(left_s)
+                self._depth = depth
+                if predicate():
+                    return True
+                left_s = None if end_s is None else end_s - time.monotonic()
+            return False
+        finally:
+            self._depth = depth
+            del self._waiting[turn]
 
     def notify_all(self) -> None:
-        self._condition.notify_all()
+        # Not now: the caller may change more before it leaves.
+        self._is_notified = True
+
+    def _wake_ready(self) -> None:
+        self._is_notified = False
+        for turn, predicate in list(self._waiting.items()):
+            if _may_hold(predicate):
+                turn.notify()
+
+
+def _may_hold(predicate: Callable[[], bool]) -> bool:
+    try:
+        return predicate()
+    except Exception:  # raised again in the thread that waits for it
+        return True

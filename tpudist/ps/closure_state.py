@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from tpudist.engine.engine import Actor, Engine, Future
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
@@ -77,15 +76,11 @@ class ServerCopies:
         self.homes_read: dict[Hashable, dict[int, Home]] = {}
         self.ahead: ReadAhead | None = None
 
-    def put(self, x: ArrayLike) -> jax.Array:
-        """Copies a host array to the worker's device, even during a trace."""
-        with traces.run_eagerly(), jax.default_device(self.device):
-            return _put(x)
-
     def take(self, values: Values) -> None:
-        """Stores values that a server sent."""
-        for number, (version, array) in values.arrays.items():
-            self.arrays[number] = version, self.put(array)
+        """Copies values that a server sent to the worker's device, even during a trace."""
+        with traces.run_eagerly(), jax.default_device(self.device):
+            for number, (version, array) in values.arrays.items():
+                self.arrays[number] = version, _put(array)
 
 
 class ClosureState:
@@ -159,8 +154,8 @@ class ClosureState:
                 value = change.apply(value)
         return value
 
-    def read_rows(self, variable: HeldVariable, indices: np.ndarray) -> np.ndarray:
-        """Returns some rows of a variable.
+    def read_rows(self, variable: HeldVariable, indices: np.ndarray) -> jax.Array:
+        """Returns some rows of a variable: `[*indices.shape, ...]`.
 
         Raises:
             RuntimeError: If the closure has updated the variable.
@@ -172,7 +167,7 @@ class ClosureState:
                 f"Servers apply the changes of a closure after it ends. Read the rows first."
             )
         call = self._engine.call(self._servers[home.server], "pull_rows", home.number, indices)
-        return self._engine.result(call)
+        return _put(self._engine.result(call))
 
     def _pull(self, homes: Sequence[Home]) -> None:
         known = self._copies.arrays
@@ -282,7 +277,9 @@ class ClosureState:
         return staleness
 
 
-# To the default device. `device_put` takes four times as long for a small array on a CPU.
+# To the default device, without waiting for a server's array that is still computed. Always a copy:
+# users' functions may donate what they read, and the server needs its array. `device_put` takes
+# four times as long for a small array on a CPU.
 _put = jax.jit(lambda x: x)
 
 

@@ -156,7 +156,7 @@ class Servers:
     def read(self, home: Home) -> np.ndarray:
         """Returns the value of a variable."""
         values: Values = self._ask(home.server, "pull", {home.number: -1})
-        return values.arrays[home.number][1]
+        return np.asarray(values.arrays[home.number][1])
 
     def read_rows(self, home: Home, indices: np.ndarray) -> np.ndarray:
         """Returns some rows of a variable."""

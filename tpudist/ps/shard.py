@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from tpudist.ps.changes import Change, TableChange
 from tpudist.ps.closure_ledger import ClosureLedger
@@ -70,17 +71,23 @@ class Values:
     Attributes:
         num_changed: Number of closures that have changed this server.
         arrays: Number of a variable -> its version and value. Contains only variables whose
-            version differs from the requested one.
+            version differs from the requested one. In the server's process the values are its own
+            arrays, which nobody may donate, and which may still be computed. Another process
+            receives NumPy arrays.
     """
 
     num_changed: int
-    arrays: Mapping[int, tuple[int, np.ndarray]]
+    arrays: Mapping[int, tuple[int, ArrayLike]]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        arrays = {number: (version, np.asarray(x)) for number, (version, x) in self.arrays.items()}
+        return Values, (self.num_changed, arrays)
 
 
 class Shard:
     """The contents of one server.
 
-    It returns views of its arrays, and does not overwrite an array after that.
+    It returns its arrays, and does not overwrite an array after that.
 
     Args:
         index: Number of the server.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange
+
+_Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
 class ShardTraffic:
@@ -34,7 +37,7 @@ class ShardTraffic:
         for change in changes:
             self.take(*_arrays_of(change))
 
-    def give(self, array: np.ndarray) -> np.ndarray:
+    def give(self, array: _Array) -> _Array:
         """Counts and returns an array that is sent."""
         self.bytes_out += array.nbytes
         return array

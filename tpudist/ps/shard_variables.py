@@ -1,7 +1,7 @@
 """ShardVariables: the variables of one server, and the optimizers that update them.
 
-Each array has a version. Readers get views, so an array that was read is never overwritten; an
-array that nobody has read is updated in place.
+Each array has a version. Readers get the arrays themselves, so an array that was read is never
+overwritten; an array that nobody has read is updated in place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ShardVariables:
         # Each incarnation has its own versions, so that a worker's copy from an earlier server
         # never looks current.
         self._next_version = itertools.count(incarnation * VERSIONS_PER_INCARNATION)
-        # Variables whose arrays a reader may still have. Only `pull` returns views that outlive the
+        # Variables whose arrays a reader may still have. Only those that `pull` returns outlive the
         # current call.
         self._viewed: set[int] = set()
         self._optimizers: dict[int, ServerOptimizer] = {}
@@ -59,8 +59,10 @@ class ShardVariables:
 
     def add(self, number: int, name: str, value: np.ndarray) -> None:
         """Adds a variable with an initial value."""
-        # A copy, because CPU arrays may share the memory of NumPy, and arrays are donated.
-        self._values[number] = jax.device_put(np.array(value), self._device)
+        # A copy, because CPU arrays may share the memory of NumPy, and arrays are donated. Not
+        # committed to the device, so that a worker of this process can copy it to its own.
+        with jax.default_device(self._device):
+            self._values[number] = jnp.array(value, copy=True)
         self._names[number] = name
         self._versions[number] = next(self._next_version)
 
@@ -86,13 +88,16 @@ class ShardVariables:
 
     # Reading.
 
-    def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, np.ndarray]]:
-        """Returns versions and values of variables whose version differs from the given one."""
+    def pull(self, versions: Mapping[int, int]) -> dict[int, tuple[int, jax.Array]]:
+        """Returns versions and values of variables whose version differs from the given one.
+
+        The values may still be computed, by updates that the server has started.
+        """
         arrays = {}
         for number, known in versions.items():
             if (version := self._versions[number]) != known:
                 self._viewed.add(number)
-                arrays[number] = version, np.asarray(self._values[number])
+                arrays[number] = version, self._values[number]
         return arrays
 
     def pull_rows(self, number: int, indices: np.ndarray) -> np.ndarray:

@@ -1,0 +1,95 @@
+"""SystemConcurrency: conditions of real threads."""
+
+import threading
+
+import pytest
+
+from tpudist.engine.concurrency import SystemConcurrency
+
+
+def start_waiting(condition, predicate):
+    """Starts a thread that waits; returns it, and a list for its outcome."""
+    waits, outcome = threading.Event(), []
+
+    def evaluate():
+        waits.set()
+        return predicate()
+
+    def run():
+        with condition:
+            try:
+                outcome.append(condition.wait_for(evaluate))
+            except ZeroDivisionError as error:
+                outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    waits.wait()
+    with condition:  # only free when the thread waits
+        pass
+    return thread, outcome
+
+
+def test_a_notification_wakes_only_threads_whose_predicate_holds():
+    """Each thread that wakes in vain would cost two switches of threads."""
+    condition, ready, evaluated_in = SystemConcurrency().condition(), [], []
+
+    def is_ready():
+        evaluated_in.append(threading.current_thread())
+        return bool(ready)
+
+    thread, outcome = start_waiting(condition, is_ready)
+    for _ in range(10):
+        with condition:
+            condition.notify_all()
+    assert evaluated_in == [thread, *[threading.current_thread()] * 10]
+    with condition:
+        ready.append(True)
+        condition.notify_all()
+    thread.join()
+    assert outcome == [True]
+    assert evaluated_in.count(thread) == 2
+
+
+def test_changes_after_a_notification_in_the_same_block_count():
+    condition, ready = SystemConcurrency().condition(), []
+    thread, outcome = start_waiting(condition, lambda: bool(ready))
+    with condition, condition:
+        condition.notify_all()
+        ready.append(True)
+    thread.join()
+    assert outcome == [True]
+
+
+def test_a_thread_that_begins_to_wait_wakes_those_it_has_notified():
+    condition, ready = SystemConcurrency().condition(), []
+    thread, outcome = start_waiting(condition, lambda: bool(ready))
+    with condition, condition:
+        ready.append(True)
+        condition.notify_all()
+        assert not condition.wait_for(lambda: not ready, 0.01)
+    thread.join()
+    assert outcome == [True]
+
+
+def test_an_error_of_a_predicate_is_raised_in_the_thread_that_waits():
+    condition, divisor = SystemConcurrency().condition(), [1]
+    thread, outcome = start_waiting(condition, lambda: 1 // divisor[0] > 1)
+    with condition:
+        divisor[0] = 0
+        condition.notify_all()
+    thread.join()
+    assert isinstance(outcome[0], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.01])
+def test_a_wait_ends_after_its_timeout(timeout_s):
+    condition = SystemConcurrency().condition()
+    with condition, condition:
+        assert not condition.wait_for(lambda: False, timeout_s)
+        assert condition.wait_for(lambda: True, timeout_s)
+    with condition:  # it is free: another thread can enter
+        pass
+    thread, outcome = start_waiting(condition, lambda: True)
+    thread.join()
+    assert outcome == [True]
