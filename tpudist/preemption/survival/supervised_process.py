@@ -44,7 +44,9 @@ CONNECT_S = 60.0
 # orders a new generation. It notices a death within 0.1 s, but a host that does not answer later.
 _HOLD_S = 1.0
 _HOLD_COLLECTIVE_S = 5.0
-_UNWIND_S = 0.3  # for the program to reach a line of Python
+# For the program to reach a line of Python, which ends it. Otherwise its thread is left behind.
+# Usually that thread waits for the lost process, so most losses of a process cost this time.
+_UNWIND_S = 0.1
 _COPY_S = 0.2  # for copies of the state that are on their way to the host
 
 Message: TypeAlias = Mapping[str, Any]
