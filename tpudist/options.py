@@ -144,7 +144,7 @@ class RunOptions:
         """Checks the fields and makes them hashable."""
         object.__setattr__(self, "aggregation", _check_aggregation(self.aggregation))
         for name in ("donate_argnums", "static_argnums"):
-            object.__setattr__(self, name, _check_positions(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_positions(name, vars(self)[name]))
         if self.experimental_xla_options is not None:
             pairs = tuple(sorted(dict(self.experimental_xla_options).items()))
             object.__setattr__(self, "experimental_xla_options", pairs)

@@ -28,6 +28,7 @@ from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import ARRAYS, FORMAT, is_ours, read_valid_contents
 from tpudist.checkpoint.restore_match import Leaf, Match, RestoreReport, Selection
 from tpudist.values import drift
+from tpudist.xla.array_attributes import shape_of
 
 # Dtypes of NumPy and of ml_dtypes that TensorStore, Orbax's storage, does not have.
 _UNKNOWN_DTYPES = (
@@ -198,7 +199,7 @@ def _describe(path: epath.Path) -> tuple[epath.Path, dict[str, dict[str, Any]], 
         join_path(name): {
             "kind": ARRAY,
             # Orbax's metadata of a scalar has no shape.
-            "shape": list(getattr(x, "shape", ())),
+            "shape": list(shape_of(x)),
             "dtype": np.dtype(x.dtype).name,
             "path": list(name),
         }

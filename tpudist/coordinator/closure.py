@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpudist.coordinator.function_store import StoredFunction
 from tpudist.coordinator.remote_value import RemoteValue
+from tpudist.xla import user_code
 
 NOT_PLACED = -1
 """Number of a closure that waits for a place in the queue."""
@@ -67,8 +67,8 @@ class Closure:
 
     @property
     def _place(self) -> str:
-        code = getattr(self.fn, "__code__", None)
-        return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+        line = user_code.line_of_definition(self.fn)
+        return f" ({line})" if line else ""
 
     def __str__(self) -> str:
         subject = "A closure" if self.number == NOT_PLACED else f"closure {self.number}"

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, is_named_tuple
 from tpudist.engine.concurrency import Condition, SystemConcurrency
 
 
@@ -143,7 +143,7 @@ def map_nest(fn: Callable[[Any], Any], nest: PyTree) -> PyTree:
     """Applies `fn` to the leaves of nested lists, tuples and dicts; other pytrees are leaves."""
     if isinstance(nest, dict):
         return {key: map_nest(fn, x) for key, x in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):  # a user's named tuple
+    if is_named_tuple(nest):
         return type(nest)(*(map_nest(fn, x) for x in nest))
     if isinstance(nest, tuple | list):
         return type(nest)(map_nest(fn, x) for x in nest)

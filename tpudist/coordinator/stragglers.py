@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Hashable, Iterable
 
 from tpudist.coordinator.closure import Closure
+from tpudist.xla import user_code
 
 MIN_S = 1.0
 """Seconds below which a closure is not slow: starting it again would cost more than waiting."""
@@ -69,5 +70,5 @@ def _may_run_twice(closure: Closure) -> bool:
 def _function_key(closure: Closure) -> Hashable:
     # The code object, because a program may define the same function again for each call. Users'
     # callables without code, such as partials, are compared by type.
-    function = getattr(closure.fn, "__wrapped__", closure.fn)
-    return getattr(function, "__code__", type(function))
+    function = user_code.unwrap(closure.fn)
+    return user_code.code_of(function, type(function))

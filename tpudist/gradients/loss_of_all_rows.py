@@ -15,6 +15,7 @@ from tpudist.reduce_op import ReduceOp
 from tpudist.state import nnx_contents
 from tpudist.xla import collectives
 from tpudist.xla.adjoint_pair import adjoint_call
+from tpudist.xla.array_attributes import has_dtype
 
 
 def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -70,7 +71,7 @@ def loss_of_all_rows(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> C
 
 def _share(x: PyTree) -> PyTree:
     # Only inexact arrays, of any library, have derivatives. Python numbers stay static.
-    is_inexact = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    is_inexact = has_dtype(x) and jnp.issubdtype(x.dtype, jnp.inexact)
     return adjoint_call(_same, _sum, x) if is_inexact else x
 
 

@@ -114,8 +114,8 @@ def agree_on_batch(
     """
     mesh = strategy.replica_mesh
     if process_agreement.is_needed(mesh):
-        # Sparse tensors are not compared: NumPy cannot convert them.
-        leaves = [np.asarray(x) for x in tree.flatten(batch) if hasattr(x, "__array__")]
+        # Sparse tensors are not compared.
+        leaves = [np.asarray(x) for x in tree.flatten(batch) if is_dense(x)]
         facts = {f"array {i}": _describe(x) for i, x in enumerate(leaves)}
         process_agreement.agree(mesh, Intention(description, facts))
 
@@ -143,3 +143,8 @@ def _draw_from(generator: np.random.RandomState, batches: Iterator[Batch]) -> It
         if batch is None:  # the end: a batch is never None
             return
         yield batch
+
+
+def is_dense(value: object) -> bool:
+    """Returns whether NumPy can convert a leaf of a batch: sparse tensors have no `__array__`."""
+    return hasattr(value, "__array__")

@@ -17,6 +17,7 @@ from keras import tree
 
 from tpudist.keras.keras_internals import Batch
 from tpudist.keras.mesh_distribution import MeshDistribution
+from tpudist.keras.process_batches import is_dense
 from tpudist.lowering import placement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla.traces import is_traced
@@ -117,11 +118,6 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
     padding = np.zeros((missing, *value.shape[1:]), value.dtype)
     padded = put(np.concatenate([np.asarray(value), padding]), sharding)
     return UnevenRows(padded, (num_rows,), False, sharding)
-
-
-def is_dense(value: object) -> bool:
-    """Returns whether NumPy can convert a leaf of a batch: sparse tensors have no `__array__`."""
-    return hasattr(value, "__array__")
 
 
 def _warn_of_whole(value: object, distribution: MeshDistribution) -> None:

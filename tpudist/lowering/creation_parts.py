@@ -27,6 +27,7 @@ from tpudist.programs import jaxprs, operations
 from tpudist.programs.equation_signature import Hashed, Identity, Signature
 from tpudist.programs.jaxprs import Atom
 from tpudist.xla import internals, random_keys
+from tpudist.xla.array_attributes import is_weakly_typed
 from tpudist.xla.mesh import ReplicaMesh
 
 # Values of up to this size are computed again in each part that needs them, if that is exact.
@@ -321,7 +322,7 @@ class _Program:
         if self._producer_of(x) not in self._seeds:
             return False
         # NumPy arrays have no weak type.
-        is_result = x in self._results and not getattr(x.aval, "weak_type", False)
+        is_result = x in self._results and not is_weakly_typed(x.aval)
         return is_result or _is_key(x)
 
 

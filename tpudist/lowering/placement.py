@@ -21,6 +21,7 @@ from tpudist.array_types import PyTree, Shape
 from tpudist.processes import process_agreement
 from tpudist.programs import program_digest
 from tpudist.xla import integers, internals, random_keys, tree_depth
+from tpudist.xla.array_attributes import dtype_of
 from tpudist.xla.mesh import ReplicaMesh
 
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -65,7 +66,7 @@ def shard(
     # catches a process that places something else. `device_put` compares later values of the same
     # signature, which is cheaper; it does not compare values that are already on the mesh.
     # A leaf without a dtype is a Python number.
-    signature = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    signature = tuple((np.shape(x), dtype_of(x, type(x))) for x in leaves)
     process_agreement.agree_once(mesh, (spec, signature), lambda: _describe_values(value, spec))
     try:
         return jax.device_put(value, sharding)

@@ -13,7 +13,7 @@ from tpudist.planner.answer_cache import Cache, Entry, key_of
 from tpudist.planner.show.progress import Progress
 from tpudist.xla.compiler import compiler_process, executables, flags, program_text
 from tpudist.xla.compiler.compiler_process import HbmExceeded
-from tpudist.xla.devices import slice_index
+from tpudist.xla.devices import coords_of, slice_index
 from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.versions import users_libtpu, version_of
 
@@ -72,9 +72,9 @@ def program_key(
         "program": program_text.strip_locations(lowered),
         "devices": [d.id for d in devices],
         "all devices": len(client.devices()),
-        # JAX's devices have coordinates only on TPUs. Two corners give the shape of the topology;
-        # the coordinates of all chips of a pod would be long.
-        "coords": [getattr(d, "coords", None) for d in (client.devices()[0], client.devices()[-1])],
+        # Two corners give the shape of the topology; the coordinates of all chips of a pod would be
+        # long.
+        "coords": [coords_of(d) for d in (client.devices()[0], client.devices()[-1])],
         "slices": sorted(set(map(slice_index, client.devices()))),
         "kind": devices[0].device_kind,
         "machine": platform.machine(),

@@ -12,6 +12,7 @@ from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.step import Step
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
+from tpudist.xla.array_attributes import sharding_of
 from tpudist.xla.estimate.memory import InputLeaf
 
 # Plain pytrees have no types that show roles, only names. These are from Optax's states and common
@@ -52,8 +53,7 @@ def inputs_of(
     def leaf(name: str, role: str, x: ArrayLike, is_donated: bool) -> InputLeaf:
         # By identity: a `GlobalBatch` became arrays without a type of their own.
         role = "batch" if id(x) in batch_ids else role
-        # An attribute of JAX's arrays and shapes. A NumPy array or a Python number has no sharding.
-        sharding = getattr(x, "sharding", None) or step.mesh.replicated
+        sharding = sharding_of(x) or step.mesh.replicated
         array = compile.shape_of(x) if isinstance(x, bool | int | float | complex) else x
         return InputLeaf(name, role, tuple(array.shape), array.dtype, sharding, is_donated)
 

@@ -20,6 +20,7 @@ import jax
 
 from tpudist.planner import compiler_query
 from tpudist.xla.compiler import executables, private_files, processor, program_text
+from tpudist.xla.devices import coords_of
 
 _log = logging.getLogger("tpudist")
 # Raise it if the header or the serialization of the executable changes.
@@ -182,8 +183,8 @@ def _device_facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "processor": None if is_tpu else processor.name(),
         "mesh": {str(name): size for name, size in mesh.shape.items()},
         "devices": [
-            # JAX's devices have these attributes only on some platforms.
-            [d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0) or 0]
+            # JAX's devices have a `core_on_chip` only on some platforms.
+            [d.id, *(coords_of(d) or ()), getattr(d, "core_on_chip", 0) or 0]
             for d in devices
         ],
     }

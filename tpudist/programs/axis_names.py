@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, is_named_tuple
 from tpudist.programs import jaxprs
 from tpudist.programs.flat_program import AXES, is_collective
 from tpudist.xla import internals
@@ -123,8 +123,7 @@ def _rename_in(value: Any, name: str) -> Any:
         return value.replace(eqns=eqns, effects=effects)
     if isinstance(value, tuple | list):
         items = [_rename_in(item, name) for item in value]
-        is_named = hasattr(value, "_fields")  # a named tuple of JAX or of a library
-        return type(value)(*items) if is_named else type(value)(items)
+        return type(value)(*items) if is_named_tuple(value) else type(value)(items)
     if isinstance(value, dict):
         return {key: _rename_in(item, name) for key, item in value.items()}
     return value

@@ -16,6 +16,7 @@ from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.references import is_reference
 from tpudist.xla import random_keys
+from tpudist.xla.array_attributes import is_weakly_typed
 
 # Elements of a constant that equations may build. Random keys have up to 4 numbers each.
 _MAX_ELEMENTS = 16
@@ -163,7 +164,7 @@ class _BranchEnds(_Rewriter):
         (last,) = opened.outvars
         # All branches and the `cond` must agree in the weak type. Random keys and other extended
         # types of JAX have none.
-        weak = getattr(last.aval, "weak_type", False)
+        weak = is_weakly_typed(last.aval)
         result = jax.ShapeDtypeStruct(jaxprs.shape_of(last), jaxprs.dtype_of(last), weak_type=weak)
         with eqn.ctx.manager:
             closed = jax.make_jaxpr(self.function)(result)

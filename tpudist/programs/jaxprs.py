@@ -33,6 +33,7 @@ from tpudist.programs.jaxpr_structure import (
     Unknown,
     While,
 )
+from tpudist.xla import array_attributes
 
 # Since jax 0.11 a jaxpr contains its constants, and both names are one class. JAX keeps the second
 # name for old code only, hence the `getattr`.
@@ -135,13 +136,17 @@ def consts_of(program: Program) -> tuple[Any, ...]:
 
 def shape_of(atom: Atom) -> Shape:
     """Returns the shape of a value in a program."""
-    # Tokens and other values of JAX that are not arrays have no shape.
-    return getattr(atom.aval, "shape", ())
+    return array_attributes.shape_of(atom.aval)
 
 
 def dtype_of(atom: Atom) -> Any:
     """Returns the dtype of a value in a program; None if the value is not an array."""
-    return getattr(atom.aval, "dtype", None)  # as in `shape_of`
+    return array_attributes.dtype_of(atom.aval)
+
+
+def is_literal(atom: Atom) -> TypeGuard[core.Literal]:
+    """Returns whether an operand or output of a program is a literal, which has no hash."""
+    return isinstance(atom, core.Literal)
 
 
 def literal_value(atom: Atom) -> Any:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.xla import random_keys
+from tpudist.xla.array_attributes import is_weakly_typed
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MAX_BYTES = 2**24
@@ -175,6 +176,5 @@ def _write_type(atom: Atom) -> str:
     dtype = jaxprs.dtype_of(atom)
     if dtype is None:
         return type(atom.aval).__name__
-    # Random keys and references of JAX have no weak type.
-    weak = "~" if getattr(atom.aval, "weak_type", False) else ""
+    weak = "~" if is_weakly_typed(atom.aval) else ""
     return f"{weak}{dtype}[{','.join(map(str, jaxprs.shape_of(atom)))}]"

@@ -33,7 +33,7 @@ from tpudist.engine.engine import Actor, Engine, Future
 from tpudist.ps.changes import Assignment, Change, Gradients, RowChange, TableChange
 from tpudist.ps.servers import Home, gather
 from tpudist.ps.shard import Values
-from tpudist.xla import traces
+from tpudist.xla import traces, user_code
 
 
 class HeldVariable(Protocol):
@@ -302,8 +302,8 @@ def _key_of(function: Callable[..., Any]) -> Hashable:
     Functions with one key probably read the same variables. If not, only messages are wasted.
     """
     # Users schedule any callable. The key contains no object, so functions are not kept alive.
-    function = getattr(function, "__wrapped__", function)
-    code = getattr(function, "__code__", None)
+    function = user_code.unwrap(function)
+    code = user_code.code_of(function)
     if isinstance(code, types.CodeType):
         return code.co_filename, code.co_firstlineno, code.co_qualname
     return type(function).__module__, type(function).__qualname__

@@ -154,9 +154,9 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
     # equations, loops among them, join all operands and `spread`, which is always on the safe side.
     known: dict[Any, _Reach] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    # Literals (which have `val`) and constants depend on no variable.
+    # Literals and constants depend on no variable.
     def reach(atom: Any) -> _Reach:
-        return _Reach() if hasattr(atom, "val") else known.get(atom, _Reach())
+        return _Reach() if jaxprs.is_literal(atom) else known.get(atom, _Reach())
 
     for eqn in jaxpr.eqns:
         operands = [reach(x) for x in eqn.invars]

@@ -22,6 +22,7 @@ import optax
 from tpudist.array_types import PyTree
 from tpudist.options import RunOptions
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla.user_code import code_of
 
 MAX_WRAPPERS = 8
 """Number of functions of one definition, with different captured values, that are kept: those that
@@ -138,7 +139,7 @@ class StepChanges:
         # A closure that defines its replica function creates a new object each time, which JAX
         # would compile each time. Functions with the same code and captures share one wrapper.
         # Users' callables without code, such as partials, are grouped by type.
-        known = self._by_code.setdefault(getattr(fn, "__code__", type(fn)), [])
+        known = self._by_code.setdefault(code_of(fn, type(fn)), [])
         for i, (other, _) in enumerate(known):
             if other is fn or _captures_equal(fn, other):
                 known.append(known.pop(i))

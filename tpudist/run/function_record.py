@@ -18,6 +18,7 @@ from tpudist.run.step import Step
 from tpudist.run.step_signature import SavedProgram
 from tpudist.state import captured_values
 from tpudist.xla import compile_log, descriptions
+from tpudist.xla.user_code import code_of
 
 
 class FunctionRecord:
@@ -56,7 +57,7 @@ class FunctionRecord:
         # As many as there are programs: a call is not compared with a program that was deleted.
         self._signatures: collections.deque[dict[str, str]] = collections.deque(maxlen=MAX_STEPS)
         self._num_compiles = 0
-        code = getattr(fn, "__code__", None)  # a callable of the user, perhaps not a function
+        code = code_of(fn)
         self.earlier_copies = definitions[code] if code is not None else 0
         if code is not None:
             definitions[code] += 1

@@ -33,6 +33,7 @@ from tpudist.values.per_replica import (
     open_parts,
 )
 from tpudist.xla import collectives, random_keys, traces, tree_depth
+from tpudist.xla.array_attributes import has_dtype
 from tpudist.xla.mesh import REPLICA_AXIS
 
 _SUM = VariableAggregation.SUM
@@ -240,7 +241,7 @@ class ReplicaBody:
             for j, (x, y) in enumerate(pairs):
                 found.nnx.append((i, j))
                 # The user may assign anything: arrays keep their dtype, Python numbers have none.
-                outputs.append(x if hasattr(x, "dtype") else jnp.asarray(x, y.dtype))
+                outputs.append(x if has_dtype(x) else jnp.asarray(x, y.dtype))
         return outputs
 
 

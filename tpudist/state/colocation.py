@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpudist.array_types import Shape
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.state.variable_base import VariableBase
+from tpudist.xla.array_attributes import sharding_of
 
 _neighbor: contextvars.ContextVar[VariableBase | None] = contextvars.ContextVar(
     "tpudist.neighbor", default=None
@@ -40,7 +41,7 @@ def spec_for(strategy: StrategyBase, shape: Shape) -> PartitionSpec | None:
     if variable is None or variable.strategy is not strategy or variable.on_read:
         return None
     # Without a sharding: the value is still being traced, or a parameter server stores it.
-    sharding = getattr(variable._value, "sharding", None)
+    sharding = sharding_of(variable._value)
     if not isinstance(sharding, NamedSharding):
         return None
     spec = sharding.spec

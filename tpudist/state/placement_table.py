@@ -16,6 +16,7 @@ from tpudist.state import nnx_contents
 from tpudist.state.variable_base import VariableBase
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import random_keys
+from tpudist.xla.array_attributes import has_dtype, sharding_of
 from tpudist.xla.estimate.sizes import format_bytes
 
 # About one screen. A larger model shows its largest arrays, and one line about the others.
@@ -116,7 +117,7 @@ def _arrays_in(tree: PyTree) -> Iterator[tuple[str, _Array]]:
             yield name, x.array
         elif isinstance(x, nnx_contents.OBJECT_TYPES):
             yield from _arrays_of_object(name, x)
-        elif hasattr(x, "dtype"):  # an array of any library
+        elif has_dtype(x):  # an array of any library
             yield name, x
 
 
@@ -135,7 +136,7 @@ def _arrays_of_object(name: str, value: nnx_contents.Object) -> Iterator[tuple[s
 
 def _describe_array(name: str, x: _Array) -> PlacedArray:
     # NumPy's arrays, tracers and arrays of other libraries have no sharding.
-    sharding = getattr(x, "sharding", None)
+    sharding = sharding_of(x)
     if sharding is None:
         split = _describe_unplaced(x)
         part, num_devices = tuple(x.shape), 0

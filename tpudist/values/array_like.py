@@ -25,6 +25,11 @@ def _operator(name: str) -> Any:
     return operator
 
 
+def apply_operator(value: object, operator: str, others: Sequence[object]) -> Any:
+    """Returns the result of an operator, such as `__add__`, of an array or a tracer."""
+    return getattr(value, operator)(*others)
+
+
 def _as_operand(x: object) -> Any:
     if isinstance(x, ReadsAsArray):
         return x.read_value()
@@ -58,7 +63,7 @@ class ReadsAsArray:
         raise NotImplementedError
 
     def _apply(self, operator: str, others: list[Any]) -> Any:
-        return getattr(self.read_value(), operator)(*others)
+        return apply_operator(self.read_value(), operator, others)
 
     def value(self) -> jax.Array:
         """Returns the same as `read_value`."""

@@ -11,7 +11,7 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.options import warn_of_op_arguments
 from tpudist.reduce_op import VariableAggregation, VariableSynchronization
-from tpudist.values.array_like import ReadsAsArray
+from tpudist.values.array_like import ReadsAsArray, apply_operator
 
 
 class VariableOfComponents(Protocol):
@@ -134,7 +134,7 @@ class Component(ReadsAsArray):
     def _apply(self, operator: str, others: list[Any]) -> Any:
         value = self.read_value()
         with placement.without_mesh():
-            return getattr(value, operator)(*others)
+            return apply_operator(value, operator, others)
 
     def _check_eager(self, access: str) -> None:
         if context.current().frame is not None:

@@ -14,7 +14,9 @@ from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import placement, replica_parts
+from tpudist.values.array_like import apply_operator
 from tpudist.xla import collectives
+from tpudist.xla.array_attributes import has_dtype
 from tpudist.xla.mesh import mesh_of_mirrored
 from tpudist.xla.traces import is_traced
 
@@ -162,7 +164,7 @@ class PerReplica(DistributedValues):
         rows = "" if self.rows is None else f", rows={self.rows}"
         rows += f" of dim {self.dim}" if self.dim else ""
         array = self.array
-        if not hasattr(array, "dtype"):  # a leaf that JAX has put in its place
+        if not has_dtype(array):  # a leaf that JAX has put in its place
             return f"PerReplica({array!r}{rows})"
         shape = ",".join(map(str, self.shape))
         return f"PerReplica({array.dtype}[{shape}] on each of {array.shape[0]} replicas{rows})"
@@ -238,7 +240,7 @@ def _forward(name: str) -> None:
 
     def operator(self, *others):
         others = [x._part_or_raise() if isinstance(x, PerReplica) else x for x in others]
-        return getattr(self._part_or_raise(), name)(*others)
+        return apply_operator(self._part_or_raise(), name, others)
 
     operator.__name__ = name
     setattr(PerReplica, name, operator)

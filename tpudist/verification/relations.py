@@ -18,6 +18,7 @@ import numpy as np
 from tpudist.programs import flat_program, operations
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
 from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.xla.array_attributes import has_dtype
 from tpudist.xla.mesh import REPLICA_AXIS
 
 Compute = Callable[[Operation, Sequence[Any]], list[Any]]
@@ -142,7 +143,7 @@ def _evaluate(
     def one_replica(*values: jax.Array) -> dict[int, Any]:
         results = operations.evaluate(program, values, compute)
         # Only arrays can be results of `vmap`: constants may be other objects of JAX.
-        return {i: x for i, x in enumerate(results) if hasattr(x, "dtype")}
+        return {i: x for i, x in enumerate(results) if has_dtype(x)}
 
     return jax.vmap(one_replica, in_axes=axes, out_axes=0, axis_name=REPLICA_AXIS, axis_size=n)(
         *inputs

@@ -18,6 +18,7 @@ from tpudist.state.variable import Variable
 from tpudist.verification.batches import Arguments, HostBatch, Rows
 from tpudist.verification.compared_values import aggregate
 from tpudist.verification.relations import Program
+from tpudist.xla.array_attributes import has_dtype
 from tpudist.xla.mesh import ReplicaMesh
 
 SEEDS = (0, 1)
@@ -198,7 +199,7 @@ class Disturbance:
 
     def __call__(self, x: Any) -> Any:
         """Returns the changed array; any other value as it is."""
-        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):  # any argument
+        if not has_dtype(x) or not jnp.issubdtype(x.dtype, jnp.floating):  # any argument
             return x
         signs = self._random.integers(0, 2, x.shape) * 2 - 1
         return x * jnp.asarray(1 + self._epsilon * signs, x.dtype)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from tpudist.array_types import Shape
+from tpudist.xla.array_attributes import is_weakly_typed
 
 # Prefix of the names of captured values in signatures. The name of an argument has no space.
 CAPTURED = "captured "
@@ -55,8 +56,7 @@ class ShapedValue(Protocol):
 def describe_array(value: ShapedValue) -> str:
     """Returns an array's dtype and shape as JAX writes them, such as `float32[8,128]`."""
     shape = ",".join(map(str, value.shape))
-    # Neither NumPy's arrays nor random keys have a weak type.
-    weak = "weak " if getattr(value, "weak_type", False) else ""
+    weak = "weak " if is_weakly_typed(value) else ""
     return f"{weak}{value.dtype}[{shape}]"
 
 

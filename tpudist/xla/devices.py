@@ -52,6 +52,11 @@ def slice_index(device: jax.Device) -> int:
     return getattr(device, "slice_index", None) or 0
 
 
+def coords_of(device: jax.Device) -> Sequence[int] | None:
+    """Returns the coordinates of a device in its slice; None for devices other than TPUs."""
+    return getattr(device, "coords", None)
+
+
 def _find(name: str) -> jax.Device:
     # "/job:worker/task:0/device:GPU:1", as TensorFlow writes it, becomes "gpu:1".
     platform, _, number = name.lower().split("device:")[-1].strip("/").partition(":")

@@ -64,9 +64,10 @@ class Setting(enum.Enum):
         """Returns the value; the default of `Setting` if this JAX does not have the setting."""
         # The attribute of JAX's config includes the value that a context manager has set in this
         # thread. Some settings have no attribute.
-        if hasattr(jax.config, self.jax_name):
+        try:
             return getattr(jax.config, self.jax_name)
-        return jax.config.read(self.jax_name) if self.is_known else self.value[1]
+        except AttributeError:
+            return jax.config.read(self.jax_name) if self.is_known else self.value[1]
 
     def make_reader(self) -> Callable[[], Any]:
         """Returns a fast function that reads the setting, for use at each step."""

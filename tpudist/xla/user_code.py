@@ -1,11 +1,13 @@
-"""Finds the user's source line in a stack, of a call or of an error.
+"""Finds the user's source line in a stack, of a call or of an error; and the code of a callable.
 
 The user's code is everything but this library, installed packages and Python.
 """
 
 import functools
+import os
 import pathlib
 import traceback
+from typing import Any
 
 from tpudist.xla import program_packages
 
@@ -39,6 +41,25 @@ def line_of_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     stack = tuple(f"{x.filename}:{x.lineno}" for x in reversed(frames) if "<" not in x.filename)
     return users_line(stack) or "an unknown line"
+
+
+def code_of(function: object, otherwise: Any = None) -> Any:
+    """Returns the code object of a user's function or method.
+
+    Returns `otherwise` for other callables, such as partials, jitted functions and classes.
+    """
+    return getattr(function, "__code__", otherwise)
+
+
+def unwrap(function: Any) -> Any:
+    """Returns the function in a user's decorated or jitted function; else the callable itself."""
+    return getattr(function, "__wrapped__", function)
+
+
+def line_of_definition(function: object) -> str:
+    """Returns "file.py:line" of a user's callable, without its folder; empty if it has no code."""
+    code = code_of(function)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
 def is_other_library(file: str) -> bool:

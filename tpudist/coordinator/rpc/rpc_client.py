@@ -12,6 +12,7 @@ from tpudist.array_types import PyTree
 from tpudist.coordinator.rpc import grpc_layer, rpc_messages
 from tpudist.coordinator.rpc.grpc_layer import Answer
 from tpudist.errors import CancelledError, DeadlineExceededError, UnavailableError
+from tpudist.xla.array_attributes import dtype_of
 
 _ERRORS: dict[int, type[Exception]] = {
     grpc_layer.CANCELLED: CancelledError,
@@ -72,7 +73,7 @@ class StatusOrResult:
         leaves, specs = rpc_messages.flatten(value), rpc_messages.flatten(self._output_specs)
         found = [x.dtype if isinstance(x, np.ndarray) else type(x).__name__ for x in leaves]
         # A spec is any object of the user's; one without a dtype accepts every value.
-        expected = [getattr(spec, "dtype", None) for spec in specs]
+        expected = [dtype_of(spec) for spec in specs]
         if len(leaves) != len(specs) or any(
             dtype is not None and dtype != actual
             for dtype, actual in zip(expected, found, strict=True)

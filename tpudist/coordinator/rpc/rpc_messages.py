@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tpudist.array_types import PyTree
+from tpudist.array_types import PyTree, is_named_tuple
 from tpudist.ps import record_file
 
 # Nested lists, tuples and dicts of leaves; dict keys are strings.
@@ -61,7 +61,7 @@ def pack(like: Nest, leaves: Sequence[Any]) -> Nest:
     left = iter(leaves)
 
     def fill(like: Nest) -> Nest:
-        if isinstance(like, tuple) and hasattr(like, "_fields"):  # a user's named tuple
+        if is_named_tuple(like):
             return type(like)(*map(fill, like))
         if isinstance(like, list | tuple):
             return type(like)(map(fill, like))

@@ -122,7 +122,7 @@ class HuggingFaceBatches(iterable.IterableSource):
 
     def shuffle_without_seed(self) -> str | None:
         """See `BatchSource`; finds a shuffle of a stream without a seed."""
-        return shuffle_seeds.find_in_stream(getattr(self._source, "_ex_iterable", None))
+        return shuffle_seeds.find_in_stream(_examples_of(self._source))
 
 
 class _Stream(Iterator[PyTree]):
@@ -135,7 +135,7 @@ class _Stream(Iterator[PyTree]):
     def __init__(self, stream: Any):
         self._stream = stream
         self._dataset: Any = None  # the copy for this pass
-        self._state_is_complete = not _has_shuffle_buffer(getattr(stream, "_ex_iterable", None))
+        self._state_is_complete = not _has_shuffle_buffer(_examples_of(stream))
         self._iterator: Iterator[PyTree] | None = None
         self._start: State | None = None  # state of the dataset at which this pass begins
         self._epoch: int | None = None
@@ -185,6 +185,11 @@ class _Stream(Iterator[PyTree]):
 def _epoch_of(dataset: object) -> int:
     # A public property of `datasets` since 3.0, private before.
     return int(getattr(dataset, "epoch", getattr(dataset, "_epoch", 0)))
+
+
+def _examples_of(stream: object) -> object:
+    """Returns the private examples iterable of a stream; None if `datasets` has renamed it."""
+    return getattr(stream, "_ex_iterable", None)
 
 
 def _has_shuffle_buffer(examples: object) -> bool:

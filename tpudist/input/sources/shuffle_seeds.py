@@ -26,7 +26,7 @@ def find_unseeded(source: object, iterator: object) -> str | None:
         source: The dataset: an iterable, or a function that makes one.
         iterator: The current pass through it.
     """
-    functions = [source, getattr(type(source), "__iter__", None), iterator]
+    functions = [source, _iter_method(source), iterator]
     values = _reachable_values(source, iterator)
     if any(_shuffles(c, values) for f in functions for c in _code_of(f)):
         # The global generator. `np.random.seed` replaces it by one with the seed as its entropy.
@@ -46,6 +46,10 @@ def _has_no_seed(generator: np.random.Generator | np.random.RandomState) -> bool
     # A bit generator that was made from a state has no `seed_seq`.
     entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     return isinstance(entropy, int) and entropy >= _MIN_DRAWN_ENTROPY
+
+
+def _iter_method(source: object) -> Any:
+    return getattr(type(source), "__iter__", None)  # a function that makes a dataset has none
 
 
 def _function_of(value: object) -> Any:
@@ -94,7 +98,7 @@ def _reachable_values(source: object, iterator: object) -> dict[str, object]:
     if isinstance(frame, types.FrameType):  # not for a generator at its end
         values |= _globals_of(frame.f_code, frame.f_globals)
         local_values = dict(frame.f_locals)
-    for function in map(_function_of, (source, getattr(type(source), "__iter__", None))):
+    for function in map(_function_of, (source, _iter_method(source))):
         if isinstance(function, types.FunctionType):
             values |= _globals_of(function.__code__, function.__globals__)
             try:

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
 from tpudist.programs import jaxpr_rewrite, jaxprs
-from tpudist.xla.avals import array_aval
+from tpudist.xla.array_attributes import array_aval
 from tpudist.xla.axis_constraint import axes_of
 
 _PURE = "pure_callback"

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from tpudist.programs import jaxpr_rewrite, jaxprs
 from tpudist.xla import internals
-from tpudist.xla.avals import array_aval
+from tpudist.xla.array_attributes import array_aval
 from tpudist.xla.collectives import is_16_bit_float
 from tpudist.xla.mesh import ReplicaMesh
 

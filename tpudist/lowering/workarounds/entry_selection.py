@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tpudist.xla.avals import array_aval
+from tpudist.xla.array_attributes import array_aval
 
 _Mode = jax.lax.GatherScatterMode
 

@@ -31,6 +31,7 @@ from jax.typing import ArrayLike
 from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
 from tpudist.programs.rows.errors import RowsError
+from tpudist.xla.array_attributes import has_shape
 
 KERNEL = "tpudist.rowwise"
 
@@ -301,7 +302,7 @@ def _numbers_in_closure(function: Callable) -> tuple[int | float, ...]:
         if isinstance(value, int | float):
             numbers.append(value)
             return
-        if hasattr(value, "shape"):  # an array of any library
+        if has_shape(value):  # an array of any library
             numbers.extend(value.shape)
             return
         # Ends, since each object is visited once: a function may close over itself.

@@ -12,6 +12,7 @@ from tpudist.run.arguments.flattener import is_leaf
 from tpudist.state import missing_arrays, nnx_contents, value_keys
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import descriptions
+from tpudist.xla.array_attributes import has_dtype, has_shape
 
 
 def describe_call(
@@ -84,7 +85,7 @@ def _describe(value: Any) -> str:
         partial = " of a partial batch" if value.is_padded else ""
         return f"{descriptions.describe_array(value)} per replica{partial}"
     # An array of JAX, NumPy, or another library.
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if has_shape(value) and has_dtype(value):
         return descriptions.describe_array(value)
     if isinstance(value, str | int | float | complex | None):
         return f"the value {value!r}"

@@ -15,6 +15,7 @@ from tpudist.lowering import placement
 from tpudist.run.arguments import call_arguments, row_groups
 from tpudist.state import nnx_binding
 from tpudist.values.per_replica import open_parts
+from tpudist.xla.array_attributes import has_shape
 from tpudist.xla.mesh import ReplicaMesh
 from tpudist.xla.traces import is_traced
 
@@ -126,7 +127,7 @@ def positions(values: Sequence[PyTree]) -> list[list[int]]:
     found, position = [], 0
     for value in values:
         # Arrays of any library, and shapes; a pytree or a Python number has no `shape`.
-        size = 1 if hasattr(value, "shape") else len(jax.tree.leaves(value))
+        size = 1 if has_shape(value) else len(jax.tree.leaves(value))
         found.append(list(range(position, position + size)))
         position += size
     return found

@@ -16,7 +16,7 @@ from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.run.arguments import call_description
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.values.per_replica import PerReplica
-from tpudist.xla import descriptions
+from tpudist.xla import descriptions, user_code
 from tpudist.xla.mesh import ReplicaMesh
 
 CHECK_VALUES = "TPUDIST_CHECK_VALUES"
@@ -69,8 +69,8 @@ def agree_on_values(mesh: ReplicaMesh, name: str, call: RunCall) -> None:
 
 def describe_run(name: str, fn: Callable[..., object]) -> str:
     """Returns a description of a call of the function `name`, with the line of its definition."""
-    code = getattr(fn, "__code__", None)  # a callable of the user, perhaps not a function
-    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+    line = user_code.line_of_definition(fn)
+    place = f" ({line})" if line else ""
     return f"Strategy.run of '{name}'{place}"
 
 

@@ -15,7 +15,7 @@ from tpudist.run.eager import host_values
 from tpudist.run.eager.host_values import HostValue
 from tpudist.run.eager.replica_evaluation import ReplicaEvaluation
 from tpudist.run.frame.captures import Capture, Findings, check_parts
-from tpudist.run.frame.variable_owner import check_owner, is_guest
+from tpudist.run.frame.variable_owner import check_owner, has_value, is_guest
 from tpudist.state.variable_value import computes_here
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import collectives, trace_caches
@@ -168,8 +168,7 @@ class EagerFrame(Frame):
 
     def has_initial_value(self, variable: VariableLike) -> bool:
         """Whether an earlier run of the function created `variable`, and it has its value."""
-        # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
-        return getattr(variable, "_value", None) is not None
+        return has_value(variable)
 
     def begin_variable(self, variable: VariableLike, value: jax.Array, computed: bool) -> None:
         """Accepts the initial value of a new Variable, which the Variable sets itself.

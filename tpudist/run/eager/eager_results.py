@@ -24,6 +24,7 @@ from tpudist.run.outputs.returned_state import ArrayForm, find_returned_state
 from tpudist.state import nnx_contents
 from tpudist.state.variable import Variable
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla.array_attributes import has_dtype, has_shape
 from tpudist.xla.mesh import ReplicaMesh
 
 
@@ -93,7 +94,7 @@ def _combine_collections(run: ReplicaGroup, merged: list[Any], treedef: PyTreeDe
 
 def _form_of(x: Any) -> ArrayForm | None:
     # Arrays of any library, PerReplicas and Variables have both; other results do not.
-    return (tuple(x.shape), x.dtype) if hasattr(x, "dtype") and hasattr(x, "shape") else None
+    return (tuple(x.shape), x.dtype) if has_dtype(x) and has_shape(x) else None
 
 
 def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTreeDef]:

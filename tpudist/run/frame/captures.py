@@ -15,6 +15,7 @@ from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import descriptions
+from tpudist.xla.user_code import code_of
 
 
 class Capture:
@@ -104,7 +105,7 @@ def find_capture(
 
     Both are None if neither its closure nor its module has a name for the value.
     """
-    code = getattr(function, "__code__", None)  # a callable of the user, perhaps not a function
+    code = code_of(function)
     if code is None:
         return None, None
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):

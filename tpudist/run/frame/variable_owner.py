@@ -3,6 +3,7 @@
 from typing import Any
 
 from tpudist import context
+from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
 
 
@@ -22,6 +23,12 @@ def is_guest(variable: Any, strategy: StrategyBase) -> bool:
     return not owns(strategy, variable) and variable.strategy is default and not variable.on_read
 
 
+def has_value(variable: VariableLike) -> bool:
+    """Whether a Variable has its initial value, which a function that creates it computes later."""
+    # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
+    return getattr(variable, "_value", None) is not None
+
+
 def check_owner(variable: Any, strategy: StrategyBase) -> None:
     """Raises for a Variable of another strategy, and for one without a value.
 
@@ -34,8 +41,7 @@ def check_owner(variable: Any, strategy: StrategyBase) -> None:
             f"replica function of {strategy!r}. Make it in the scope of the strategy that runs the "
             "function: with strategy.scope(): ..."
         )
-    # A Variable of tpudist or Keras gets this attribute only when its initial value is known.
-    if getattr(variable, "_value", None) is None:
+    if not has_value(variable):
         raise RuntimeError(
             f"Variable '{variable.name}' has no value: the replica function that made it failed "
             "before its initial value was computed. Make the Variable again."

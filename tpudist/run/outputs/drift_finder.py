@@ -59,9 +59,9 @@ def find_drifting(
         averages = _is_averaged(flat, source, output, set(labels))
         contracts = averages or _is_contracted(flat, source, output)
         dependent = row_dependence.find_dependent(closed, is_source)
-        # Of the outputs of a jaxpr, only JAX's literals have a value `val`, and no hash.
+        # A literal has no hash.
         if contracts or any(
-            i != output and not hasattr(x, "val") and x in dependent
+            i != output and not jaxprs.is_literal(x) and x in dependent
             for i, x in enumerate(jaxpr.outvars)
         ):
             eqn = next((e for e in jaxpr.eqns if jaxpr.outvars[output] in e.outvars), None)

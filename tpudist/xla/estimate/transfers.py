@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from tpudist.xla.devices import slice_index
+from tpudist.xla.devices import coords_of, slice_index
 from tpudist.xla.estimate import hbm_traffic, instruction_time
 from tpudist.xla.hardware import links
 from tpudist.xla.hardware.chips import Chip
@@ -79,8 +79,7 @@ class TransferFinder:
     def __init__(self, module: Module, mesh: Mesh, chip: Chip | None):
         self._module = module
         self._mesh = mesh
-        # Only JAX's TPU devices have coordinates.
-        on_torus = hasattr(mesh.devices.flat[0], "coords")
+        on_torus = coords_of(mesh.devices.flat[0]) is not None
         self._torus = links.Torus(mesh, chip) if chip is not None and on_torus else None
         self._hbm_bytes_per_s = instruction_time.Rates.of(chip).hbm_bytes_per_s if chip else 0.0
         # The devices of a chip share its connections to the host and to other slices.
