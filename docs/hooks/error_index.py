@@ -21,7 +21,7 @@ _REMEDY = "Remedy: "
 # their paths. The longest prefix that fits a file decides.
 GROUPS = (
     ("Create a strategy and choose devices", "installation", "strategies strategy context xla"),
-    ("Run a step", "debugging", "run programs lowering values options.py"),
+    ("Run a step", "debugging", "run programs lowering values options"),
     ("Create, read or assign a variable", "reference/values", "state"),
     (
         "Reduce or gather values",

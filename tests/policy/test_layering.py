@@ -200,7 +200,7 @@ def test_imports_point_down():
         ),
         ("values/component.py", "def f():\n    import tpudist.strategy", "not from a layer below"),
         ("values/component.py", "from tpudist import Strategy", "imports __init__"),
-        ("options.py", "from tpudist import reduce_op", "not from a layer below"),
+        ("errors.py", "from tpudist import reduce_op", "not from a layer below"),
         ("xla/mesh.py", "from .. import values", "not from a layer below"),
         ("xla/hlo/shapes.py", "from tpudist.xla.compiler import flags", "not from a layer below"),
         ("xla/compiler/flags.py", "from tpudist.xla.compiler import child", "cycle: xla.compiler"),
