@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpudist import context
-from tpudist.checkpoint import entries, lost_saves
+from tpudist.checkpoint import lost_saves
 from tpudist.checkpoint.checkpoint_state import COUNTER, record_latest
+from tpudist.checkpoint.holders import Container
 from tpudist.checkpoint.path_checkpoints import read_at, write_at
 from tpudist.checkpoint.restore_match import Selection, Selector
 from tpudist.checkpoint.restore_status import RestoreStatus
@@ -14,7 +15,7 @@ from tpudist.goodput import goodput
 from tpudist.options import warn_if_given
 
 
-class Checkpoint(entries.Container):
+class Checkpoint(Container):
     """Objects that are saved and restored together, each under its attribute's name.
 
     Objects may be NNX modules, optimizers, metrics and Rngs, and `tpudist.Variable`s: `restore`

@@ -9,14 +9,22 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from tpudist import library_objects
-from tpudist.array_types import PyTree, Shape
+from tpudist.array_types import PyTree
+from tpudist.checkpoint.holders import (
+    ArrayHolder,
+    Container,
+    ObjectHolder,
+    has_array,
+    has_objects,
+    has_state,
+)
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.xla import tree_depth
 
@@ -24,46 +32,6 @@ ValuePath: TypeAlias = tuple[str, ...]
 """Name of a value, in parts."""
 
 ARRAY, KEY, VALUE, STATE = "array", "random key", "value", "state"
-
-
-class ArrayHolder(Protocol):
-    """An object with one array, such as a Variable.
-
-    It may also have a method `finish_restore()`, called when all objects are restored, and a
-    property `checkpoint_identity`: holders of the same object are saved once.
-    """
-
-    def checkpoint_spec(self) -> tuple[Shape, DTypeLike, jax.sharding.Sharding | None]:
-        """Returns shape, dtype and sharding (None for an array of the host)."""
-        ...
-
-    def checkpoint_value(self) -> Any:
-        """Returns the array."""
-        ...
-
-    def restore(self, value: jax.Array | np.ndarray) -> None:
-        """Stores a restored array, which nobody else uses."""
-        ...
-
-
-class ObjectHolder(Protocol):
-    """An object that contains other objects by name."""
-
-    def checkpoint_objects(self) -> dict[str, Any]:
-        """Returns the objects, by name."""
-        ...
-
-
-class StateHolder(Protocol):
-    """An object with a position that JSON can store, such as an iterator."""
-
-    def get_state(self) -> Any:
-        """Returns the position."""
-        ...
-
-    def set_state(self, state: Any, /) -> None:
-        """Continues from a position."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,18 +290,6 @@ class Entries:
         return False
 
 
-class Container:
-    """A base class for objects that contain others by name, such as `Checkpoint`."""
-
-    def checkpoint_objects(self) -> dict[str, Any]:
-        """Returns the objects, by name."""
-        raise TypeError(f"{type(self).__name__} must define checkpoint_objects().")
-
-    def replace_object(self, name: str, x: object) -> None:
-        """Stores a restored object under a name."""
-        setattr(self, name, x)
-
-
 def find_entries(container: Container) -> Entries:
     """Returns the entries of all objects of a container.
 
@@ -341,26 +297,6 @@ def find_entries(container: Container) -> Entries:
         TypeError: Same as in `Entries`.
     """
     return Entries(container.checkpoint_objects(), container.replace_object)
-
-
-# These look at the type. Attributes of an object may be created on access: `nnx.Rngs` has a stream
-# for any name. `hasattr`, because lower packages and users define the classes, and because
-# `isinstance` of a runtime protocol is too slow for each leaf of each commit in memory.
-
-
-def has_state(x: object) -> TypeGuard[StateHolder]:
-    """Whether `x` has a position that can be read and set, such as an iterator."""
-    return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
-
-
-def has_array(x: object) -> TypeGuard[ArrayHolder]:
-    """Whether `x` is an `ArrayHolder`."""
-    return hasattr(type(x), "checkpoint_spec")
-
-
-def has_objects(x: object) -> TypeGuard[ObjectHolder]:
-    """Whether `x` contains other objects: a `Container`, or a table on servers."""
-    return hasattr(type(x), "checkpoint_objects")
 
 
 def _has_numbers(x: np.ndarray | np.generic) -> bool:

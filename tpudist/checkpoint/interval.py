@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.holders import Container
 
 
 def as_int(x: object) -> int | None:

@@ -13,9 +13,9 @@ from tpudist import context
 from tpudist.checkpoint import entries, lost_saves
 from tpudist.checkpoint.background_saver import BackgroundSaver, finish_other
 from tpudist.checkpoint.directory import Directory
-from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import read_notes
+from tpudist.checkpoint.holders import Container
 from tpudist.checkpoint.interval import Interval, as_int, find_step
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection, Selector

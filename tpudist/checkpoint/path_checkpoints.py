@@ -22,9 +22,9 @@ from etils import epath
 from tpudist.checkpoint import entries, manifest
 from tpudist.checkpoint.background_saver import finish_other, make_failure
 from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
-from tpudist.checkpoint.entries import Container
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
+from tpudist.checkpoint.holders import Container
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection
 from tpudist.checkpoint.save_restore import gather, refuse_not_finite, restore

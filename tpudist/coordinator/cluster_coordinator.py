@@ -11,9 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
-
-import jax
+from typing import IO, Any
 
 from tpudist.array_types import PyTree
 from tpudist.coordinator.closure import NOT_PLACED, Closure
@@ -27,45 +25,13 @@ from tpudist.coordinator.progress.coordinator_progress import CoordinatorProgres
 from tpudist.coordinator.progress.progress_sampler import ProgressSampler
 from tpudist.coordinator.remote_value import PerWorkerValue, RemoteValue, fetch_all, map_nest
 from tpudist.coordinator.run_records import RunRecords, withdraw
+from tpudist.coordinator.server_strategy import ServerStrategy
 from tpudist.coordinator.stragglers import Stragglers
-from tpudist.coordinator.worker import ResourceRef, Worker
-from tpudist.coordinator.worker_resources import WorkerResources
-from tpudist.engine.engine import Engine, Serializer
+from tpudist.coordinator.worker import ResourceRef
+from tpudist.coordinator.worker_maker import WorkerMaker
 from tpudist.ps.server_figures import ServerSurvey
-from tpudist.ps.servers import Servers
-from tpudist.ps.worker_session import WorkerSession
-
-QUEUE_SIZE_PER_WORKER = 256
-"""Default number of closures per worker that may wait. TensorFlow's queue has 256 * 1024 places."""
 
 _creation_lock = threading.Lock()
-
-
-class ServerStrategy(Protocol):
-    """The part of `tpudist.ParameterServerStrategy`, a higher layer, that coordinators use.
-
-    Attributes:
-        engine: Runs workers and servers.
-        servers: The servers, which hold the variables.
-        num_workers: Number of workers at the start.
-        coordinator: The coordinator of the strategy, if any.
-        num_numbered: Number of closures of all coordinators that the strategy has had. Servers
-            identify closures by number, so a later coordinator continues the count.
-    """
-
-    engine: Engine
-    servers: Servers
-    num_workers: int
-    coordinator: weakref.ref[Any] | None
-    num_numbered: int
-
-    def make_session_factory(self) -> Callable[[int], WorkerSession]:
-        """Returns a function that creates the session of a worker; it can be sent to processes."""
-        ...
-
-    def shutdown(self) -> None:
-        """Ends the servers."""
-        ...
 
 
 class ClusterCoordinator:
@@ -146,7 +112,7 @@ class ClusterCoordinator:
         self.strategy = strategy
         engine, servers = strategy.engine, strategy.servers
         self._queue = ClosureQueue(
-            options.queue_size or QUEUE_SIZE_PER_WORKER * strategy.num_workers,
+            options.queue_size_for(strategy.num_workers),
             engine.concurrency,
             max_staleness=options.max_staleness,
             stragglers=None if options.speculate is None else Stragglers(options.speculate),
@@ -161,21 +127,24 @@ class ClusterCoordinator:
         self._dispatcher = Dispatcher(
             engine,
             self._queue,
-            _WorkerMaker(strategy.make_session_factory()),
+            WorkerMaker(strategy.make_session_factory()),
             timeout_s=options.closure_timeout_s,
             on_lost=servers.replace,
             describe_run=self._records.describe_run,
             on_finished=self._records.record_finished,
         )
-        self._functions = _make_function_store(engine.serializer, self._dispatcher.resources)
+        self._functions: FunctionStore | None = None
+        # Actors that share the memory of the program have no serializer, and use its functions.
+        if engine.serializer is not None:
+            keep = self._dispatcher.resources
+            self._functions = FunctionStore(engine.serializer, keep.add, keep.remove)
         # Guards `_functions`. Not the queue's condition: serializing a function may take long, and
         # workers need that condition. Lock order: this one first.
         self._storing = engine.concurrency.condition()
         self._progress: set[CoordinatorProgress] = set()
         # No callback above refers to `self`: the garbage collection of `self` ends the run.
-        self._ending = weakref.finalize(
-            self, _end, self._dispatcher, self._records.file, self._progress
-        )
+        ended = self._dispatcher, self._records.file, self._progress
+        self._ending = weakref.finalize(self, _end, *ended)
         for _ in range(strategy.num_workers):
             self._dispatcher.add_worker()
 
@@ -410,30 +379,6 @@ class ClusterCoordinator:
         """Ends the workers after their current functions, and the servers of the strategy."""
         self._ending()
         self.strategy.shutdown()
-
-
-class _WorkerMaker:
-    """Returns the factory and the arguments of a worker, which can be sent to its process."""
-
-    def __init__(self, make_session: Callable[[int], WorkerSession]):
-        self._make_session = make_session
-
-    def __call__(self, index: int) -> tuple[Any, ...]:
-        return _make_worker, index, self._make_session
-
-
-def _make_worker(index: int, make_session: Callable[[int], WorkerSession]) -> Worker:
-    devices = jax.local_devices()
-    return Worker(index, devices[index % len(devices)], make_session)
-
-
-def _make_function_store(
-    serializer: Serializer | None, resources: WorkerResources
-) -> FunctionStore | None:
-    # Actors that share memory with the program have no serializer, and use its functions directly.
-    if serializer is None:
-        return None
-    return FunctionStore(serializer, resources.add, resources.remove)
 
 
 def _end(dispatcher: Dispatcher, file: FinishedFile, progress: set[CoordinatorProgress]) -> None:

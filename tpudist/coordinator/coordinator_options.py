@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+QUEUE_SIZE_PER_WORKER = 256
+"""Default number of closures per worker that may wait. TensorFlow's queue has 256 * 1024 places."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorOptions:
@@ -31,6 +34,10 @@ class CoordinatorOptions:
             )
         _check_count("max_staleness", self.max_staleness, least=0)
         _check_count("queue_size", self.queue_size, least=1)
+
+    def queue_size_for(self, num_workers: int) -> int:
+        """Returns the number of closures that may wait."""
+        return self.queue_size or QUEUE_SIZE_PER_WORKER * num_workers
 
 
 def _check_count(name: str, value: int | None, least: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.typing import ArrayLike
 
-from tpudist.checkpoint.entries import Container
+from tpudist.checkpoint.holders import Container
 from tpudist.keras import keras_internals
 
 if TYPE_CHECKING:

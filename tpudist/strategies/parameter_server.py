@@ -6,7 +6,7 @@ import dataclasses
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpudist.context.closure_place import current_place
 from tpudist.engine.engine import Engine
 from tpudist.engine.thread_engine import ThreadEngine
 from tpudist.options import InputOptions, RunOptions
+from tpudist.ps.dataset_of_workers import distribute_on_worker
 from tpudist.ps.optimizer_slots import OptimizerSlots
 from tpudist.ps.server_variable import ServerVariable
 from tpudist.ps.servers import Servers
@@ -281,7 +282,7 @@ class ParameterServerStrategy(Strategy):
         Each worker reads the whole dataset. In the function that you pass to
         `create_per_worker_dataset`, this returns the dataset of the worker's own strategy.
         """
-        return _distribute_on_worker(
+        return distribute_on_worker(
             methodcaller("experimental_distribute_dataset", dataset, options)
         )
 
@@ -289,7 +290,7 @@ class ParameterServerStrategy(Strategy):
         self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
     ) -> Any:
         """Returns a dataset for `ClusterCoordinator.create_per_worker_dataset`."""
-        return _distribute_on_worker(
+        return distribute_on_worker(
             methodcaller("distribute_datasets_from_function", dataset_fn, options)
         )
 
@@ -326,37 +327,6 @@ class WorkerStrategy(Strategy):
 
     def __init__(self, device: jax.Device):
         super().__init__(make_mesh([device]))
-
-
-class DatasetOfWorkers:
-    """A dataset that each worker creates with its own strategy.
-
-    Args:
-        method: Calls the method of a strategy that distributes the dataset.
-    """
-
-    def __init__(self, method: methodcaller):
-        self._method = method
-
-    def __call__(self) -> Any:
-        """Returns the dataset of this worker."""
-        place = current_place()
-        assert place is not None, "create_per_worker_dataset calls it on workers"
-        return self._method(place.session.strategy)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError(
-            "A dataset of a ParameterServerStrategy was iterated over outside of its workers. Pass "
-            "it to coordinator.create_per_worker_dataset(dataset), and pass the iterator of the "
-            "result to the functions that you schedule."
-        )
-
-
-def _distribute_on_worker(method: methodcaller) -> Any:
-    place = current_place()
-    if place is not None and place.session is not None:
-        return method(place.session.strategy)
-    return DatasetOfWorkers(method)
 
 
 def _close(servers: Servers, engine: Engine) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tpudist.array_types import PyTree
 from tpudist.checkpoint import Checkpoint
-from tpudist.checkpoint.entries import Container
+from tpudist.checkpoint.holders import Container
 from tpudist.checkpoint.train_state import TrainState
 from tpudist.training import step_results
 
