@@ -30,6 +30,7 @@ from benchmarks import (
     determinism,
     emulation,
     examples,
+    first_step,
     imports,
     input,
     keras_loop,
@@ -54,6 +55,7 @@ CHECKPOINT_REPEATS = 3
 Suite = Literal[
     "calls",
     "create",
+    "first_step",
     "programs",
     "tails",
     "tpu",
@@ -80,9 +82,10 @@ class Config:
     """Measures tpudist against hand-written JAX, on 8 emulated devices."""
 
     suites: tuple[Suite, ...] = ("calls", "programs", "emulation")
-    """Suites to measure: Python time per call; the creation of a model; the compiled programs; the
-    programs of partial batches; the programs that the TPU compiler creates for v5e:4x4 and v6e:2x4,
-    and those of partial batches for v5e:2x4 (needs libtpu, takes minutes); loops that never wait;
+    """Suites to measure: Python time per call; the creation of a model; the first step of a large
+    model; the compiled programs; the programs of partial batches; the programs that the TPU
+    compiler creates for v5e:4x4 and v6e:2x4, and those of partial batches for v5e:2x4 (needs
+    libtpu, takes minutes); loops that never wait;
     checkpoints; the distributed iterator; the planner's estimates against published training runs
     (an hour) and its own time from 8 to 4096 chips; the steps of the programs in examples/; the
     cost of `deterministic=8`; steps in two processes, by hand, watched, and with a state that is
@@ -98,6 +101,8 @@ class Config:
     """Number of timings of each variant of a call."""
     create_repeats: int = 5
     """Number of times that the create suite creates each model in each way."""
+    first_step_repeats: int = 3
+    """Number of processes that the first_step suite starts for each program."""
     small_steps: int = 20_000
     """Length of the emulation suite's loop of small steps."""
     transformer_steps: int = 300
@@ -169,6 +174,7 @@ def emulated(config: Config) -> list[Figure]:
 MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     "calls": lambda config: calls.figures(config.calls),
     "create": lambda config: create.figures(config.create_repeats),
+    "first_step": lambda config: first_step.figures(config.first_step_repeats),
     "programs": lambda config: programs.figures(None, f"{NUM_DEVICES} CPU devices"),
     "tails": lambda config: tails.figures(None, f"{NUM_DEVICES} CPU devices"),
     "tpu": on_slices,

@@ -19,7 +19,7 @@ from flax import nnx
 
 import bench
 import tpudist
-from benchmarks import figures, pairs, programs, published, scale
+from benchmarks import figures, first_step, pairs, programs, published, scale
 from places import PYTHONPATH, ROOT
 from tpudist.models import TransformerConfig
 from tpudist.xla import topology
@@ -183,6 +183,19 @@ def test_the_benchmark_of_the_training_loop_compares_it_with_one_by_hand(tmp_pat
 
 @pytest.mark.libtpu
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_benchmark_of_the_first_step_compares_it_with_nnx_jit(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_step, "DEPTHS", (1, 2))
+    file = tmp_path / "figures.json"
+    options = ["--suites", "first_step", "--first-step-repeats", "1", "--out", str(file)]
+    assert bench.main(options) == 0
+    *compared, load = json.loads(file.read_text())["figures"]
+    assert [x["subject"] for x in compared] == ["1 layers", "2 layers", "growth from 1 to 2 layers"]
+    assert all(x["ours"] > 0 and x["baseline"] > 0 for x in compared[:2])
+    assert set(compared[0]["details"]) == {"wall seconds of the phases", "tpudist", "nnx.jit"}
+    assert load["baseline"] is None
+
+
 def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, monkeypatch):
     """Plans of 8 chips, of a small run, and of a run that does not fit."""
     file = tmp_path / "figures.json"
