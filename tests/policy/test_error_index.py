@@ -29,6 +29,7 @@ INTERNAL = {
     "TraceAgain": "the function is traced again",
     "NotSums": "the replicas run again",
     "NextElement": "the function is traced again",
+    "NumbersLearned": "the program is created again",
     "NoRecords": "WrongUse",
     "NotSent": "another process is asked",
     "OtherStrategy": "the function is begun again",
