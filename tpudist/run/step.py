@@ -17,6 +17,7 @@ from tpudist.array_types import PyTree
 from tpudist.goodput import goodput
 from tpudist.processes import process_agreement
 from tpudist.programs.rows.errors import NumbersLearned
+from tpudist.run import compile_hints
 from tpudist.run.arguments import call_arguments, call_description
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.dispatch import first_run
@@ -212,6 +213,8 @@ class Step:
         )
         description |= self._function.captured.describe() | more
         self._function.record_compile(description, seconds, phases.take(start))
+        *_, traced = self.traces.by_signature.values()
+        compile_hints.suggest_loop(self._function.name, seconds, traced.program.closed)
         if len(self.traces.by_signature) > MAX_SHAPES:
             self._forget_shapes()
 
