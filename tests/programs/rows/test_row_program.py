@@ -625,3 +625,16 @@ def test_operands_that_contractions_sum_over_rows_are_masked_once():
     traced = jax.make_jaxpr(lambda x, w: padded.run(counts, x, w))(X, jnp.ones((3, 3)))
     masks = [eqn for eqn in jaxprs.walk(traced.jaxpr) if eqn.primitive.name == "select_n"]
     assert len(masks) == 2  # for x and for hidden, each for all its readers
+
+
+@pytest.mark.parametrize(
+    "reduce", [jnp.sum, jnp.mean, jnp.max, lambda x: jnp.square(x).sum((0, 2))]
+)
+def test_a_reduction_over_rows_and_other_dims_masks_no_whole_array(reduce):
+    """Not all compilers fuse a mask into a reduction: it would be another array in memory."""
+    x = jnp.zeros((FULL, 50, 4))
+    program = RowProgram(lambda point: jax.make_jaxpr(reduce)(resize(x, *point)), (FULL,))
+    evaluated = jax.make_jaxpr(lambda n: program.evaluate([n], [x]))(jnp.int32(3))
+    masks = [e for e in jaxprs.walk(evaluated) if e.primitive.name == "select_n"]
+    assert masks
+    assert all(e.outvars[0].aval.size <= x.size / 4 for e in masks)

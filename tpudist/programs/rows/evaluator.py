@@ -316,15 +316,19 @@ class Operation:
 
     def mask(self, i: int, dims: Sequence[int], fill: ArrayLike) -> Any:
         """Returns operand `i` with `fill` beyond the real rows of these dims."""
-        own = x = self.values[i]
+        x = self.values[i]
         for dim in dims:
-            size = self.in_dims[i][dim]
-            # Zeros only: `fill` may also be an array, which cannot be compared here.
-            if is_rows(size) and not (
-                isinstance(fill, int) and fill == 0 and self.evaluator.is_masked(own, dim, size)
-            ):
-                x = self.evaluator.mask(x, dim, size, fill)
+            if self.needs_mask(i, dim, fill):
+                x = self.evaluator.mask(x, dim, self.in_dims[i][dim], fill)
         return x
+
+    def needs_mask(self, i: int, dim: int, fill: ArrayLike) -> bool:
+        """Returns whether a dim of operand `i` has rows, without `fill` in their padding."""
+        size = self.in_dims[i][dim]
+        # Zeros only: `fill` may also be an array, which cannot be compared here.
+        is_zero = isinstance(fill, int) and fill == 0
+        is_masked = is_zero and self.evaluator.is_masked(self.values[i], dim, size)
+        return is_rows(size) and not is_masked
 
     def bind(self, values: Sequence[Any] | None = None, **changed: Any) -> list[Any]:
         """Applies the primitive to `values`, by default to its operands.

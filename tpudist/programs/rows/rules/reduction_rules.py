@@ -4,6 +4,7 @@ A neutral element changes no result: 0 for a sum, -inf for a maximum. Each rule 
 padding (`Operation.mask`, which skips dims without rows), and then applies JAX's operation.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,8 +48,19 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 def _reduce(kind: str) -> Rule:
     def rule(operation: Operation) -> Sequence[Any]:
         operation.check_params()
-        fill = _NEUTRAL[kind](operation.values[0].dtype)
-        return operation.bind([operation.mask(0, operation.params["axes"], fill)])
+        x, dims, axes = operation.values[0], operation.in_dims[0], operation.params["axes"]
+        fill = _NEUTRAL[kind](x.dtype)
+        masked = {a for a in axes if operation.needs_mask(0, a, fill)}
+        inner = [a for a in axes if not is_rows(dims[a])]
+        if not masked or math.prod(x.shape[a] for a in inner) == 1:
+            return operation.bind([operation.mask(0, axes, fill)])
+        # First the dims without rows: the padding is still apart, and the mask is much smaller.
+        # Not all compilers fuse a mask of the whole operand into the reduction.
+        [x] = operation.bind(axes=tuple(inner))
+        kept = [a for a in range(len(dims)) if a not in inner]
+        for a in masked:
+            x = operation.evaluator.mask(x, kept.index(a), dims[a], fill)
+        return operation.bind([x], axes=tuple(i for i, a in enumerate(kept) if a in axes))
 
     return rule
 
