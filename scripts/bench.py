@@ -176,7 +176,10 @@ MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     "create": lambda config: create.figures(config.create_repeats),
     "first_step": lambda config: first_step.figures(config.first_step_repeats),
     "programs": lambda config: programs.figures(None, f"{NUM_DEVICES} CPU devices"),
-    "tails": lambda config: tails.figures(None, f"{NUM_DEVICES} CPU devices"),
+    "tails": lambda config: [
+        *tails.figures(None, f"{NUM_DEVICES} CPU devices"),
+        *tails.growth(),
+    ],
     "tpu": on_slices,
     "emulation": emulated,
     "checkpoint": lambda config: checkpoint.figures(

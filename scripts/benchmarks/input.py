@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 import tpudist
-from benchmarks import pairs
+from benchmarks import one_batch, pairs
 from benchmarks.figures import Figure, at_least_times, at_most, at_most_times
 from benchmarks.input_data import CASES, NUM_AHEAD, Case, batches_per_s
 from tpudist.models import TransformerConfig
@@ -45,7 +45,7 @@ def figures(tensorflow_python: Path | None) -> Iterator[Figure]:
         examples = case.examples()
         for shuffled in (False, True):
             yield from compared(strategy, case, examples, shuffled, tensorflow)
-    yield from one_batch(strategy)
+    yield from one_batch.figures(strategy, SUITE)
     yield share_of_waiting(strategy)
     yield from slow_source(strategy)
 
@@ -110,42 +110,6 @@ def on_tensorflow(python: Path | None) -> dict[str, float]:
             f"{ended.stderr[-4000:]}"
         )
     return json.loads(ended.stdout.splitlines()[-1])
-
-
-def one_batch(strategy: tpudist.Strategy) -> Iterator[Figure]:
-    """A batch in memory onto the replicas, and by `device_put` with the same sharding.
-
-    CPU time of the process until the batch is there. The ways take turns.
-    """
-    n, sharding = strategy.num_replicas_in_sync, strategy.replica_mesh.stacked
-    tokens = np.random.default_rng(0).integers(256, size=(8 * n, 1024)).astype(np.int32)
-    parts = tokens.reshape(n, 8, 1024)
-    ways: dict[str, Callable[[], Any]] = {
-        "device_put": lambda: jax.device_put(tokens.reshape(parts.shape), sharding),
-        "one batch": lambda: strategy.distribute_batch(tokens),
-        "one batch of a pmap program": lambda: strategy.distribute_batch(
-            parts, has_device_dim=True
-        ),
-        "one value for each replica": lambda: strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        ),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(300):
-        for name, place in ways.items():
-            begun = time.process_time()
-            jax.block_until_ready(place())
-            times[name].append(1e6 * (time.process_time() - begun))
-    by_hand = statistics.median(times.pop("device_put"))
-    for name, own in times.items():
-        figure = Figure(
-            SUITE,
-            f"{name}, {n} replicas",
-            "us of CPU time, against device_put",
-            statistics.median(own),
-            by_hand,
-        )
-        yield at_most_times(figure, 1.1)
 
 
 def share_of_waiting(strategy: tpudist.Strategy) -> Figure:

@@ -1,15 +1,24 @@
 """Partial batches: the program that all of them share, against that of full ones.
 
 Padding is masked in it, and the plain loss that its function computes has no mask. What it costs is
-paid only by the last batch of an epoch, like the traces for other numbers of rows.
+paid only by the last batch of an epoch, like the traces for other numbers of rows. Run as a script,
+with a number of devices, it prints figures of that many emulated ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +27,14 @@ import optax
 from flax import nnx
 
 import tpudist
-from benchmarks import pairs
+from benchmarks import one_batch, pairs
 from benchmarks.figures import Figure, at_most_times, equal_within
 from tpudist.xla.hlo import compiled_program
 
 SUITE = "partial batches"
-FLOPS_TOLERANCE, MOST_BYTES = 0.01, 1.05
+FLOPS_TOLERANCE, MOST_BYTES, MOST_TRACE, MOST_GROWTH = 0.01, 1.05, 2.0, 1.5
+NUM_TRACES = 5
+DEVICES = (8, 64)
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,7 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
     for model, case in cases().items():
         name = f"{model}, {where}"
         strategy = tpudist.TPUStrategy(devices=devices)
-        n = strategy.num_replicas_in_sync
-        each = case.task.batch_size // n
-        full = (each,) * n
-        tail = (*(each,) * (n - 1), each - case.lost)
+        full, tail = _rows(case, strategy)
         plain, seconds = _compile(case.task, strategy, full)
         masked, more_seconds = _compile(case.task, strategy, tail)
         flops = Figure(SUITE, name, "FLOPs", masked.flops, plain.flops)
@@ -59,13 +67,85 @@ def figures(devices: Sequence[jax.Device] | None, where: str) -> Iterator[Figure
         moved = Figure(SUITE, name, "bytes", masked.bytes_accessed, plain.bytes_accessed)
         yield at_most_times(moved, MOST_BYTES)
         yield Figure(SUITE, name, "temporary bytes", masked.temp_bytes, plain.temp_bytes)
-        for what in seconds:
-            yield Figure(SUITE, name, f"seconds to {what}", more_seconds[what], seconds[what])
+        yield Figure(SUITE, name, "seconds to compile", more_seconds, seconds)
+        traces = Figure(SUITE, name, "CPU seconds to trace", *_trace_in_turns(case, strategy))
+        yield at_most_times(traces, MOST_TRACE)
+
+
+def growth() -> Iterator[Figure]:
+    """Traces and placements of a partial batch with more devices, 8 rows for each."""
+    few, many = ({x["subject"]: x for x in _measure_in_process(n)} for n in DEVICES)
+    for subject, figure in many.items():
+        if subject in few:
+            quantity = f"{figure['quantity']}: {DEVICES[1]} devices, against {DEVICES[0]}"
+            grown = Figure(SUITE, subject, quantity, figure["ours"], few[subject]["ours"])
+            yield at_most_times(grown, MOST_GROWTH)
+    for x in (*few.values(), *many.values()):
+        yield Figure(**{k: v for k, v in x.items() if k != "ratio"})
+
+
+def _measure_in_process(num_devices: int) -> list[dict]:
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    ended = subprocess.run(
+        [sys.executable, __file__, str(num_devices)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    if ended.returncode:
+        raise RuntimeError(
+            f"The process with {num_devices} devices ended with exit code {ended.returncode}:\n"
+            f"{ended.stderr[-4000:]}"
+        )
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _main(num_devices: int) -> None:
+    tpudist.emulate(num_devices)
+    strategy = tpudist.TPUStrategy()
+    found = []
+    for name in ("MLP", "transformer"):
+        task = dataclasses.replace(cases()[name].task, batch_size=8 * num_devices)
+        traces = _trace_in_turns(Case(task), strategy)
+        found.append(
+            Figure(SUITE, f"{name}, 8 rows for each device", "CPU seconds to trace", *traces)
+        )
+    found += one_batch.figures(strategy, SUITE)
+    print(json.dumps([figure.as_json() for figure in found]))
+
+
+def _rows(case: Case, strategy: tpudist.Strategy) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the rows of each replica in a full batch, and in the partial one."""
+    n = strategy.num_replicas_in_sync
+    each = case.task.batch_size // n
+    return (each,) * n, (*(each,) * (n - 1), each - case.lost)
+
+
+def _trace_in_turns(case: Case, strategy: tpudist.Strategy) -> tuple[float, float]:
+    """Returns the CPU seconds to trace and lower new steps, for partial and for full batches."""
+    full, tail = _rows(case, strategy)
+    times: dict[tuple[int, ...], list[float]] = {tail: [], full: []}
+    for _ in range(NUM_TRACES):
+        for rows, own in times.items():
+            own.append(_lower(case.task, strategy, rows)[1])
+    masked, plain = map(statistics.median, times.values())
+    return masked, plain
 
 
 def _compile(
     task: pairs.Task, strategy: tpudist.Strategy, rows: tuple[int, ...]
-) -> tuple[compiled_program.ProgramFigures, dict[str, float]]:
+) -> tuple[compiled_program.ProgramFigures, float]:
+    lowered, _ = _lower(task, strategy, rows)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled_program.program_figures(compiled), time.perf_counter() - start
+
+
+def _lower(
+    task: pairs.Task, strategy: tpudist.Strategy, rows: tuple[int, ...]
+) -> tuple[jax.stages.Lowered, float]:
+    """Returns a new step, lowered for such a batch, and the CPU seconds that this takes."""
     model = strategy.create_abstract(task.make_model)
     tx = optax.adamw(pairs.LEARNING_RATE)
     optimizer = strategy.create_abstract(lambda model: tpudist.Optimizer(tx, model), model)
@@ -82,12 +162,10 @@ def _compile(
 
     whole = pairs.batch_of_replicas(task, strategy)
     batch = tpudist.PerReplica(whole.array, rows)
-    start = time.perf_counter()
+    gc.collect()
+    start = time.process_time()
     lowered = strategy.lower(step, args=(model, optimizer, batch))
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    return compiled_program.program_figures(compiled), seconds
+    return lowered, time.process_time() - start
 
 
 class Block(nnx.Module):
@@ -138,3 +216,7 @@ def resnet() -> pairs.Task:
         ),
         jax.ShapeDtypeStruct((224, 224, 3), np.float32),
     )
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
