@@ -142,8 +142,9 @@ def test_notebooks_show_strategies_and_compiles(strategy):
     assert "fsdp=2, tensor=2" in page
     log = tpudist.compile_log()
     assert isinstance(log, list)
-    last = rows_of(log._repr_html_())[-1]
-    assert last == ["<lambda>", f"{log[-1].seconds:.2f}", log[-1].cause]
+    name, seconds, *phases, cause = rows_of(log._repr_html_())[-1]
+    assert (name, seconds, cause) == ("<lambda>", f"{log[-1].seconds:.2f}", log[-1].cause)
+    assert [x for x in phases if x] == [f"{x:.2f}" for x in log[-1].phases.values()]
     assert "&lt;lambda&gt;" in log._repr_html_()
     named = tpudist.MirroredStrategy(axis_name="batch")
     assert "'replica' and 'batch'" in html.unescape(named._repr_html_())
