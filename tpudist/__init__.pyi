@@ -56,7 +56,7 @@ from .reductions.algorithms import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 from .reductions.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from .run.eager.eager_mode import (
+from .run.eager_mode import (
     functions_run_eagerly as functions_run_eagerly,
     run_functions_eagerly as run_functions_eagerly,
 )

@@ -136,7 +136,7 @@ def test_nothing_is_recorded_without_a_request():
 def test_a_thread_that_was_left_behind_closes_no_phase_of_the_next_one(tmp_path, monkeypatch):
     """A thread that waits for a lost process leaves its phase after the next thread has begun."""
     recorder = goodput._Recorder((tmp_path / "records").open("x"), 0, 1)
-    monkeypatch.setattr(goodput, "_recorder", recorder)
+    monkeypatch.setattr(goodput, "recorder", recorder)
     opened = goodput.phase(goodput.Phase.WAIT)
     opened.__enter__()
     with ThreadPoolExecutor(1) as next_thread:
@@ -149,12 +149,12 @@ def test_a_thread_that_was_left_behind_closes_no_phase_of_the_next_one(tmp_path,
 
 def test_two_programs_that_are_both_process_0_write_their_own_files(tmp_path, monkeypatch):
     """The other program creates its file after this one has looked for a free name."""
-    monkeypatch.setattr(goodput, "_recorder", None)
+    monkeypatch.setattr(goodput, "recorder", None)
     (tmp_path / "goodput").mkdir()
     (tmp_path / "goodput/process-0-0000.jsonl").touch()
     monkeypatch.setattr(Path, "exists", lambda _: False)
     goodput.record_goodput(tmp_path)
-    goodput._recorder.close()
+    goodput.recorder.close()
     assert len(list((tmp_path / "goodput").iterdir())) == 2
 
 

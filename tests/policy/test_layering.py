@@ -54,7 +54,7 @@ FOLDERS = {
     "input": ("file_formats", "transfer", "sources", "feeds"),
     "planner": ("show", "layouts"),
     "models": ("parts", "pretrained"),
-    "run": ("arguments", "frame", "dispatch", "outputs", "eager"),
+    "run": ("arguments", "frame", "dispatch", "outputs", "eager", "steady"),
     "compat": ("v1",),
     "cli": ("accelerator",),
 }

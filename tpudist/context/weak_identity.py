@@ -15,25 +15,31 @@ class WeakIdentitySet:
     """A set that does not keep its elements alive.
 
     For Variables, which compare elementwise: `weakref.WeakSet` calls `==` even of the same object.
+
+    Attributes:
+        items: A weak reference to each element by its id. Its truth value tells without a call of a
+            Python function whether the set is empty.
     """
 
     def __init__(self):
-        self._by_id: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+        self.items: dict[int, weakref.ref] = {}
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.items)
 
     def __contains__(self, element: object) -> bool:
-        return id(element) in self._by_id
+        reference = self.items.get(id(element))
+        return reference is not None and reference() is element
 
     def add(self, element: object) -> None:
         """Adds `element`."""
-        self._by_id[id(element)] = element
+        number, items = id(element), self.items
+        items[number] = weakref.ref(element, lambda _: items.pop(number, None))
 
     def difference_update(self, elements: Iterable[object]) -> None:
         """Removes `elements`, as far as they are in the set."""
         for element in elements:
-            self._by_id.pop(id(element), None)
+            self.items.pop(id(element), None)
 
 
 class WeakIdentityDict(Generic[_V]):

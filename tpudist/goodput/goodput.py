@@ -206,7 +206,7 @@ def stride_of(call: int) -> int:
     return 1 << max(0, (call // _ALL_CALLS).bit_length() - 1)
 
 
-_recorder: _Recorder | None = None
+recorder: _Recorder | None = None
 
 
 # `atexit` calls functions in the reverse order of their registration. This module is imported
@@ -214,13 +214,13 @@ _recorder: _Recorder | None = None
 @atexit.register
 def close() -> None:
     """Writes the last records, at the end of the program."""
-    if _recorder is not None:
-        _recorder.close()
+    if recorder is not None:
+        recorder.close()
 
 
 def current_recorder() -> _Recorder | None:
     """Returns the recorder of this process; None in other threads, or if nothing is recorded."""
-    return _recorder if _recorder is not None and _recorder.is_here else None
+    return recorder if recorder is not None and recorder.is_here else None
 
 
 class phase:
@@ -266,26 +266,26 @@ def begin_call() -> None:
 
 def note(kind: str, **facts: object) -> None:
     """Records an event, from any thread."""
-    if _recorder is not None:
-        _recorder.note(kind, **facts)
+    if recorder is not None:
+        recorder.note(kind, **facts)
 
 
 def note_calls(kind: str, **facts: object) -> None:
     """Records an event with the number of program calls before it."""
-    if _recorder is not None:
-        _recorder.note(kind, calls=_recorder.calls, **facts)
+    if recorder is not None:
+        recorder.note(kind, calls=recorder.calls, **facts)
 
 
 def follow_thread() -> None:
     """Records the time of this thread from now on, instead of another thread's."""
-    if _recorder is not None:
-        _recorder.follow_thread()
+    if recorder is not None:
+        recorder.follow_thread()
 
 
 def flush() -> None:
     """Writes all records so far, from any thread."""
-    if _recorder is not None:
-        _recorder.write()
+    if recorder is not None:
+        recorder.write()
 
 
 def record_if_asked() -> None:
@@ -309,8 +309,8 @@ def record_goodput(folder: str | os.PathLike[str]) -> None:
     Raises:
         OSError: If the folder is not writable.
     """
-    global _recorder
-    if _recorder is not None:
+    global recorder
+    if recorder is not None:
         return
     process, num_processes = jax.process_index(), jax.process_count()
     records = Path(folder) / SUBFOLDER
@@ -319,7 +319,7 @@ def record_goodput(folder: str | os.PathLike[str]) -> None:
         # Earlier starts have the first numbers; so may other programs that are process 0, too.
         with contextlib.suppress(FileExistsError):
             file = (records / f"process-{process}-{number:04}.jsonl").open("x", buffering=1)
-            _recorder = _Recorder(file, process, num_processes)
+            recorder = _Recorder(file, process, num_processes)
             return
 
 

@@ -21,8 +21,8 @@ from tpudist.context.closure_place import current_place
 from tpudist.context.frame_roles import Element
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import shorten, warn_if_given
+from tpudist.run import eager_mode
 from tpudist.run.arguments import flattener
-from tpudist.run.eager import eager_mode
 from tpudist.run.frame.captures import find_capture
 from tpudist.run.frame.trace_requests import NextElement, OtherStrategy
 from tpudist.run.recent_steps import MAX_STEPS

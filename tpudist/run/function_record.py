@@ -37,6 +37,8 @@ class FunctionRecord:
         findings: Needs of the function beyond its arguments.
         flattener: Flattens its arguments.
         was_called: Whether the first call has begun.
+        num_searches: Number of searches for a step of this function; see `steady_call`.
+        checks_next_call: Whether the next call is checked at once, because a steady call failed.
         loaded: Programs that were compiled elsewhere, as `planner.saved_plan.SavedPlan`.
         earlier_copies: Number of earlier functions with the same code object.
     """
@@ -53,6 +55,8 @@ class FunctionRecord:
         self.findings = Findings()
         self.whole = whole
         self.was_called = False
+        self.num_searches = 0
+        self.checks_next_call = False
         self.loaded: list[SavedProgram] = []
         # As many as there are programs: a call is not compared with a program that was deleted.
         self._signatures: collections.deque[dict[str, str]] = collections.deque(maxlen=MAX_STEPS)

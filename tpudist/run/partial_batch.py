@@ -367,7 +367,6 @@ class PartialBatch:
             base,
             result=result,
             num_results=base.num_results + len(self._formulas),
-            has_known_containers=False,
         )
 
     def _make_error(

@@ -191,8 +191,7 @@ class ReplicaBody:
             return id(x) in positions or isinstance(x, PerReplica | Variable)
 
         tree_depth.check_depth(result, f"The result of '{self.call.name}'", is_leaf)
-        result, has_unknown_containers = unpack(result, is_leaf)
-        found.has_known_containers = not has_unknown_containers
+        result = unpack(result, is_leaf)
         leaves, found.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         outputs = []
         if partial:

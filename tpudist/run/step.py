@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
-
 from tpudist.array_types import PyTree
 from tpudist.goodput import goodput
 from tpudist.processes import process_agreement
@@ -55,12 +53,12 @@ class Step:
         self.program = StepProgram(signature, self.traces)
         self._function = signature.function
         self._storage = signature.strategy.storage
-        self._throttle, self._compiles = throttle, compile_log.backend_compiles()
-        self._order = process_agreement.order_of(self.mesh)
-        self._checks_each_call = first_run.checks_each_call(self.mesh)
+        self.throttle, self.compiles = throttle, compile_log.backend_compiles()
+        self.order = process_agreement.order_of(self.mesh)
+        self.checks_each_call = first_run.checks_each_call(self.mesh)
         self._checked_rows: set[tuple] = set()
         self.local_leaves: frozenset[tuple[int, int]] = frozenset()
-        self.sequences: dict[int, Callable[..., list[Any]]] = {}
+        self.sequences: dict[int, Any] = {}
 
     def __call__(self, call: RunCall) -> PyTree:
         """Makes the call; returns the result of the function, merged over the replicas."""
@@ -94,13 +92,15 @@ class Step:
         """Starts the program and writes its state back; returns whether it was compiled, too."""
         program = self.program
         call, plan, jitted = program.call, program.plan, program.jitted
-        assert call is not None and plan is not None and jitted is not None, "`attempt` has fed it"  # noqa: PT018
+        assert isinstance(call, RunCall), "`attempt` sets it"
+        assert plan is not None, "`attempt` has fed it"
+        assert jitted is not None, "`attempt` has fed it"
         # All that may raise comes first. From the start of the program to the end of `write_back`,
         # the old state is deleted, and the new state is not assigned yet.
         self.check_before_dispatch(call)
         # Before the signals are held: it may wait long for an earlier step, and Ctrl-C must work.
-        self._throttle.before_step(donated, kept)
-        num_compiles = self._compiles.num_programs
+        self.throttle.before_step(donated, kept)
+        num_compiles = self.compiles.num_programs
         with InterruptHold() if plan.state else NO_HOLD:
             try:
                 goodput.begin_call()
@@ -112,9 +112,9 @@ class Step:
                 raise ArgumentsChanged from error
             if outcome.traced.count_run is not None:
                 outcome.traced.count_run()
-            self.write_back(written, call.binding, None if written else outcome.any_array())
+            self.write_back(written, call.binding, outcome)
         # The counter is the process's: a compile in another thread at this time counts, too.
-        return outcome, self._compiles.num_programs != num_compiles
+        return outcome, self.compiles.num_programs != num_compiles
 
     def check_before_dispatch(self, call: RunCall) -> None:
         """Raises for calls that must not run, and waits for the agreement of other processes."""
@@ -123,7 +123,7 @@ class Step:
             self.check_rows(call)
         if traces.not_agreed or traces.with_pending_warnings:
             traces.finish_pending(program.call_inputs(call), call, program.inputs)
-        if self._checks_each_call:
+        if self.checks_each_call:
             first_run.agree_on_values(self.mesh, self._function.name, call)
 
     def start(
@@ -144,19 +144,17 @@ class Step:
             plan = self.program.plan
             assert plan is not None, "`attempt` has fed the inputs of a call"
             program = functools.partial(special_values.call_checked, program, plan.state, calls)
-        if self._order is None:
+        if self.order is None:
             return program(donated, *kept)
-        with self._order.start_next(first_run.describe_run(self._function.name, calls[0].fn)):
+        with self.order.start_next(first_run.describe_run(self._function.name, calls[0].fn)):
             return program(donated, *kept)
 
-    def write_back(
-        self, written: list[Any], binding: Binding | None, output: jax.Array | None
-    ) -> None:
+    def write_back(self, written: list[Any], binding: Binding | None, outcome: Outcome) -> None:
         """Assigns the state that a program has written.
 
         Args:
             written: The new state, in the order of `StepPlan.state`.
-            output: Any array that the program returned, to wait for if it writes no state.
+            outcome: What else the program returned, to wait for if it writes no state.
         """
         if written:
             if self._storage is not None:
@@ -164,13 +162,12 @@ class Step:
             plan = self.program.plan
             assert plan is not None, "the program has run with it"
             plan.write_back(written, binding, self.signature.strategy._protected)
-            output = written[0]
-        if output is not None:
-            self._throttle.after_step(output)
+        for output in (written or outcome.results)[:1]:
+            self.throttle.after_step(output)
 
     def wait_for_slot(self, inputs: Sequence[Any]) -> None:
         """Waits until one more program that computes with `inputs` may be dispatched."""
-        self._throttle.before_step(inputs)
+        self.throttle.before_step(inputs)
 
     def check_rows(self, call: RunCall, *, is_rehearsal: bool = False) -> None:
         """Raises for numbers of real rows that the program does not support, before it runs.

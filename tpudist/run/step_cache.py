@@ -8,6 +8,7 @@ the call starts again and checks all arguments (`RunCall.is_checked`).
 import collections
 import contextlib
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from tpudist.run.outputs import local_state
 from tpudist.run.outputs.results import TracedStep
 from tpudist.run.recent_steps import CallForm
 from tpudist.run.rehearsal import Rehearsal
+from tpudist.run.steady import steady_call
 from tpudist.run.step import Step
 from tpudist.run.step_loop import StepSequence
 from tpudist.run.step_program import ArgumentsChanged
@@ -88,6 +90,9 @@ class Replicator:
         self._others: dict[Any, FunctionRecord] = {}
         # Number of functions by code object, to recognize a function that is defined in a loop.
         self._definitions: collections.Counter = collections.Counter()
+        # The straight path for the next call of a function, with weak references that remove the
+        # entry; see `steady_call.key_of` for the keys.
+        self.steady_calls: dict[object, tuple[steady_call.SteadyCall, list[weakref.ref]]] = {}
         self.before_first_call: Callable[..., None] | None = None
         self.one_at_a_time = threading.RLock()
 
@@ -103,17 +108,24 @@ class Replicator:
 
         If `whole`, it is called once for all replicas, in cross-replica context.
         """
+        given_options = options
         options = _DEFAULT_OPTIONS if options is None else options
         # `_place_explicitly`, inlined: one function call less per step.
         with self.one_at_a_time, _NO_GUARD if _transfer_guard() is None else _place_explicitly():
             function = self.function_of(fn, whole)
-            found = self._find(function, fn, args, kwargs, options, is_checked=False)
+            found = None
+            if not function.checks_next_call:
+                found = self._find(function, fn, args, kwargs, options, is_checked=False)
+            function.checks_next_call = False
             if found is not None and not found[0].program.moves_arguments:
                 step, call = found
                 # Each of these exceptions is raised before the program has taken any state away, so
                 # the call can be made again, with checked arguments.
                 try:
-                    return step(call)
+                    result = step(call)
+                    if not whole:
+                        self._make_steady(function, step, call, given_options)
+                    return result
                 except (ArgumentsChanged, LocalState, TraceFailed):
                     pass
                 except RuntimeError as error:
@@ -138,6 +150,7 @@ class Replicator:
         Returns:
             The results; None if the elements are not alike, and nothing was called.
         """
+        given_options = options
         options = _DEFAULT_OPTIONS if options is None else options
         with self.one_at_a_time, _place_explicitly():
             function = self.function_of(fn)
@@ -156,7 +169,9 @@ class Replicator:
                 sequence = step.sequences.get(len(calls))
                 if sequence is None:
                     sequence = step.sequences[len(calls)] = StepSequence(step, len(calls))
-                return sequence(calls, batches)
+                results = sequence(calls, batches)
+                self._make_steady(function, step, first_call, given_options, sequence)
+                return results
 
             first_args = (*args, elements[0])
             return self._act_checked(function, fn, first_args, {}, options, run_in_sequence)
@@ -283,8 +298,9 @@ class Replicator:
 
         Without `is_checked`, it does not look into plain arguments; None if it finds no step.
         """
-        # Every call passes here, so it is one function with few Python calls inside. The levels of
-        # the key are described at the top of this file.
+        # Every call passes here, except steady ones, so it is one function with few Python calls
+        # inside. The levels of the key are described at the top of this file.
+        function.num_searches += 1
         # Level 1.
         is_same = function.captured.is_same
         if is_same is not None and not is_same(fn):
@@ -358,6 +374,42 @@ class Replicator:
         function.recent.touch(step)
         form.latest[step_key] = step
         return step, call
+
+    def _make_steady(
+        self,
+        function: FunctionRecord,
+        step: Step,
+        call: RunCall,
+        options: RunOptions | None,
+        sequence: StepSequence | None = None,
+    ) -> None:
+        """Prepares the straight path for further calls like `call`, which has just run `step`."""
+        if not steady_call.can_be_steady(self.strategy, step, call):
+            return
+        if sequence and not steady_call.can_be_steady_in_sequence(function, call):
+            return
+        fn, table = call.fn, self.steady_calls
+        key = steady_call.key_of(fn, sequence and sequence.num_steps)
+
+        def forget(_: object) -> None:
+            table.pop(key, None)
+
+        owners = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn,)
+        try:
+            references = [weakref.ref(x, forget) for x in owners]
+        except TypeError:
+            return  # it allows no weak reference, so another object could get its id
+        again = steady_call.make(
+            self.strategy,
+            self.one_at_a_time,
+            self.bindings,
+            function,
+            step,
+            call,
+            options,
+            sequence,
+        )
+        table[key] = again, references
 
     def function_of(self, fn: Callable, whole: bool = False) -> FunctionRecord:
         """Returns the record of a function, which is created at the first call."""

@@ -26,11 +26,15 @@ class StepSequence:
     """A program for `num_steps` calls of a step that differ only in the last argument."""
 
     def __init__(self, step: Step, num_steps: int):
-        self._step, self._num_steps = step, num_steps
-        self._jitted: Callable | None = None
+        self._step, self.num_steps = step, num_steps
+        self.jitted: Callable | None = None
         # The plan of the step that `_jitted` was compiled for: another plan needs another program.
         self._plan: StepPlan | None = None
-        self._count_run: Callable[[], None] | None = None
+        self.count_run: Callable[[], None] | None = None
+        # Positions of the inputs that the step replaces, and of those that are the same in all
+        # steps, without those of the last argument.
+        self.of_state: list[int] = []
+        self.of_constants: list[int] = []
 
     def __call__(self, calls: Sequence[RunCall], batches: list[list[jax.Array]]) -> list[Any]:
         """Makes the calls; returns the result of the function in each, merged over the replicas.
@@ -44,11 +48,15 @@ class StepSequence:
         start, compiles = time.perf_counter(), compile_log.backend_compiles().num_programs
         outcomes = step.attempt(first, lambda *inputs: self._dispatch(calls, batches, *inputs))
         if compile_log.backend_compiles().num_programs != compiles:
-            step.record_compile(start, first, steps=f"{self._num_steps} in one program")
+            self.record_compile(start, first)
         return [
             outcome.traced.result(outcome.results, call)
             for outcome, call in zip(outcomes, calls, strict=True)
         ]
+
+    def record_compile(self, start: float, call: RunCall) -> None:
+        """Logs that a call, which began at `start`, has compiled this program."""
+        self._step.record_compile(start, call, steps=f"{self.num_steps} in one program")
 
     def _dispatch(
         self,
@@ -67,24 +75,24 @@ class StepSequence:
         assert plan is not None, "it has fed the inputs"
         values = plan.merge_inputs(donated, kept)
         shared = values[: len(values) - len(batches[0])]
-        of_state = [slot.position for slot in plan.state]
-        of_constants = sorted(set(range(len(shared))) - set(of_state))
+        of_state = self.of_state = [slot.position for slot in plan.state]
+        of_constants = self.of_constants = sorted(set(range(len(shared))) - set(of_state))
         state, constants = [shared[i] for i in of_state], [shared[i] for i in of_constants]
-        if self._jitted is None or self._plan is not plan:
+        if self.jitted is None or self._plan is not plan:
             name = step.signature.function.name
-            program = f"Strategy.run of '{name}', {self._num_steps} times in one program"
-            self._count_run = process_agreement.agree(
+            program = f"Strategy.run of '{name}', {self.num_steps} times in one program"
+            self.count_run = process_agreement.agree(
                 step.mesh, process_agreement.Intention(program)
             )
-            self._jitted = self._compile(of_state, of_constants, state)
+            self.jitted = self._compile(of_state, of_constants, state)
             self._plan = plan
         step.wait_for_slot(values)
         with InterruptHold() if state else NO_HOLD:
             goodput.begin_call()
-            written, outcomes = step.start(self._jitted, calls, state, constants, batches)
-            if self._count_run is not None:
-                self._count_run()
-            step.write_back(written, first.binding, None if written else outcomes[0].any_array())
+            written, outcomes = step.start(self.jitted, calls, state, constants, batches)
+            if self.count_run is not None:
+                self.count_run()
+            step.write_back(written, first.binding, outcomes[0])
         return outcomes
 
     def _compile(
@@ -98,7 +106,7 @@ class StepSequence:
             state: Values of the state in this call. New state keeps their sharding, or the next
                 call would compile again.
         """
-        step, num_steps = self._step, self._num_steps
+        step, num_steps = self._step, self.num_steps
 
         def run_once(carry, constants, batch):
             pairs = zip([*of_state, *of_constants], [*carry, *constants], strict=True)

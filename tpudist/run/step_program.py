@@ -50,7 +50,8 @@ class StepProgram:
     `body`, which finds the trace for the shapes and spreads it over the mesh.
 
     Attributes:
-        call: The call in progress, for the trace that it may start; None between calls.
+        call: The call in progress, for the trace that it may start; None between calls. A steady
+            call leaves the arguments of `RunCall` here, since few calls start a trace.
         plan: Order and donation of the inputs, and the state to write back; None before the first
             call. It is the same object as long as none of that changes.
         jitted: The compiled function of donated and kept inputs; None if it must be created.
@@ -68,10 +69,10 @@ class StepProgram:
         self._strategy, self._mesh = signature.strategy, signature.mesh
         self._storage = self._strategy.storage
         self._is_twin = self._strategy._twin_of is not None
-        self._numbers_in_state = call_arguments.numbers_in_state(
+        self.numbers_in_state = call_arguments.numbers_in_state(
             signature.kinds, signature.structure
         )
-        self.call: RunCall | None = None
+        self.call: RunCall | tuple[Any, ...] | None = None
         self.plan: StepPlan | None = None
         self.jitted: jax.stages.Wrapped | executables.Precompiled | None = None
         self.moves_arguments = False
@@ -115,7 +116,7 @@ class StepProgram:
         has_host_arrays = host_arrays.are_among(arrays)
         if has_host_arrays or self.is_lowering:
             self._place_state(arrays, call)
-        elif self._numbers_in_state:
+        elif self.numbers_in_state:
             self._place_numbers(arrays)
         if has_host_arrays:
             arrays = host_arrays.copy_small_arrays(arrays, call, self._signature.function.name)
@@ -223,7 +224,7 @@ class StepProgram:
 
     def _place_numbers(self, arrays: list[Any]) -> None:
         first = len(self.traces.captured) + self.inputs.num_nnx
-        positions = [first + k for k in self._numbers_in_state]
+        positions = [first + k for k in self.numbers_in_state]
         host_arrays.place_numbers(arrays, positions, self._mesh, abstract=self.is_lowering)
 
     # Creation of the plan and of the `jit`.
@@ -325,6 +326,8 @@ class StepProgram:
 
     def _current_call(self) -> RunCall:
         assert self.call is not None, "traces happen in calls only"
+        if isinstance(self.call, tuple):
+            self.call = RunCall(*self.call, rows=(), is_checked=False)
         return self.call
 
     def _is_for(self, call: RunCall) -> bool:

@@ -11,7 +11,7 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla import descriptions
 
 # jax 0.10.2 ends the process if a deleted array is donated again; 0.12 raises an error.
-_CRASHES = jax.__version_info__ < (0, 12)
+CRASHES = jax.__version_info__ < (0, 12)
 
 
 def require_present(donated: PyTree) -> None:
@@ -20,7 +20,7 @@ def require_present(donated: PyTree) -> None:
     Args:
         donated: Donated inputs of a program. At its first call they may be NumPy arrays.
     """
-    for x in jax.tree.leaves(donated) if _CRASHES else ():
+    for x in jax.tree.leaves(donated) if CRASHES else ():
         if isinstance(x, jax.Array) and x.is_deleted():
             shape = descriptions.describe_array(x)
             raise RuntimeError(f"Array has been deleted with shape={shape}.")

@@ -19,9 +19,7 @@ from jax._src.interpreters import pxla
 from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-from tpudist.xla.settings import Setting
-
-_is_x64 = Setting.ENABLE_X64.make_reader()
+_is_x64 = functools.partial(getattr, config.enable_x64, "value")
 # JAX aborts a process after this time without a heartbeat. tpudist detects lost processes itself
 # (`processes.process_watch`), so the time is practically infinite.
 _FOREVER_S = 10_000_000
@@ -287,6 +285,30 @@ def _type_of_array(
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return None
     return core.update_aval_with_sharding(core.ShapedArray(shape, dtype), sharding)
+
+
+def trace_reader() -> tuple[Callable[[], Any], Any]:
+    """Returns a function without a Python frame that reads the current trace, and the outermost.
+
+    Outside of all traces it returns the outermost one.
+    """
+    return functools.partial(getattr, core.trace_state_strong_ref, "value"), core.eval_trace
+
+
+def mesh_setters() -> tuple[Callable[[Any], Any], ...]:
+    """Returns functions without a Python frame that do what `jax.set_mesh` does in this thread.
+
+    Returns:
+        `swap` and `set` for the abstract mesh, and for the mesh. `swap` returns the value before.
+    """
+    owner: Any = mesh if hasattr(mesh, "device_context") else config  # they moved in jax 0.11
+    abstract, concrete = owner.abstract_mesh_context_manager, owner.device_context
+    return abstract.swap_local, abstract.set_local, concrete.swap_local, concrete.set_local
+
+
+def state_of_setting(name: str) -> Any:
+    """Returns the object that holds a setting, with its value in this thread as `value`."""
+    return config.config_states.get(name)
 
 
 def settings_of_thread() -> list[tuple[Any, Any]]:

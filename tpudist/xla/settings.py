@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from tpudist.xla import internals
+
 # Environment variables that JAX reads without a setting of the same name (jax 0.10 to 0.12).
 _VARIABLES = """
 JAX_COORDINATOR_ADDRESS JAX_COORDINATOR_BIND_ADDRESS JAX_COORDINATOR_PORT JAX_DUMP_IR_MODES
@@ -71,6 +73,9 @@ class Setting(enum.Enum):
 
     def make_reader(self) -> Callable[[], Any]:
         """Returns a fast function that reads the setting, for use at each step."""
+        state = internals.state_of_setting(self.jax_name)
+        if state is not None:
+            return functools.partial(getattr, state, "value")
         return functools.partial(getattr, jax.config, self.jax_name, self.value[1])
 
     def set(self, value: object) -> None:

@@ -45,27 +45,24 @@ class _ContainerNode:
 
 def unpack(
     tree: PyTree, is_leaf: Callable[[Any], bool], is_value: Callable[[Any], bool] = is_traced
-) -> tuple[PyTree, bool]:
-    """Returns `tree` with unknown containers of values as nodes, and whether it has any.
+) -> PyTree:
+    """Returns `tree` with unknown containers of values as nodes.
 
     Args:
         is_leaf: Whether an object stays whole.
         is_value: Whether an object is a value that makes its container a node. By default, traced
             values.
     """
-    has_containers = False
 
     def open_container(x: Any) -> Any:
-        nonlocal has_containers
         if is_leaf(x) or not contains(x, is_value):
             return x
-        has_containers = True
         items = _items(x)
         values = [jax.tree.map(open_container, value, is_leaf=is_leaf) for _, value in items]
         arguments = (x.default_factory,) if isinstance(x, collections.defaultdict) else ()
         return _ContainerNode(type(x), arguments, tuple(key for key, _ in items), values)
 
-    return jax.tree.map(open_container, tree, is_leaf=is_leaf), has_containers
+    return jax.tree.map(open_container, tree, is_leaf=is_leaf)
 
 
 def contains(container: object, is_wanted: Callable[[Any], bool]) -> bool:

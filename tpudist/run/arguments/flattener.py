@@ -57,7 +57,7 @@ class Flattener:
         self._keys: dict[int, tuple] = {}
         # Shortcut for calls whose positional arguments are one element each: by their types, the
         # number of the key.
-        self._one_each: dict[tuple[type, ...], int] = {}
+        self.one_each: dict[tuple[type, ...], int] = {}
 
     def elements(self, args: tuple, kwargs: dict, start: int = 0) -> tuple[list[Any], int]:
         """Returns the elements that are fed for the arguments, in which plain arguments are whole.
@@ -71,7 +71,7 @@ class Flattener:
         types = None
         if not kwargs and not start:
             types = tuple(map(type, args))
-            known = self._one_each.get(types)
+            known = self.one_each.get(types)
             if known is not None:
                 return list(args), known
         plain = self._plain
@@ -91,14 +91,14 @@ class Flattener:
             number = self._number_of_key.setdefault(whole_key, next(self._numbers))
             self._keys[number] = whole_key
         if types is not None and len(elements) == len(args) and all(map(_is, elements, args)):
-            self._one_each[types] = number
+            self.one_each[types] = number
         return elements, number
 
     def leaves(self, args: tuple, kwargs: dict) -> tuple[list[Any], tuple]:
         """Returns all flat arguments and their nesting; learns which arguments are plain."""
         leaves: list[Any] = []
         structure: list[Any] = []
-        self._one_each.clear()  # another argument may be plain from now on
+        self.one_each.clear()  # another argument may be plain from now on
         for i, arg in enumerate((*args, kwargs) if kwargs else args):
             own_leaves, treedef = _flatten(arg)
             for x in own_leaves:

@@ -31,7 +31,7 @@ class RowGroups:
 
         None and an empty tuple if every batch is full. It is on the path of each call.
         """
-        if _are_full(values):
+        if are_full(values):
             return None, ()
         # The number of a group by its key: padded rows, and real rows of each replica.
         group_of: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -48,7 +48,7 @@ class RowGroups:
         return cls(sizes, tuple(members)), rows
 
 
-def _are_full(values: Sequence[PerReplica]) -> bool:
+def are_full(values: Sequence[PerReplica]) -> bool:
     """Whether every batch is full, as in almost all calls; False if a closer look is needed."""
     # Loops without a Python call for each value, because values may be many.
     for x in values:

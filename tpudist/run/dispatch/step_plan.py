@@ -144,6 +144,13 @@ class StepPlan:
             return None
         return arrays
 
+    def structure_for(self, kinds: Kinds) -> Any:
+        """Returns the nesting of the values of a call with arguments of these kinds.
+
+        None if each value is one array; `flatten` has been called for these kinds.
+        """
+        return self._nestings[id(kinds)][1]
+
     def merge_inputs(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """Returns the flat inputs in the order of the values, from donated and kept ones."""
         values: list[Any] = [None] * (len(self.donated) + len(self.kept))

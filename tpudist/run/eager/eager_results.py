@@ -113,7 +113,7 @@ def _flatten(run: ReplicaGroup, outcome: ReplicaResult) -> tuple[list[Any], PyTr
     def is_leaf(x: object) -> bool:
         return id(x) in nodes or isinstance(x, PerReplica | Variable)
 
-    result, _ = unpack(outcome.result, is_leaf, lambda x: isinstance(x, jax.Array))
+    result = unpack(outcome.result, is_leaf, lambda x: isinstance(x, jax.Array))
     leaves, treedef = jax.tree.flatten(result, is_leaf=is_leaf)
 
     def mark(x: object) -> object:

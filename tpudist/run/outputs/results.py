@@ -86,7 +86,6 @@ class CallOutputs:
         nnx: The NNX arrays that were changed: pairs of a leaf of the binding and an array of it.
         structure_change: Description of a change to the structure of an NNX object; empty without.
         local: NNX arrays to which a nested `run` has given one value per replica.
-        has_known_containers: Whether JAX knows all containers in the result.
         incomplete: Whether the function must be traced again, with the Variables that it created.
         computed: Created Variables whose initial values are the last outputs.
         references: The Variables that are references in the trace, in order of their creation.
@@ -101,7 +100,6 @@ class CallOutputs:
     nnx: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     structure_change: str = ""
     local: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    has_known_containers: bool = False
     incomplete: bool = False
     computed: list[Variable] = dataclasses.field(default_factory=list)
     references: list[Variable] = dataclasses.field(default_factory=list)
@@ -114,33 +112,25 @@ class Outcome:
     The trace creates it, and JAX creates it again at each call, because it is a pytree node.
 
     Attributes:
-        results: A list of arrays; or the result of the function if it needs no merging.
+        results: The arrays of the results; at least one if the program writes no state.
     """
 
     __slots__ = ("results", "traced")
 
-    def __init__(self, results: PyTree, traced: "TracedStep"):
+    def __init__(self, results: list[jax.Array], traced: "TracedStep"):
         self.results = results
         self.traced = traced
 
-    def any_array(self) -> jax.Array | None:
-        """Returns one of the arrays, or None if there is none."""
-        node = self.results
-        # Follows first children, because it is on the path of each call and trees may be large.
-        while not isinstance(node, jax.Array):
-            if isinstance(node, dict) and node:
-                node = next(iter(node.values()))
-            elif isinstance(node, list | tuple) and node:
-                node = node[0]
-            else:
-                return next(iter(jax.tree.leaves(self.results)), None)
-        return node
+
+_new_outcome = object.__new__
 
 
 def _unflatten_outcome(reference: "weakref.ref[TracedStep]", children: tuple[PyTree]) -> Outcome:
     traced = reference()
     assert traced is not None, "each call of a step has its trace"
-    return Outcome(children[0], traced)
+    outcome = _new_outcome(Outcome)  # without `__init__`: one function call less per step
+    outcome.results, outcome.traced = children[0], traced
+    return outcome
 
 
 # The auxiliary data is a weak reference: JAX keeps the structures that compiled functions return,
@@ -242,10 +232,7 @@ class TracedStep:
             placement.to_memory_of(new[key], inputs[position]) if key in new else inputs[position]
             for key, position in state
         ]
-        results = place_results(list(outputs[:n]), self.returned)
-        if self._needs_no_merge:
-            results = self.found.treedef.unflatten(results)
-        return written, Outcome(results, self)
+        return written, Outcome(place_results(list(outputs[:n]), self.returned), self)
 
     def inputs_of_program(
         self, captured: Sequence[Variable], values: Sequence[jax.Array]
@@ -267,19 +254,24 @@ class TracedStep:
             return [jnp.zeros((), jnp.bool_)]
         return aggregate_outputs(outputs, self.aggregated)
 
-    def result(self, results: PyTree, call: RunCall) -> PyTree:
-        """Returns the result of the function, merged over replicas, for `Outcome.results`."""
-        if self._needs_no_merge:
-            return results
+    def result(self, results: list[jax.Array], call: RunCall | None) -> PyTree:
+        """Returns the result of the function, merged over replicas, for `Outcome.results`.
+
+        `call` may be None if `needs_call` is false and all batches are full.
+        """
+        if self.are_leaves:
+            return self.found.treedef.unflatten(results)
         merged = []
         nodes = None
+        rows = call.rows if call is not None else ()
         for kind, item in self.found.result:
             if kind is LeafKind.ARRAY:
-                merged.append(self._merge(item, results[item], call.rows))
+                merged.append(self._merge(item, results[item], rows))
             elif kind is LeafKind.ARGUMENT:
+                assert call is not None, "`needs_call` is true"
                 merged.append(call.leaves()[item])
             elif kind is LeafKind.OBJECT:
-                assert call.binding is not None, "it has the object"
+                assert call is not None and call.binding is not None, "it has the object"  # noqa: PT018
                 nodes = nodes or nnx_contents.nodes_of(call.binding.objects())
                 merged.append(nodes[item])
             else:
@@ -296,13 +288,16 @@ class TracedStep:
         self.partial.check(call.rows)
 
     def __post_init__(self):
+        origins = {kind for kind, _ in self.found.result}
+        self.needs_call = bool(origins & {LeafKind.ARGUMENT, LeafKind.OBJECT})
         self._keys = {} if self.found.treedef is None else self._find_keys()
-        self._needs_no_merge = (
-            self.found.has_known_containers
+        # Whether the arrays of the results are the leaves of the result as they are.
+        outputs = [(LeafKind.ARRAY, i) for i in range(self.found.num_results)]
+        self.are_leaves = (
+            self.partial is None
+            and self.found.result == outputs
             and bool(self.stack_outputs)
-            and all(kind is LeafKind.ARRAY for kind, _ in self.found.result)
             and not any(self.stack_outputs[: self.found.num_results])
-            and self.partial is None
         )
 
     def _find_keys(self) -> dict[int, str]:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.xla.settings import Setting
 
-_everywhere = False
+everywhere = False
 _is_jit_disabled = Setting.DISABLE_JIT.make_reader()
 _strategies: contextvars.ContextVar[tuple[StrategyBase, ...]] = contextvars.ContextVar(
     "tpudist.debug", default=()
 )
+debugged = _strategies.get
+"""Returns the strategies whose `debug` is in force here; the reader of a `ContextVar` is fast."""
 
 
 def run_functions_eagerly(run_eagerly: bool) -> None:
@@ -34,8 +36,8 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
             f"run_functions_eagerly({run_eagerly!r}): the argument must be a bool, not "
             f"{type(run_eagerly).__name__}. Pass True to run functions eagerly, or False."
         )
-    global _everywhere
-    _everywhere = run_eagerly
+    global everywhere
+    everywhere = run_eagerly
 
 
 def functions_run_eagerly() -> bool:
@@ -43,7 +45,7 @@ def functions_run_eagerly() -> bool:
 
     Matches `tf.config.functions_run_eagerly`.
     """
-    return _everywhere
+    return everywhere
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def is_eager(strategy: StrategyBase | None = None) -> bool:
 
     `jax.disable_jit()` has the same effect. It is on the path of each call.
     """
-    if _everywhere or _is_jit_disabled():
+    if everywhere or _is_jit_disabled():
         return True
     strategies = _strategies.get()
     return bool(strategies) and (strategy is None or strategy in strategies)

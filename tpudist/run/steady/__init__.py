@@ -1,0 +1,1 @@
+"""The straight path of calls that look like the last one: see `steady_call`."""
