@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from tpudist.lowering import logical_replicas
+from tpudist.lowering import logical_replicas, replica_keys
 from tpudist.lowering.workarounds import (
     branch_layouts,
     callback_layouts,
@@ -156,7 +156,10 @@ def spread(
     # The workarounds belong here and not in `trace`: the proof and the error messages should refer
     # to the operations that the user wrote.
     closed = _lower_around_bugs(program.closed, program.stacked, mesh)
-    return _spread(core.jaxpr_as_fun(closed), program.stacked, mesh, stack_outputs, finish)
+    # Between the devices of one replica, XLA might split an array of keys.
+    folds_at_once = mesh.devices_per_replica == 1 and mesh.block is None
+    run_replica = replica_keys.evaluate(closed) if folds_at_once else core.jaxpr_as_fun(closed)
+    return _spread(run_replica, program.stacked, mesh, stack_outputs, finish)
 
 
 def _spread(
