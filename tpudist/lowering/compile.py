@@ -8,6 +8,7 @@ that jaxpr, so the user's Python runs once per signature. `run` compiles the res
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,54 @@ def _spread(
         # to cast the carries of their loops, and turns gradients into sums over the replicas.
         check_vma=False,
     )
+
+
+def change_outputs(
+    program: ReplicaProgram,
+    mesh: ReplicaMesh,
+    change: Callable[[dict[int, jax.Array], dict[int, jax.Array]], Sequence[jax.Array]],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    name: str,
+) -> ReplicaProgram:
+    """Returns a program in which `change` computes some outputs anew, as its last operations.
+
+    Args:
+        change: Called with the local values of `inputs` and of `outputs`, by their numbers;
+            returns the new outputs, in the order of `outputs`.
+    """
+    # The operations of the program stay as they are: to trace them again would take much longer.
+    first = program.closed.jaxpr
+    atoms = [*(first.invars[i] for i in inputs), *(first.outvars[i] for i in outputs)]
+
+    def run(*values: jax.Array) -> Sequence[jax.Array]:
+        of_inputs = dict(zip(inputs, values, strict=False))
+        return change(of_inputs, dict(zip(outputs, values[len(inputs) :], strict=True)))
+
+    shapes = [
+        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type) for x in atoms
+    ]
+    added = trace(run, mesh, shapes, [False] * len(shapes), name).closed
+    last = added.jaxpr
+    atom_of: dict[Any, Any] = dict(zip(last.invars, atoms, strict=True))
+
+    def map_atom(atom: Any) -> Any:
+        return atom if jaxprs.is_literal(atom) else atom_of.get(atom, atom)
+
+    outvars = list(first.outvars)
+    for i, atom in zip(outputs, last.outvars, strict=True):
+        outvars[i] = map_atom(atom)
+    jaxpr = first.replace(
+        constvars=[*first.constvars, *last.constvars],
+        eqns=[
+            *first.eqns,
+            *(eqn.replace(invars=list(map(map_atom, eqn.invars))) for eqn in last.eqns),
+        ],
+        outvars=outvars,
+        effects=first.effects | last.effects,
+    )
+    closed = jaxprs.ClosedJaxpr(jaxpr, [*program.closed.consts, *added.consts])
+    return dataclasses.replace(program, closed=closed)
 
 
 def evaluate(closed: jaxprs.ClosedJaxpr, values: Sequence[ArrayLike]) -> list[jax.Array]:

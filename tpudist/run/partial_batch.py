@@ -186,21 +186,26 @@ class PartialBatch:
         if not state and not averages:
             return program
 
-        def keep(*local: jax.Array) -> list[jax.Array]:
-            outputs = list(compile.evaluate(program.closed, local))
-            rows = jnp.stack(local[-self._num_groups :])
+        first = len(self._shapes) - self._num_groups
+        counts = range(first, len(self._shapes))
+
+        def keep(inputs: dict[int, jax.Array], outputs: dict[int, jax.Array]) -> list[jax.Array]:
+            rows = jnp.stack([inputs[i] for i in counts])
             for i, source in state.items():
-                outputs[i] = jnp.where(rows.min() == 0, local[source], outputs[i])
+                outputs[i] = jnp.where(rows.min() == 0, inputs[source], outputs[i])
             for average in averages:
-                old = {i: share_of_replica(local[source]) for i, source in average.items()}
+                old = {i: share_of_replica(inputs[source]) for i, source in average.items()}
                 is_lost = [~jnp.isfinite(outputs[i]) & jnp.isfinite(old[i]) for i in average]
                 is_lost = (rows.max() == 0) & jnp.stack(is_lost).any()
                 for i in average:
                     outputs[i] = jnp.where(is_lost, old[i], outputs[i])
-            return outputs
+            return [outputs[i] for i in changed]
 
+        pairs = [*state.items(), *(pair for average in averages for pair in average.items())]
+        changed = list(dict.fromkeys(i for i, _ in pairs))
+        inputs = list(dict.fromkeys([*(source for _, source in pairs), *counts]))
         name = self._body.call.name
-        return compile.trace(keep, self._mesh, self._shapes, self._stacked, name)
+        return compile.change_outputs(program, self._mesh, keep, inputs, changed, name)
 
     def _find_broken_claims(self) -> frozenset[int]:
         return frozenset((*self._program.requirements.broken_claims, *self.proof.broken_claims))
