@@ -120,7 +120,7 @@ def ten_arguments(strategy: tpudist.Strategy) -> Case:
         "10 arguments",
         lambda: strategy.run(step, args=args),
         lambda: by_hand(*args_by_hand),
-        lambda figure: at_most_more(figure, 20),
+        lambda figure: at_most_more(figure, 15),
     )
 
 
@@ -219,7 +219,7 @@ def nnx_objects(strategy: tpudist.Strategy) -> Case:
         f"NNX model and optimizer, {len(arrays)} Variables",
         call_ours,
         _Loop(jitted, copied),
-        lambda figure: at_most_times(figure, 1.15),
+        lambda figure: at_most_times(figure, 1.08),
         {"nnx.jit": call_nnx_jit},
     )
 
@@ -245,7 +245,7 @@ def captured_variables(strategy: tpudist.Strategy) -> Case:
         "300 captured Variables",
         call,
         _Loop(jitted, [_whole(strategy, i) for i in range(300)]),
-        lambda figure: at_most_more(figure, 150),
+        lambda figure: at_most_more(figure, 40),
     )
 
 
@@ -289,7 +289,7 @@ def many_steps(strategy: tpudist.Strategy) -> Case:
         f"{num_steps} steps at once",
         call,
         by_hand,
-        lambda figure: at_most_more(figure, 20 * num_steps),
+        lambda figure: at_most_more(figure, 120),
         {f"{num_steps} calls of run": call_one_by_one},
     )
 

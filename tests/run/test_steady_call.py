@@ -124,7 +124,7 @@ def test_steady_calls_compute_what_the_first_calls_compute(strategy, outcomes):
     assert int(counter.numpy()) == 6
     assert outcomes["steady"] == 4
 
-    # The same steps, each of which is checked.
+    # The same steps without steady calls.
     steady, kernel = results, model.kernel.get_value()
     with strategy.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -225,6 +225,22 @@ def test_settings_and_contexts_are_noticed(strategy):
     with tpudist.OneDeviceStrategy("cpu:0").scope(), pytest.raises(RuntimeError, match="Mixing"):
         strategy.run(step, args=(x,))
     assert np.isinf(strategy.run(step, args=(zero,)))
+
+
+def test_a_strategy_with_a_context_of_its_own_enters_it_in_each_call():
+    class Strategy(tpudist.MirroredStrategy):
+        entered = 0
+
+        def around_run(self):
+            Strategy.entered += 1
+            return super().around_run()
+
+    strategy = Strategy()
+    x = per_replica(strategy)
+    before = Strategy.entered
+    for _ in range(5):
+        strategy.run(total, args=(x,))
+    assert Strategy.entered == before + 5
 
 
 def test_arrays_that_a_user_has_read_or_shares_stay_readable(strategy):

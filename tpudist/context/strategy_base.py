@@ -88,6 +88,11 @@ class StrategyBase(abc.ABC):
     # Properties of some strategies.
 
     @property
+    def _overrides_around_run(self) -> bool:
+        """Whether a subclass has replaced `around_run`, the context of calls outside the scope."""
+        return False
+
+    @property
     def cluster_resolver(self) -> "ClusterResolver | None":
         """The cluster resolver, for strategies of several workers; else None."""
         return None

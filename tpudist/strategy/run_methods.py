@@ -36,6 +36,10 @@ class RunMethods(StrategyBase):
         """
         return jax.set_mesh(self.mesh)
 
+    @property
+    def _overrides_around_run(self) -> bool:
+        return type(self).around_run is not RunMethods.around_run
+
     def run(
         self,
         fn: Callable[..., PyTree],

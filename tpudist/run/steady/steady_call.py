@@ -69,7 +69,7 @@ def key_of(fn: Callable[..., Any], num_steps: int | None = None) -> object:
 
 
 def can_be_steady(strategy: StrategyBase, step: Step, call: RunCall) -> bool:
-    """Whether calls like `call`, an unchecked one that has just run `step`, may be steady."""
+    """Whether calls like `call`, which was not checked and has just run `step`, may be steady."""
     program = step.program
     values = jax.tree.leaves(program.values(call))
     return (
@@ -82,6 +82,7 @@ def can_be_steady(strategy: StrategyBase, step: Step, call: RunCall) -> bool:
         and not call.kinds.states
         and strategy.storage is None
         and strategy._twin_of is None
+        and not strategy._overrides_around_run
         and not host_arrays.are_among(values)
     )
 
@@ -116,7 +117,7 @@ def make(
         step: The step that was run.
         call: The call.
         options: Options of the call, as `run` got them.
-        sequence: The program of several calls, of which `call` was the first; None for one call.
+        sequence: The program of several calls, which began with `call`; None for one call.
     """
     program, traces = step.program, step.traces
     plan, jitted, serial = program.plan, program.jitted, function.num_searches
