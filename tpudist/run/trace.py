@@ -28,7 +28,7 @@ from tpudist.run.replica_body import ReplicaBody
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.state.variable import Variable
 from tpudist.xla import trace_caches
-from tpudist.xla.compiler import phases
+from tpudist.xla.compiler import garbage, phases
 from tpudist.xla.compiler.phases import Phase
 
 
@@ -69,6 +69,7 @@ class _TraceInputs:
 # The order in this function matters. Requests for other inputs come first, because the function is
 # traced again then. Then checks raise for programs that cannot work. Then the proof places the
 # outputs, and only then come warnings, which need the placement, and cost a second trace.
+@garbage.collect_rarely()
 @phases.measure(Phase.PROOFS)
 def trace_step(
     call: ReplicaCall, call_inputs: Sequence[Any], find_names: Callable[[], list[str]]

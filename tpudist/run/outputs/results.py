@@ -24,7 +24,7 @@ from tpudist.state.variable import Variable
 from tpudist.values import drift, loss_shares
 from tpudist.values.per_replica import PerReplica, record_key
 from tpudist.xla import collectives
-from tpudist.xla.compiler import phases
+from tpudist.xla.compiler import garbage, phases
 from tpudist.xla.compiler.phases import Phase
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -197,6 +197,7 @@ class TracedStep:
         """The NNX leaves that the function changes."""
         return {leaf for leaf, _ in self.found.nnx}
 
+    @garbage.collect_rarely()
     @phases.measure(Phase.LOWERING)
     def emit(
         self,
