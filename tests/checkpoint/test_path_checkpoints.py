@@ -1,8 +1,10 @@
 """`Checkpoint.save`, `restore`, `write`, `read` and `latest_checkpoint` act as in `tf.train`."""
 
+import json
 import os
 import shutil
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +247,17 @@ def test_a_damaged_state_file_does_not_hide_the_checkpoints(tmp_path, text, mess
         latest_checkpoint(tmp_path)
     (tmp_path / "checkpoint").unlink()
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("time", [None, "noon", []])
+def test_a_checkpoint_whose_time_is_damaged_is_not_the_latest(tmp_path, time):
+    checkpoint = Checkpoint(x=1)
+    for _ in range(2):
+        path = checkpoint.save(tmp_path / "x")
+    (tmp_path / "checkpoint").unlink()
+    metadata = Path(path) / "tpudist" / "metadata"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"time": time}))
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "x-1")
 
 
 def test_names_of_methods_are_reserved():

@@ -193,6 +193,7 @@ ENTRIES = {
     "OneDeviceStrategy": tpudist.OneDeviceStrategy,
     "RunOptions(donate)": lambda x: tpudist.RunOptions(donate_argnums=x),
     "RunOptions(static)": lambda x: tpudist.RunOptions(static_argnums=x),
+    "RunOptions(aggregation)": lambda x: tpudist.RunOptions(aggregation=x),
     "RunOptions(xla)": lambda x: tpudist.RunOptions(experimental_xla_options=x),
     "InputOptions(buffer)": lambda x: tpudist.InputOptions(
         True, experimental_per_replica_buffer_size=x

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -383,9 +384,11 @@ def test_integers_are_not_averaged():
         strategy.run(step, args=({"n": jnp.int32(0)},))
 
 
-def test_an_unknown_aggregation_rule_raises():
-    with pytest.raises(ValueError, match="none, sum, mean, max, min, only_first_replica"):
-        tpudist.RunOptions(aggregation={"batch_stats": "median"})
+@pytest.mark.parametrize("rules", [{"batch_stats": "median"}, {1: "mean", "a": "sum"}, 5, [1]])
+def test_an_unknown_aggregation_rule_raises(rules):
+    message = re.escape(f"aggregation={rules}): ") + ".*none, sum, mean, max, min, only_first_repl"
+    with pytest.raises(ValueError, match=message):
+        tpudist.RunOptions(aggregation=rules)
 
 
 def test_a_dynamic_scale_is_equal_on_all_replicas():

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -751,6 +752,13 @@ def test_compiler_options_reach_the_compiler(mirrored):
         jax.errors.JaxRuntimeError, match="No such compile option: 'no_such_option'"
     ):
         mirrored.run(lambda x: x + 1, (jnp.ones(2),), options=bad)
+
+
+@pytest.mark.parametrize("options", [5, ["a"], {1: 0, "a": 0}])
+def test_compiler_options_without_names_raise(options):
+    message = re.escape(f"RunOptions(experimental_xla_options={options}): ") + ".* must map"
+    with pytest.raises(TypeError, match=message):
+        RunOptions(experimental_xla_options=options)
 
 
 @pytest.mark.parametrize("options", ["fast", {}, 0, tpudist.InputOptions()])

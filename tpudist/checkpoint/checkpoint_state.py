@@ -1,4 +1,4 @@
-"""The file `checkpoint` of a directory, which records the checkpoint that was saved last there."""
+"""Finds the checkpoint that was saved last in a directory; the file `checkpoint` records it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tpudist.checkpoint.format import is_ours, read_contents
 from tpudist.checkpoint.path_checkpoints import is_complete
 
 COUNTER = "save_counter"
-"""Note of a checkpoint that `Checkpoint.save` numbered."""
+"""Name of the note with the number that `Checkpoint.save` gave to a checkpoint."""
 _STATE = "checkpoint"
 _PATTERN = re.compile(r'^model_checkpoint_path: (".*")$', re.MULTILINE)
 
@@ -42,6 +42,8 @@ def latest_checkpoint(
     """
     folder = Directory(checkpoint_dir)
     state = folder.path / (latest_filename or _STATE)
+    # The checkpoint that the file names, otherwise the newest of `save`. A newer step of a manager
+    # takes precedence over both.
     name, problem = None, ""
     if state.is_file():
         name = _read(state)
@@ -102,6 +104,6 @@ def _list_saved(folder: epath.Path) -> Iterator[tuple[float, str]]:
             try:
                 contents = read_contents(path)
                 if COUNTER in contents["notes"]:
-                    yield contents["time"], path.name
+                    yield float(contents["time"]), path.name
             except (OSError, ValueError, KeyError, TypeError):  # damaged
                 continue

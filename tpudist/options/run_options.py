@@ -39,13 +39,13 @@ class RunOptions:
             `"max"`, `"min"`, or `"none"`, which keeps one value for each replica. The rules apply
             to state that the function takes as an argument and returns, such as Linen's
             collections, and to state that it returns under the name of a collection
-            (`{"batch_stats": ...}`). An NNX Variable uses the name of its type
+            (`{"batch_stats": ...}`). For an NNX Variable, use the name of its type
             (`{"MetricState": "max"}`). The default rule is `{"batch_stats": "mean"}`. State without
-            a rule becomes a `PerReplica`. But if `params` or `opt_state` are returned next to an
-            integer, such as the number of the step, they are a state, and raise an error if they
-            differ. Without an integer they may be gradients, which are nested alike. The value
-            `"none"` without a dict keeps one value for each replica of all such state, and of all
-            NNX Variables that differ: these then hold a `PerReplica`. Stored as pairs.
+            a rule becomes a `PerReplica`, with one exception: `params` and `opt_state` next to an
+            integer, such as a step counter, raise an error if they differ. Without an integer
+            they may be gradients, which have the same nesting. Pass `"none"` instead of a dict to
+            keep one value for each replica of all such state, and of all NNX Variables that
+            differ: these then contain a `PerReplica`. Stored as pairs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -62,7 +62,7 @@ class RunOptions:
         for name in ("donate_argnums", "static_argnums"):
             object.__setattr__(self, name, _check_positions(name, vars(self)[name]))
         if self.experimental_xla_options is not None:
-            pairs = tuple(sorted(dict(self.experimental_xla_options).items()))
+            pairs = _check_xla_options(self.experimental_xla_options)
             object.__setattr__(self, "experimental_xla_options", pairs)
         if not self.experimental_enable_dynamic_batch_size:
             warn_if_given(
@@ -85,21 +85,40 @@ _Rules = _Rule | Mapping[str, _Rule] | Iterable[tuple[str, _Rule]] | None
 
 def _check_aggregation(rules: _Rules) -> tuple[tuple[str, str], ...]:
     """Returns pairs of the name of a collection and the name of its aggregation."""
-    if isinstance(rules, str | enum.Enum):
-        rules = {ALL_COLLECTIONS: rules}
+    is_one_rule = isinstance(rules, str | enum.Enum)
+    try:
+        by_collection = {ALL_COLLECTIONS: rules} if is_one_rule else dict(rules or ())
+    except (TypeError, ValueError):  # neither a dict nor pairs
+        raise _aggregation_error(rules) from None
     checked = []
-    for collection, rule in sorted(dict(rules or ()).items()):
+    for collection, rule in by_collection.items():
         # A `VariableAggregation`, which this layer cannot import, or the name of one.
         name = (rule.name if isinstance(rule, enum.Enum) else str(rule)).lower()
         known = ("none",) if collection == ALL_COLLECTIONS else _AGGREGATIONS
         if name not in known or not isinstance(collection, str):
-            raise ValueError(
-                f"RunOptions(aggregation={shorten(rules)}): aggregation must map the names of "
-                f"collections to a tpudist.VariableAggregation or its name "
-                f"({', '.join(_AGGREGATIONS)}). For example: {{'batch_stats': 'mean'}}."
-            )
+            raise _aggregation_error(rules)
         checked.append((collection, name))
-    return tuple(checked)
+    return tuple(sorted(checked))
+
+
+def _aggregation_error(rules: object) -> ValueError:
+    return ValueError(
+        f"RunOptions(aggregation={shorten(rules)}): aggregation must map the names of collections "
+        f"to a tpudist.VariableAggregation or its name ({', '.join(_AGGREGATIONS)}). For example: "
+        f"{{'batch_stats': 'mean'}}. 'none' may also be passed without a name."
+    )
+
+
+def _check_xla_options(options: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns pairs of the name of a compiler option and its value."""
+    try:
+        return tuple(sorted(dict(options).items(), key=lambda pair: pair[0]))
+    except (TypeError, ValueError):  # neither a dict nor pairs, or names that cannot be sorted
+        raise TypeError(
+            f"RunOptions(experimental_xla_options={shorten(options)}): experimental_xla_options "
+            f"must map the names of compiler options to values. For example: "
+            f"{{'xla_cpu_enable_fast_math': False}}."
+        ) from None
 
 
 def _check_positions(name: str, value: object) -> tuple[int, ...]:
