@@ -2,7 +2,7 @@
 
 Two workers and one server train the same task in each system, on this machine. Systems take turns,
 a number of steps each time, and a figure is the median over the turns. The CPU time includes all
-processes of a system, also Ray's own: on a machine that others use it is the steadier one.
+processes of a system, also Ray's own. Other programs on the machine change it less than the rate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import process_times
 from benchmarks.figures import Figure, at_least_times, at_most, at_most_times
@@ -30,9 +31,8 @@ SUBJECTS = {
 }
 BY_HAND, TENSORFLOW = "Ray by hand", "TensorFlow"
 RAY_CPU_MS = 15.9
-"""Figures of a hand-written loop on Ray, measured before the engine existed."""
-START_S = 300.0
-# Of XLA's own threads, which would take turns on the few cores that there are.
+"""CPU milliseconds per MLP step of a hand-written loop on Ray, from before the engine existed."""
+# XLA computes on one thread: the threads of all processes would compete for few cores.
 _FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 
 
@@ -40,17 +40,18 @@ class System:
     """A program that runs steps on request, and all processes that it has started."""
 
     def __init__(self, name: str, command: Sequence[str]):
-        """Starts it."""
+        """Starts the program and waits until it is ready."""
         self.name, self._mark = name, uuid.uuid4().hex
         scripts = Path(__file__).parent.parent
         paths = [str(scripts), str(scripts.parent), os.environ.get("PYTHONPATH", "")]
-        more = {process_times.MARK: self._mark, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        variables = {process_times.MARK: self._mark}
         if name == TENSORFLOW:
-            more.pop("PYTHONPATH")
-            more |= {"TF_NUM_INTRAOP_THREADS": "1"}
+            variables["TF_NUM_INTRAOP_THREADS"] = "1"
+        else:
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
             command,
-            env=os.environ | _FLAGS | more,
+            env=os.environ | _FLAGS | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,7 +59,7 @@ class System:
         self._answer()
 
     def run(self, num_steps: int) -> tuple[float, float]:
-        """Steps per second, and CPU milliseconds of a step."""
+        """Returns the steps per second, and the CPU milliseconds of a step."""
         before_s = process_times.cpu_s(self._mark)
         assert self._process.stdin is not None
         print(num_steps, file=self._process.stdin, flush=True)
@@ -66,15 +67,16 @@ class System:
         cpu_s = process_times.cpu_s(self._mark) - before_s
         return num_steps / seconds, 1e3 * cpu_s / num_steps
 
-    def _answer(self):
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):  # else it is somebody's remark
+            # A library may print other lines, which are not JSON.
+            with contextlib.suppress(json.JSONDecodeError):
                 return json.loads(line)
         raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}; see above.")
 
     def close(self) -> None:
-        """Ends all of its processes."""
+        """Ends all processes of the system."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -86,7 +88,7 @@ class System:
 
 
 def figures(tensorflow_python: Path | None) -> Iterator[Figure]:
-    """The figures of both tasks."""
+    """Yields the figures of both tasks."""
     if tensorflow_python is None:
         print("TensorFlow is left out of the suite servers: see --tensorflow-python.")
     for task in STEPS:
@@ -104,10 +106,12 @@ def _of_task(task: str, tensorflow_python: Path | None) -> Iterator[Figure]:
         program = str(folder / "server_steps_on_tensorflow.py")
         commands[TENSORFLOW] = [str(tensorflow_python), program, task]
     with contextlib.ExitStack() as stack:
-        systems = [System(name, command) for name, command in commands.items()]
-        for system in systems:
-            stack.callback(system.close)
-        turns = [{x.name: x.run(STEPS[task]) for x in systems} for _ in range(NUM_TURNS + 1)][1:]
+        systems = []
+        for name, command in commands.items():
+            systems.append(system := System(name, command))
+            stack.callback(system.close)  # also if the next system does not start
+        turns = [{x.name: x.run(STEPS[task]) for x in systems} for _ in range(NUM_TURNS + 1)]
+        turns = turns[1:]  # the first one includes compilation
     rates = {name: [turn[name][0] for turn in turns] for name in commands}
     cpu_ms = {name: [turn[name][1] for turn in turns] for name in commands}
 

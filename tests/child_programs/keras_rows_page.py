@@ -3,7 +3,7 @@
     cd tests/child_programs
     KERAS_BACKEND=jax PYTHONPATH=../..:..:../shared python keras_rows_page.py
 
-It trains each of them with each strategy, which takes some minutes. The tests train a share.
+It trains each of them with each strategy, which takes some minutes. The tests train some of them.
 """
 
 import tempfile
@@ -18,21 +18,28 @@ from places import ROOT
 PAGE = ROOT / "docs" / "keras_rows.md"
 START = "<!-- Written by tests/child_programs/keras_rows_page.py. -->\n"
 FOLD, END = "<details markdown>", "\n<!-- End of the written part. -->\n"
-Cell = tuple[str, str]
+Cell = tuple[str, str]  # the callback or feature, and the strategy
 
 
-def table(found: Mapping[Cell, str]) -> str:
-    """Returns the count, the exceptions, and the folded table with all cells."""
+def table(results: Mapping[Cell, str]) -> str:
+    """Returns the count, the exceptions, and the folded table with all cells.
+
+    A result is "equal", or a kind of difference with details after a colon.
+    """
     from keras_cases import CALLBACKS, FEATURES, STRATEGIES
 
-    equal = list(found.values()).count("equal")
+    num_equal = list(results.values()).count("equal")
     lines = [
-        f"\n**{equal} of {len(found)} combinations match one device**: {len(CALLBACKS)} callbacks "
-        f"and {len(FEATURES)} other features, each with {len(STRATEGIES)} strategies.",
+        f"\n**{num_equal} of {len(results)} combinations match one device**: {len(CALLBACKS)} "
+        f"callbacks and {len(FEATURES)} other features, each with {len(STRATEGIES)} strategies.",
     ]
-    if equal < len(found):
+    if num_equal < len(results):
         lines += ["", "| exception | strategy | result |", "|---|---|---|"]
-    lines += [f"| {name} | {where} | {x} |" for (name, where), x in found.items() if x != "equal"]
+    lines += [
+        f"| {name} | {strategy} | {result} |"
+        for (name, strategy), result in results.items()
+        if result != "equal"
+    ]
     lines += ["", FOLD, "<summary>All combinations</summary>"]
     for title, cases in (("callback", CALLBACKS), ("feature", FEATURES)):
         lines += [
@@ -41,15 +48,15 @@ def table(found: Mapping[Cell, str]) -> str:
             "|---" * (len(STRATEGIES) + 1) + "|",
         ]
         for name in cases:
-            kinds = [found[name, strategy].partition(":")[0] for strategy in STRATEGIES]
+            kinds = [results[name, strategy].partition(":")[0] for strategy in STRATEGIES]
             lines.append(f"| {name} | {' | '.join(kinds)} |")
     return "\n".join([*lines, "", "</details>"]) + "\n"
 
 
-def with_table(page: str, found: Mapping[Cell, str]) -> str:
+def with_table(page: str, results: Mapping[Cell, str]) -> str:
     """Returns the page with new results."""
     before, _, after = page.partition(START)
-    return before + START + table(found) + after[after.index(END) :]
+    return before + START + table(results) + after[after.index(END) :]
 
 
 def read_table(page: str) -> dict[Cell, str]:
@@ -57,12 +64,12 @@ def read_table(page: str) -> dict[Cell, str]:
     folded = page.partition(FOLD)[2].partition(END)[0]
     lines = [x for x in folded.splitlines() if x.startswith("| ")]
     rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines]
-    titles = rows[0][1:]
+    strategies = rows[0][1:]  # the same in both tables
     return {
         (row[0], strategy): kind
         for row in rows
         if row[0] not in ("callback", "feature")
-        for strategy, kind in zip(titles, row[1:], strict=True)
+        for strategy, kind in zip(strategies, row[1:], strict=True)
     }
 
 
@@ -77,8 +84,8 @@ if __name__ == "__main__":
     strategies = {name: make() for name, make in STRATEGIES.items()}
     cells: dict[Cell, str] = {}
     for name, case in {**CALLBACKS, **FEATURES}.items():
-        wanted = run(case)
-        for where, strategy in strategies.items():
-            cells[name, where] = compare(name, strategy, wanted)
-            print(name, "|", where, "|", cells[name, where], flush=True)
+        on_one_device = run(case)
+        for title, strategy in strategies.items():
+            cells[name, title] = compare(name, strategy, on_one_device)
+            print(name, "|", title, "|", cells[name, title], flush=True)
     PAGE.write_text(with_table(PAGE.read_text(), cells))

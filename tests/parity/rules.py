@@ -1,4 +1,4 @@
-"""The rules that the cases check: a program each, the strategies it runs on, where we differ."""
+"""Rules of tf.distribute: each has a program, its strategies, and our deliberate differences."""
 
 import dataclasses
 import importlib
@@ -16,12 +16,13 @@ MULTI_WORKER = "multi worker"
 TPU = "tpu"
 SERVERS = "parameter servers"
 PARTS = "parameter servers with a partitioner"
-NUM_TASKS = 2  # as many workers, and as many servers
-NUM_PARTS = 5  # into which the partitioner cuts variables
+NUM_TASKS = 2  # number of workers, and number of servers
+NUM_PARTS = 5  # number of parts into which the partitioner splits a variable
 
 NUM_REPLICAS = {MIRRORED: 2, MIRRORED_8: 8, ONE_DEVICE: 1, DEFAULT: 1, CENTRAL: 2, TPU: 2}
 NUM_REPLICAS |= {MULTI_WORKER: 8, SERVERS: 1, PARTS: 1}
-# TensorFlow has no TPUStrategy without a TPU. Ours is held to what its MirroredStrategy gives.
+# TensorFlow's TPUStrategy needs a TPU. Ours must match the results of TensorFlow's
+# MirroredStrategy.
 RECORDED_ON = {TPU: MIRRORED}
 MANY = (MIRRORED, TPU, CENTRAL)
 SINGLE = (ONE_DEVICE, DEFAULT)
@@ -51,7 +52,7 @@ class Rule:
     """A rule of tf.distribute and the program that checks it.
 
     Attributes:
-        section: The file that it is in.
+        section: Name of the module in `cases/` that contains it.
         name: The rule, as a sentence.
         program: Called with an API and a strategy; returns the values to compare.
         strategies: Strategies on which it runs.
@@ -71,14 +72,16 @@ _rules: dict[str, Rule] = {}
 def rule(
     *on: str, differs: Difference | None = None, gives: Any = None, differs_on: Any = None
 ) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
-    """Makes a rule of a program, whose name is the rule.
+    """Returns a decorator that registers a program as a rule; its name is the rule's sentence.
 
     Args:
-        on: The strategies; by default `MIRRORED`.
-        differs: Reason why tpudist differs from TensorFlow.
-        gives: Result of tpudist on every strategy, or a function of the number of replicas.
-        differs_on: Strategies on which it differs (default: all).
+        on: Strategies of the program (default: `MIRRORED`).
+        differs: Difference between tpudist and TensorFlow; None if the results must match.
+        gives: Result of tpudist where it differs. If it depends on the number of replicas, a
+            function of that number.
+        differs_on: Strategies on which tpudist differs (default: all of `on`).
     """
+    assert differs is not None or (gives is None and differs_on is None), "no difference is given"
     strategies = on or (MIRRORED,)
 
     def register(program):
@@ -86,8 +89,9 @@ def rule(
         assert name not in _rules, f"two rules are named '{name}'"
         differing = {}
         if differs is not None:
-            for s in differs_on or strategies:
-                differing[s] = differs, gives(NUM_REPLICAS[s]) if callable(gives) else gives
+            for strategy in differs_on or strategies:
+                result = gives(NUM_REPLICAS[strategy]) if callable(gives) else gives
+                differing[strategy] = differs, result
         section = program.__module__.rpartition(".")[2]
         _rules[name] = Rule(section, name, program, strategies, differing)
         return program
@@ -96,7 +100,7 @@ def rule(
 
 
 def all_rules() -> list[Rule]:
-    """Returns the rules of all files in `cases/`, in source order."""
+    """Returns the rules of all modules in `cases/`, by module and then in source order."""
     package = importlib.import_module(f"{__package__}.cases")
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
         importlib.import_module(f"{package.__name__}.{module}")

@@ -1,4 +1,4 @@
-"""Operations that other libraries define are followed as the functions of JAX that compute them."""
+"""tpudist replaces the primitives of other libraries by the functions of JAX that compute them."""
 
 import equinox.internal as eqxi
 import jax
@@ -28,8 +28,8 @@ def shape_of_scalar(x):
 KEYS = jax.random.PRNGKey(1), jax.random.key(2)
 centred = make_operation("centred", lambda x: x - x.mean(0), lambda x: x)
 spread = make_operation("spread", lambda x: jnp.abs(centred.bind(x)).max(), shape_of_scalar)
-asked = make_operation(
-    "asked",
+calls_back = make_operation(
+    "calls_back",
     lambda x: jax.pure_callback(
         lambda x: np.asarray(x).max(), jax.ShapeDtypeStruct((), jnp.float32), x
     ),
@@ -40,19 +40,18 @@ noisy = make_operation(
     lambda x: x + jax.random.normal(KEYS[0], x.shape[-1:]) * jax.random.uniform(KEYS[1]),
     lambda x: x,
 )
-refused = make_operation("refused", lambda x: x * float(x[0]), lambda x: x)
+untraceable = make_operation("untraceable", lambda x: x * float(x[0]), lambda x: x)
 
 
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}], ids=str)
 def test_an_operation_of_a_library_is_exact_on_partial_batches(axes):
-    strategy = tpudist.TPUStrategy(
-        replica_axes=axes, devices=jax.devices()[: 2 * (2 if axes else 1)]
-    )
+    num_devices = 4 if axes else 2  # of two replicas
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[:num_devices])
     rows = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     [batch] = strategy.experimental_distribute_dataset([rows])
 
     def step(x):
-        return spread.bind(x), eqxi.unvmap_any(x > 2)
+        return spread.bind(x), eqxi.unvmap_any(x > 2)  # the second one must only not raise
 
     largest, _ = strategy.run(step, args=(batch,))
     wanted = [np.abs(x - x.mean(0)).max() for x in (rows[:3], rows[3:])]
@@ -62,7 +61,7 @@ def test_an_operation_of_a_library_is_exact_on_partial_batches(axes):
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize("loops", [False, True])
 def test_an_operation_may_draw_random_numbers_with_captured_keys(loops, rows):
-    """Once, new-style keys raised on full batches, and old-style keys on partial batches."""
+    """New-style keys used to raise on full batches, and old-style keys on partial batches."""
 
     def step(x):
         if loops:
@@ -77,7 +76,7 @@ def test_an_operation_may_draw_random_numbers_with_captured_keys(loops, rows):
 
 def test_an_operation_that_calls_back_runs_in_a_replica_of_two_devices():
     strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 2}, devices=jax.devices()[:4])
-    found = strategy.run(asked.bind, args=(jnp.arange(3.0),))
+    found = strategy.run(calls_back.bind, args=(jnp.arange(3.0),))
     assert [float(x) for x in strategy.experimental_local_results(found)] == [2, 2]
 
 
@@ -87,9 +86,9 @@ def test_results_of_an_operation_are_proven_equal():
 
 
 def test_an_operation_whose_function_cannot_be_traced_is_kept():
-    closed = jax.make_jaxpr(lambda x: refused.bind(centred.bind(x)))(jnp.ones(3))
+    closed = jax.make_jaxpr(lambda x: untraceable.bind(centred.bind(x)))(jnp.ones(3))
     names = [eqn.primitive.name for eqn in library_operations.expand(closed).eqns]
-    assert "refused" in names
+    assert "untraceable" in names
     assert "centred" not in names
     plain = jax.make_jaxpr(jnp.sin)(1.0)
     assert library_operations.expand(plain) is plain

@@ -21,9 +21,10 @@ class Loop:
         self.strategy = strategy
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            begin = [keras.Input((6,))] if is_built else []
-            begin += [keras.layers.Dense(8, "gelu"), *(make() for make in layers)]
-            self.model = keras.Sequential([*begin, keras.layers.Dense(1)])
+            # Without an `Input`, the first step creates the weights.
+            stack = [keras.Input((6,))] if is_built else []
+            stack += [keras.layers.Dense(8, "gelu"), *(make() for make in layers)]
+            self.model = keras.Sequential([*stack, keras.layers.Dense(1)])
             self.optimizer = keras.optimizers.Adam(1e-2) if optimizer is None else optimizer()
             self.metrics = [make() for make in metrics]
         self.compute_losses = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
@@ -45,17 +46,23 @@ class Loop:
         return self.strategy.reduce("sum", self.strategy.run(self.step, args=batch), axis=None)
 
     def train(self, batch_size, num_epochs=1, around=lambda f: f):
-        """The losses of all steps, and the metrics of each epoch, which are then reset."""
+        """Returns one list: for each epoch, the losses of its steps and then its metrics.
+
+        Args:
+            batch_size: Rows of a global batch; the last batch has fewer if it does not divide 187.
+            num_epochs: Number of epochs. Metrics are reset after each.
+            around: Wraps `run`, such as in a `tpudist.function`.
+        """
         batches = tpudist.NumpyDataset((X, Y)).batch(batch_size)
         dataset = self.strategy.experimental_distribute_dataset(batches)
-        run, found = around(self.run), []
+        run, results = around(self.run), []
         for _ in range(num_epochs):
             with self.strategy.scope():
-                found += [float(run(batch)) for batch in dataset]
+                results += [float(run(batch)) for batch in dataset]
             for metric in self.metrics:
-                found.append(float(metric.result()))
+                results.append(float(metric.result()))
                 metric.reset_state()
-        return found
+        return results
 
     @property
     def variables(self):
@@ -63,6 +70,7 @@ class Loop:
 
 
 def assert_equal(loop, other, **tolerances):
+    """Checks that two loops have equal variables, within the tolerances of NumPy."""
     assert len(loop.variables) == len(other.variables) > 4
     for a, b in zip(loop.variables, other.variables, strict=True):
         np.testing.assert_allclose(
@@ -71,9 +79,11 @@ def assert_equal(loop, other, **tolerances):
 
 
 def batch_of(strategy, *arrays):
+    """Returns the arrays as one distributed batch."""
     dataset = tpudist.NumpyDataset(arrays).batch(len(arrays[0]))
     return next(iter(strategy.experimental_distribute_dataset(dataset)))
 
 
 def one():
+    """Returns the strategy of one device, whose results the other strategies must match."""
     return tpudist.OneDeviceStrategy(jax.devices()[0])

@@ -274,7 +274,7 @@ def _sharding_of_rows(mesh: ReplicaMesh, num_rows: int) -> NamedSharding:
     return NamedSharding(mesh.mesh, PartitionSpec(mesh.replica_axis, mesh.batch_axes))
 
 
-# Keeps small arrays, because a loop passes the same counts in every step.
+# A loop passes the same counts in every step. The cached arrays are small.
 @functools.lru_cache(maxsize=4096)
 def stack_counts(mesh: ReplicaMesh, counts: tuple[int, ...]) -> jax.Array:
     """Returns `counts`, one number per replica, as a stacked int32 array `[num_replicas]`."""
@@ -301,7 +301,7 @@ def copy_to_mesh(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
 
 
 def without_mesh() -> contextlib.AbstractContextManager:
-    """Returns a context without a mesh: inside the scope of one, JAX rejects other devices."""
+    """Returns a context without a mesh; in the context of a mesh, JAX rejects other devices."""
     return jax.set_mesh(_NO_MESH)
 
 

@@ -1,6 +1,6 @@
 """Renames strategies, contexts, checkpoints and all other names that tpudist has.
 
-TPUs and TensorFlow need no initialization, so the port removes statements that only do that.
+tpudist does not initialize TPUs or TensorFlow, so the port removes statements that only do that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INITIALIZES = {
     """.split()
 }
 
-# JAX allocates most of the memory at its start by default.
+# By default JAX allocates most of a GPU's memory when it starts.
 _MEMORY_GROWTH = "tensorflow.config.experimental.set_memory_growth"
 _NO_PREALLOCATION = 'os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"'
 _LISTS = {
@@ -53,7 +53,7 @@ class StrategyNames(Transformer):
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        """Rewrites a name of the table."""
+        """Rewrites a name that `TPUDIST` has."""
         name = TPUDIST.get(self.program.name(original_node))
         if (
             name
@@ -87,8 +87,8 @@ class StrategyNames(Transformer):
         name = self.program.callee(original_node)
         if name == "tensorflow.executing_eagerly" and not original_node.args:
             return cst.Name("True")
-        # Without a kind, TensorFlow also lists the CPU of a host with GPUs; `jax.devices()` does
-        # not.
+        # Calls without a kind stay: TensorFlow also lists the CPU of a host with GPUs, but
+        # `jax.devices()` does not. Nor may a list start JAX before a setup that must come first.
         if name not in _LISTS or len(original_node.args) != 1 or self._has_setup_before_devices:
             return updated_node
         kind = original_node.args[0].value
@@ -102,13 +102,13 @@ class StrategyNames(Transformer):
 
     @functools.cached_property
     def _has_setup_before_devices(self) -> bool:
-        """Returns whether the program sets up something that must come before JAX starts."""
+        """Whether the program sets up something that must come before JAX starts."""
         return any(
             self.program.name(x) in _BEFORE_DEVICES for x in self.program.nodes(cst.Attribute)
         )
 
     def _names_objects(self, node: cst.Attribute) -> bool:
-        """Returns whether a checkpoint receives its objects by name, as tpudist requires."""
+        """Whether a checkpoint receives its objects by name, as tpudist requires."""
         call = self.program.parent(node)
         if self.program.name(node) != "tensorflow.train.Checkpoint" or not isinstance(
             call, cst.Call
@@ -117,7 +117,7 @@ class StrategyNames(Transformer):
         return all(arg.keyword is not None or arg.star == "**" for arg in call.args)
 
     def _is_started_server(self, node: cst.Attribute) -> bool:
-        """Returns whether a server is started and not stored: the program runs a whole cluster."""
+        """Whether a server is started and not stored: the program runs a complete cluster."""
         call = self.program.parent(node)
         return (
             self.program.name(node) == "tensorflow.distribute.Server"

@@ -24,8 +24,8 @@ class NoticeListener:
         heard: All reasons so far.
 
     Raises:
-        ValueError: If there is no `watcher` and this is not the main thread, which alone can handle
-            signals.
+        ValueError: If there is no `watcher` and this is not the main thread. Only the main thread
+            can handle signals.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class NoticeListener:
         watcher: Callable[[], str | None] | None,
         grace_after: Callable[[str], float],
     ):
-        # A signal handler and the watcher's thread add to it; `append` is one operation.
+        # A signal handler and the watcher's thread add to it without a lock: `append` is atomic.
         self.heard: list[str] = []
         self._notice, self._grace_after = notice, grace_after
         self._watcher = watcher
@@ -66,8 +66,8 @@ class NoticeListener:
         """Ends the thread, and restores the previous handler of SIGTERM.
 
         Args:
-            process_ends: Whether the process ends. Then SIGTERM is not restored, because it would
-                interrupt the end of the program.
+            process_ends: Whether the process ends. Then the handler of SIGTERM stays: with the
+                previous one, another SIGTERM would interrupt the end of the program.
         """
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -89,7 +89,9 @@ class NoticeListener:
                 return
             if why is not None and why not in self.heard:
                 self._on_notice(why)
+                # A watcher may later return a more urgent reason, except in two cases: this one is
+                # urgent, or it comes from the user's function, which has only one reason.
                 if why in (*URGENT, WATCHER_FN):
-                    return  # no later reason could be more urgent
+                    return
             if self._closing.wait(_INTERVAL_S):
                 return

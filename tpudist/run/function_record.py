@@ -110,7 +110,7 @@ class FunctionRecord:
         for form in self.forms.values():
             step = form.steps.get(key)
             if step is not None and step.signature.options == options:
-                if kinds.are_arrays_of(step.signature.kinds):
+                if kinds.has_arrays_for_numbers_of(step.signature.kinds):
                     return step
         return None
 

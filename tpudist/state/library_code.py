@@ -1,14 +1,14 @@
 """Tells the code and objects of your program from those of libraries.
 
-The search for captured values follows only your program. Its code is known by the file: the code of
-tpudist, Python and installed packages belongs to libraries, except an installed package that
-requires tpudist.
+The search for captured values follows only your program. Code belongs to a library if its file is
+part of tpudist, of Python or of an installed package. An exception is an installed package that
+requires tpudist: it counts as your program.
 
-A compiled step is found again by the values that its function captured. Of an object whose
-attributes your program may have set, the attributes that the code reads are compared. Any other
-object is compared by identity. The package of its class decides: attributes of objects of
-`OPAQUE_PACKAGES` are not read, but those of other libraries, such as of a configuration, may be
-yours to set.
+A compiled step is used again only if the values that its function captured are the same. If your
+program may have set the attributes of such an object, the attributes that the code reads are
+compared. Any other object is compared by identity. The package of the object's class decides:
+attributes of objects of `OPAQUE_PACKAGES` are never compared. An object of another library, such as
+a configuration, may have attributes that you set.
 """
 
 import functools
@@ -24,7 +24,7 @@ import numpy as np
 from tpudist.state import nnx_contents
 from tpudist.xla import program_packages
 
-# Packages whose objects are never looked into: their attributes are theirs to change.
+# Packages whose objects count as a whole: only these packages change their attributes.
 OPAQUE_PACKAGES = frozenset(("tpudist", "jax", "jaxlib", "flax", "optax", "numpy"))
 
 _TPUDIST = str(Path(__file__).parents[1]) + os.sep
@@ -60,22 +60,24 @@ def is_program_class(cls: type) -> bool:
 def inner_function_of(value: object) -> object:
     """Returns the function of a wrapper such as `jax.jit(fn)`; None for other objects."""
     inner = inspect.getattr_static(value, "__wrapped__", None)
+    # The wrappers of Equinox, such as `filter_jit(fn)`, have a property. A property of your program
+    # is not read, because that would run your code.
     if isinstance(inner, property) and not is_program_class(type(value)):
-        return getattr(value, "__wrapped__", None)  # of Equinox, such as `filter_jit(fn)`
+        return getattr(value, "__wrapped__", None)
     return inner
 
 
 def is_known_by_identity(value: object) -> bool:
-    """Whether another object in this place counts as another value.
+    """Whether a value counts as changed if a call captures a different object in its place.
 
-    Compared by weak references, so that a program does not keep the object alive. NNX objects are
-    left out: a captured one is an error of its own.
+    The objects are compared by weak references, so that a program does not keep them alive. False
+    for NNX objects: capturing one raises an error.
     """
-    # Each call consumes an iterator, and usually captures a new one.
+    # Not iterators: each call consumes one, and usually captures a new one.
     excluded = (type, types.ModuleType, Iterator, *nnx_contents.OBJECT_TYPES)
     if isinstance(value, excluded) or root_package(type(value)) == "tpudist":
         return False
-    return type(value).__weakrefoffset__ != 0
+    return type(value).__weakrefoffset__ != 0  # whether it supports weak references
 
 
 def has_program_attributes(value: object) -> bool:
@@ -96,9 +98,11 @@ def is_transparent(value: object) -> bool:
     Called for `x` if the code calls it, passes it or indexes it.
     """
     cls = type(value)
+    # The search lists attributes by `__dict__`, which objects with only slots lack.
     if isinstance(value, (types.ModuleType, *nnx_contents.OBJECT_TYPES)) or cls.__dictoffset__ == 0:
         return False
-    # A namespace of a library (such as argparse) has only the attributes that you have set.
+    # A namespace of a library (such as argparse) has only the attributes that you have set. Its
+    # class is known by name, because several libraries have one.
     return is_program_class(cls) or cls.__name__ in ("SimpleNamespace", "Namespace")
 
 

@@ -1,4 +1,4 @@
-"""Functions that other programs call by name; based on TensorFlow's rpc_ops_test."""
+"""Clients call functions of a server by name; based on TensorFlow's rpc_ops_test."""
 
 import gc
 import socket
@@ -60,18 +60,18 @@ def test_rpc_layer_must_be_grpc(create):
 def test_functions_are_called_by_name_by_method_and_blocking():
     server = start(multiply=jax.jit(lambda a, b: a * b))
     client = connect(server, name="learner")
-    for asked in (client.call("multiply", [2, 3]), client.multiply(2, 3)):
-        assert asked.is_ok() is True
-        assert asked.get_error() == (0, "")
-        assert asked.get_value() == 6
-        assert asked.get_value() is not asked.get_value()
+    for result in (client.call("multiply", [2, 3]), client.multiply(2, 3)):
+        assert result.is_ok() is True
+        assert result.get_error() == (0, "")
+        assert result.get_value() == 6
+        assert result.get_value() is not result.get_value()
     assert client.multiply_blocking(np.int32(2), b := np.float32(4)) == 2 * b
     assert client.multiply.__doc__ == f"RPC Call for multiply method to server {server.address}"
     assert repr(client) == f"GrpcClient('{server.address}', 'learner')"
 
 
 VALUES = {
-    "a large array": np.arange(2_000_000.0),  # more than the 4 MB that gRPC takes by itself
+    "a large array": np.arange(2_000_000.0),  # above gRPC's default limit of 4 MB
     "64 bits": np.array([1 << 60, -1]),
     "bfloat16": jnp.ones((2, 3), jnp.bfloat16),
     "no elements": np.zeros((0, 3), np.int8),
@@ -87,7 +87,7 @@ VALUES = {
 def echo():
     server = start(echo=lambda x: x, swap=lambda x: {"b": x["a"], "a": x["b"]})
     yield connect(server)
-    assert server.address  # until here it is held
+    assert server.address  # keeps the server alive, which stops when it is deleted
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -149,7 +149,7 @@ def test_errors_name_the_object_that_cannot_be_sent(echo, case):
 
 
 def test_messages_cannot_run_code():
-    """Anybody may reach a server."""
+    """Servers have no authentication, so a message must not be able to run code."""
     ran = []
 
     class Trap:
@@ -205,7 +205,8 @@ def test_concurrent_calls_run_one_at_a_time():
 
     server = start(add=add, read=lambda: count.read_value())
     client = connect(server)
-    assert all([x.is_ok() for x in [client.add(2) for _ in range(50)]])
+    calls = [client.add(2) for _ in range(50)]
+    assert all(call.is_ok() for call in calls)
     assert client.read_blocking() == 100
     assert client.add(1).get_value() is None
 
@@ -228,20 +229,20 @@ def test_a_client_may_start_before_the_server():
     assert rpc.Client.create("grpc", address, "", 30_000).add_blocking(1, 2) == 3
     assert waiting.get_value() == 50
     starting.join()
-    server.start()  # it has
+    server.start()  # has no effect, because the server has started
     with pytest.raises(RuntimeError, match="All methods must be registered before starting"):
         server.register("read", lambda: 0)
 
 
 def test_a_call_times_out():
-    asked = threading.Event()
-    server = start(nap=lambda: asked.wait(10))
+    end = threading.Event()
+    server = start(nap=lambda: end.wait(10))
     client = connect(server, timeout_in_ms=100)
     with pytest.raises(DeadlineExceededError, match="with code 4"):
         client.nap_blocking()
     with pytest.raises(TimeoutError):
         client.nap_blocking(timeout_in_ms=50)
-    asked.set()
+    end.set()
     assert client.nap_blocking(timeout_in_ms=10_000)
 
 
@@ -284,13 +285,13 @@ def test_garbage_collection_of_a_server_stops_it():
     server = start(f=lambda: 0)
     client = connect(server)
     assert client.f_blocking() == 0
-    address = server.address.rpartition(":")
+    port = int(server.address.rpartition(":")[2])
     del server
     gc.collect()
     end_s = time.monotonic() + 10
-    while is_answered("127.0.0.1", int(address[2])) and time.monotonic() < end_s:
+    while is_answered("127.0.0.1", port) and time.monotonic() < end_s:
         time.sleep(0.05)
-    assert is_answered("127.0.0.1", int(address[2])) is False
+    assert is_answered("127.0.0.1", port) is False
 
 
 def test_the_death_of_a_server_during_a_call_raises_unavailable():
@@ -302,10 +303,10 @@ def test_the_death_of_a_server_during_a_call_raises_unavailable():
 
     server = start(hold=hold)
     client = connect(server)
-    asked = client.hold()
+    pending = client.hold()
     assert inside.wait(10)
     del server
     gc.collect()
     with pytest.raises(UnavailableError, match="failed with code 14"):
-        asked.get_value()
+        pending.get_value()
     end.set()

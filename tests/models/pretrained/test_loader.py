@@ -56,9 +56,9 @@ def test_each_device_has_its_part_for_any_geometry(axes, changes):
     want = values_of(load_pretrained(folder))
     with strategy.scope():
         model = load_pretrained(folder, config=config)
-    made = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    created = strategy.create_abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     for variable, like in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(made)), strict=True
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(created)), strict=True
     ):
         assert variable.sharding == like.sharding
     found = values_of(model)
@@ -239,7 +239,7 @@ MEMORY = """
             while not done.wait(0.001):
                 most[0] = max(most[0], anonymous_bytes())
 
-        watching = threading.Thread(target=watch)
+        watching = threading.Thread(target=watch, daemon=True)  # ends if loading raises
         watching.start()
         model = load_pretrained(sys.argv[1])
         done.set()
@@ -265,7 +265,7 @@ def test_a_host_needs_the_memory_of_its_devices_and_less_than_one_tensor_more(tm
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    largest = 24_000 * 1024 * 2
+    largest = 24_000 * 1024 * 2  # bytes of the embedding in bfloat16
     assert found["held"] > 5 * largest
     assert found["rise"] - found["held"] < largest
 

@@ -81,6 +81,7 @@ def test_a_new_model_is_saved_in_files_of_bounded_size(tmp_path):
     assert len(files) > 2
     tensors = {name: t for f in files for name, t in safetensors.numpy.load_file(f).items()}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    # `max_file_bytes` limits the tensors; a file also has a header.
     assert max(file.stat().st_size for file in files) < 12_000
     mlp = tensors["model.layers.1.mlp.up_proj.weight"]
     np.testing.assert_array_equal(mlp.T, model.blocks.mlp_in[1, 1].astype(jnp.bfloat16))
@@ -93,8 +94,8 @@ def test_a_new_model_is_saved_in_files_of_bounded_size(tmp_path):
 @pytest.mark.slow
 def test_files_of_an_earlier_save_do_not_replace_a_later_save(tmp_path):
     first, last = make(), make(mlp_dim=48)
-    kept = tmp_path / "kept"
-    save_pretrained(last, kept)
+    original = tmp_path / "original"
+    save_pretrained(last, original)
     for bytes_of_first, bytes_of_last in ((10**9, 10_000), (10_000, 10**9)):
         folder = tmp_path / str(bytes_of_first)
         save_pretrained(first, folder, max_file_bytes=bytes_of_first)
@@ -104,16 +105,16 @@ def test_files_of_an_earlier_save_do_not_replace_a_later_save(tmp_path):
         assert sum(file.exists() for file in both) == 1
     folder = tmp_path / "like"
     save_pretrained(first, folder, max_file_bytes=10_000)
-    save_pretrained(last, folder, like=kept)
+    save_pretrained(last, folder, like=original)
     assert load_pretrained(folder).config.mlp_dim == 48
 
 
 @pytest.mark.slow
 def test_two_sets_of_weights_in_a_folder_are_rejected(tmp_path):
     save_pretrained(make(), tmp_path)
-    kept = (tmp_path / "model.safetensors").read_bytes()
+    weights = (tmp_path / "model.safetensors").read_bytes()
     save_pretrained(make(), tmp_path, max_file_bytes=10_000)
-    (tmp_path / "model.safetensors").write_bytes(kept)
+    (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(
         ValueError, match=r"holds both model\.safetensors and .*Remove the wrong one"
     ):

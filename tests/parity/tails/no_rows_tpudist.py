@@ -65,12 +65,15 @@ def gradient(loss):
     return jax.grad(loss)(w)
 
 
-# Operations that need a row: TensorFlow raises.
+# Operations that need a row. TensorFlow raises an error, so there is no result to match.
 RAISE = {"argmax", "argmin", "first row", "last row", "top 1 of rows"}
 
 
 def program(strategy, global_batch):
-    """One program with all operations that have a result, which is compiled once."""
+    """Returns a function of a dataset: the results of all operations that TensorFlow computes.
+
+    All operations are in one step, so it is compiled only once.
+    """
 
     def operations(x):
         return {name: of_x(x) for name, of_x in OPERATIONS.items() if name not in RAISE}
@@ -80,7 +83,7 @@ def program(strategy, global_batch):
         return strategy.run(operations, args=(x,))
 
     def run(dataset):
-        [_, batch] = dataset
+        [_, batch] = dataset  # a full batch, and the batch of one row
         return {name: parts(strategy, value) for name, value in step(batch[0]).items()}
 
     return run

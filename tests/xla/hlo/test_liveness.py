@@ -46,7 +46,7 @@ HloLiveRange (max 20):
 
 
 def test_an_instruction_needs_its_operands_and_its_result():
-    """dot.1 is freed after the instruction that makes add.2; the table of addresses stays."""
+    """At position 5, dot.1 is still the operand of add.2, and the tuple while.7{} is in memory."""
     assert liveness.peak(liveness.temporaries(BUFFERS)) == (1024 + 1024 + 512, 5)
 
 

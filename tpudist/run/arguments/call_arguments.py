@@ -31,8 +31,10 @@ def unflatten(
     """Returns positional and keyword arguments from flat ones: the inverse of `Flattener.leaves`.
 
     Args:
+        leaves: All flat arguments.
         structure: Nesting of `leaves`: one tree for each positional argument, and one for all
             keywords.
+        num_args: Number of positional arguments.
     """
     arguments: list[Any] = []
     position = 0
@@ -52,10 +54,12 @@ def leaves_of(argnums: Sequence[int], structure: tuple) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Positions of the flat arguments by kind. They depend only on types, so they are kept.
+    """Positions of the flat arguments by kind.
+
+    They depend only on the types of the arguments, so calls with the same types share them.
 
     Attributes:
-        dynamic: All that are fed, in order: arrays, numbers, PerReplicas and states.
+        dynamic: The positions of `arrays`, `numbers`, `per_replica` and `states`, in order.
         arrays: Arrays of JAX and NumPy, and shapes.
         numbers: Python numbers, which JAX takes as arrays of a weak type.
         per_replica: PerReplicas.
@@ -79,10 +83,10 @@ class Kinds:
 
     @functools.cached_property
     def only_arrays(self) -> bool:
-        """Whether all arguments are arrays, or fed as such."""
+        """Whether all arguments are arrays, or numbers that are fed as arrays."""
         return not (self.per_replica or self.objects or self.states or self.static)
 
-    def are_arrays_of(self, other: "Kinds") -> bool:
+    def has_arrays_for_numbers_of(self, other: "Kinds") -> bool:
         """Whether these kinds differ from `other` only by arrays in place of some numbers."""
         mine = self.dynamic, self.per_replica, self.objects, self.states, self.static
         theirs = other.dynamic, other.per_replica, other.objects, other.states, other.static
@@ -94,8 +98,8 @@ class Kinds:
         positions: dict[str, list[int]] = {field.name: [] for field in dataclasses.fields(cls)}
         for i, x in enumerate(leaves):
             kind = "numbers" if i in numbers else _kind(x)
-            # All that is fed is in `dynamic`, except NNX objects, which `Inputs` feeds first.
             positions[kind].append(i)
+            # `Inputs` feeds the Variables of NNX objects first, so these are not in `dynamic`.
             if kind in ("arrays", "numbers", "per_replica", "states"):
                 positions["dynamic"].append(i)
         return cls(**{name: tuple(indices) for name, indices in positions.items()})
@@ -114,14 +118,15 @@ def _kind(x: object) -> str:
 def numbers_in_state(kinds: Kinds, structure: tuple) -> list[int]:
     """Returns the positions, among the arrays that are fed, of numbers inside a larger argument.
 
-    A number that is an argument by itself is a hyperparameter. A number inside a pytree may be
-    state, which comes back from the step as an array.
+    A number that is a positional argument by itself is a hyperparameter. A number inside a pytree
+    may be state, which comes back from the step as an array. Keywords are one pytree here.
     """
     if kinds.states:  # each may be several arrays
         return []
-    first = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
+    starts = itertools.accumulate((treedef.num_leaves for treedef in structure), initial=0)
     leaf = jax.tree.structure(0)
-    alone = {i for i, treedef in zip(first, structure, strict=False) if treedef == leaf}
+    # Not strict: `starts` ends with the number of all leaves.
+    alone = {i for i, treedef in zip(starts, structure, strict=False) if treedef == leaf}
     return [k for k, i in enumerate(kinds.dynamic) if i in kinds.numbers and i not in alone]
 
 
@@ -143,6 +148,7 @@ def fits(x: object) -> bool:
     return Setting.ENABLE_X64.read() and -(2**63) <= x < 2**63
 
 
+# `Flattener` and `FunctionRecord` are in modules that import this one.
 class _Flattener(Protocol):
     def leaves(self, args: tuple, kwargs: dict) -> tuple[list[Any], tuple]: ...
 
@@ -160,7 +166,8 @@ class RunCall:
     Attributes:
         function: The record of the function.
         fn: The function as passed; a bound method is a new object at each call.
-        args: Positional arguments; `kwargs` are the others.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         elements: Values that are fed for the arguments; see `Flattener.elements`.
         kinds: Positions of `elements` by kind. `StepSignature.kinds` are those of all leaves.
         binding: The NNX objects among the arguments; None without any.

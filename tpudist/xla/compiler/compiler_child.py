@@ -56,12 +56,12 @@ def _compile(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]
         with tempfile.TemporaryDirectory() as folder:
             options = _options(request, module, folder)
             by_id = {device.id: device for device in devices}
-            used = xla_client.DeviceList(tuple(by_id[number] for number in request["ids"]))
+            used = xla_client.DeviceList(tuple(by_id[i] for i in request["ids"]))
             started = time.monotonic()
             client = devices[0].client
             # jaxlib 0.10 compiles for local devices only with this method; newer ones lack it.
-            loads = hasattr(client, "compile_and_load") and request["slice"] == "cpu"
-            compile_for = client.compile_and_load if loads else client.compile
+            must_load = hasattr(client, "compile_and_load") and request["slice"] == "cpu"
+            compile_for = client.compile_and_load if must_load else client.compile
             try:
                 executable = compile_for(module, used, options)
             except jax.errors.JaxRuntimeError as error:
@@ -102,10 +102,10 @@ def _options(request: dict[str, Any], module: ir.Module, folder: str) -> xla_cli
     return options
 
 
-def _attributes(function: Any, name: str, number: int) -> list[Any]:
+def _attributes(function: Any, name: str, count: int) -> list[Any]:
     """Returns the attributes of each argument, or of each result, of an MLIR function."""
     if name not in function.attributes:
-        return [{}] * number
+        return [{}] * count
     return [ir.DictAttr(attributes) for attributes in function.attributes[name]]
 
 
