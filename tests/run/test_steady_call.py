@@ -206,6 +206,21 @@ def test_values_that_the_program_contains_are_noticed(strategy):
             assert strategy.run(step, args=(x, flag)) == one * scale * (2 if flag else 1)
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_variables_with_equal_values_are_different_arguments(strategy, shape):
+    with strategy.scope():
+        variables = [tpudist.Variable(jnp.zeros(shape)) for _ in range(2)]
+
+    def step(variable):
+        variable.assign_add(jnp.ones(shape))
+
+    for variable in variables:
+        variables[0].assign(jnp.zeros(shape))
+        for _ in range(4):
+            strategy.run(step, args=(variable,))
+        np.testing.assert_array_equal(variable.numpy(), np.full(shape, 4.0))
+
+
 def test_settings_and_contexts_are_noticed(strategy):
     def step(x):
         calls.append(0)
@@ -342,3 +357,30 @@ def test_many_steps_at_once_are_steady(strategy, outcomes):
     assert len(results) == 4
     variable.assign(0.0)
     np.testing.assert_allclose(run(batches, 2.0), 2 * sums)
+
+
+def test_batches_of_many_steps_keep_their_dtypes(strategy):
+    def step(x):
+        return x // 2
+
+    def run(*batches):
+        return strategy.run_steps(step, iter(batches), len(batches))
+
+    floats = [strategy.run(lambda: jnp.ones(3)) for _ in range(2)]
+    integers = strategy.run(lambda: jnp.ones(3, jnp.int32))
+    for _ in range(4):
+        run(*floats)
+    assert [x.dtype for x in run(floats[0], integers)] == [jnp.float32, jnp.int32]
+
+
+def test_a_deleted_batch_of_many_steps_is_named(strategy):
+    batches = [{"x": strategy.run(lambda: jnp.ones(3))} for _ in range(2)]
+
+    def step(batch):
+        return batch["x"].sum()
+
+    for _ in range(4):
+        strategy.run_steps(step, iter(batches), 2)
+    batches[0]["x"].delete()
+    with pytest.raises(RuntimeError, match=r"argument 'batch\['x'\]'"):
+        strategy.run_steps(step, iter(batches), 2)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.goodput import goodput
+from tpudist.lowering import compile
 from tpudist.processes import process_agreement
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.arguments.inputs import sharding_to_keep
@@ -19,6 +20,7 @@ from tpudist.run.dispatch.interrupt_hold import NO_HOLD, InterruptHold, interrup
 from tpudist.run.dispatch.step_plan import StepPlan
 from tpudist.run.outputs.results import Outcome
 from tpudist.run.step import Step
+from tpudist.run.step_program import ArgumentsChanged
 from tpudist.xla import compile_log
 
 
@@ -121,6 +123,11 @@ class StepSequence:
             return new_carry, outcome
 
         def steps(carry, constants, batches):
+            # `stack` would convert them to a common dtype. Only a steady call has not compared
+            # them: the dtypes are in the key of `jit`'s cache, so it can do that here.
+            shapes = [[compile.shape_of(x) for x in arrays] for arrays in batches]
+            if any(other != shapes[0] for other in shapes):
+                raise ArgumentsChanged
             stacked = [jnp.stack(xs) for xs in zip(*batches, strict=True)]
             carry, outcomes = jax.lax.scan(
                 lambda carry, batch: run_once(carry, constants, batch),

@@ -35,9 +35,11 @@ def make_collector(
     structure = call.binding and call.binding.structure
     assert step.program.plan is not None, "`can_be_steady` has checked it"
     nesting = step.program.plan.structure_for(kinds)
-    # A value that is an immutable object is the same if the object is the same.
+    # A value that is an immutable object is the same if the object is the same. Each key is in a
+    # set, which compares hashes first, as the tables of steps do: `==` of two Variables compares
+    # their contents.
     statics = [
-        (i, x if type(x) in _IMMUTABLE else _UNEQUAL, value_keys.key_of(x))
+        (i, x if type(x) in _IMMUTABLE else _UNEQUAL, {value_keys.key_of(x)})
         for i, x in ((i, call.elements[i]) for i in kinds.static)
     ]
     # Types of the inputs: JAX's arrays and Python numbers. NumPy's arrays are checked and copied.
@@ -56,8 +58,8 @@ def make_collector(
         for i in numbers:
             if not call_arguments.fits(elements[i]):
                 return None
-        for i, value, key in statics:
-            if elements[i] is not value and value_keys.key_of(elements[i]) != key:
+        for i, value, keys in statics:
+            if elements[i] is not value and value_keys.key_of(elements[i]) not in keys:
                 return None
         if per_replica and not row_groups.are_full([elements[i] for i in per_replica]):
             return None

@@ -165,6 +165,7 @@ def make(
             try:
                 return act(fn, args, kwargs, elements)
             except RuntimeError as error:
+                args = *args, *elements[:1]
                 call_description.explain_overwritten(error, fn, args, kwargs)
                 raise
 
