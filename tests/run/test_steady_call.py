@@ -278,6 +278,27 @@ def test_arrays_that_a_user_has_read_or_shares_stay_readable(strategy):
     np.testing.assert_array_equal(shared, 2 * np.ones((2, 3)))
 
 
+def test_a_new_shape_may_read_and_assign_more_variables(strategy):
+    with strategy.scope():
+        variables = [tpudist.Variable(0.0) for _ in range(3)]
+
+    def step(x):
+        for variable in variables[: x.size]:
+            variable.assign_add(1.0)
+        return variables[0].read_value()
+
+    def run(size):
+        return strategy.run(step, args=(arrays[size],))
+
+    arrays = {size: strategy.run(lambda size=size: jnp.ones(size)) for size in (1, 2, 3)}
+    for _ in range(4):
+        run(1)
+    assert [run(size) for size in (2, 1, 2, 3, 3, 1)] == [5, 6, 7, 8, 9, 10]
+    batches = [arrays[3], arrays[3]]
+    assert strategy.run_steps(step, iter(batches), 2) == [11, 12]
+    assert [float(variable.numpy()) for variable in variables] == [12, 6, 4]
+
+
 def test_an_error_of_a_new_shape_is_the_function_s_own(strategy):
     def step(x):
         if x.shape[0] == 1:

@@ -20,12 +20,13 @@ from tpudist.run.step_program import ArgumentsChanged, PlanOutdated
 from tpudist.state import missing_arrays
 from tpudist.xla import internals
 
+# What a trace raises for inputs that the plan does not have; `Step.attempt` does the same.
+_NEEDS_PLAN = PlanOutdated, TraceAgain
 # What the dispatch may raise if the arguments do not fit, or if it traces the function again. The
 # program has taken no state away then.
 _NEEDS_CHECKS = (
+    *_NEEDS_PLAN,
     ArgumentsChanged,
-    PlanOutdated,
-    TraceAgain,
     LocalState,
     TraceFailed,
     TypeError,
@@ -80,7 +81,9 @@ def make_launcher(
                     else:
                         with order.start_next(description):
                             written, outcome = jitted(donated, *kept)
-                except _NEEDS_CHECKS:
+                except _NEEDS_CHECKS as error:
+                    if isinstance(error, _NEEDS_PLAN):
+                        program.jitted = None
                     function.checks_next_call = True
                     return None
                 first = outcome if isinstance(outcome, Outcome) else outcome[0]
