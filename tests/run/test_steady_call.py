@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import signal
 import sys
 import weakref
 
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 import tpudist
+from tpudist.goodput import goodput
 from tpudist.run.steady import steady_call
 
 # A call of a function with ten per-replica arguments enters at most this many Python functions.
@@ -257,6 +259,28 @@ def test_a_strategy_with_a_context_of_its_own_enters_it_in_each_call():
     for _ in range(5):
         strategy.run(total, args=(x,))
     assert Strategy.entered == before + 5
+
+
+def test_a_signal_waits_until_the_mesh_is_what_it_was(strategy, monkeypatch):
+    with strategy.scope():
+        variable = tpudist.Variable(0)
+
+    def step():
+        variable.assign_add(1)
+
+    for _ in range(4):
+        strategy.run(step)
+    meshes = []
+    monkeypatch.setattr(goodput, "recorder", object())
+    monkeypatch.setattr(goodput, "begin_call", lambda: signal.raise_signal(signal.SIGUSR1))
+    handler = signal.signal(
+        signal.SIGUSR1, lambda *_: meshes.append(jax.sharding.get_abstract_mesh())
+    )
+    try:
+        strategy.run(step)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert [mesh.empty for mesh in meshes] == [True]
 
 
 def test_arrays_that_a_user_has_read_or_shares_stay_readable(strategy):

@@ -67,12 +67,13 @@ def make_launcher(
             missing_arrays.require_present(donated)
         if len(in_flight) >= MAX_STEPS_IN_FLIGHT:
             throttle.before_step(donated, *kept)
-        # For the trace that `jit` starts if its cache misses; see `StepProgram.call`.
-        outer, program.call = program.call, arguments
-        before = swap_abstract(abstract_mesh), swap_concrete(mesh)
-        try:
-            # The lock is already held. It stands for "no context", without a Python function.
-            with InterruptHold() if plan.state else lock:
+        # Signals wait also until the mesh is what it was: a handler may raise between two lines.
+        # The lock is already held. It stands for "no context", without a Python function.
+        with InterruptHold() if plan.state else lock:
+            # For the trace that `jit` starts if its cache misses; see `StepProgram.call`.
+            outer, program.call = program.call, arguments
+            before = swap_abstract(abstract_mesh), swap_concrete(mesh)
+            try:
                 if goodput.recorder is not None:
                     goodput.begin_call()
                 try:
@@ -93,10 +94,10 @@ def make_launcher(
                     plan.write_back(written, arguments[-1], strategy._protected)
                 if throttle.is_active:
                     in_flight.extend((written or first.results)[:1])
-        finally:
-            set_abstract(before[0])
-            set_concrete(before[1])
-            program.call = outer
+            finally:
+                set_abstract(before[0])
+                set_concrete(before[1])
+                program.call = outer
         return outcome
 
     return launch
