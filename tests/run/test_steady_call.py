@@ -209,6 +209,19 @@ def test_values_that_the_program_contains_are_noticed(strategy):
             assert strategy.run(step, args=(x, flag)) == one * scale * (2 if flag else 1)
 
 
+def test_no_steady_call_is_tried_if_calls_take_turns(strategy, outcomes):
+    def step(x, flag):
+        return total(x) if flag else -total(x)
+
+    x = per_replica(strategy)
+    for i in range(12):
+        strategy.run(step, args=(x, i % 2 == 0))
+    assert outcomes["steady"] + outcomes["differs"] <= 1
+    for _ in range(6):
+        strategy.run(step, args=(x, True))
+    assert outcomes["steady"] == 4
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_variables_with_equal_values_are_different_arguments(strategy, shape):
     with strategy.scope():

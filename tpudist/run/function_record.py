@@ -38,6 +38,7 @@ class FunctionRecord:
         flattener: Flattens its arguments.
         was_called: Whether the first call has begun.
         num_searches: Number of searches for a step of this function; see `steady_call`.
+        last_step: The step of the last call that might have made a steady call.
         checks_next_call: Whether the next call is checked at once, because a steady call failed.
         loaded: Programs that were compiled elsewhere, as `planner.saved_plan.SavedPlan`.
         earlier_copies: Number of earlier functions with the same code object.
@@ -56,6 +57,7 @@ class FunctionRecord:
         self.whole = whole
         self.was_called = False
         self.num_searches = 0
+        self.last_step: Step | None = None
         self.checks_next_call = False
         self.loaded: list[SavedProgram] = []
         # As many as there are programs: a call is not compared with a program that was deleted.

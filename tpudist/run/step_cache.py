@@ -384,12 +384,17 @@ class Replicator:
         sequence: StepSequence | None = None,
     ) -> None:
         """Prepares the straight path for further calls like `call`, which has just run `step`."""
+        # Not if calls take turns with different steps: each would differ from the one before.
+        is_repeated, function.last_step = function.last_step in (None, step), step
+        key = steady_call.key_of(call.fn, sequence and sequence.num_steps)
+        if not is_repeated:
+            self.steady_calls.pop(key, None)
+            return
         if not steady_call.can_be_steady(self.strategy, step, call):
             return
         if sequence and not steady_call.can_be_steady_in_sequence(function, call):
             return
         fn, table = call.fn, self.steady_calls
-        key = steady_call.key_of(fn, sequence and sequence.num_steps)
 
         def forget(_: object) -> None:
             table.pop(key, None)
