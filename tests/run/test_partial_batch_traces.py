@@ -87,3 +87,76 @@ def test_numbers_that_only_few_rows_show_are_learned_when_they_occur():
         np.testing.assert_allclose(total, mean(a) + mean(b), rtol=1e-6)
     # One for (8, 5), one that knows of no rows, and one that knows of one row as well.
     assert len([record for record in new() if record.function == "counted"]) == 3
+
+
+def loop_of(length):
+    return lambda x: jax.lax.fori_loop(0, length(len(x)), lambda _, y: 0.5 * y + 1, x.sum(0))
+
+
+# Each is exact for the numbers of rows that two traces show, and computes another size for others.
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x[::4].sum(0),
+        lambda x: jnp.pad(x, ((0, len(x) % 2), (0, 0)), constant_values=1.0).sum(0),
+        lambda x: jnp.ones(max(len(x), 2)).sum() + x.sum(0),
+        lambda x: x.sum(0) + x[:, : 1 + (len(x) > 1)].sum(),
+        loop_of(lambda n: n // 2),
+        lambda x: x ** len(x),
+    ],
+)
+@pytest.mark.parametrize("rows", [[(8, 7), (8, 1), (8, 0)], [(8, 6), (8, 1)], [(8, 1)], [(8, 0)]])
+def test_a_size_with_another_formula_is_an_error_or_exact(step, rows):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    own = [np.repeat(1.0 + np.arange(n)[:, None], 2, 1).astype(np.float32) for n in range(9)]
+
+    def total(x):
+        return step(x).sum()
+
+    num_errors = 0
+    for each in rows:
+        x = np.stack([np.pad(own[n], ((0, 8 - n), (0, 0)), constant_values=np.nan) for n in each])
+        batch = tpudist.PerReplica(jax.device_put(x, strategy.replica_mesh.stacked), each)
+        try:
+            found = strategy.experimental_local_results(strategy.run(total, (batch,)))
+        except ValueError as error:
+            if "cannot follow" not in str(error):
+                raise
+            num_errors += 1
+        else:
+            expected = [total(jnp.asarray(own[n])) for n in each]
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert num_errors
+
+
+def test_a_loop_as_long_as_two_traces_do_not_determine_is_followed_by_more():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    step = loop_of(lambda n: 2 * n + 1)
+    [(total, _)] = run_and_count(strategy, step, [(8, 5)])
+    own = [np.repeat(1.0 + np.arange(n)[:, None], 2, 1).astype(np.float32) for n in (8, 5)]
+    np.testing.assert_allclose(total, sum(np.asarray(step(x)) for x in own), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [lambda n: n % 3, lambda n: n - 8])
+def test_a_number_that_is_zero_in_one_trace_is_exact_or_an_error(shift):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    try:
+        [(total, _)] = run_and_count(strategy, lambda x: x.sum(0) * shift(len(x)), [(8, 6)])
+    except ValueError as error:
+        if "cannot follow" not in str(error):
+            raise
+    else:
+        np.testing.assert_allclose(total, 36 * shift(8) + 21 * shift(6))
+
+
+def test_a_returned_number_that_only_few_rows_show_is_learned_when_it_occurs():
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+
+    def step(x):
+        return max(x.shape[0], 1)
+
+    for each in [(8, 5), (8, 0), (6, 1)]:
+        x = jax.device_put(np.zeros((2, 8, 2), np.float32), strategy.replica_mesh.stacked)
+        counts = strategy.run(step, (tpudist.PerReplica(x, each),))
+        local = strategy.experimental_local_results(counts)
+        assert [int(n) for n in local] == [max(n, 1) for n in each]

@@ -19,7 +19,7 @@ from tpudist.lowering import compile
 from tpudist.programs import replica_agreement, replica_equality
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import psum_numbers
-from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.errors import NumbersLearned, RowsError
 from tpudist.programs.rows.row_program import MIN_TRACED_ROWS, RowProgram
 from tpudist.programs.rows.row_sizes import Dim, Point, RowSize, is_rows, size_at
 from tpudist.reduce_op import ReduceOp
@@ -302,7 +302,12 @@ class PartialBatch:
             outputs = self._traces.outputs
             first = outputs[self._program.points[0]]
             for point in dict.fromkeys(points):
-                row_dependent_numbers.confirm_numbers(outputs, first, self._formulas, point)
+                try:
+                    row_dependent_numbers.confirm_numbers(outputs, first, self._formulas, point)
+                except RowsError:
+                    if self._program.has_learned(point):
+                        raise
+                    raise NumbersLearned from None
         except RowsError as error:
             raise self._make_error(error, rows) from error
 

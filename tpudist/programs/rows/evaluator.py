@@ -31,6 +31,7 @@ from tpudist.programs.rows.labels import (
     LabelledProgram,
     UnfittedValue,
     depends_on_rows,
+    is_unfitted,
 )
 from tpudist.programs.rows.row_sizes import (
     Count,
@@ -287,9 +288,12 @@ class Operation:
         )
 
     def check_params(self, allowed: Collection[str] = ()) -> None:
-        """Rejects parameters that depend on the number of rows, except the `allowed` ones."""
+        """Rejects parameters that depend on the number of rows, except the `allowed` ones.
+
+        These are rejected only if they depend on it by no known formula.
+        """
         for name, value in self.params.items():
-            if name not in allowed and depends_on_rows(value):
+            if is_unfitted(value) or (name not in allowed and depends_on_rows(value)):
                 self.refuse(f"its {name} depends on the number of rows: {_shorten(value)}")
 
     def size(self, dim: Dim) -> Any:
@@ -414,6 +418,8 @@ def _describe_alternative(value: UnfittedValue) -> str:
 
 def _shorten(value: Any) -> str:
     values = value.values if isinstance(value, UnfittedValue) else value
+    if not isinstance(values, tuple):
+        values = (values,)
     arrays = (
         np.asarray(x).tolist() if isinstance(x, jax.Array | np.ndarray | np.generic) else x
         for x in values

@@ -356,6 +356,13 @@ def depends_on_rows(value: object) -> bool:
     return type(value) is tuple and any(map(depends_on_rows, value))
 
 
+def is_unfitted(value: object) -> bool:
+    """Returns whether a labelled parameter depends on the rows by no known formula."""
+    if isinstance(value, UnfittedValue):
+        return True
+    return type(value) is tuple and any(map(is_unfitted, value))
+
+
 def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
     """Returns whether an array is the leading corner of another one."""
     if small.ndim != large.ndim or small.dtype != large.dtype:

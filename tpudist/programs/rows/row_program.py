@@ -79,11 +79,12 @@ class RowProgram:
             self.points, self.labelled = self._label_by_two(counts)
             self._traces.clear()
             self._learned = {point for point in counts if min(point) < MIN_TRACED_ROWS}
-            for point in sorted(self._learned):
-                self.labelled = self._learn(point, (0,))
         self.requirements = Requirements()
         # The labels were fitted to the traces at these points, and compared with all of them.
         self._confirmed: set[Point] = set(self.points)
+        for point in sorted(self._learned or ()):
+            self._confirm_labels()
+            self.labelled = self._learn(point, (0,))
 
     def _learn_small_counts(self) -> None:
         """Finds the numbers with another value for a batch of one row or none."""
@@ -103,6 +104,31 @@ class RowProgram:
         if program is None:
             return self.labelled
         return small_count_scalars.learn_scalars(self.labelled, program, point, own)
+
+    def _confirm_labels(self) -> None:
+        """Compares labels by two traces with two more, before a batch of one row or none.
+
+        Traces with so few rows hardly show sizes (`small_counts`). `x[::4]` of 8 and of 7 rows has
+        2 rows, which two traces alone take for a fixed size.
+
+        Raises:
+            RowsError: If the labels are wrong, or the function differs with few rows.
+        """
+        few = ((rows,) for rows in itertools.count(MIN_TRACED_ROWS))
+        for point in itertools.islice((p for p in few if p not in self.points), 2):
+            if point not in self._confirmed:
+                program = self._find_trace(point)
+                del self._traces[point]
+                if program is None:
+                    raise RowsError(f"it cannot be traced with {_rows(point)}")
+                deviation = find_deviation(self.labelled, program, point)
+                if deviation is not None:
+                    raise RowsError(deviation)
+                self._confirmed.add(point)
+
+    def has_learned(self, point: Point) -> bool:
+        """Returns whether numbers that only few rows show are known for these numbers of rows."""
+        return self._learned is None or point in self._learned or min(point) >= MIN_TRACED_ROWS
 
     @property
     def out_dims(self) -> tuple[tuple[Dim, ...], ...]:
@@ -152,8 +178,12 @@ class RowProgram:
     def _confirm(self, point: Point) -> None:
         if point in self._confirmed:
             return
-        if self._learned is not None and min(point) < MIN_TRACED_ROWS:
-            if point not in self._learned and self._learn(point, (0,)) is not self.labelled:
+        if not self.has_learned(point):
+            try:
+                self._confirm_labels()
+            except RowsError:
+                raise NumbersLearned from None
+            if self._learn(point, (0,)) is not self.labelled:
                 raise NumbersLearned
         program = self._find_trace(point)
         del self._traces[point]

@@ -277,6 +277,8 @@ def _fit_number_to_multiple(values: Sequence[float], points: tuple[Point, ...]) 
     for forward, back in _FORMS:
         with np.errstate(all="ignore"):
             formed = forward(np.asarray(values, np.float64))
+            if not np.isfinite(formed).all():  # 1 / 0
+                continue
             for power in (1, 2):
                 factor = _simplify(float(formed[0])) / rows[0] ** power
                 if math.isfinite(factor) and _are_close(back(factor * rows**power), values):

@@ -28,6 +28,7 @@ from tpudist.programs.rows.labels import (
     LabelledProgram,
     UnfittedValue,
     bodies_of,
+    is_unfitted,
     predict_number,
     predict_param,
 )
@@ -151,7 +152,7 @@ def _describe_params(step: Step) -> tuple:
     return tuple(
         (name, str(_with_python_ints(value)))
         for name, value in sorted(params.items())
-        if name not in NOT_COMPARED and not callable(value) and not _is_unfitted(value)
+        if name not in NOT_COMPARED and not callable(value) and not is_unfitted(value)
     )
 
 
@@ -167,7 +168,7 @@ def changes_nothing(step: Step) -> bool:
     eqn, shapes, name = step.eqn, step.shapes, step.eqn.primitive.name
     if name in _TRANSPARENT:
         return True
-    first, last = (_without_ones(shapes[0]), _without_ones(shapes[-1])) if shapes else ((), ())
+    first, last = (without_ones(shapes[0]), without_ones(shapes[-1])) if shapes else ((), ())
     match name:
         case "broadcast_in_dim" | "broadcast_to" | "expand_dims" | "reshape" | "slice" | "squeeze":
             if isinstance(eqn.invars[0], core.Literal):  # autodiff's zeros for unused values
@@ -206,11 +207,12 @@ def _is_of_autodiff(eqn: core.JaxprEqn) -> bool:
 def shapes_compared(step: Step) -> tuple[Shape, ...]:
     """Returns the shapes that identify an equation in both traces; see `_axes_of_sum`."""
     if step.eqn.primitive.name == "reduce_sum":
-        return tuple(map(_without_ones, step.shapes))
+        return tuple(map(without_ones, step.shapes))
     return step.shapes
 
 
-def _without_ones(shape: Shape) -> Shape:
+def without_ones(shape: Shape) -> Shape:
+    """Returns a shape without its dims of size 1, which JAX adds and removes."""
     return tuple(size for size in shape if size != 1)
 
 
@@ -219,12 +221,6 @@ def _with_python_ints(value: object) -> object:
     if type(value) is tuple:
         return tuple(map(_with_python_ints, value))
     return int(value) if isinstance(value, np.integer) else value
-
-
-def _is_unfitted(value: object) -> bool:
-    if isinstance(value, UnfittedValue):
-        return True
-    return type(value) is tuple and any(map(_is_unfitted, value))
 
 
 def _array_of_corner(value: object) -> object:
