@@ -129,6 +129,21 @@ def test_a_size_with_another_formula_is_an_error_or_exact(step, rows):
     assert num_errors
 
 
+@pytest.mark.parametrize(
+    ("step", "few"),
+    [
+        # JAX writes no operation at all for a shift of 0.
+        (lambda x: jnp.roll(x, len(x) > 1, 1).sum(0), 1),
+        # JAX ignores `fill_value` without rows.
+        (lambda x: jnp.nonzero(x[:, 0] > 2, size=3, fill_value=-1)[0] * 1.0, 0),
+    ],
+)
+def test_another_formula_for_few_rows_is_an_error(step, few):
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    with pytest.raises(ValueError, match=f"with {few} rows the function differs"):
+        run_and_count(strategy, step, [(8, few)])
+
+
 def test_a_loop_as_long_as_two_traces_do_not_determine_is_followed_by_more():
     strategy = tpudist.MirroredStrategy(jax.devices()[:2])
     step = loop_of(lambda n: 2 * n + 1)

@@ -45,8 +45,11 @@ from tpudist.xla import user_code
 # Functions of JAX whose formula for more rows is not their formula for one row or none: they branch
 # on the number. tests/programs/rows/test_row_program.py compares functions with the exact shapes.
 _OTHER_FORMULAS = frozenset(
-    "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid".split()
+    "linspace _linspace geomspace logspace cov corrcoef polyfit gradient trapezoid "
+    "argwhere flatnonzero nonzero".split()
 )
+# Operations that take or join parts. They change nothing if a part is all of the array.
+_OF_PARTS = frozenset("concatenate pad slice".split())
 # Folders of libraries of assertions, which raise on behalf of the code that calls them.
 _ASSERTION_LIBRARIES = {"beartype", "chex", "jaxtyping", "testing", "typeguard"}
 
@@ -63,7 +66,8 @@ class _SiteRecord:
         computed: Names of the primitives that change something.
         shapes: The shapes of the operations whose results are used, without dims of size 1, by
             primitive.
-        shapes_computed: The same for the operations that change something.
+        shapes_checked: The same for the operations that change something, or may change something
+            for more rows.
     """
 
     first: core.JaxprEqn | None = None
@@ -72,7 +76,7 @@ class _SiteRecord:
     steps: dict[tuple, list[Step]] = dataclasses.field(default_factory=dict)
     computed: set[str] = dataclasses.field(default_factory=set)
     shapes: dict[str, set[tuple]] = dataclasses.field(default_factory=dict)
-    shapes_computed: dict[str, set[tuple]] = dataclasses.field(default_factory=dict)
+    shapes_checked: dict[str, set[tuple]] = dataclasses.field(default_factory=dict)
 
 
 class _SiteRecords:
@@ -133,11 +137,15 @@ class _SiteRecords:
         eqn = step.eqn
         site, record = self._find_record(eqn, around)
         self.equations.add(id(eqn))
-        name, shapes = eqn.primitive.name, tuple(map(without_ones, step.shapes))
+        name = eqn.primitive.name
+        shapes = tuple(map(without_ones, step.shapes))
+        if name in _OF_PARTS:  # parts without elements may be in another order
+            shapes = tuple(shape for shape in shapes if 0 not in shape)
         record.shapes.setdefault(name, set()).add(shapes)
         if not changes_nothing(step):
             record.computed.add(name)
-            record.shapes_computed.setdefault(name, set()).add(shapes)
+        if not changes_nothing(step) or name in _OF_PARTS:
+            record.shapes_checked.setdefault(name, set()).add(shapes)
         key = eqn.primitive.name, shapes_compared(step)
         record.numbers.setdefault(key, set()).update(step.numbers)
         record.steps.setdefault(key, []).append(step)
@@ -266,9 +274,9 @@ def _compare(
     functions = expected.names & _OTHER_FORMULAS
     if own != others and functions:
         return f"{min(functions)}, which JAX then computes in another way"
-    for name in expected.shapes.keys() & actual.shapes_computed.keys():
+    for name in expected.shapes.keys() & actual.shapes_checked.keys():
         # A subset, for the same reason as below.
-        if is_known and not actual.shapes_computed[name] <= expected.shapes[name]:
+        if is_known and not actual.shapes_checked[name] <= expected.shapes[name]:
             return f"the shapes of {name}"
     for key in own.keys() & others.keys():
         # A subset, since JAX may need fewer of several operations for few rows.
