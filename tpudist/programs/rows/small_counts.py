@@ -144,7 +144,10 @@ class _SiteRecords:
         record.shapes.setdefault(name, set()).add(shapes)
         if not changes_nothing(step):
             record.computed.add(name)
-        if not changes_nothing(step) or name in _OF_PARTS:
+        # Not of operations with programs inside, which are compared themselves: which values a loop
+        # saves for its gradient depends on the trace.
+        is_checked = not changes_nothing(step) or name in _OF_PARTS
+        if is_checked and not jaxprs.programs_of(eqn.params.values()):
             record.shapes_checked.setdefault(name, set()).add(shapes)
         key = eqn.primitive.name, shapes_compared(step)
         record.numbers.setdefault(key, set()).update(step.numbers)
