@@ -170,6 +170,37 @@ def arrays_of_parts():
     np.testing.assert_array_equal(array, values)
 
 
+def current_trace():
+    read, outermost = internals.trace_reader()
+    assert read() is outermost
+    traced = []
+    jax.jit(lambda x: (traced.append(read()), x)[1])(1.0)
+    assert traced[0] is not outermost
+    assert read() is outermost
+
+
+def mesh_of_a_thread():
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    swap_abstract, set_abstract, swap_concrete, set_concrete = internals.mesh_setters()
+    with jax.set_mesh(mesh):
+        as_set = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    outside = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    before = swap_abstract(mesh.abstract_mesh), swap_concrete(mesh)
+    assert (jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()) == as_set
+    set_abstract(before[0])
+    set_concrete(before[1])
+    assert (jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()) == outside
+
+
+def values_of_settings():
+    for setting in (Setting.DISABLE_JIT, Setting.DEBUG_NANS, Setting.ENABLE_X64):
+        assert internals.state_of_setting(setting.jax_name) is not None
+    read = Setting.DISABLE_JIT.make_reader()
+    with jax.disable_jit():
+        assert read()
+    assert not read()
+
+
 def described_devices():
     assert not internals.is_described(jax.devices()[0])
     if topology.importlib.util.find_spec("libtpu"):
@@ -260,6 +291,9 @@ DOORS = {
         out_shardings_of_jax,
     ),
     "jax._src.sharding_impls._internal_use_concrete_mesh": ("xla/internals.py", devices_in_force),
+    "jax._src.core.trace_state_strong_ref and eval_trace": ("xla/internals.py", current_trace),
+    "swap_local and set_local of the mesh": ("xla/internals.py", mesh_of_a_thread),
+    "the value of a setting in config_states": ("xla/internals.py", values_of_settings),
     "jax._src.interpreters.pxla.batched_device_put": ("xla/internals.py", arrays_of_parts),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("programs/jaxprs.py", jaxpr_and_its_constants),

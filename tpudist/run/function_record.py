@@ -1,9 +1,12 @@
-"""The record of one function of the user: its steps by arguments, findings, and past compiles."""
+"""The record of a function of the user: its steps by arguments, findings, and past compiles."""
 
 import collections
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tpudist.context.strategy_base import StrategyBase
+from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.options import RunOptions
 from tpudist.run.arguments import (
     argument_checks,
@@ -16,7 +19,7 @@ from tpudist.run.frame.captures import Findings
 from tpudist.run.recent_steps import MAX_STEPS, CallForm, RecentSteps
 from tpudist.run.step import Step
 from tpudist.run.step_signature import SavedProgram
-from tpudist.state import captured_values
+from tpudist.state import captured_values, value_keys
 from tpudist.xla import compile_log, descriptions
 from tpudist.xla.user_code import code_of
 
@@ -166,3 +169,51 @@ class FunctionRecord:
         self._signatures.append(signature)
         number = max(self._num_compiles, self.earlier_copies + 1)
         compile_log.record_compile(self.name, cause, seconds, number, phases)
+
+
+class FunctionRecords:
+    """The records of the functions of one strategy; it does not keep functions alive."""
+
+    def __init__(self, strategy: StrategyBase):
+        self._strategy = strategy
+        # Tables that do not keep functions alive where Python can: by function; by object and
+        # function for bound methods, which are new objects at each access; and by value for
+        # callables that allow no weak reference.
+        self._functions: weakref.WeakKeyDictionary[Any, FunctionRecord] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._methods = WeakIdentityDict()
+        self._others: dict[Any, FunctionRecord] = {}
+        # Number of functions by code object, to recognize a function that is defined in a loop.
+        self._definitions: collections.Counter = collections.Counter()
+
+    def find(self, fn: Callable, whole: bool = False) -> FunctionRecord:
+        """Returns the record of a function, which is created at the first call."""
+        # `whole` is not in the key: only `tpudist.function` uses it, with functions of its own.
+        # A bound method: its object and function are looked up, because Python creates a new method
+        # object at each access. Users may also pass callables that only look like methods.
+        owner, method = getattr(fn, "__self__", None), getattr(fn, "__func__", None)
+        if owner is not None and method is not None:
+            try:
+                table, key = self._methods.setdefault(owner, {}), method
+            except TypeError:
+                table, key = self._others, fn
+        else:
+            table, key = self._functions, fn
+        try:
+            record = table.get(key)
+        except TypeError:  # a callable without a hash, or that allows no weak reference
+            table, key = self._others, value_keys.IdentityKey(fn)
+            record = table.get(key)
+        if record is None:
+            record = FunctionRecord(fn, self._definitions, whole)
+            if self._strategy._twin_of is not None:
+                # The function creates its Variables once for all devices that it is planned for.
+                home = self._strategy._twin_of._replicator.function_of(fn, whole)
+                record.findings.created = home.findings.created
+                record.findings.warnings = home.findings.warnings
+            try:
+                table[key] = record
+            except TypeError:
+                self._others[key] = record
+        return record

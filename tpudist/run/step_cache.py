@@ -5,7 +5,6 @@ it feeds them whole, and `jit` misses its cache if they have changed. Then, or i
 the call starts again and checks all arguments (`RunCall.is_checked`).
 """
 
-import collections
 import contextlib
 import threading
 import types
@@ -17,7 +16,6 @@ import jax
 
 from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
-from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import compile
 from tpudist.options import RunOptions
 from tpudist.run import step_variants
@@ -32,7 +30,7 @@ from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.arguments.python_numbers import TraceFailed
 from tpudist.run.dispatch.throttle import Throttle
 from tpudist.run.frame.trace_requests import LocalState
-from tpudist.run.function_record import FunctionRecord
+from tpudist.run.function_record import FunctionRecord, FunctionRecords
 from tpudist.run.outputs import local_state
 from tpudist.run.outputs.results import TracedStep
 from tpudist.run.recent_steps import CallForm
@@ -80,16 +78,7 @@ class Replicator:
         self.mesh = strategy.replica_mesh
         self.throttle = Throttle(list(self.mesh.mesh.devices.flat))
         self.bindings = nnx_binding.Bindings()
-        # The records of functions, in tables that do not keep functions alive where Python can: by
-        # function; by object and function for bound methods, which are new objects at each access;
-        # and by value for callables that allow no weak reference.
-        self._functions: weakref.WeakKeyDictionary[Any, FunctionRecord] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._methods = WeakIdentityDict()
-        self._others: dict[Any, FunctionRecord] = {}
-        # Number of functions by code object, to recognize a function that is defined in a loop.
-        self._definitions: collections.Counter = collections.Counter()
+        self.function_of = FunctionRecords(strategy).find
         # The straight path for the next call of a function, with weak references that remove the
         # entry; see `steady_call.key_of` for the keys.
         self.steady_calls: dict[object, tuple[steady_call.SteadyCall, list[weakref.ref]]] = {}
@@ -415,37 +404,6 @@ class Replicator:
             sequence,
         )
         table[key] = again, references
-
-    def function_of(self, fn: Callable, whole: bool = False) -> FunctionRecord:
-        """Returns the record of a function, which is created at the first call."""
-        # `whole` is not in the key: only `tpudist.function` uses it, with functions of its own.
-        # A bound method: its object and function are looked up, because Python creates a new method
-        # object at each access. Users may also pass callables that only look like methods.
-        owner, method = getattr(fn, "__self__", None), getattr(fn, "__func__", None)
-        if owner is not None and method is not None:
-            try:
-                table, key = self._methods.setdefault(owner, {}), method
-            except TypeError:
-                table, key = self._others, fn
-        else:
-            table, key = self._functions, fn
-        try:
-            record = table.get(key)
-        except TypeError:  # a callable without a hash, or that allows no weak reference
-            table, key = self._others, value_keys.IdentityKey(fn)
-            record = table.get(key)
-        if record is None:
-            record = FunctionRecord(fn, self._definitions, whole)
-            if self.strategy._twin_of is not None:
-                # The function creates its Variables once for all devices that it is planned for.
-                home = self.strategy._twin_of._replicator.function_of(fn, whole)
-                record.findings.created = home.findings.created
-                record.findings.warnings = home.findings.warnings
-            try:
-                table[key] = record
-            except TypeError:
-                self._others[key] = record
-        return record
 
 
 def _place_explicitly() -> contextlib.AbstractContextManager:
