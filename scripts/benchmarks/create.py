@@ -13,39 +13,14 @@ import time
 from collections.abc import Callable
 
 import jax
-import optax
 from flax import nnx
 
 import tpudist
 from benchmarks.figures import Figure, at_most_times
+from benchmarks.first_step import ADAM, DEPTHS, Model
 
 SUITE = "creation"
-DEPTHS = (8, 24, 48)
 TARGET = 1.2
-DIM, NUM_HEADS, NUM_TOKENS = 128, 4, 256
-ADAM = optax.adamw(1e-3)
-
-
-class Block(nnx.Module):
-    """A block of a transformer."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norms = nnx.List([nnx.LayerNorm(DIM, rngs=rngs) for _ in range(2)])
-        self.attention = nnx.MultiHeadAttention(NUM_HEADS, DIM, decode=False, rngs=rngs)
-        self.mlp = nnx.List(
-            [nnx.Linear(DIM, 4 * DIM, rngs=rngs), nnx.Linear(4 * DIM, DIM, rngs=rngs)]
-        )
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-
-class Model(nnx.Module):
-    """A transformer whose layers are written out."""
-
-    def __init__(self, depth: int):
-        rngs = nnx.Rngs(0)
-        self.embedding = nnx.Embed(NUM_TOKENS, DIM, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
-        self.logits = nnx.Linear(DIM, NUM_TOKENS, rngs=rngs)
 
 
 def figures(repeats: int) -> list[Figure]:

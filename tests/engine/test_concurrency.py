@@ -31,7 +31,7 @@ def start_waiting(condition, predicate):
 
 
 def test_a_notification_wakes_only_threads_whose_predicate_holds():
-    """Each thread that wakes in vain would cost two switches of threads."""
+    """Waking another thread would cost two switches of threads."""
     condition, ready, evaluated_in = SystemConcurrency().condition(), [], []
 
     def is_ready():

@@ -112,7 +112,7 @@ def test_a_pattern_that_matches_no_variable_warns(strategy):
         model.predict(km.IMAGES[:8], verbose=0)
 
 
-def test_a_pattern_that_is_no_expression_and_no_path_raises(strategy):
+def test_a_pattern_that_is_neither_an_expression_nor_a_path_raises(strategy):
     tpudist.keras.set_layout_map(strategy, {"*kernel": (None, "tensor")})
     model = km.make(km.mlp, strategy)
     with pytest.raises(ValueError, match=r"key '\*kernel' .* not a valid .*: nothing to repeat"):

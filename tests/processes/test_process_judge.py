@@ -103,7 +103,7 @@ def test_a_silent_process_ends_the_run_after_a_limit(clock, warnings, monkeypatc
 
 
 def test_a_process_of_a_large_run_is_not_blamed_between_its_reports(clock, warnings):
-    """Of 5,000 processes, each reports every 5.5 s, which is silence in a small run."""
+    """Each of 5,000 processes reports every 5.5 s, which is silence in a small run."""
     error = "jax.errors.JaxRuntimeError: Connection closed by peer"
 
     def reports(i):
@@ -117,7 +117,7 @@ def test_a_process_of_a_large_run_is_not_blamed_between_its_reports(clock, warni
 
 
 def test_a_silent_process_of_a_very_large_run_is_found(clock, warnings, monkeypatch):
-    """Of 30,000 processes, each reports every 30.5 s, and process 0 judges as seldom."""
+    """Each of 30,000 processes reports every 30.5 s, and process 0 judges as seldom."""
     monkeypatch.setattr(process_state, "find", lambda place: None)
     judge = Judge(30_000)
     for i in range(10):

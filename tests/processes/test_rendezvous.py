@@ -108,7 +108,7 @@ def test_late_processes_get_the_error_too(address, monkeypatch, twice, processes
     with contextlib.ExitStack() as stack:
 
         def connect_a_stranger():
-            """Its open connection belongs to no process, so others are still expected."""
+            """No process owns its open connection, so others are still expected."""
             while time.monotonic() < start + 5:
                 with contextlib.suppress(OSError):
                     host, port = address.split(":")

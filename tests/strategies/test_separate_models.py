@@ -13,7 +13,7 @@ WORKERS = ["a:1", "b:2"]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Resets the state to that of a new process, which has not warned yet."""
+    """Resets the record of the warning: a new process has not warned yet."""
     monkeypatch.setattr(separate_models, "_has_warned", False)
 
 

@@ -146,7 +146,7 @@ class BackgroundSaver:
         self._delete_old(step)
 
     def _delete_old(self, newest: int) -> None:
-        """Deletes the steps that no rule keeps; those that cannot be read are kept."""
+        """Deletes the readable steps that no rule keeps."""
         try:
             facts = self._on_disk.facts()
         except OSError as failure:

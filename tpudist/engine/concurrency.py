@@ -98,8 +98,8 @@ class _SystemCondition(Condition):
     """A condition that wakes only threads whose predicate holds.
 
     Most notifications concern one of many waiting threads. The notifying thread therefore evaluates
-    all predicates itself, when it leaves the condition: that takes a microsecond for each, while a
-    thread that wakes in vain costs two switches and the time until it gets Python's lock.
+    all predicates itself, when it leaves the condition: that takes a microsecond for each, while
+    waking a thread costs two switches and the time until it gets Python's lock.
     """
 
     def __init__(self):

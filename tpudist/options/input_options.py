@@ -1,4 +1,4 @@
-"""Options for distributing a dataset: who reads it, and how partial batches are handled."""
+"""Options for distributing a dataset: its split between processes, and its partial batches."""
 
 import dataclasses
 import enum

@@ -206,8 +206,8 @@ class ShardLog:
     def _append(self, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         with self._lock:
             if self._sync_error is not None:
-                # After a failed `fsync`, the kernel may have dropped records: a later one that
-                # succeeds would not show that all of them are on the disk.
+                # After a failed `fsync`, the kernel may have dropped records: a later success
+                # would not show that all of them are on the disk.
                 raise OSError(
                     f"The log in {self._folder} cannot be written: {self._sync_error}. Restart "
                     f"the program on a disk that works, or restore a checkpoint."

@@ -41,8 +41,8 @@ class ShardVariables:
         # Each incarnation has its own versions, so that a worker's copy from an earlier server
         # never looks current.
         self._next_version = itertools.count(incarnation * VERSIONS_PER_INCARNATION)
-        # Variables whose arrays a reader may still have. Only those that `pull` returns outlive the
-        # current call.
+        # Variables whose arrays a reader may still have. Only arrays from `pull` outlive the call
+        # that returns them.
         self._viewed: set[int] = set()
         self._optimizers: dict[int, ServerOptimizer] = {}
 

@@ -25,8 +25,8 @@ from tpudist.values.per_replica import PerReplica
 from tpudist.xla.user_code import code_of
 
 MAX_WRAPPERS = 8
-"""Number of functions of one definition, with different captured values, that are kept: those that
-were used last."""
+"""Number of functions of one definition, with different captured values, that are kept. The
+least recently used ones are dropped."""
 
 _noted: contextvars.ContextVar[list[tuple[_Note, Sequence[Any]]] | None] = contextvars.ContextVar(
     "tpudist.step_changes", default=None
