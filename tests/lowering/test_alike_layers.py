@@ -138,7 +138,7 @@ WEIGHTS = [jnp.eye(DIM)] * DEPTH
         (pairs_share_weights, WEIGHTS),
     ],
 )
-def test_repeated_operations_that_are_no_layers_are_not_found(function, weights):
+def test_repetitions_that_one_loop_cannot_compute_are_not_found(function, weights):
     assert count(function, weights, X) is None
     assert count(jax.grad(lambda w, x: function(w, x).sum()), weights, X) is None
 

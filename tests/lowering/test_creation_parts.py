@@ -181,7 +181,7 @@ def test_a_permutation_that_leaves_out_replicas_raises(pairs):
 
 
 def test_a_process_without_devices_of_the_mesh_creates_state_too(monkeypatch):
-    """Its arrays have no parts, as those of `run`; here all parts are there nevertheless."""
+    """Such a process has no parts of the arrays. Here one process has all parts."""
     strategy = tpudist.MirroredStrategy()
     init, args = INITS["layers"]
     expected = jax.tree.leaves(nnx.state(strategy.create(init, *args)))

@@ -134,7 +134,7 @@ def test_an_unknown_operation_is_compiled_in_another_process_once(asked, monkeyp
 
 
 def test_the_other_process_does_not_optimize_machine_code(asked, monkeypatch):
-    """That would take most of its time."""
+    """The optimization would take most of the compile time."""
     monkeypatch.setattr(known_operations, "JAXLIBS", ("0.1",))
     make(fsdp=2).run(sine, args=(X,))
     assert dict(asked[0]["options"])["xla_backend_optimization_level"] == 0

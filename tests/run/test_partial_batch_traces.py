@@ -1,4 +1,4 @@
-"""How often a function is traced for partial batches, and what few traces leave open."""
+"""Partial batches need few traces of a function, and more if these do not determine a size."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,8 @@ def test_numbers_that_only_few_rows_show_are_learned_when_they_occur():
     new = NewCompiles()
     for (total, _), (a, b) in zip(run_and_count(strategy, step, rows), rows, strict=True):
         np.testing.assert_allclose(total, mean(a) + mean(b), rtol=1e-6)
-    # One for (8, 5), one that knows of no rows, and one that knows of one row as well.
+    # The first program is for (8, 5). The second has also learned the numbers for no rows, and the
+    # third those for one row.
     assert len([record for record in new() if record.function == "counted"]) == 3
 
 

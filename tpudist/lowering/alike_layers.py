@@ -64,7 +64,7 @@ def _find_in(jaxpr: core.Jaxpr, known: dict[int, Hashed]) -> AlikeLayers | None:
             blocks = [jaxpr.eqns[start + i * period :][:period] for i in range(count)]
             if _multiplies_results(*blocks[:2]) and _are_layers(jaxpr, start, blocks):
                 found.append(AlikeLayers(count, period))
-    # Twice a layer is a period, too, and the optimizer has repetitions that are no layers.
+    # Two layers together are a period, too, and the operations of the optimizer also repeat.
     return max(found, key=lambda x: (x.count * x.num_operations, x.count), default=None)
 
 
@@ -82,8 +82,8 @@ def _find_periods(kinds: np.ndarray) -> list[int]:
         if kind in last:
             distances[i - last[kind]] += 1
         last[kind] = i
-    # An operation that occurs several times in a layer hides the distance of its layers, but each
-    # layer has others: those that occur once have the distance of the layers.
+    # An operation that occurs several times in a layer hides the distance of the layers. But each
+    # layer also has operations that occur once, and these have that distance.
     return [x for x, number in distances.most_common(_MAX_PERIODS) if number >= _MIN_LAYERS - 1]
 
 

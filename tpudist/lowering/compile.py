@@ -209,7 +209,7 @@ def change_outputs(
     outputs: Sequence[int],
     name: str,
 ) -> ReplicaProgram:
-    """Returns a program in which `change` computes some outputs anew, as its last operations.
+    """Returns a program whose last operations are `change`, which replaces some outputs.
 
     Args:
         change: Called with the local values of `inputs` and of `outputs`, by their numbers;

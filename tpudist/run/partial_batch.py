@@ -121,7 +121,7 @@ class PartialBatch:
         first: tuple[Point, CallOutputs, ClosedJaxpr] | None = None,
         counts: Collection[Point] | None = None,
     ) -> None:
-        """Creates the program with what is known so far; see `RowTraces` and `RowProgram`."""
+        """Creates the program with the knowledge so far; see `RowTraces` and `RowProgram`."""
         self._traces = RowTraces(
             self._body,
             self._mesh,

@@ -245,7 +245,7 @@ def _fit_multiple(values: tuple[int, ...], points: tuple[Point, ...]) -> RowSize
     for power in (1, 2):
         factors = {Fraction(v, n**power) for v, (n,) in zip(values, points, strict=True)}
         factor = factors.pop()
-        # n / 2 is no whole multiple: with an odd number of rows it would be rounded.
+        # The factor must be whole: n / 2 would be rounded if the number of rows is odd.
         if not factors and factor.denominator == 1 and factor > 0:
             return RowSize(tuple(factor * (k == power) for k in range(3)), num_symbols=1)
     return None
