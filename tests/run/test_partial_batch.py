@@ -608,6 +608,7 @@ def test_a_replica_without_rows_is_logged_only_for_a_mean_over_rows(step, is_not
         (lambda x: x.sum() / jax.lax.psum(x.shape[0], "replica"), True),
         (lambda x: jax.jit(lambda x: x / jax.lax.psum(len(x), "replica"))(x).sum(), True),
         (lambda x: jax.lax.psum(x.shape[0], "replica"), True),
+        (lambda x: x.sum() * jnp.arange(1.0 * jax.lax.psum(len(x), "replica")).mean(), True),
         (lambda x: x.sum() / jax.lax.psum(jnp.asarray(x.shape[0]), "replica"), False),
         (lambda x: x.sum() / x.shape[0] / jax.lax.psum(1, "replica"), False),
         (lambda x: tpudist.get_replica_context().all_gather(x, axis=0).mean(), False),

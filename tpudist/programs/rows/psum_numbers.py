@@ -6,7 +6,7 @@ rows. A trace on more replicas with the same rows changes such a product, and no
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,28 +21,42 @@ from tpudist.programs.rows.labels import (
     depends_on_rows,
     find_difference,
 )
+from tpudist.programs.rows.row_sizes import RowSize, is_rows
 from tpudist.programs.rows.trace_steps import JAX_FOLDER
 
 # `jnp.mean` divides by the number of elements that it adds up, which it reads from the shape. It
-# gets no numbers of the user. `mean` calls `_mean`, which JAX may inline.
+# gets no numbers of the user, but an array may be as long as such a product. `mean` calls `_mean`,
+# which JAX may inline.
 _FILE_OF_MEAN = inspect.getfile(inspect.unwrap(jnp.mean))
 _MEANS = {"mean", "_mean"}
 
 
 def has_numbers(labelled: LabelledProgram) -> bool:
     """Returns whether a program uses numbers of rows that may be such products."""
+    sizes = {size for dims in labelled.in_dims for size in dims if is_rows(size)}
     known: dict[int, bool] = {}  # by the id of a program inside, which may be called often
 
     def search(program: LabelledProgram) -> bool:
         if id(program) not in known:
             known[id(program)] = any(map(depends_on_rows, program.out_literals.values())) or any(
-                (any(map(depends_on_rows, equation.literals.values())) and not _is_mean(equation))
-                or any(map(search, equation.all_bodies))
+                _has_numbers(equation, sizes) or any(map(search, equation.all_bodies))
                 for equation in program.equations
             )
         return known[id(program)]
 
     return search(labelled)
+
+
+def _has_numbers(equation: LabelledEquation, sizes: Set[RowSize]) -> bool:
+    """Returns whether an equation has numbers of rows, or a new size.
+
+    A size is new if neither its operands nor the program's inputs, of `sizes`, have it.
+    """
+    own = {size for dims in equation.in_dims for size in dims}
+    results = [size for dims in equation.out_dims for size in dims if is_rows(size)]
+    is_new = any(size not in own and size not in sizes for size in results)
+    has_numbers = any(map(depends_on_rows, equation.literals.values()))
+    return (is_new or has_numbers) and not _is_mean(equation)
 
 
 def _is_mean(equation: LabelledEquation) -> bool:
