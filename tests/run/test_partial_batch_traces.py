@@ -176,3 +176,16 @@ def test_a_returned_number_that_only_few_rows_show_is_learned_when_it_occurs():
         counts = strategy.run(step, (tpudist.PerReplica(x, each),))
         local = strategy.experimental_local_results(counts)
         assert [int(n) for n in local] == [max(n, 1) for n in each]
+
+
+def test_a_search_among_rows_has_as_many_steps_as_the_most_rows_need():
+    """More steps change nothing, so `n` rows need no program of their own."""
+
+    def step(x):
+        return jnp.searchsorted(jnp.cumsum(x[:, 0]), jnp.arange(40.0)).astype(jnp.float32)
+
+    strategy = tpudist.MirroredStrategy(jax.devices()[:2])
+    counts = [(8, 5), (2, 3), (1, 8)]
+    for (total, _), each in zip(run_and_count(strategy, step, counts), counts, strict=True):
+        expected = [np.searchsorted(np.cumsum(1.0 + np.arange(n)), np.arange(40)) for n in each]
+        np.testing.assert_array_equal(total, sum(expected))

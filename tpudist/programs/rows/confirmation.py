@@ -14,8 +14,8 @@ from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
+from tpudist.programs.rows.compared_params import is_compared
 from tpudist.programs.rows.labels import (
-    NOT_COMPARED,
     Corner,
     Dims,
     LabelledEquation,
@@ -86,7 +86,7 @@ class _Confirmation:
             if not self._is_predicted(value, actual):
                 return f"the number {actual} in {name}"
         for key, value in equation.params.items():
-            if key in NOT_COMPARED:
+            if not is_compared(eqn, key):
                 continue
             if key not in eqn.params or not self._is_parameter(value, eqn.params[key]):
                 return f"the parameter {key} of {name}"

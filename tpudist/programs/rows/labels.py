@@ -17,6 +17,7 @@ from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
+from tpudist.programs.rows.compared_params import NOT_COMPARED, is_compared
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_sizes import (
     TOLERANCE,
@@ -33,18 +34,6 @@ from tpudist.programs.rows.row_sizes import (
 from tpudist.programs.user_lines import users_line_of
 
 Dims = tuple[Dim, ...]
-
-_RULES_OF_DIFFERENTIATION = (
-    "jvp fwd bwd jvp_jaxpr_fun jvp_jaxpr_thunk fwd_jaxpr_thunk fun_jaxpr_thunk out_trees"
-)
-_PLACEMENT = "ctx_mesh sharding out_sharding unconstrained_dims compiler_options_kvs policy"
-# `update_jaxpr` of a scatter is the operation that the primitive's name says.
-NOT_COMPARED = frozenset(f"{_RULES_OF_DIFFERENTIATION} {_PLACEMENT} name update_jaxpr".split())
-"""Parameters without an effect on the result of a traced program.
-
-JAX has differentiated already. A rule is a new object in each trace, so it cannot be compared. The
-placement of arrays, and the policy of `checkpoint`, change where and when values are computed.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +219,7 @@ class _Labeller:
                 raise RowsError(error.reason, error.line or users_line_of(first)) from None
             labelled.setdefault(name, []).append(body)
         params = {
-            name: value if name in NOT_COMPARED else self._param([e.params[name] for e in eqns])
+            name: self._param([e.params[name] for e in eqns]) if is_compared(first, name) else value
             for name, value in first.params.items()
             if name not in labelled
         }

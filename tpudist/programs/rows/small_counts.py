@@ -21,10 +21,10 @@ from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Program
+from tpudist.programs.rows.compared_params import JAX_FOLDER
 from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, predict_number
 from tpudist.programs.rows.row_sizes import Point, size_at
 from tpudist.programs.rows.trace_steps import (
-    JAX_FOLDER,
     NOWHERE,
     Predicted,
     Site,

@@ -12,7 +12,6 @@ import os
 import pathlib
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
@@ -21,8 +20,8 @@ from jax.interpreters import ad
 from tpudist.array_types import Shape
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Program
+from tpudist.programs.rows.compared_params import JAX_FOLDER, is_compared
 from tpudist.programs.rows.labels import (
-    NOT_COMPARED,
     Corner,
     LabelledEquation,
     LabelledProgram,
@@ -34,7 +33,6 @@ from tpudist.programs.rows.labels import (
 )
 from tpudist.programs.rows.row_sizes import Point, RowNumber, RowSize, size_at
 
-JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 # Code that calls JAX for the user: a frame in it is not the user's instruction. "<" begins names
 # such as "<frozen importlib>" and "<string>".
 _LIBRARIES = (
@@ -152,7 +150,7 @@ def _describe_params(step: Step) -> tuple:
     return tuple(
         (name, str(_with_python_ints(value)))
         for name, value in sorted(params.items())
-        if name not in NOT_COMPARED and not callable(value) and not is_unfitted(value)
+        if is_compared(step.eqn, name) and not callable(value) and not is_unfitted(value)
     )
 
 
