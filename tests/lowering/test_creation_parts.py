@@ -92,6 +92,7 @@ INITS = {
     "a passed key": (lambda key: jax.random.normal(key, (40, 40)), (jax.random.key(0),)),
     "layers": (lambda: Stack(3, nnx.Rngs(0)), ()),
     "split keys": (of_split_keys, ()),
+    "many": (lambda: [jax.random.normal(jax.random.key(i), (2,)) for i in range(70)], ()),
     "another generator": (lambda: jax.random.normal(jax.random.key(1, impl="rbg"), (40, 40)), ()),
     "shared values": (with_shared_values, ()),
     "numbers": (of_numbers, ()),

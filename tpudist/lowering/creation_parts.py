@@ -32,6 +32,8 @@ from tpudist.xla.mesh import ReplicaMesh
 
 # Values of up to this size are computed again in each part that needs them, if that is exact.
 _MAX_SMALL = 1024
+# Arrays that are copied to all devices in one call. That takes less time than one call for each.
+_COPIED_TOGETHER = 64
 # Operations that call the user's functions, or may run long.
 _LOOPS_AND_CALLBACKS = frozenset("while scan cond pure_callback io_callback debug_callback".split())
 
@@ -57,6 +59,14 @@ def compute(
     program = _Program(closed)
     known = dict(zip(program.jaxpr.invars, values, strict=True))
     results: list[Any] = [None] * len(shardings)
+    waiting: list[int] = []  # results that one device has computed, and the others lack
+
+    def copy_waiting() -> None:
+        copies = _copy_to_all([results[i] for i in waiting], [shardings[i] for i in waiting])
+        for i, array in zip(waiting, copies, strict=True):
+            results[i] = array
+        waiting.clear()
+
     programs: dict[_Part, _Compiled] = {}  # not kept for later creations: it may hold user's arrays
     # The seeds are NumPy arrays, whose transfer JAX calls implicit.
     with internals.place_explicitly():
@@ -69,7 +79,12 @@ def compute(
             arrays = programs[part].run(inputs, mesh)
             for i, array in zip(part.results, arrays, strict=True):
                 results[i] = array
+            if programs[part].is_local:
+                waiting += part.results
+            if len(waiting) >= _COPIED_TOGETHER:
+                copy_waiting()
             advance(len(arrays))
+        copy_waiting()
     return results
 
 
@@ -86,13 +101,13 @@ class _Compiled:
         self._compile(is_local=is_local)
 
     def _compile(self, *, is_local: bool) -> None:
-        self._is_local = is_local
+        self.is_local = is_local
         out_shardings = None if is_local else list(self._part.shardings)
         self._program = jax.jit(self._part.evaluate, out_shardings=out_shardings)
 
     def run(self, inputs: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
-        """Returns the results, with their shardings."""
-        if not self._is_local:
+        """Returns the results: with their shardings, or on one device if `is_local` then."""
+        if not self.is_local:
             return self._program(*inputs)
         device = mesh.mesh.local_devices[0]
         with internals.leave_devices(), jax.default_device(device):
@@ -101,12 +116,17 @@ class _Compiled:
             # The function itself places a value, so the program runs on all devices.
             self._compile(is_local=False)
             return self._program(*inputs)
-        return list(map(_copy_to_all, arrays, self._part.shardings))
+        return arrays
 
 
-def _copy_to_all(array: jax.Array, sharding: Sharding) -> jax.Array:
-    if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
+def _copy_to_all(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+    """Copies arrays of one device to all, which takes no memory there: it keeps its array."""
+    if all(x.is_fully_addressable for x in shardings):
+        return jax.device_put(arrays, shardings)
+    return list(map(_copy_to_devices_of_process, arrays, shardings))
+
+
+def _copy_to_devices_of_process(array: jax.Array, sharding: Sharding) -> jax.Array:
     # Here `device_put` would compare the values of all processes.
     kind = sharding.memory_kind
     in_order = sharding.addressable_devices_indices_map(array.shape)
