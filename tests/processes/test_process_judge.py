@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tpudist.processes import process_judge, process_state
+from tpudist.processes import host, process_judge, process_state
 from tpudist.processes.process_judge import Judge
 
 
@@ -13,7 +13,7 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
-    monkeypatch.setattr(process_judge.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(host.Host, "monotonic", lambda self: Clock.now)
     return Clock
 
 

@@ -18,12 +18,9 @@ notice per run. Orbax calls it with the numbers of training steps, so it cannot 
 
 import json
 import logging
-import threading
-import time
-
-import jax
 
 from tpudist.preemption.notice import Notice
+from tpudist.processes.host import Event, this_host
 
 _log = logging.getLogger("tpudist.preemption")
 _PATIENCE_S = 120.0  # for which process 0 waits for the counts of the others
@@ -44,7 +41,7 @@ class BoundaryAgreement:
     """
 
     def __init__(self, name: str):
-        self._lock = threading.Lock()
+        self._lock = this_host().lock()
         self._num_boundaries = 0
         self._act_at: int | None = None
         self.notice = Notice(name, self._settle)
@@ -63,12 +60,12 @@ class BoundaryAgreement:
         if self.notice.board.num_processes > 1:
             try:
                 self._post_count(_CLOSED)
-                if jax.process_index() == 0:
+                if this_host().process_index() == 0:
                     self._decide(None, "process 0 has finished its loops")
             except ConnectionError:
                 pass
 
-    def _settle(self, is_closing: threading.Event) -> None:
+    def _settle(self, is_closing: Event) -> None:
         # Runs in the thread of the notice. The lock is held from before the count is posted until
         # the decision is known: the program waits at its next boundary meanwhile, which is at most
         # the chosen one, the largest count plus 1.
@@ -79,13 +76,13 @@ class BoundaryAgreement:
                         return
                 except ConnectionError:  # try again: the count is posted, so the others rely on it
                     pass
-                time.sleep(_PAUSE_S)
+                this_host().sleep(_PAUSE_S)
 
-    def _try_to_settle(self, is_closing: threading.Event) -> bool:
+    def _try_to_settle(self, is_closing: Event) -> bool:
         """Posts the count, in process 0 also the decision; returns whether there is one."""
         # May be repeated: a text is written once, and the count does not change under the lock.
         self._post_count(str(self._num_boundaries))
-        if jax.process_index() == 0:
+        if this_host().process_index() == 0:
             self._gather(is_closing)
         text = self.notice.board.read("decision")
         if text is None:
@@ -95,9 +92,9 @@ class BoundaryAgreement:
             _log.warning("%s. No checkpoint is saved: %s.", self.notice.content, why)
         return True
 
-    def _gather(self, is_closing: threading.Event) -> None:
+    def _gather(self, is_closing: Event) -> None:
         num_processes = self.notice.board.num_processes
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = this_host().monotonic() + _PATIENCE_S
         while not is_closing.is_set():
             counts = self.notice.board.read_all("counts")
             ended = sorted(int(i) for i, count in counts.items() if count == _CLOSED)
@@ -106,14 +103,14 @@ class BoundaryAgreement:
                 return self._decide(None, why)
             if len(counts) == num_processes:
                 return self._decide(max(map(int, counts.values())) + 1)
-            if time.monotonic() > deadline:
+            if this_host().monotonic() > deadline:
                 absent = [i for i in range(num_processes) if str(i) not in counts]
                 late = f"process {_format_numbers(absent)} did not answer within {_PATIENCE_S:g} s"
                 return self._decide(None, late)
-            time.sleep(_PAUSE_S)
+            this_host().sleep(_PAUSE_S)
 
     def _post_count(self, count: str) -> None:
-        self.notice.board.post(f"counts/{jax.process_index()}", count)
+        self.notice.board.post(f"counts/{this_host().process_index()}", count)
 
     def _decide(self, act_at: int | None, why_not: str = "") -> None:
         # The board keeps the first decision, so all processes read the same one.

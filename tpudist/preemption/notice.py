@@ -5,14 +5,11 @@ import dataclasses
 import datetime
 import json
 import math
-import threading
-import time
 import weakref
 from collections.abc import Callable
 
-import jax
-
 from tpudist.processes.coordination import Board
+from tpudist.processes.host import Event, this_host
 
 INTERVAL_S = 0.25
 """Seconds between two looks for a notice in a small run."""
@@ -55,19 +52,18 @@ class Notice:
         given_at_s: Time at which this process gave notice, by `time.monotonic`.
     """
 
-    def __init__(self, name: str, on_known: Callable[[threading.Event], None] | None = None):
+    def __init__(self, name: str, on_known: Callable[[Event], None] | None = None):
         self.board = Board(name)
         self.content: Content | None = None
         self.given_at_s = math.inf
         self._given: Content | None = None
         # Read here, because JAX takes a lock for it, which `give` must not do in a signal handler.
-        self._process = jax.process_index()
+        self._process = this_host().process_index()
         self._on_known = on_known
-        self._closing = threading.Event()
+        self._closing = this_host().event()
         self._thread = None
         if self.board.num_processes > 1:
-            self._thread = threading.Thread(target=self._watch, name=f"notice {name}", daemon=True)
-            self._thread.start()
+            self._thread = this_host().start_thread(self._watch, name=f"notice {name}")
 
     def give(self, why: str, grace_s: float = 0.0) -> None:
         """Gives notice for this process, unless there is one already.
@@ -77,7 +73,7 @@ class Notice:
         # It only sets attributes; the thread posts them. In one process there is no thread.
         if self._given is not None or self.content is not None:
             return
-        self.given_at_s = time.monotonic()
+        self.given_at_s = this_host().monotonic()
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         self._given = Content(self._process, why, grace_s, now)
         if self._thread is None:
@@ -91,7 +87,7 @@ class Notice:
     def close(self) -> None:
         """Ends the thread."""
         self._closing.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and not this_host().is_current(self._thread):
             self._thread.join()
 
     def _watch(self) -> None:

@@ -8,11 +8,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import jax
-
 from tpudist.goodput import goodput
+from tpudist.processes.host import this_host
 from tpudist.processes.reported_wait import ReportedWait
-from tpudist.xla import internals
 
 TIMEOUT_S = 600.0
 REPORT_S = 4.0
@@ -105,7 +103,7 @@ class Channel:
         processes = self._members
         if len(processes) == 1:
             return [text]
-        client, index = self._require_client(), jax.process_index()
+        client, index = self._require_client(), this_host().process_index()
         folder = f"tpudist/{self._name}/{number}"
         what_for = purpose or f"at '{self._name}', round {number}"
         wait = ReportedWait(REPORT_S, timeout_s)
@@ -128,7 +126,7 @@ class Channel:
     def _wait_for(
         self, key: str, purpose: str, wait: ReportedWait, cancelled: Callable[[], bool]
     ) -> str:
-        client, index = self._require_client(), jax.process_index()
+        client, index = self._require_client(), this_host().process_index()
         folder = key.rpartition("/")[0]
         while True:
             is_last_try = wait.is_over  # before the try: the text may come while the limit passes
@@ -161,7 +159,7 @@ class Channel:
 
     def _require_client(self) -> KeyValueClient:
         """Returns the client, which must belong to the generation of the first round."""
-        client = internals.coordination_client()
+        client = this_host().coordination_client()
         assert client is not None, "several processes without a coordination service"
         # The round numbers of a new generation start at 0 in a new service, so a channel that
         # survived would wait for a round that the others never reach.
@@ -175,11 +173,11 @@ class Channel:
 
     def leave(self) -> None:
         """Announces that this process takes part in no more rounds, so that nobody waits for it."""
-        client = internals.coordination_client()
+        client = this_host().coordination_client()
         if len(self._members) == 1 or client is None:
             return
         try:
-            client.key_value_set(f"tpudist/{self._name}/left/{jax.process_index()}", "")
+            client.key_value_set(f"tpudist/{self._name}/left/{this_host().process_index()}", "")
         except Exception:  # already announced, or the service is gone; jaxlib's type varies
             pass
 
@@ -196,7 +194,11 @@ class Channel:
 
     @property
     def _members(self) -> Sequence[int]:
-        return range(jax.process_count()) if self._processes is None else sorted(self._processes)
+        return (
+            range(this_host().process_count())
+            if self._processes is None
+            else sorted(self._processes)
+        )
 
 
 class Board:
@@ -213,7 +215,7 @@ class Board:
         self._folder = f"tpudist/{name}"
         # Each text is in a list of its own, by whose identity `post` knows that it wrote it.
         self._local_texts: dict[str, list[str]] = {}
-        self.num_processes = jax.process_count()
+        self.num_processes = this_host().process_count()
 
     def post(self, key: str, text: str) -> bool:
         """Writes `text` under `key` unless the key exists; returns whether it wrote.
@@ -268,7 +270,7 @@ class Board:
         return {key.removeprefix(start): text for key, text in texts if key.startswith(start)}
 
     def _client(self) -> KeyValueClient:
-        client = internals.coordination_client()
+        client = this_host().coordination_client()
         if client is None:
             raise ConnectionError("This process has left the others.")
         return client

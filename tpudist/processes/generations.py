@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
+from tpudist.processes.host import this_host
 from tpudist.xla import internals
 
 P = ParamSpec("P")
@@ -28,7 +29,7 @@ COMPILE_CACHE_VARIABLE = "TPUDIST_COMPILE_CACHE"
 FOLDER_VARIABLE = "TPUDIST_FOLDER"
 """Environment variable: working directory in which the supervisor started the program."""
 
-_at_end: list[Callable[[], None]] = []
+_at_end: list[Callable[[], object]] = []
 _left_behind: list[threading.Thread] = []
 _program_thread: threading.Thread = threading.main_thread()
 _report_lost: Callable[[int, str], None] | None = None
@@ -42,24 +43,28 @@ class Numbers:
     """0, 1, 2, ... in each generation, for names that all processes create in the same order."""
 
     def __init__(self):
-        self._numbers = itertools.count()
-        at_end(self._restart)
+        at_end(lambda: this_host().memory.pop(self, None))
 
     def __next__(self) -> int:
-        return next(self._numbers)
-
-    def _restart(self) -> None:
-        self._numbers = itertools.count()
+        return next(this_host().memory.setdefault(self, itertools.count()))
 
 
 def cache(function: Callable[P, R]) -> Callable[P, R]:
     """Like `functools.cache`, but forgets everything when the generation ends."""
-    cached = functools.cache(function)
-    at_end(cached.cache_clear)
-    return cast(Callable[P, R], cached)  # typeshed gives it parameters of any hashable type
+
+    @functools.wraps(function)
+    def look_up(*args: P.args, **kwargs: P.kwargs) -> R:
+        memory = this_host().memory
+        results = memory.get(look_up)
+        if results is None:
+            results = memory.setdefault(look_up, functools.cache(function))
+        return results(*args, **kwargs)
+
+    at_end(lambda: this_host().memory.pop(look_up, None))
+    return look_up
 
 
-def at_end(call: Callable[[], None]) -> None:
+def at_end(call: Callable[[], object]) -> None:
     """Registers `call()` for the end of each generation.
 
     Only for the life of the process, as at the top level of a module: nothing is unregistered.
@@ -153,5 +158,4 @@ def _park_threads() -> None:
 
 def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Raises `error` in a thread at its next line of Python; a wait in C++ is not interrupted."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
+    this_host().raise_in(thread, error)

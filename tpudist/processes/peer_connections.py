@@ -18,9 +18,9 @@ import hmac
 import ipaddress
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable
+
+from tpudist.processes.host import this_host
 
 DEAD_PEER_S = 15.0
 """Seconds without an answer of the other kernel after which a connection is given up."""
@@ -44,43 +44,43 @@ class PeerConnections:
         self._sockets: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self._secret = ""
-        self._closing = threading.Event()
+        self._closing = this_host().event()
         self._heard_s: float | None = None  # when process 0 last sent a beat, in the others
 
-    def listen(self, host: str) -> str:
+    def listen(self, address: str) -> str:
         """Listens in process 0; returns port and secret for `connect` in the others.
 
         Raises:
-            OSError: If `host` is not an address of this host.
+            OSError: If `address` is not an address of this host.
         """
         self._secret = secrets.token_hex(16)
-        family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+        self._listener = this_host().listen(address, 0, family)
         _start_thread(self._accept)
         _start_thread(self._beat)
         return f"{self._listener.getsockname()[1]} {self._secret}"
 
-    def connect(self, host: str, port_and_secret: str) -> None:
+    def connect(self, address: str, port_and_secret: str) -> None:
         """Connects to process 0.
 
         Args:
-            host: Host of process 0.
+            address: Address of the host of process 0.
             port_and_secret: Result of its `listen`.
 
         Raises:
             OSError: If it cannot be reached.
         """
         port, secret = port_and_secret.split()
-        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+        connection = this_host().connect(address, int(port), _CONNECT_S)
         enable_keepalive(connection)
         connection.sendall(f"{self._index} {secret}".encode().ljust(_GREETING_BYTES))
         self._sockets.append(connection)
-        self._heard_s = time.monotonic()
+        self._heard_s = this_host().monotonic()
         _start_thread(self._wait_for_end, connection, 0)
 
     def silence_s(self) -> float:
         """Returns the seconds since process 0 was heard; 0 without a connection."""
-        return 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
+        return 0.0 if self._heard_s is None else this_host().monotonic() - self._heard_s
 
     def close(self) -> None:
         """Announces that this process exits in order, and closes all connections."""
@@ -125,7 +125,7 @@ class PeerConnections:
         with connection:
             try:
                 while (message := connection.recv(1)) == _BEAT:
-                    self._heard_s = time.monotonic()
+                    self._heard_s = this_host().monotonic()
             except OSError:
                 message = b""
         if message != _EXIT and not self._closing.is_set():
@@ -169,4 +169,4 @@ def is_ipv6(host: str) -> bool:
 
 
 def _start_thread(run: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=run, args=args, name="tpudist peer connection", daemon=True).start()
+    this_host().start_thread(run, *args, name="tpudist peer connection")

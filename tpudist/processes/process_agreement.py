@@ -15,10 +15,9 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypedDict
 
-import jax
-
 from tpudist.errors import ProcessesDifferError
 from tpudist.processes import coordination, generations, process_watch, run_order
+from tpudist.processes.host import this_host
 from tpudist.processes.run_order import RunOrder
 from tpudist.programs import replica_equality
 from tpudist.programs.program_digest import ProgramText
@@ -104,7 +103,7 @@ def is_needed(mesh: ReplicaMesh) -> bool:
     """Whether there are other processes to agree with."""
     return (
         mesh.num_processes > 1
-        and internals.coordination_client() is not None
+        and this_host().coordination_client() is not None
         and not internals.is_described(mesh.mesh.devices.flat[0])
     )
 
@@ -243,7 +242,7 @@ class _Agreement:
             groups.setdefault(value, []).append(str(process))
         parts = [
             f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(group)}"
-            f"{' (this one)' if group == [str(jax.process_index())] else ''}: "
+            f"{' (this one)' if group == [str(this_host().process_index())] else ''}: "
             f"{value[:_MAX_CHARACTERS]}"
             for value, group in groups.items()
         ]

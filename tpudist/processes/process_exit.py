@@ -1,13 +1,13 @@
 """Prints where the program of this process is, and ends the process without Python's shutdown."""
 
 import faulthandler
-import os
 import sys
 import traceback
 from typing import NoReturn
 
 from tpudist.goodput import goodput
 from tpudist.processes import generations
+from tpudist.processes.host import this_host
 
 _NUM_FRAMES = 12  # enough to pass the frames of tpudist and JAX, and to reach the program
 
@@ -25,7 +25,7 @@ def raise_in_program(error: type[RuntimeError], message: str) -> None:
 
 def stack_of_program() -> str:
     """Returns the innermost Python frames of the program, also if it waits in C++."""
-    frame = sys._current_frames().get(generations.program_thread().ident or 0)
+    frame = this_host().stack_of(generations.program_thread())
     return (
         "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "  (an unknown place)\n"
     )
@@ -42,8 +42,7 @@ def print_all_threads() -> None:
 def print_error(text: str) -> None:
     """Prints a line to the error output, if there is one."""
     try:
-        sys.stderr.write(text.rstrip() + "\n")
-        sys.stderr.flush()
+        this_host().print_error(text.rstrip() + "\n")
     except Exception:  # closed, as by a notebook, so nobody can read a message
         pass
 
@@ -59,4 +58,4 @@ def exit_now(code: int) -> NoReturn:
             stream.flush()
         except Exception:  # closed, so nobody can read the rest
             pass
-    os._exit(code)
+    this_host().exit(code)

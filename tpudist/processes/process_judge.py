@@ -7,11 +7,11 @@ clock to a verdict, so tests can move the clock.
 import logging
 import math
 import os
-import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from tpudist.processes import process_state, run_order
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_USER_ERROR
+from tpudist.processes.host import this_host
 from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
 from tpudist.processes.process_silence import SILENT_S, WARN_S, describe_silence
 
@@ -64,7 +64,7 @@ class Judge:
         # For each process, its numbers of shared calls, and since when another process is ahead of
         # it while it has these.
         self._behind_since: dict[int, tuple[dict[str, int], float]] = {}
-        self._judged_s = time.monotonic()
+        self._judged_s = this_host().monotonic()
         self._ended_since_s = self._failed_since_s = math.inf
         # Seconds of waiting from which on to warn, and the time of the last warning.
         self._warn_after_s, self._warned_s = WARN_S, -math.inf
@@ -114,7 +114,7 @@ class Judge:
 
     def _warn(self, waited_s: float, text: str) -> None:
         """Logs a warning, and later ones after twice the time each."""
-        now = time.monotonic()
+        now = this_host().monotonic()
         if now - self._warned_s > _BETWEEN_WARNINGS_S:
             self._warn_after_s = WARN_S
         if waited_s > self._warn_after_s:
@@ -127,13 +127,13 @@ class Judge:
         """Returns the verdict for a failed process; None while another may still be the cause."""
         why = reports[index]["why"]
         if _COLLECTIVE_ERROR in why:
-            self._failed_since_s = min(self._failed_since_s, time.monotonic())
+            self._failed_since_s = min(self._failed_since_s, this_host().monotonic())
             if silences and silences[0][1] >= HOLD_S:
                 silent, waited_s = silences[0]
                 silence = describe_silence(silent, waited_s, reports[silent]["place"])
                 return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
             # Long enough for a process that went silent just before to be silent for `HOLD_S`.
-            if time.monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
+            if this_host().monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
                 return None
         message = f"Process {index} failed, so this process cannot continue:\n{why}"
         return Verdict(message, reports[index].get("exit_code", EXIT_USER_ERROR), failed=index)
@@ -142,15 +142,15 @@ class Judge:
         if not all(x["state"] == "ended" for x in reports.values()):
             self._ended_since_s = math.inf
             return False
-        self._ended_since_s = min(self._ended_since_s, time.monotonic())
+        self._ended_since_s = min(self._ended_since_s, this_host().monotonic())
         # A process that has not reported for so long creates no strategy, so it takes part in
         # nothing that the others do.
-        is_long_ago = time.monotonic() - self._ended_since_s > _FIRST_REPORT_S
+        is_long_ago = this_host().monotonic() - self._ended_since_s > _FIRST_REPORT_S
         return len(reports) == self._count or is_long_ago
 
     def _find_silences(self, reports: Reports) -> list[tuple[int, float]]:
         """Returns each running process and the seconds of its silence, longest first."""
-        now = time.monotonic()
+        now = this_host().monotonic()
         # The limits are for a small run. In a large one, reports are due later, and judged less
         # often.
         due_s = self._interval_s - INTERVAL_S
@@ -169,7 +169,7 @@ class Judge:
 
         Silent processes are left out: they have their own limits.
         """
-        now = time.monotonic()
+        now = this_host().monotonic()
         lengths = {
             i: {name: run_order.length(x["runs"]) for name, x in report["orders"].items()}
             for i, report in reports.items()

@@ -6,9 +6,10 @@ kernel can distinguish the two. The state of a process of another host is unknow
 
 import enum
 import os
-import socket
 import sys
 from pathlib import Path
+
+from tpudist.processes.host import this_host
 
 _PROC = Path("/proc")
 
@@ -28,7 +29,7 @@ class State(enum.Enum):
 
 def here(pid: int | None = None) -> str:
     """Returns the place of a process of this host, by default of this one."""
-    return f"{_namespace()} {pid or os.getpid()} {socket.gethostname()}"
+    return f"{_namespace()} {pid or this_host().pid()} {this_host().name()}"
 
 
 def describe(place: str) -> str:
@@ -70,4 +71,4 @@ def _namespace() -> str:
     except OSError:
         # Without /proc, as on macOS, no other process counts as one of this host. So nobody is
         # ended by its pid, which might mean another process.
-        return f"unknown/{os.getpid()}"
+        return f"unknown/{this_host().pid()}"

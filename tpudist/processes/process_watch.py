@@ -19,23 +19,18 @@ A process acts on the first verdict that it reads. Process 0 may write a later o
 cause, for example after a process that failed has also lost its connection.
 """
 
-import atexit
-import functools
 import itertools
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable
 from typing import NoReturn
-
-import jax
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
 from tpudist.goodput import goodput
 from tpudist.processes import generations, process_state, run_order
 from tpudist.processes.coordination import KeyValueClient
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
+from tpudist.processes.host import this_host
 from tpudist.processes.peer_connections import PeerConnections
 from tpudist.processes.process_exit import (
     exit_now,
@@ -50,7 +45,6 @@ from tpudist.processes.process_silence import WARN_S, describe_silence
 from tpudist.processes.program_outcome import ProgramOutcome
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.run_order import RunOrder
-from tpudist.xla import internals
 
 _log = logging.getLogger("tpudist")
 
@@ -63,17 +57,18 @@ _EXIT_S = 0.2  # for processes to exit after they have announced it
 _FOLDER = "tpudist/watch"
 
 
-@functools.cache
 def watch() -> "Watch":
     """Returns the watch of this process; the first call starts it. All processes must call it."""
-    return Watch()
+    memory = this_host().memory
+    if Watch not in memory:
+        memory[Watch] = Watch()
+    return memory[Watch]
 
 
 @generations.at_end
 def _end_watch() -> None:
-    if watch.cache_info().currsize:
-        watch().abandon()
-        watch.cache_clear()
+    if (ended := this_host().memory.pop(Watch, None)) is not None:
+        ended.abandon()
 
 
 class Watch:
@@ -90,9 +85,9 @@ class Watch:
 
     def __init__(self):
         self.message = ""
-        client: KeyValueClient = internals.coordination_client()
-        self._client, self._index = client, jax.process_index()
-        self._count = jax.process_count()
+        client: KeyValueClient = this_host().coordination_client()
+        self._client, self._index = client, this_host().process_index()
+        self._count = this_host().process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
         self._exit_code = 0  # of a verdict
         # Of the generation of this watch. A watch that was left behind must not report a loss with
@@ -101,22 +96,20 @@ class Watch:
         self._beats = itertools.count()
         self._place, self._place_of_process_0 = process_state.here(), ""
         self._reported_lengths: dict[str, int] = {}
-        self._progress_s = time.monotonic()  # when this process last began a shared call
+        self._progress_s = this_host().monotonic()  # when this process last began a shared call
         self._warn_after_s = WARN_S
-        self._ended_together = threading.Event()
-        self._closing = threading.Event()
+        self._ended_together = this_host().event()
+        self._closing = this_host().event()
         # In every process, though only process 0 judges: a wrong setting raises in each of them.
         self._judge = Judge(self._count)
         self._peers = PeerConnections(self._index, self._on_lost)
         self._interval_s = report_interval_s(self._count)
         self._outcome = ProgramOutcome(self._index)
         self._threads = [
-            threading.Thread(target=self._report_repeatedly, name="tpudist watch", daemon=True),
-            threading.Thread(target=self._listen, name="tpudist watch, verdict", daemon=True),
+            this_host().start_thread(self._report_repeatedly, name="tpudist watch"),
+            this_host().start_thread(self._listen, name="tpudist watch, verdict"),
         ]
-        for thread in self._threads:
-            thread.start()
-        atexit.register(self._at_exit)
+        this_host().at_exit(self._at_exit)
 
     def follow(self, name: str, order: RunOrder, describe: Callable[[int], str]) -> None:
         """Includes an order in the reports.
@@ -131,7 +124,7 @@ class Watch:
     def abandon(self) -> None:
         """Stops watching, because the processes of the run change."""
         self._closing.set()
-        atexit.unregister(self._at_exit)
+        this_host().cancel_at_exit(self._at_exit)
         self._outcome.close()
 
     # Reports.
@@ -162,8 +155,8 @@ class Watch:
         }
         lengths = {name: run_order.length(x["runs"]) for name, x in orders.items()}
         if lengths != self._reported_lengths:
-            self._reported_lengths, self._progress_s = lengths, time.monotonic()
-        elif time.monotonic() - self._progress_s > WARN_S / 2:
+            self._reported_lengths, self._progress_s = lengths, this_host().monotonic()
+        elif this_host().monotonic() - self._progress_s > WARN_S / 2:
             # Others that wait get a warning after `WARN_S`, which is to contain the stack.
             report["stack"] = stack_of_program()
         return report
@@ -196,14 +189,14 @@ class Watch:
 
     def _connect_peers(self) -> None:
         """Connects the processes; without that, a killed process is only noticed by its silence."""
-        host, key = internals.coordinator_host(), f"{_FOLDER}/peers"
+        host_of_0, key = this_host().coordinator_host(), f"{_FOLDER}/peers"
         try:
             if self._index:
                 text = self._client.blocking_key_value_get(key, _CONNECT_MS)
                 port_and_secret, self._place_of_process_0 = json.loads(text)
-                self._peers.connect(host, port_and_secret)
+                self._peers.connect(host_of_0, port_and_secret)
             else:
-                text = json.dumps([self._peers.listen(host), self._place])
+                text = json.dumps([self._peers.listen(host_of_0), self._place])
                 self._client.key_value_set(key, text, True)
         except Exception as error:  # of the network or of the service, whose type varies
             _log.info("Process %d has no connection to the others: %s", self._index, error)
@@ -306,7 +299,7 @@ class Watch:
             differ = verdict.failed is None
             error = ProcessesDifferError if differ else ProcessFailedError
             raise_in_program(error, verdict.message)
-        time.sleep(GRACE_S)  # a thread that waits in C++ does not notice the exception
+        this_host().sleep(GRACE_S)  # a thread that waits in C++ does not notice the exception
         if verdict.process_0_is_silent:  # it would have to read the farewell
             exit_now(self._exit_code)
         self._leave()
@@ -345,7 +338,7 @@ class Watch:
 
     def _has_left(self) -> bool:
         """Whether the program itself has left the run, by `jax.distributed.shutdown`."""
-        return internals.coordination_client() is not self._client
+        return this_host().coordination_client() is not self._client
 
     def _close(self) -> None:
         """Ends the threads. A thread in C++ when Python ends would abort the process."""
@@ -363,13 +356,13 @@ class Watch:
             if self._index:
                 self._client.key_value_set(f"{_FOLDER}/gone/{self._index}", "", True)
             else:
-                deadline = time.monotonic() + GRACE_S + _GONE_S
-                while time.monotonic() < deadline:
+                deadline = this_host().monotonic() + GRACE_S + _GONE_S
+                while this_host().monotonic() < deadline:
                     gone = self._client.key_value_dir_get(f"{_FOLDER}/gone/")
                     if len(gone) >= self._count - 1:
                         break
-                    time.sleep(0.05)
-                time.sleep(_EXIT_S)
+                    this_host().sleep(0.05)
+                this_host().sleep(_EXIT_S)
         except Exception:  # the service is gone; jaxlib's type varies
             pass
         exit_now(self._exit_code)

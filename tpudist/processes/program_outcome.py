@@ -1,12 +1,12 @@
 """Notices how the program of this process ends: normally, by an exception, or by SIGTERM."""
 
-import sys
 import traceback
 from types import TracebackType
 from typing import Literal
 
 from tpudist.processes import preemption_service
 from tpudist.processes.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
+from tpudist.processes.host import this_host
 from tpudist.processes.process_exit import print_error
 
 _MAX_WHY = 6000  # characters: a report is a value of the coordination service
@@ -34,13 +34,14 @@ class ProgramOutcome:
         self.why, self.exit_code = "", EXIT_USER_ERROR
         self.has_verdict = False
         self._index = index
-        self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+        self._previous_hook = this_host().exception_hook()
+        this_host().set_exception_hook(self._on_exception)
         preemption_service.SigtermHandler(self._on_sigterm)
 
     def close(self) -> None:
         """Restores the previous exception hook, unless the program has installed another one."""
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._previous_hook
+        if this_host().exception_hook() == self._on_exception:
+            this_host().set_exception_hook(self._previous_hook)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None

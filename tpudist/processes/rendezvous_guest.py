@@ -1,10 +1,8 @@
 """The other processes' side of the rendezvous: they visit process 0. See `rendezvous`."""
 
-import socket
-import time
-
 from tpudist.errors import StartupError
 from tpudist.processes import rendezvous_messages
+from tpudist.processes.host import this_host
 from tpudist.processes.rendezvous_messages import LineReader
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.startup_address import resolve
@@ -34,10 +32,10 @@ def visit(host: str, port: int, num_processes: int, index: int, wait: ReportedWa
             _wait_for_service(host, port)
             return
         wait.report(lambda: f"{who} waits for {place} ({process_0.problem})")
-        time.sleep(_RETRY_S)
+        this_host().sleep(_RETRY_S)
     raise StartupError(
         f"{who} could not reach {place} within {wait.timeout_s:g} s ({process_0.problem}). Check "
-        f"that it was started, and that this host ({socket.gethostname()}) can reach it."
+        f"that it was started, and that this host ({this_host().name()}) can reach it."
     )
 
 
@@ -66,9 +64,9 @@ class _Process0:
         """
         answer: bytes | None = None
         try:
-            with socket.create_connection((self._host, self._port), _CONNECT_S) as connection:
+            with this_host().connect(self._host, self._port, _CONNECT_S) as connection:
                 if self._silent_since_s is None:
-                    self._silent_since_s = time.monotonic()
+                    self._silent_since_s = this_host().monotonic()
                 reader = LineReader(connection)
                 connection.sendall(self._introduction)
                 greeting = reader.read(self._silent_since_s + STRANGER_S)
@@ -84,14 +82,14 @@ class _Process0:
         if answer:  # not empty, as after a lost connection
             return answer
         silent_since_s = self._silent_since_s
-        if silent_since_s is not None and time.monotonic() > silent_since_s + STRANGER_S:
+        if silent_since_s is not None and this_host().monotonic() > silent_since_s + STRANGER_S:
             raise rendezvous_messages.stranger_error(self._host, self._port)
         return None
 
     def _wait_for_answer(self, reader: LineReader, wait: ReportedWait) -> bytes | None:
         """Returns the answer, b"" if the connection is lost, or None if none arrives in time."""
         while True:
-            answer = reader.read(time.monotonic() + _SLICE_S)
+            answer = reader.read(this_host().monotonic() + _SLICE_S)
             if answer is not None:
                 return answer
             wait.report(
@@ -109,10 +107,12 @@ def _wait_for_service(host: str, port: int) -> None:
 
     Also returns after `_SERVICE_S`.
     """
-    deadline = time.monotonic() + _SERVICE_S
-    while time.monotonic() < deadline:
+    deadline = this_host().monotonic() + _SERVICE_S
+    while this_host().monotonic() < deadline:
         try:
-            socket.create_connection((host, port), timeout=1.0).close()
+            this_host().connect(host, port, 1.0).close()
             return
         except OSError:
-            time.sleep(0.005)  # a refused connection costs little, and JAX waits for all processes
+            this_host().sleep(
+                0.005
+            )  # a refused connection costs little, and JAX waits for all processes

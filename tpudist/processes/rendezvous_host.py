@@ -4,11 +4,11 @@ import contextlib
 import logging
 import selectors
 import socket
-import time
 from collections.abc import Iterable, Sequence
 
 from tpudist.errors import StartupError
 from tpudist.processes import rendezvous_messages
+from tpudist.processes.host import this_host
 from tpudist.processes.rendezvous_messages import Introduction, LineReader
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.startup_address import listen
@@ -35,7 +35,7 @@ def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> Non
     except StartupError:
         _ask_port_holder(host, port, num_processes)
         raise
-    with server, selectors.DefaultSelector() as selector:
+    with server, this_host().selector() as selector:
         guests = _Guests(num_processes)
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
@@ -83,7 +83,7 @@ def _serve_guests(
 
 def _answer_late_guests(server: socket.socket, guests: "_Guests", problem: str) -> None:
     """Reports an error to processes that have not arrived yet, which would wait for 300 s."""
-    deadline = time.monotonic() + LATE_S
+    deadline = this_host().monotonic() + LATE_S
     num_late = guests.num_expected - guests.num_introduced
     if num_late > 0:
         _log.warning(
@@ -91,7 +91,7 @@ def _answer_late_guests(server: socket.socket, guests: "_Guests", problem: str) 
         )
     server.settimeout(0.1)
     # Not all open connections count: a stranger may have one.
-    while num_late > 0 and time.monotonic() < deadline:
+    while num_late > 0 and this_host().monotonic() < deadline:
         with contextlib.suppress(OSError):
             guest, _ = server.accept()
             num_late -= 1
@@ -108,12 +108,12 @@ def _ask_port_holder(host: str, port: int, num_processes: int) -> None:
         StartupError: If there is another process 0; with its report.
     """
     with contextlib.suppress(OSError):
-        with socket.create_connection((host, port), timeout=_SLICE_S) as connection:
+        with this_host().connect(host, port, _SLICE_S) as connection:
             reader = LineReader(connection)
-            if rendezvous_messages.is_greeting(reader.read(time.monotonic() + HOLDER_S)):
+            if rendezvous_messages.is_greeting(reader.read(this_host().monotonic() + HOLDER_S)):
                 introduction = rendezvous_messages.introduce(num_processes, 0)
                 connection.sendall(rendezvous_messages.encode(introduction))
-                if answer := reader.read(time.monotonic() + HOLDER_S):
+                if answer := reader.read(this_host().monotonic() + HOLDER_S):
                     rendezvous_messages.check_answer(answer, host, port)
 
 
@@ -204,10 +204,10 @@ class _Guests:
     def close(self) -> None:
         """Closes all connections, after the guests have closed theirs."""
         # The side that closes first keeps the port in TIME_WAIT for a minute, and JAX needs it.
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = this_host().monotonic() + _CLOSE_S
         for connection in self._texts:
             with contextlib.suppress(OSError):
-                while time.monotonic() < deadline and connection.recv(
+                while this_host().monotonic() < deadline and connection.recv(
                     rendezvous_messages.MAX_BYTES
                 ):
                     pass

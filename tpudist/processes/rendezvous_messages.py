@@ -6,14 +6,13 @@ process 0 -> all     {"ok": true}  or  {"error": "..."}         answer
 """
 
 import json
-import os
 import socket
-import time
 from typing import Any, TypedDict
 
 import jax
 
 from tpudist.errors import StartupError
+from tpudist.processes.host import this_host
 from tpudist.xla import versions
 
 MAX_BYTES = 4096
@@ -69,7 +68,7 @@ def introduce(num_processes: int, index: int) -> Introduction:
         "jax": jax.__version__,
         "count": num_processes,
         "index": index,
-        "who": f"{socket.gethostname()}, process id {os.getpid()}",
+        "who": f"{this_host().name()}, process id {this_host().pid()}",
     }
 
 
@@ -123,7 +122,7 @@ class LineReader:
         while b"\n" not in self._text:
             if self._text and not self._text.startswith(b"{"):
                 return self._text
-            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            self._connection.settimeout(max(0.001, deadline - this_host().monotonic()))
             try:
                 part = self._connection.recv(MAX_BYTES)
             except TimeoutError:

@@ -2,8 +2,9 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable
+
+from tpudist.processes.host import this_host
 
 _log = logging.getLogger("tpudist")
 
@@ -26,13 +27,13 @@ class ReportedWait:
     ):
         self.timeout_s = timeout_s
         self._write = write
-        self._start = time.monotonic()
+        self._start = this_host().monotonic()
         self._next_report_s = first_report_s
 
     @property
     def waited_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start
+        return this_host().monotonic() - self._start
 
     @property
     def is_over(self) -> bool:

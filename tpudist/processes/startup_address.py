@@ -3,9 +3,9 @@
 import errno
 import os
 import socket
-import time
 
 from tpudist.errors import StartupError
+from tpudist.processes.host import this_host
 
 RESOLVE_S = 10.0
 """Seconds to retry an unknown host name: the name of a new pod is unknown for some seconds."""
@@ -45,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
     problems: list[OSError] = []
     for family, host_and_port in resolve(host, port):
         try:
-            return socket.create_server(host_and_port, family=family, backlog=1024)
+            return this_host().listen(*host_and_port, family)
         except OSError as error:
             problems.append(error)
     # A name may have addresses of several networks. A taken port says more than a missing network.
@@ -53,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
     remedy = {
         errno.EADDRINUSE: "Another program uses the port, perhaps an earlier run or a second "
         "process with the number 0. End that program, or choose another port.",
-        errno.EADDRNOTAVAIL: f"This host ({socket.gethostname()}) does not have this address. "
+        errno.EADDRNOTAVAIL: f"This host ({this_host().name()}) does not have this address. "
         f"Start process 0 on the host that the address names.",
         errno.EACCES: "Ports below 1024 are reserved for the system. Choose another port.",
     }.get(problem.errno or 0, "Choose another address.")
@@ -68,16 +68,16 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
     Raises:
         StartupError: If the host is still unknown after `RESOLVE_S`.
     """
-    start = time.monotonic()
+    start = this_host().monotonic()
     while True:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             # An IPv6 address has two more parts, flow and scope, which `create_server` rejects.
             return [(family, (str(sockaddr[0]), port)) for family, *_, sockaddr in found]
         except (OSError, UnicodeError) as error:
-            if time.monotonic() - start > RESOLVE_S - _RETRY_S:
+            if this_host().monotonic() - start > RESOLVE_S - _RETRY_S:
                 raise StartupError(
-                    f"The host {host!r} of the first process is unknown on {socket.gethostname()} "
+                    f"The host {host!r} of the first process is unknown on {this_host().name()} "
                     f"({error}). Use a name that all hosts know, or an IP address."
                 ) from error
-            time.sleep(_RETRY_S)
+            this_host().sleep(_RETRY_S)
