@@ -492,10 +492,10 @@ def test_a_directory_that_cannot_be_listed_causes_a_warning(tmp_path, monkeypatc
 def test_a_process_that_does_not_answer_hides_no_error(monkeypatch):
     barrier = Barrier("barrier")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(barrier, "_channel", SimpleNamespace(exchange=_raise(RuntimeError("late"))))
+    monkeypatch.setattr(barrier, "_channel", SimpleNamespace(combine=_raise(RuntimeError("late"))))
     barrier.finish_round(OSError("full"))
     with pytest.raises(RuntimeError, match="late"):
-        barrier("key", 1000)
+        barrier.meet("", 1.0)
 
 
 def _raise(error):

@@ -19,7 +19,7 @@ PROGRAM = """
     write = manifest.write
     warnings.simplefilter("ignore")
 
-    def fail(path):
+    def fail(path, shards):
         time.sleep(0.3)
         raise OSError("the disk is gone")
 
@@ -57,9 +57,9 @@ PROGRAM = """
         manifest.write = fail
         atexit.register(Checkpoint(x=1).write, f"{sys.argv[1]}/{name}")
 
-    def write_without_threads(path):
+    def write_without_threads(path, shards):
         threading.Thread.start = start_none
-        write(path)
+        write(path, shards)
 
     def without_threads():  # as Python 3.12.0 and 3.12.1 end
         # Not earlier: a thread of Orbax would wait for a thread that could not start.

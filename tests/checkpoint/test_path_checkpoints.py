@@ -71,7 +71,7 @@ def test_a_failed_checkpoint_keeps_the_old_one(tmp_path, monkeypatch):
         checkpoint.write(path)
     checkpoint = Checkpoint(x=2)
 
-    def fail(path):
+    def fail(path, shards):
         raise OSError("no space left")
 
     monkeypatch.setattr("tpudist.checkpoint.manifest.write", fail)

@@ -10,6 +10,7 @@ from tpudist.processes.coordination import Board, Channel
 def test_one_process_exchanges_with_itself_without_a_service():
     channel = Channel("alone")
     assert [channel.exchange("a"), channel.exchange("b")] == [["a"], ["b"]]
+    assert channel.combine("c", lambda texts: f"{texts}") == "['c']"
     assert jax.process_count() == 1
 
 
@@ -62,6 +63,11 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
         me = jax.process_index()
         channel = Channel("letters")
         rounds = [channel.exchange(f"{me}{letter}") for letter in "abc"]
+        combined, calls = [], []
+        for letter in "de":
+            own = f"{me}{letter}"
+            combined.append(channel.combine(own, lambda x: calls.append(x) or f"{len(x)} texts"))
+        rounds += [combined, len(calls)]
         board = Board("notes")
         firsts = [board.post("one", f"{me}"), board.post(f"all/{me}", f"by {me}")]
         channel.exchange("posted")
@@ -86,10 +92,10 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
         report([rounds, error, given_up, firsts, [*notes, alone]])
         """
     )
-    everything = [["0a", "1a"], ["0b", "1b"], ["0c", "1c"]]
+    everything = [["0a", "1a"], ["0b", "1b"], ["0c", "1c"], ["2 texts", "2 texts"]]
     (rounds, error, given_up, *first), (*other, firsts, notes) = [r.result for r in results]
-    assert rounds == everything
-    assert other == [everything, None, None]
+    assert rounds == [*everything, 2]
+    assert other == [[*everything, 0], None, None]  # only the first process combines
     assert sorted([first[0][0], firsts[0]]) == [False, True]
     assert first[0][1]
     assert firsts[1]

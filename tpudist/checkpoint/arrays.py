@@ -4,7 +4,9 @@ A step is a directory with two Orbax items: `state` has the arrays as a nested d
 program can read, and `tpudist` has our own JSON.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -14,10 +16,11 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from tpudist.array_types import PyTree
-from tpudist.checkpoint import entries
+from tpudist.checkpoint import entries, manifest
 from tpudist.checkpoint.entries import ValuePath
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import ARRAYS, CONTENTS
+from tpudist.checkpoint.format import ARRAYS, CONTENTS, TEMPORARY_SUFFIX
+from tpudist.checkpoint.one_save import Barrier
 
 Spec: TypeAlias = jax.ShapeDtypeStruct | np.ndarray
 """Shape, dtype and sharding of an array to read; without a sharding it is read with NumPy."""
@@ -31,41 +34,40 @@ class Writer:
 
       1. Orbax creates `<step>.orbax-checkpoint-tmp/` and writes the arrays and the JSON into it,
          each process its own shards. Object stores cannot rename, so there it is `<step>/` itself.
-      2. All processes meet at a barrier: every file has been written.
-      3. `before_commit`, in process 0: the manifest with the checksums of all files, and fsync.
-      4. Commit, in process 0: the directory is renamed to `<step>/`; in an object store, the file
+      2. Each process computes the checksums of the files with its shards.
+      3. All processes meet at a barrier, where process 0 receives the checksums: every file with
+         shards has been written.
+      4. Process 0 merges the indices of the shards, and writes the manifest with the checksums of
+         all files, and fsync. It reads only the files that it wrote itself.
+      5. Commit, in process 0: the directory is renamed to `<step>/`; in an object store, the file
          `commit_success.txt` is written.
-      5. All processes meet at a second barrier, after which the save has succeeded.
+      6. All processes meet at a second barrier, after which the save has succeeded.
 
     A crash at any moment leaves the state of the line before, and `Directory.remove_unfinished`
     deletes the temporary directory at the next save. So a committed step always has a manifest, and
     a step without one is not ours.
 
     Args:
-        before_commit: Called in the background, in process 0, after all files of a step are
-            written and before the step is committed.
-        barrier: Called by Orbax with a key and a timeout; returns when all processes have called
-            it. None for JAX's own barrier.
+        barrier: Barrier of the background threads of all processes.
         timeout_s: Maximum seconds for one step.
     """
 
-    def __init__(
-        self,
-        before_commit: Callable[[], None],
-        barrier: Callable[..., None] | None,
-        timeout_s: float,
-    ):
+    def __init__(self, barrier: Barrier, timeout_s: float):
+        self._barrier = barrier
+        self._path = epath.Path()
+        # Checksums of the files with shards, in process 0; None before the first barrier of a step.
+        self._sums: manifest.Sums | None = None
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 **{ARRAYS: _array_handler(), CONTENTS: ocp.JsonCheckpointHandler()}
             ),
             async_options=ocp.AsyncOptions(
                 timeout_secs=max(1, int(timeout_s)),
-                barrier_sync_fn=barrier,
-                post_finalization_callback=before_commit,
+                barrier_sync_fn=self._meet if jax.process_count() > 1 else None,
+                post_finalization_callback=self._write_manifest,  # in process 0
             ),
             # By default Orbax writes the metadata of a step in another thread, which may still
-            # write when `before_commit` computes the checksum.
+            # write when `_write_manifest` computes the checksum.
             checkpoint_metadata_store=ocp.metadata.metadata_store(
                 enable_write=True, blocking_write=True
             ),
@@ -81,6 +83,7 @@ class Writer:
 
         The arrays may be overwritten after this has returned.
         """
+        self._path, self._sums = path, None
         items: dict[str, Any] = {CONTENTS: ocp.args.JsonSave(contents)}
         if arrays:
             items[ARRAYS] = ocp.args.PyTreeSave(_nest(arrays))
@@ -93,6 +96,25 @@ class Writer:
     def close(self) -> None:
         """Waits, and ends the background threads."""
         self._checkpointer.close()
+
+    def _meet(self, key: str, timeout_ms: int) -> None:
+        """Waits for the other processes; Orbax calls it, twice in each step."""
+        start = time.monotonic()
+        text = ""
+        if self._sums is None:  # in the first round
+            text = json.dumps(manifest.sum_shards(self._place(), jax.process_index()))
+        timeout_s = timeout_ms / 1000 - (time.monotonic() - start)
+        texts = self._barrier.meet(text, max(1.0, timeout_s))
+        if self._sums is None:
+            self._sums = {name: x for text in texts for name, x in json.loads(text).items()}
+
+    def _write_manifest(self) -> None:
+        manifest.write(self._place(), self._sums or {})
+
+    def _place(self) -> epath.Path:
+        """Returns the directory of the step before its commit; object stores cannot rename it."""
+        hidden = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
+        return hidden if hidden.exists() else self._path
 
 
 def read_arrays(path: epath.Path, specs: Mapping[ValuePath, Spec]) -> dict[ValuePath, Any]:

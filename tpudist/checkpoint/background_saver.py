@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tpudist import step_boundaries
-from tpudist.checkpoint import lost_saves, manifest
+from tpudist.checkpoint import lost_saves
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.entries import ValuePath
 from tpudist.checkpoint.errors import CheckpointError
@@ -61,7 +61,6 @@ class BackgroundSaver:
         self._timeout_s = timeout_s
         self._writer: Writer | None = None
         self._save: Save | None = None
-        self._step = -1
         self._warnings: list[str] = []
         self._reported_unreadable: set[int] = set()
         self._is_registered = False
@@ -76,9 +75,7 @@ class BackgroundSaver:
         if self._writer is None:
             from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
 
-            barrier = self._barrier if jax.process_count() > 1 else None
-            self._writer = Writer(self._before_commit, barrier, self._timeout_s)
-        self._step = step
+            self._writer = Writer(self._barrier, self._timeout_s)
         # Before the commit, so that retention knows the step at once. If the save fails,
         # `_after_save` forgets it again.
         self._on_disk.remember(step, contents)
@@ -128,10 +125,6 @@ class BackgroundSaver:
             writer.close()
         except Exception:  # an error of the step that is given up
             pass
-
-    def _before_commit(self) -> None:
-        """Runs in the background, in process 0, after all files are written."""
-        manifest.write(self._files.path_to_write(self._step))
 
     def _after_save(self, step: int, error: BaseException | None) -> None:
         """Runs in the background, in every process, after a save has ended."""

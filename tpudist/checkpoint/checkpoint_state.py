@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from etils import epath
 
 from tpudist.checkpoint import manifest
-from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
+from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import is_ours, read_contents
+from tpudist.checkpoint.format import TEMPORARY_SUFFIX, is_ours, read_contents
 from tpudist.checkpoint.path_checkpoints import is_complete
 
 COUNTER = "save_counter"

@@ -15,9 +15,9 @@ from etils import epath
 
 from tpudist.checkpoint import manifest
 from tpudist.checkpoint.errors import CheckpointError
+from tpudist.checkpoint.format import TEMPORARY_SUFFIX
 from tpudist.options import shorten
 
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 DAMAGED_SUFFIX = ".damaged"
 _COMMITTED = "commit_success.txt"
 
@@ -60,11 +60,6 @@ class Directory:
     def step(self, number: int) -> epath.Path:
         """Returns the path of a step."""
         return self.path / str(number)
-
-    def path_to_write(self, number: int) -> epath.Path:
-        """Returns the path of a step while it is written; stores without renames have only one."""
-        temporary = self._temporary_path(number)
-        return temporary if temporary.exists() else self.step(number)
 
     def make(self, number: int) -> None:
         """Checks that a step can be written, and deletes the remains of an earlier attempt.

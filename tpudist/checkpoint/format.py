@@ -18,6 +18,8 @@ from etils import epath
 from tpudist.checkpoint.errors import CheckpointError
 
 ARRAYS, CONTENTS = "state", "tpudist"  # the two items of a step, which are directories
+# Orbax appends it to the names of a step and of its items until they are complete.
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 FORMAT = 1
 _JSON_FILE = "metadata"
 

@@ -7,6 +7,12 @@ its own first line:
     {"format": 1, "files": {"state/...": [1024, "0a1b2c3d"], ...}, "metadata": "4e5f6a7b"}
     8c9d0e1f
 
+Most bytes are in the files with the shards of the arrays. Each process computes the checksums of
+the shards that it wrote (`sum_shards`), and process 0 those of the few other files (`write`). So no
+process reads what another one wrote, and the time does not grow with the number of processes. Each
+byte is read once: TensorStore writes the files, and shows neither the bytes nor a checksum of them.
+Its own checksums (CRC-32C) protect only its indices, not the chunks of arrays.
+
 Orbax changes two files after the manifest: `commit_success.txt`, which marks a complete step, and
 `_CHECKPOINT_METADATA`, to which it adds the time of the commit. The first must exist and begin as
 Orbax writes it; of the second, everything except that time has a checksum. Neither is used to
@@ -15,17 +21,24 @@ restore.
 
 import concurrent.futures
 import dataclasses
+import heapq
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from etils import epath
+
+from tpudist.checkpoint.format import ARRAYS, TEMPORARY_SUFFIX
+
+Sums: TypeAlias = dict[str, tuple[int, str]]
+"""Name of a file in a step -> its size in bytes, and its CRC-32 in hexadecimal digits."""
 
 FILE = "tpudist_manifest.json"
 _COMMITTED, _COMMITTED_TEXT = "commit_success.txt", "Checkpoint commit was successful to "
 _METADATA, _METADATA_LATER = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs"
+_SHARDS = "ocdbt.process_"  # begins the name of a folder in the item; Orbax appends the process
 _CHUNK_BYTES = 1 << 22  # 4 MiB: zlib and reads release the GIL for chunks of this size
 _NUM_THREADS = 8
 
@@ -41,22 +54,38 @@ class Problem:
         return f"{self.file}: {self.description}"
 
 
-def write(path: epath.Path) -> None:
-    """Writes the manifest of all files below `path`, and waits until it is on the disk."""
-    metadata = path / _METADATA
-    files = sorted(_files(path, path))
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        sums = list(pool.map(lambda name: _checksum(path / name), files))
-    listed = {
-        name: [size, f"{crc:08x}"]
-        for name, (size, crc) in zip(files, sums, strict=True)
-        if name not in (FILE, _METADATA, _COMMITTED)
-    }
+def sum_shards(path: epath.Path, process: int) -> Sums:
+    """Returns the size and checksum of each file with array shards that a process wrote.
+
+    Args:
+        path: Directory of the step, before its commit.
+        process: Index of the process.
+    """
+    # Orbax renames the item when all processes have written it.
+    for item in (f"{ARRAYS}{TEMPORARY_SUFFIX}", ARRAYS):
+        folder = path / item / f"{_SHARDS}{process}"
+        if folder.exists():
+            sums = _sum_files(folder, sorted(_files(folder, folder)))
+            return {f"{ARRAYS}/{folder.name}/{name}": x for name, x in sums.items()}
+    return {}  # it has no shards
+
+
+def write(path: epath.Path, shards: Sums) -> None:
+    """Writes the manifest of all files below `path`, and waits until it is on the disk.
+
+    Args:
+        path: Directory of the step.
+        shards: Sizes and checksums that `sum_shards` returned to the processes. Their folders are
+            not read; all other files are.
+    """
+    summed = {path.joinpath(*name.split("/")[:2]) for name in shards}
+    names = sorted(set(_files(path, path, summed)) - {FILE, _METADATA, _COMMITTED})
+    files = shards | _sum_files(path, names)
     body = json.dumps(
         {
             "format": 1,
-            "files": listed,
-            "metadata": _metadata_checksum(metadata.read_bytes()),
+            "files": dict(sorted(files.items())),
+            "metadata": _metadata_checksum((path / _METADATA).read_bytes()),
         }
     ).encode()
     text = body + f"\n{zlib.crc32(body):08x}\n".encode()
@@ -89,7 +118,7 @@ def verify(path: epath.Path, share: int = 0, num_shares: int = 1) -> list[Proble
         return [Problem(FILE, f"cannot be read ({error})")]
     except ValueError as error:
         return [Problem(FILE, str(error))]
-    files: dict[str, Any] = manifest["files"]
+    files: Sums = manifest["files"]
     names = _share(files, share, num_shares)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
         problems = [x for x in pool.map(lambda name: _check(path, name, *files[name]), names) if x]
@@ -110,16 +139,17 @@ def _read_manifest(text: bytes) -> dict[str, Any]:
     return json.loads(body)
 
 
-def _share(files: dict[str, Any], share: int, num_shares: int) -> Sequence[str]:
+def _share(files: Sums, share: int, num_shares: int) -> Sequence[str]:
     """Returns the files of one share: largest first, each to the share with the fewest bytes."""
-    shares: list[list[str]] = [[] for _ in range(num_shares)]
-    loads = [0] * num_shares
+    own: list[str] = []
+    loads = [(0, i) for i in range(num_shares)]  # a heap: a thousand processes have many files
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
         # No messages are needed: each process computes the same shares from the same manifest.
-        least = loads.index(min(loads))
-        shares[least].append(name)
-        loads[least] += files[name][0]
-    return shares[share]
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + files[name][0], least))
+        if least == share:
+            own.append(name)
+    return own
 
 
 def _check(path: epath.Path, name: str, size: int, crc: str) -> Problem | None:
@@ -160,6 +190,13 @@ def _metadata_checksum(text: bytes) -> str:
     return f"{zlib.crc32(json.dumps(known, sort_keys=True).encode()):08x}"
 
 
+def _sum_files(folder: epath.Path, names: Sequence[str]) -> Sums:
+    """Returns the size and checksum of each of the files, by its name below `folder`."""
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        sums = list(pool.map(lambda name: _checksum(folder / name), names))
+    return {name: (size, f"{crc:08x}") for name, (size, crc) in zip(names, sums, strict=True)}
+
+
 def _checksum(path: epath.Path) -> tuple[int, int]:
     size, crc = 0, 0
     with path.open("rb") as file:
@@ -168,9 +205,13 @@ def _checksum(path: epath.Path) -> tuple[int, int]:
     return size, crc
 
 
-def _files(root: epath.Path, folder: epath.Path) -> Iterable[str]:
+def _files(
+    root: epath.Path, folder: epath.Path, skipped: Collection[epath.Path] = ()
+) -> Iterable[str]:
     for x in folder.iterdir():
+        if x in skipped:
+            continue
         if x.is_dir():
-            yield from _files(root, x)
+            yield from _files(root, x, skipped)
         else:
             yield x.relative_to(root).as_posix()

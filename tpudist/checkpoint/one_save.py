@@ -5,6 +5,7 @@ The order of events on the disk is described in `arrays.Writer`.
 
 import concurrent.futures.thread  # registers its hook before ours, so it runs after ours
 import contextlib
+import json
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _unfinished: "set[Save]" = set()
 _ROUNDS = 2  # of `Barrier` in a save: all files are written; process 0 has committed the step
+_MAX_FAILURES = 4  # in one message: if a disk is full, a thousand processes may fail alike
 _MAX_ERROR_LENGTH = 600  # Orbax appends a long source location
 
 
@@ -114,15 +116,21 @@ class Barrier:
         self._rounds = 0
         self._last_round_failed = False
 
-    def __call__(self, key: str, timeout_ms: int) -> None:
-        """Waits for the other processes; Orbax calls it."""
+    def meet(self, text: str, timeout_s: float) -> list[str]:
+        """Waits for the other processes, and returns the texts of all to process 0.
+
+        Only process 0 needs them, so the others receive none.
+
+        Raises:
+            FailedElsewhere: If the save failed in another process.
+        """
         self._rounds += 1
-        self._last_round_failed = True  # until the exchange returns without a timeout
-        answers = self._channel.exchange("", timeout_s=timeout_ms / 1000)
+        self._last_round_failed = True  # until the round returns without a timeout
+        texts, failures = self._exchange(text, "", timeout_s)
         self._last_round_failed = False
-        failed = [f"process {i}: {answer}" for i, answer in enumerate(answers) if answer]
-        if failed:
-            raise FailedElsewhere("; ".join(failed))
+        if failures:
+            raise FailedElsewhere(failures)
+        return texts
 
     def finish_round(self, error: BaseException | None) -> None:
         """Ends a save, and sends its error to the processes that wait in the barrier.
@@ -138,7 +146,22 @@ class Barrier:
         self._rounds = 0
         if failed_here and others_wait and jax.process_count() > 1:
             with contextlib.suppress(Exception):
-                self._channel.exchange(f"{type(error).__name__}: {error}", timeout_s=TIMEOUT_S)
+                self._exchange("", f"{type(error).__name__}: {error}", TIMEOUT_S)
+
+    def _exchange(self, text: str, error: str, timeout_s: float) -> tuple[list[str], str]:
+        """Returns the texts of all processes, in process 0, and the failures, in all."""
+        texts: list[str] = []
+
+        def collect(messages: list[str]) -> str:
+            answers = [json.loads(x) for x in messages]
+            texts.extend(text for text, _ in answers)
+            failed = [f"process {i}: {error}" for i, (_, error) in enumerate(answers) if error]
+            others = len(failed) - _MAX_FAILURES
+            more = [f"and {others} other processes"] if others > 0 else []
+            return "; ".join([*failed[:_MAX_FAILURES], *more])
+
+        failures = self._channel.combine(json.dumps([text, error]), collect, timeout_s=timeout_s)
+        return texts, failures
 
 
 class FailedElsewhere(RuntimeError):

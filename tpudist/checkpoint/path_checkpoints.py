@@ -21,9 +21,9 @@ from etils import epath
 
 from tpudist.checkpoint import entries, manifest
 from tpudist.checkpoint.background_saver import finish_other, make_failure
-from tpudist.checkpoint.directory import TEMPORARY_SUFFIX, Directory
+from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.errors import CheckpointError
-from tpudist.checkpoint.format import is_ours, read_notes, read_valid_contents
+from tpudist.checkpoint.format import TEMPORARY_SUFFIX, is_ours, read_notes, read_valid_contents
 from tpudist.checkpoint.holders import Container
 from tpudist.checkpoint.one_save import Barrier
 from tpudist.checkpoint.restore_match import RestoreReport, Selection
@@ -89,15 +89,11 @@ def _write(
     """Writes to `place`, which is `target` or `PATH.new`; returns after the commit."""
     from tpudist.checkpoint.arrays import Writer  # Orbax takes a while to import
 
+    # Before the commit the files are in `hidden`, except in object stores, which cannot rename.
     is_remote = manifest.is_remote(place)
     hidden = place if is_remote else place.with_name(place.name + TEMPORARY_SUFFIX)
     barrier = Barrier(f"checkpoint/path/{next(_numbers)}/writing")
-    writer = Writer(
-        # Before the commit the files are in `hidden`, except in object stores, which cannot rename.
-        lambda: manifest.write(hidden if hidden.exists() else place),
-        barrier if jax.process_count() > 1 else None,
-        TIMEOUT_S,
-    )
+    writer = Writer(barrier, TIMEOUT_S)
     try:
         writer.begin(place, arrays, contents)
         writer.wait()

@@ -26,9 +26,10 @@ _OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restor
 
 def agree(value: _T, channel: Channel, timeout_s: float) -> _T:
     """Returns the value of process 0, in all processes."""
-    # It travels as JSON, so callers must not rely on tuples: they arrive as lists.
-    (answer, *_) = channel.exchange(json.dumps(value), timeout_s=timeout_s)
-    return json.loads(answer)
+    # It travels as JSON, so callers must not rely on tuples: they arrive as lists. The values of
+    # the other processes do not travel.
+    own = "" if jax.process_index() else json.dumps(value)
+    return json.loads(channel.combine(own, lambda texts: texts[0], timeout_s=timeout_s))
 
 
 def require_same(value: object, channel: Channel, timeout_s: float, difference: str) -> None:
@@ -43,9 +44,13 @@ def require_same(value: object, channel: Channel, timeout_s: float, difference: 
     Raises:
         CheckpointError: In all processes, if the values differ.
     """
-    values = channel.exchange(str(value), timeout_s=timeout_s)
-    if len(set(values)) > 1:
-        listed = ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
+
+    def list_if_different(values: list[str]) -> str:
+        if len(set(values)) == 1:
+            return ""
+        return ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
+
+    if listed := channel.combine(str(value), list_if_different, timeout_s=timeout_s):
         raise CheckpointError(
             f"Processes tried to {difference} ({listed}). All processes save and restore a "
             f"checkpoint together: pass the same value in all of them."
@@ -66,10 +71,13 @@ def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[
 def _verify(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
     problems = manifest.verify(path, jax.process_index(), jax.process_count())
     lines = [str(x) for x in problems]
-    if jax.process_count() > 1:
-        answers = channel.exchange(json.dumps(lines), timeout_s=timeout_s)
-        lines = sorted({line for answer in answers for line in json.loads(answer)})
-    return lines
+    if jax.process_count() == 1:
+        return lines
+
+    def merge(texts: list[str]) -> str:
+        return json.dumps(sorted({line for text in texts for line in json.loads(text)}))
+
+    return json.loads(channel.combine(json.dumps(lines), merge, timeout_s=timeout_s))
 
 
 @dataclasses.dataclass(frozen=True)

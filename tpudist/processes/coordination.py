@@ -69,7 +69,6 @@ class Channel:
         self._round = 0
         self._client: KeyValueClient | None = None
 
-    @goodput.count_as(goodput.Phase.WAIT)
     def exchange(
         self,
         text: str,
@@ -79,6 +78,9 @@ class Channel:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[str]:
         """Returns the texts of all processes in this round, in the order of their indices.
+
+        All texts go to all processes, so the bytes grow with the square of their number. Use
+        `combine` if the first process can reduce the texts to what the others need.
 
         Args:
             text: Text of this process.
@@ -90,9 +92,35 @@ class Channel:
             RuntimeError: If a process does not arrive in time; the message names it.
             Cancelled: If `cancelled` returned True.
         """
+        answer = self.combine(
+            text, json.dumps, purpose=purpose, timeout_s=timeout_s, cancelled=cancelled
+        )
+        return json.loads(answer)
+
+    @goodput.count_as(goodput.Phase.WAIT)
+    def combine(
+        self,
+        text: str,
+        reduce: Callable[[list[str]], str],
+        *,
+        purpose: str = "",
+        timeout_s: float = TIMEOUT_S,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Returns what `reduce` makes of the texts of all processes in this round.
+
+        Args:
+            text: Text of this process.
+            reduce: Called in the first process of the channel, with the texts in the order of the
+                processes. Only its result goes to the others. It must not raise: they would wait.
+            purpose: Same as in `exchange`, as are the others and the errors.
+            timeout_s: Seconds to wait for the other processes.
+            cancelled: Called about twice a second; returns whether to give up.
+        """
         # One round, in the keys of the service:
         #   1. Every process writes its text under `<folder>/<index>`.
-        #   2. The first process of the channel reads them all and writes them to `<folder>/all`.
+        #   2. The first process of the channel reads them all and writes the result to
+        #      `<folder>/all`.
         #   3. The other processes wait for that one key.
         # So the service answers 2 n reads for n processes. If each process read every other text,
         # it would answer n * n. A wait ends with the key, when `cancelled` returns True, when a
@@ -102,7 +130,7 @@ class Channel:
         number, self._round = self._round, self._round + 1
         processes = self._members
         if len(processes) == 1:
-            return [text]
+            return reduce([text])
         client, index = self._require_client(), this_host().process_index()
         folder = f"tpudist/{self._name}/{number}"
         what_for = purpose or f"at '{self._name}', round {number}"
@@ -114,14 +142,14 @@ class Channel:
         client.key_value_set(f"{folder}/{index}", text)
         leader = processes[0]
         if index != leader:
-            return json.loads(wait_for(f"{folder}/all"))
-        texts = [text if i == leader else wait_for(f"{folder}/{i}") for i in processes]
-        client.key_value_set(f"{folder}/all", json.dumps(texts))
+            return wait_for(f"{folder}/all")
+        answer = reduce([text if i == leader else wait_for(f"{folder}/{i}") for i in processes])
+        client.key_value_set(f"{folder}/all", answer)
         # All processes have written in this round, so all have read the previous one. This round
         # must stay: nobody has confirmed that it was read.
         if number:
             client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
-        return texts
+        return answer
 
     def _wait_for(
         self, key: str, purpose: str, wait: ReportedWait, cancelled: Callable[[], bool]
