@@ -1,8 +1,11 @@
 """Channels and boards, in one process and between two real processes."""
 
+import math
+
 import jax
 import pytest
 
+from counting_service import exponent, run
 from processes import run_processes
 from tpudist.processes.coordination import Board, Channel
 
@@ -103,3 +106,69 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
     assert first[1] == notes == [True, None, {"0": "by 0", "1": "by 1"}, lost, ["x"]]
     assert "at 'nobody else', round 0, for process 1" in error
     assert given_up
+
+
+SIZES = (16, 64, 256, 1024)
+
+
+def test_equal_texts_of_all_processes_cost_linear_bytes():
+    """If each process received the text of every other one, the bytes would grow with n * n."""
+    counts = []
+    for n in SIZES:
+        done = run(n, lambda _: Channel("same").exchange("x" * 1000))
+        assert done.results == [["x" * 1000] * n] * n
+        counts.append(done.service.total)
+        # Each other process writes once and reads once. The first process reads the folder.
+        assert {done.service.counts[i].requests for i in range(1, n)} == {2}
+        assert done.service.counts[0].requests <= 4 * math.log2(n) + 12
+    assert exponent(SIZES, [x.requests for x in counts]) < 1.05
+    assert exponent(SIZES, [x.characters for x in counts]) < 1.2
+
+
+@pytest.mark.parametrize("texts", ["abab", "aabb", "a", "abcd"])
+def test_texts_return_in_the_order_of_the_processes(texts):
+    texts = [texts[i % len(texts)] for i in range(40)]
+
+    def program(index):
+        channel = Channel("letters")
+        return [channel.exchange(texts[index]) for _ in range(2)]
+
+    done = run(40, program)
+    assert done.results == [[texts, texts]] * 40
+
+
+def test_an_answer_is_computed_in_the_first_process():
+    computed_by = []
+
+    def longest(texts):
+        computed_by.append(jax.process_index())
+        return max(texts, key=len)
+
+    done = run(32, lambda index: Channel("longest", range(4, 32)).combine("x" * index, longest)
+               if index >= 4 else None)  # fmt: skip
+    assert done.results == [None] * 4 + ["x" * 31] * 28
+    assert computed_by == [4]
+
+
+def test_a_missing_process_of_many_is_named_in_all():
+    def program(index):
+        if index != 35:
+            Channel("round").exchange("x", timeout_s=0.6)
+
+    errors = [str(x) for x in run(64, program).results if x]
+    assert len(errors) == 63
+    assert "for process 35." in errors[0]
+
+
+def test_a_process_of_many_that_leaves_ends_the_wait():
+    def program(index):
+        channel = Channel("round")
+        channel.exchange("x")
+        if index == 20:
+            channel.leave()
+        else:
+            channel.exchange("y")
+
+    errors = [str(x) for x in run(32, program).results if x]
+    assert len(errors) == 31
+    assert all("process 20 has left and will not answer" in x for x in errors)

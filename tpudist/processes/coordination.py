@@ -4,13 +4,16 @@ No device takes part, so any thread may wait here while steps run, in any order 
 Every wait has a name and a limit, and its error names the process that is missing.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tpudist.goodput import goodput
 from tpudist.processes.host import this_host
 from tpudist.processes.reported_wait import ReportedWait
+
+_Encoded: TypeAlias = tuple[list[str], list[tuple[int, int]]]
 
 TIMEOUT_S = 600.0
 REPORT_S = 4.0
@@ -18,6 +21,8 @@ REPORT_S = 4.0
 # A wait in C++ ends neither at Ctrl-C nor when its thread is asked to close, so it is cut into
 # slices, and Python code runs after each of them.
 _SLICE_S = 0.5
+# Missing texts for which the first process waits one by one. For more it reads the whole folder.
+_FEW = 8
 
 
 class KeyValueClient(Protocol):
@@ -79,8 +84,9 @@ class Channel:
     ) -> list[str]:
         """Returns the texts of all processes in this round, in the order of their indices.
 
-        All texts go to all processes, so the bytes grow with the square of their number. Use
-        `combine` if the first process can reduce the texts to what the others need.
+        Equal texts are sent once. Different ones all go to all processes, so their bytes grow with
+        the square of the number of processes. Use `combine` if the first process can reduce the
+        texts to what the others need.
 
         Args:
             text: Text of this process.
@@ -93,9 +99,9 @@ class Channel:
             Cancelled: If `cancelled` returned True.
         """
         answer = self.combine(
-            text, json.dumps, purpose=purpose, timeout_s=timeout_s, cancelled=cancelled
+            text, _encode, purpose=purpose, timeout_s=timeout_s, cancelled=cancelled
         )
-        return json.loads(answer)
+        return _decode(answer)
 
     @goodput.count_as(goodput.Phase.WAIT)
     def combine(
@@ -122,9 +128,9 @@ class Channel:
         #   2. The first process of the channel reads them all and writes the result to
         #      `<folder>/all`.
         #   3. The other processes wait for that one key.
-        # So the service answers 2 n reads for n processes. If each process read every other text,
-        # it would answer n * n. A wait ends with the key, when `cancelled` returns True, when a
-        # process of the channel has announced that it left, or after `timeout_s`. A process that
+        # So n processes write n texts and read n answers. If each process read every other text,
+        # there would be n * n reads. A wait ends with the key, when `cancelled` returns True, when
+        # a process of the channel has announced that it left, or after `timeout_s`. A process that
         # gives up has written its text, and continues with the next round. If it is the first
         # process, the others get no answer in this one.
         number, self._round = self._round, self._round + 1
@@ -140,16 +146,37 @@ class Channel:
             return self._wait_for(key, what_for, wait, cancelled)
 
         client.key_value_set(f"{folder}/{index}", text)
-        leader = processes[0]
-        if index != leader:
+        if index != processes[0]:
             return wait_for(f"{folder}/all")
-        answer = reduce([text if i == leader else wait_for(f"{folder}/{i}") for i in processes])
+        answer = reduce(self._collect(client, folder, text, wait_for))
         client.key_value_set(f"{folder}/all", answer)
         # All processes have written in this round, so all have read the previous one. This round
         # must stay: nobody has confirmed that it was read.
         if number:
             client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
         return answer
+
+    def _collect(
+        self, client: KeyValueClient, folder: str, text: str, wait_for: Callable[[str], str]
+    ) -> list[str]:
+        """Returns the texts of all processes of a round; this is the first process."""
+        # A read of the folder returns every text that has arrived. Reads of one text at a time
+        # would be one request for each process. Three of the missing processes have arrived before
+        # each read. If processes arrive in the order of their indices, in either direction, that
+        # read is the last one. If they arrive in any order, on average three quarters of the
+        # missing ones have arrived, so there are about log4(n) reads.
+        processes = self._members
+        texts = {str(processes[0]): text}
+        missing = list(processes[1:])
+        while len(missing) > _FEW:
+            for i in (missing[0], missing[len(missing) // 2], missing[-1]):
+                wait_for(f"{folder}/{i}")
+            texts |= {
+                key.rpartition("/")[2]: text for key, text in client.key_value_dir_get(f"{folder}/")
+            }
+            missing = [i for i in missing if str(i) not in texts]
+        texts |= {str(i): wait_for(f"{folder}/{i}") for i in missing}
+        return [texts[str(i)] for i in processes]
 
     def _wait_for(
         self, key: str, purpose: str, wait: ReportedWait, cancelled: Callable[[], bool]
@@ -227,6 +254,22 @@ class Channel:
             if self._processes is None
             else sorted(self._processes)
         )
+
+
+def _encode(texts: list[str]) -> str:
+    """Returns texts as JSON: each different one once, then runs of (its number, processes)."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    groups = itertools.groupby(numbers[text] for text in texts)
+    runs = [(number, len(list(group))) for number, group in groups]
+    encoded: _Encoded = (list(numbers), runs)
+    return json.dumps(encoded)
+
+
+def _decode(answer: str) -> list[str]:
+    """Returns the texts that `_encode` has written."""
+    encoded: _Encoded = json.loads(answer)
+    texts, runs = encoded
+    return [texts[number] for number, count in runs for _ in range(count)]
 
 
 class Board:

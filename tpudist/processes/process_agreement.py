@@ -2,9 +2,10 @@
 
 In XLA, each process of a run compiles by itself, and collectives meet in the order in which they
 are started. If programs or their order differ, JAX hangs or computes wrong numbers, without an
-error. So before a new program each process describes on the host what it is about to run (about
-2 ms). If the descriptions differ, all processes raise an error that contains the difference. Later
-runs of the program are only counted, and `process_watch` compares the counts.
+error. So before a new program the processes compare on the host what they are about to run (about
+2 ms). Each sends a digest of its description. If the digests differ, one process of each kind sends
+its description, and all processes raise an error that contains the difference. Later runs of the
+program are only counted, and `process_watch` compares the counts.
 """
 
 import dataclasses
@@ -28,15 +29,18 @@ from tpudist.xla.mesh import ReplicaMesh
 # the number of an older one may still be in it while this process begins new ones.
 _REMEMBERED = 2 * run_order.MAX_RUNS
 _MAX_CHARACTERS = 300  # of a text in an error
+# Different descriptions that an error compares. Every process receives all of them, so without this
+# limit n processes that all differ would receive n * n descriptions.
+_MAX_DESCRIBED = 8
+_NOT_DESCRIBED = "values that are not listed here"
 
 
 class _Answer(TypedDict):
-    """The intention of a process, as the others receive it, and its text for `exchange`."""
+    """The intention of a process, as the others receive it."""
 
     action: str
     facts: Mapping[str, str]
     digest: str
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,68 +182,88 @@ class _Agreement:
             "action": intention.action,
             "facts": dict(intention.facts),
             "digest": intention.program.digest if intention.program else "",
-            "text": text,
         }
-        answers: list[_Answer] = list(
-            map(json.loads, self._exchange(json.dumps(own), intention.action))
-        )
-        first = answers[0]
-        if any(x | {"text": first["text"]} != first for x in answers):
+        digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+        answers = self._exchange(digest + text, intention.action)
+        digests = [x[: len(digest)] for x in answers]
+        if any(x != digest for x in digests):
+            difference = self._describe_difference(intention, own, digests)
             raise ProcessesDifferError(
-                f"{self._describe_difference(intention, answers)} Nothing of it has run. All "
+                f"{difference} Nothing of it has run. All "
                 f"processes of a run must do the same things with the same values in the same "
                 f"order. Only values that are per replica may differ, such as the batches of a "
                 f"distributed dataset."
             )
         self._last_action = intention.action
-        return [x["text"] for x in answers]
+        return [x[len(digest) :] for x in answers]
 
     def _exchange(self, text: str, subject: str) -> list[str]:
         return self._channel.exchange(text, purpose=f"to agree on {subject}")
 
-    def _describe_difference(self, intention: Intention, answers: Sequence[_Answer]) -> str:
+    def _exchange_of_each(self, digests: Sequence[str], text: str, subject: str) -> dict[str, str]:
+        """Returns, for each different digest, the text of the first process that has it."""
+        # Only one process of each digest sends its text, and all know from the digests which.
+        senders = {x: i for i, x in reversed(list(enumerate(digests)))}
+        first = sorted(senders.values())[:_MAX_DESCRIBED]
+        is_sender = self._processes.index(this_host().process_index()) in first
+        texts = self._exchange(text if is_sender else "", subject)
+        return {digests[i]: texts[i] for i in first}
+
+    def _describe_difference(
+        self, intention: Intention, own: _Answer, digests: Sequence[str]
+    ) -> str:
         """Describes the first of action, facts and program in which the processes differ."""
+        # All processes have the same digests, so all come here, and to the rounds below.
+        texts = self._exchange_of_each(digests, json.dumps(own), intention.action)
+        answers: dict[str, _Answer] = {digest: json.loads(text) for digest, text in texts.items()}
         before = f", after {self._last_action}" if self._last_action else ""
         start = f"The processes differ at program {self._number} of this run{before}"
-        actions = [x["action"] for x in answers]
-        if len(set(actions)) > 1:
-            return f"{start}. {self._list(actions)}"
+        actions = {digest: x["action"] for digest, x in answers.items()}
+        if len(set(actions.values())) > 1:
+            return f"{start}. {self._list(digests, actions)}"
         start = f"{start}: {intention.action}"
-        for name in dict.fromkeys(key for x in answers for key in x["facts"]):
-            values = [x["facts"].get(name, "none") for x in answers]
-            if len(set(values)) > 1:
-                return f"{start}, in {name}. {self._list(values)}"
-        line = self._describe_line_that_differs(intention.program)
+        for name in dict.fromkeys(key for x in answers.values() for key in x["facts"]):
+            values = {digest: x["facts"].get(name, "none") for digest, x in answers.items()}
+            if len(set(values.values())) > 1:
+                return f"{start}, in {name}. {self._list(digests, values)}"
+        line = self._describe_line_that_differs(intention.program, digests)
         return f"{start}, in its computation. {line}"
 
-    def _describe_line_that_differs(self, program: ProgramText | None) -> str:
+    def _describe_line_that_differs(
+        self, program: ProgramText | None, digests: Sequence[str]
+    ) -> str:
         """Describes the first operation that differs."""
-        # Only digests of whole programs were exchanged. All processes know now that these differ,
-        # so all come here, for two more rounds: the digest of each line (a program may have
-        # thousands of long ones), then the text of the first line whose digests differ.
+        # Two more rounds: the digest of each line (a program may have thousands of long ones), then
+        # the text of the first line whose digests differ.
         lines = program.lines if program else ()
-        line_digests = list(map(_short_digest, lines))
+        line_digests = json.dumps(list(map(_short_digest, lines)))
         subject = "the line that differs"
-        digests = list(map(json.loads, self._exchange(json.dumps(line_digests), subject)))
-        min_length = min(map(len, digests))
-        different = (i for i in range(min_length) if any(x[i] != digests[0][i] for x in digests))
+        answers = self._exchange_of_each(digests, line_digests, subject).values()
+        first, *others = map(json.loads, answers)
+        min_length = min(map(len, [first, *others]))
+        different = (i for i in range(min_length) if any(x[i] != first[i] for x in others))
         i = next(different, min_length)
         text = "nothing more"
         if program and i < len(lines):
             eqn = program.equations[i]
             place = replica_equality.line_of(eqn) if eqn is not None else ""
             text = f"{place}: {lines[i]}" if place else lines[i]
-        values = self._exchange(json.dumps(text), subject)
+        values = self._exchange_of_each(digests, text, subject)
         return (
-            f"{self._list(list(map(json.loads, values)))} The difference may be a random seed, a "
+            f"{self._list(digests, values)} The difference may be a random seed, a "
             f"captured number, a setting, or the code itself."
         )
 
-    def _list(self, values: Sequence[str]) -> str:
-        """Lists the values of all processes; those with the same value together."""
+    def _list(self, digests: Sequence[str], values: Mapping[str, str]) -> str:
+        """Lists the values of all processes; those with the same value together.
+
+        Args:
+            digests: Digest of each process's description.
+            values: Digest -> value of the processes that have it.
+        """
         groups: dict[str, list[str]] = {}
-        for process, value in zip(self._processes, values, strict=True):
-            groups.setdefault(value, []).append(str(process))
+        for process, digest in zip(self._processes, digests, strict=True):
+            groups.setdefault(values.get(digest, _NOT_DESCRIBED), []).append(str(process))
         parts = [
             f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(group)}"
             f"{' (this one)' if group == [str(this_host().process_index())] else ''}: "
