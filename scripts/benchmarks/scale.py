@@ -1,4 +1,4 @@
-"""Growth of the time and size of a plan with the slice: one small step, 8 to 4096 chips."""
+"""Growth of costs with the run: plans of larger slices here, other costs in `scale_*.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 import tpudist
+from benchmarks import scale_shuffle
 from benchmarks.figures import Figure
 from tpudist.models import MLP
 from tpudist.planner import GlobalBatch
@@ -32,6 +33,12 @@ _DIM = 512
 
 
 def figures() -> Iterator[Figure]:
+    """All costs, with their growth."""
+    yield from scale_shuffle.figures()
+    yield from _plans()
+
+
+def _plans() -> Iterator[Figure]:
     """Seconds to compile and to plan, and the bytes of the plan, for each slice; none is cached."""
     for topology, axes in SLICES:
         strategy = tpudist.TPUStrategy(

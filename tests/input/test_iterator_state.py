@@ -370,7 +370,7 @@ def test_a_state_of_another_kind_of_dataset_raises():
         (lambda state: None, TypeError, "is a dict, but this is a NoneType"),
         (lambda state: [1, 2], TypeError, "this is a list"),
         (lambda state: {}, ValueError, "has no 'version', 'pass', 'step', 'source', 'plan'"),
-        (lambda state: state | {"version": 2}, ValueError, "has version 2, but this release"),
+        (lambda state: state | {"version": 3}, ValueError, "has version 3, but this release"),
         (lambda state: state | {"pass": -1}, ValueError, "'pass' is -1, but must be an integer"),
         (lambda state: state | {"pass": "x"}, ValueError, "'pass' is 'x'"),
         (lambda state: state | {"step": 1.5}, ValueError, "'step' is 1.5"),

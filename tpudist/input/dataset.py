@@ -16,6 +16,7 @@ import jax
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.input import iterator_state
 from tpudist.input.feeds import auto_shard, explain
 from tpudist.input.feeds.auto_shard import Division
 from tpudist.input.feeds.explain import Explanation
@@ -99,6 +100,8 @@ class DistributedDataset:
         self.strategy = strategy
         self.is_everywhere = replica_mesh.num_processes == jax.process_count()
         self._num_passes = 0
+        # Version of the states of the next pass: that of the state from which the dataset resumed.
+        self._version = iterator_state.VERSION
         self._has_warned = False
         processes = replica_mesh.processes
         # The names connect several processes; one process does not use them.
@@ -123,12 +126,12 @@ class DistributedDataset:
     @property
     def next_pass(self) -> Position:
         """Position at which the next `iter` begins."""
-        return Position(self._num_passes)
+        return Position(self._num_passes, version=self._version)
 
     @next_pass.setter
     def next_pass(self, position: Position) -> None:
-        # Only the number of the pass counts: `iter` always begins at the start of one.
-        self._num_passes = position.pass_number
+        # `iter` always begins at the start of a pass.
+        self._num_passes, self._version = position.pass_number, position.version
 
     @property
     def has_one_pass(self) -> bool:
@@ -146,7 +149,7 @@ class DistributedDataset:
             fetch_to_device=self._fetch_to_device,
             name=self._names_of_passes.__next__,
         )
-        self._num_passes = position.pass_number + 1
+        self._num_passes, self._version = position.pass_number + 1, position.version
         return elements
 
     def warn_of_shuffle_without_seed(self) -> None:

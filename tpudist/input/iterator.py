@@ -105,7 +105,10 @@ class DistributedIterator(Iterator[PyTree]):
             raise
         finally:
             self._waited_s += time.perf_counter() - begun_s
-        self._position = Position(self._position.pass_number, self._position.step + 1, source)
+        position = self._position
+        self._position = Position(
+            position.pass_number, position.step + 1, source, version=position.version
+        )
         return element
 
     def __iter__(self) -> "DistributedIterator":

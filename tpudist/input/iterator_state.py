@@ -13,7 +13,11 @@ from tpudist.array_types import PyTree
 
 State: TypeAlias = dict[str, Any]  # with values of JSON
 
-VERSION = 1
+# Each version has the orders of shuffled rows of its releases. A state of an older version resumes
+# in its order, and so do all later passes of the dataset.
+VERSION = 2  # `permutation.shuffle`
+ARRAYS_VERSION = 1  # `permutation.shuffle_in_memory`, for any number of rows
+_VERSIONS = ARRAYS_VERSION, VERSION
 _BYTES = "bytes in base64"
 
 
@@ -46,6 +50,7 @@ class Position(NamedTuple):
         source: Position of the source of the data; None at the beginning.
         ended: Whether the pass has ended.
         resumed: Whether it comes from a state, so that other passes may have come before it.
+        version: Version of the states of this position, which determines the order of the rows.
     """
 
     pass_number: int
@@ -53,6 +58,7 @@ class Position(NamedTuple):
     source: State | None = None
     ended: bool = False
     resumed: bool = False
+    version: int = VERSION
 
     def state_for(self, state: State | None) -> State | None:
         """Returns the state for one dataset, whose part of `source` is `state`.
@@ -69,7 +75,7 @@ class Position(NamedTuple):
 def encode(position: Position, plan: dict[str, Any]) -> State:
     """Returns the state for `position` in data with this `plan`."""
     state = {
-        "version": VERSION,
+        "version": position.version,
         "pass": position.pass_number,
         "step": position.step,
         "source": position.source,
@@ -97,10 +103,10 @@ def decode(state: object, plan: dict[str, Any]) -> Position:
             f"This is not the state of an iterator: it has no {', '.join(map(repr, missing))}. "
             "Pass the result of get_state()."
         )
-    if state["version"] != VERSION:
+    if state["version"] not in _VERSIONS:
         raise ValueError(
             f"The state has version {state['version']!r}, but this release of tpudist reads "
-            f"version {VERSION}. Resume with the release that wrote it."
+            f"versions {ARRAYS_VERSION} and {VERSION}. Resume with the release that wrote it."
         )
     require_plan(state["plan"], plan)
     step, source = read_count(state, "step"), state["source"]
@@ -111,7 +117,8 @@ def decode(state: object, plan: dict[str, Any]) -> Position:
             f"source is {source!r}. Use another state."
         )
     ended = state.get("ended") is True
-    return Position(read_count(state, "pass"), step, source, ended, resumed=True)
+    version = read_count(state, "version")
+    return Position(read_count(state, "pass"), step, source, ended, resumed=True, version=version)
 
 
 def require_plan(stored: object, plan: dict[str, Any]) -> None:

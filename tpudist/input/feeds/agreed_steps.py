@@ -140,7 +140,7 @@ def _agree_on_plan(
     """
     answers = rounds.exchange(
         {
-            "plan": [feed.plan, position.pass_number, position.step],
+            "plan": [feed.plan, position.pass_number, position.step, position.version],
             "own plan": feed.local_plan,
             "digest": _digest(step) if feed.must_differ else None,
         }

@@ -210,6 +210,7 @@ class WholeBatches:
         passes: list[tuple[Iterator[Batch], HasState]] = []
         for source, source_state in zip(self._sources, states, strict=True):
             state = position.state_for(source_state)
+            source = source.with_orders_of(position.version)
             if isinstance(source, IterableSource):
                 # Elements and not batches, because a leaf may be a scalar here.
                 elements = source.elements(position.pass_number, state)

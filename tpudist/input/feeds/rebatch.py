@@ -3,8 +3,10 @@
 For `AutoShardPolicy` OFF and HINT, with which each process has its own data.
 """
 
+import copy
 import itertools
 from collections.abc import Iterator
+from typing import Self
 
 import jax
 import numpy as np
@@ -103,6 +105,12 @@ class Rebatched:
     def restore(self, state: State) -> None:
         """Restores the sizes of batches from a state."""
         self._sizes.restore(state, "global batch size")
+
+    def with_orders_of(self, version: int) -> Self:
+        """Returns the parts of the source with the shuffle of states of this version."""
+        rebatched = copy.copy(self)  # which shares the sizes of batches
+        rebatched._source = self._source.with_orders_of(version)
+        return rebatched
 
     def begin(self, pass_number: int, state: State | None = None) -> "RebatchedPass":
         """Returns the parts of one pass."""

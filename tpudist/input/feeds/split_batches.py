@@ -135,7 +135,8 @@ class SplitBatches:
             num_read = state.get("batches", 0)
 
         def begin() -> SourcePass:
-            return self.source.begin(position.pass_number, state)
+            source = self.source.with_orders_of(position.version)
+            return source.begin(position.pass_number, state)
 
         batches = begin() if rounds is None else rounds.call_and_report(begin)
         return self._parts(batches, position, num_read, copy, rounds)

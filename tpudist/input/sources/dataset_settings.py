@@ -3,9 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-import numpy as np
-
-from tpudist.input import rows_of_replicas
+from tpudist.input import iterator_state, permutation, rows_of_replicas
+from tpudist.input.permutation import Order
 
 # Value of both arguments of `shard` if the shard of a process is only known when the dataset is
 # distributed. The value of tf.data.
@@ -23,6 +22,7 @@ class Settings:
         num_epochs: Number of epochs of a pass; None for no end.
         examples: Number of shards of the examples, and the index of the shard that is read.
         batches: The same for shards of the batches of an epoch.
+        state_version: Version of the states that have the order of the shuffle.
     """
 
     seed: int | None = None
@@ -31,11 +31,20 @@ class Settings:
     num_epochs: int | None = 1
     examples: tuple[int, int] = (1, 0)
     batches: tuple[int, int] = (1, 0)
+    state_version: int = iterator_state.VERSION
 
     @property
     def shard_of_examples(self) -> tuple[int, int]:
         """`examples`; all of them as long as a SHARD_HINT is not replaced."""
         return (1, 0) if self.examples[0] == SHARD_HINT else self.examples
+
+    def shuffle(self, num_examples: int, epoch: int) -> Order | None:
+        """Returns the order of an epoch; None for ascending."""
+        if self.seed is None:
+            return None
+        if self.state_version == iterator_state.ARRAYS_VERSION:
+            return permutation.shuffle_in_memory(num_examples, self.seed, epoch)
+        return permutation.shuffle(num_examples, self.seed, epoch)
 
     @property
     def has_shard_hint(self) -> bool:
@@ -74,4 +83,4 @@ class BatchPlace(NamedTuple):
     epoch: int
     num_rows: int
     start: int
-    order: np.ndarray | None
+    order: Order | None

@@ -14,6 +14,7 @@ from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.file_formats.file_names import PathLike
 from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.file_formats.parquet import ParquetFile
+from tpudist.input.permutation import Order
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
 _DIGEST_LENGTH = 16  # 64 bits in hexadecimal: enough to find different files by mistake
@@ -115,7 +116,7 @@ class FileDataset(RecordDataset):
         """Returns the number of files that contain the examples with these numbers."""
         return len(np.unique(np.searchsorted(self._ends, numbers, side="right")))
 
-    def _order(self, epoch: int) -> np.ndarray | None:
+    def _order(self, epoch: int) -> Order | None:
         if not self._is_ordered_by_files:
             return super()._order(epoch)
         seed = self._settings.seed

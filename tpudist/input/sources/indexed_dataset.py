@@ -7,6 +7,7 @@ integer, and each process reads only the rows of its own replicas.
 import abc
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.input import iterator_state
 from tpudist.input.iterator_state import State
+from tpudist.input.permutation import Order
 from tpudist.input.sources.dataset_settings import SHARD_HINT, BatchPlace, Settings
 from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.read_batch import ReadBatch
@@ -55,15 +57,14 @@ class IndexedDataset(abc.ABC):
         epoch and its number. One background thread per pass calls this.
         """
 
-    def _order(self, epoch: int) -> np.ndarray | None:
+    def _order(self, epoch: int) -> Order | None:
         """Returns the order of the `num_examples` examples of an epoch; None for ascending."""
-        if self._settings.seed is None:
-            return None
-        return np.random.default_rng([self._settings.seed, epoch]).permutation(self.num_examples)
+        return self._settings.shuffle(self.num_examples, epoch)
 
     def _host_batch(self, place: BatchPlace) -> RowBatch:
         """Returns a batch, whose rows are read by its `take`."""
-        return ReadBatch(self._read, self._treedef, self._numbers(place), place.epoch)
+        numbers_of = functools.partial(self._numbers, place)
+        return ReadBatch(self._read, self._treedef, place.num_rows, numbers_of, place.epoch)
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     """Policy that the dataset itself requests. Another one in `InputOptions` has precedence."""
@@ -274,7 +275,7 @@ class IndexedDataset(abc.ABC):
     def _elements(self, batches: "IndexedPass") -> Iterator[PyTree]:
         is_batched = self._settings.global_batch_size is not None
         while (place := batches.advance()) is not None:
-            numbers = self._numbers(place)
+            numbers = self._numbers(place, np.arange(place.num_rows))
             leaves = self._read(numbers if is_batched else numbers[0], place.epoch)
             yield self._treedef.unflatten(leaves)
 
@@ -300,7 +301,8 @@ class IndexedDataset(abc.ABC):
         for batch in self.batches_of_epoch:
             size = self._settings.global_batch_size or 1
             start = batch * size
-            yield self._numbers(BatchPlace(0, min(size, self.num_examples - start), start, order))
+            num_rows = min(size, self.num_examples - start)
+            yield self._numbers(BatchPlace(0, num_rows, start, order), np.arange(num_rows))
 
     def begin(self, pass_number: int, state: State | None = None) -> "IndexedPass":
         """Returns the batches of one pass. Reads no rows: `take` of a batch does.
@@ -317,17 +319,20 @@ class IndexedDataset(abc.ABC):
         """
         return IndexedPass(self, pass_number, state)
 
+    def with_orders_of(self, version: int) -> Self:
+        """Returns the dataset with the shuffle of states of this version."""
+        return self._replace(state_version=version)
+
     @property
     def batches_of_epoch(self) -> range:
         """Numbers of the batches that are read in each epoch."""
         return self._settings.batches_of_epoch(self._num_rows)
 
-    def _numbers(self, place: BatchPlace) -> np.ndarray:
-        """Returns the numbers of a batch's examples, which count the examples of all shards."""
-        end = place.start + place.num_rows
-        rows = (
-            np.arange(place.start, end) if place.order is None else place.order[place.start : end]
-        )
+    def _numbers(self, place: BatchPlace, positions: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the examples at `positions` of a batch, among all shards."""
+        rows = place.start + positions
+        if place.order is not None:
+            rows = place.order[rows]
         num_shards, index = self._settings.shard_of_examples
         return index + num_shards * rows
 
@@ -353,8 +358,8 @@ class IndexedPass(Iterator[RowBatch]):
             )
         self._numbers, self._num_examples = dataset.batches_of_epoch, dataset.num_examples
         self._batch_size = dataset.global_batch_size or 1
-        # Epoch and its order. Only the present epoch's is kept: an order has all rows.
-        self._order: tuple[int, np.ndarray | None] | None = None
+        # Epoch and its order. Only the present epoch's is kept: an array has all rows.
+        self._order: tuple[int, Order | None] | None = None
 
     def __next__(self) -> RowBatch:
         place = self.advance()

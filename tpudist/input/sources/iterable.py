@@ -8,7 +8,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Self, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -113,6 +113,11 @@ class IterableSource:
         return shuffle_seeds.find_unseeded(self._source, self._last_iterator())
 
     # Shared by all sources.
+
+    def with_orders_of(self, version: int) -> Self:
+        """Returns the source, whose order no version of states determines."""
+        del version
+        return self
 
     @property
     def has_one_pass(self) -> bool:

@@ -5,7 +5,7 @@ dataset of the user.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -80,6 +80,10 @@ class BatchSource(Protocol):
 
     def shuffle_without_seed(self) -> str | None:
         """Returns the name of an unseeded generator that shuffles the data, if one is found."""
+        ...
+
+    def with_orders_of(self, version: int) -> Self:
+        """Returns the source with the shuffles of states of this version."""
         ...
 
     def begin(self, pass_number: int, state: State | None = None) -> SourcePass:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tpudist.array_types import PyTree
+from tpudist.input.permutation import Order
 from tpudist.input.transfer import reused_memory
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, random_keys, traces, tree_depth
@@ -24,14 +25,14 @@ class HostBatch(NamedTuple):
         treedef: Structure of the batch.
         num_rows: Number of rows of the batch.
         start: Position of the first row of the batch in `order`, or in the arrays without one.
-        order: Integers `[rows]`, the order in which the rows of the arrays are read, or None.
+        order: The order in which the rows of the arrays are read, or None.
     """
 
     leaves: list[np.ndarray]
     treedef: jax.tree_util.PyTreeDef
     num_rows: int
     start: int = 0
-    order: np.ndarray | None = None
+    order: Order | None = None
 
     def take(self, positions: np.ndarray, *, copy: bool) -> list[np.ndarray]:
         """Returns the rows at `positions` for each leaf, in the dtypes that JAX will use.
