@@ -602,6 +602,11 @@ def test_a_replica_without_rows_is_logged_only_for_a_mean_over_rows(step, is_not
     assert ("have no rows" in caplog.text) == is_noted
 
 
+def repeated(x, length):
+    """`x` twice, stacked `length` times: with two replicas, both sizes may look like one number."""
+    return jax.lax.scan(lambda _, __: (0, jnp.stack([x, x]).reshape(-1)), 0, length=length)[1]
+
+
 @pytest.mark.parametrize(
     ("step", "is_refused"),
     [
@@ -609,6 +614,7 @@ def test_a_replica_without_rows_is_logged_only_for_a_mean_over_rows(step, is_not
         (lambda x: jax.jit(lambda x: x / jax.lax.psum(len(x), "replica"))(x).sum(), True),
         (lambda x: jax.lax.psum(x.shape[0], "replica"), True),
         (lambda x: x.sum() * jnp.arange(1.0 * jax.lax.psum(len(x), "replica")).mean(), True),
+        (lambda x: repeated(x, jax.lax.psum(len(x), "replica")).mean(), True),
         (lambda x: x.sum() / jax.lax.psum(jnp.asarray(x.shape[0]), "replica"), False),
         (lambda x: x.sum() / x.shape[0] / jax.lax.psum(1, "replica"), False),
         (lambda x: tpudist.get_replica_context().all_gather(x, axis=0).mean(), False),

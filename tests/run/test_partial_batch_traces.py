@@ -46,6 +46,8 @@ def test_a_partial_batch_needs_one_more_trace_and_a_full_batch_none():
         (lambda x: x.mean(0), 1),
         (lambda x: jnp.mean(x, 0), 1),
         (lambda x: jax.grad(lambda x: jnp.mean(x))(x).sum(0), 1),
+        (lambda x: x.reshape(-1).sum() / 16, 1),
+        (lambda x: jax.lax.map(lambda i: i * x.reshape(-1), jnp.ones(2)).sum(), 1),
         # A number of rows may be `jax.lax.psum(x.shape[0], axis)`: another trace shows it.
         (lambda x: x.sum(0) / x.shape[0], 2),
     ],

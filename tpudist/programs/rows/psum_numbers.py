@@ -6,7 +6,7 @@ rows. A trace on more replicas with the same rows changes such a product, and no
 """
 
 import inspect
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ _MEANS = {"mean", "_mean"}
 
 def has_numbers(labelled: LabelledProgram) -> bool:
     """Returns whether a program uses numbers of rows that may be such products."""
-    sizes = {size for dims in labelled.in_dims for size in dims if is_rows(size)}
+    sizes = frozenset(size for dims in labelled.in_dims for size in dims if is_rows(size))
     known: dict[int, bool] = {}  # by the id of a program inside, which may be called often
 
     def search(program: LabelledProgram) -> bool:
@@ -47,14 +47,20 @@ def has_numbers(labelled: LabelledProgram) -> bool:
     return search(labelled)
 
 
-def _has_numbers(equation: LabelledEquation, sizes: Set[RowSize]) -> bool:
+def _has_numbers(equation: LabelledEquation, sizes: frozenset[RowSize]) -> bool:
     """Returns whether an equation has numbers of rows, or a new size.
 
-    A size is new if neither its operands nor the program's inputs, of `sizes`, have it.
+    A size is new if neither its operands nor the program's inputs, of `sizes`, have it. Results of
+    programs inside are searched there; a scan adds its length. A reshape creates no elements: its
+    sizes say how many its operand has, not how many rows there are in all.
     """
-    own = {size for dims in equation.in_dims for size in dims}
-    results = [size for dims in equation.out_dims for size in dims if is_rows(size)]
-    is_new = any(size not in own and size not in sizes for size in results)
+    name, dims_of_results = equation.eqn.primitive.name, equation.out_dims
+    if name == "scan":
+        dims_of_results = tuple(dims[:1] for dims in dims_of_results)
+    elif name == "reshape" or equation.all_bodies:
+        dims_of_results = ()
+    known = sizes.union(*equation.in_dims)
+    is_new = any(is_rows(size) and size not in known for dims in dims_of_results for size in dims)
     has_numbers = any(map(depends_on_rows, equation.literals.values()))
     return (is_new or has_numbers) and not _is_mean(equation)
 
