@@ -82,6 +82,38 @@ def test_an_error_of_a_predicate_is_raised_in_the_thread_that_waits():
     assert isinstance(outcome[0], ZeroDivisionError)
 
 
+def test_each_notification_of_one_wakes_another_thread():
+    """Also before the first thread has run: each of them handles one change."""
+    condition, changes = SystemConcurrency().condition(), []
+    threads = [start_waiting(condition, lambda: bool(changes))[0] for _ in range(4)]
+    with condition:
+        changes += [1, 2]
+        condition.notify_one()
+        condition.notify_one()
+    for thread in threads[:2]:
+        thread.join()
+    assert [x.is_alive() for x in threads] == [False, False, True, True]
+    with condition:
+        condition.notify_all()
+    for thread in threads:
+        thread.join()
+
+
+def test_branches_share_a_lock_but_not_notifications():
+    condition = SystemConcurrency().condition()
+    branch, evaluated, ready = condition.branch(), [], []
+    thread, outcome = start_waiting(branch, lambda: evaluated.append(1) or bool(ready))
+    with condition:
+        ready.append(1)
+        condition.notify_all()
+        assert len(evaluated) == 1
+    assert len(evaluated) == 1
+    with condition, branch:
+        branch.notify_one()
+    thread.join()
+    assert outcome == [True]
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 0.01])
 def test_a_wait_ends_after_its_timeout(timeout_s):
     condition = SystemConcurrency().condition()

@@ -105,6 +105,36 @@ def test_a_condition_excludes_other_threads():
         assert most == [1] * 9
 
 
+def test_each_notification_of_one_wakes_another_waiting_thread():
+    for seed in range(20):
+        concurrency = SeededConcurrency(seed)
+        condition = concurrency.condition()
+        waiting, changes, woken = condition.branch(), [], []
+
+        def wait(i, waiting=waiting, changes=changes, woken=woken):
+            with waiting:
+                waiting.wait_for(lambda: bool(changes))
+                woken.append(i)
+
+        for i in range(4):
+            concurrency.start(f"thread {i}", lambda i=i, wait=wait: wait(i))
+        concurrency.sleep(1.0)
+        with condition:
+            changes.append(1)
+            condition.notify_all()  # nobody waits for it
+        concurrency.sleep(1.0)
+        assert not woken
+        for count in (1, 2):
+            with waiting:
+                waiting.notify_one()
+            concurrency.sleep(1.0)
+            assert len(woken) == count
+        with condition:
+            waiting.notify_all()
+        concurrency.sleep(1.0)
+        assert sorted(woken) == [0, 1, 2, 3]
+
+
 def test_a_deadlock_is_raised_in_the_main_thread():
     concurrency = SeededConcurrency(0)
     first = concurrency.condition()

@@ -27,7 +27,8 @@ class HangingEngine(ThreadEngine):
         self.silent = set()
 
     def ping(self, actor):
-        return _Future(actor, "ping", ()) if actor in self.silent else super().ping(actor)
+        is_silent = actor in self.silent
+        return _Future(self._find(actor), "ping", ()) if is_silent else super().ping(actor)
 
 
 class Run:

@@ -73,3 +73,12 @@ class Closure:
     def __str__(self) -> str:
         subject = "A closure" if self.number == NOT_PLACED else f"closure {self.number}"
         return f"{subject}, '{self._name}'{self._place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningClosure:
+    """A closure that runs on a worker, since `since_s` by the clock of the engine."""
+
+    closure: Closure
+    worker: int
+    since_s: float

@@ -27,13 +27,13 @@ far workers run ahead of the oldest unfinished closure, and starts slow closures
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 from collections.abc import Callable
 
-from tpudist.coordinator.closure import Closure
+from tpudist.coordinator.closure import Closure, RunningClosure
 from tpudist.coordinator.closure_tally import ClosureTally
 from tpudist.coordinator.condition_wait import wait_and_report
+from tpudist.coordinator.idle_workers import IdleWorkers
 from tpudist.coordinator.remote_value import RemoteValue
 from tpudist.coordinator.stragglers import Stragglers
 from tpudist.engine.concurrency import Concurrency
@@ -41,15 +41,6 @@ from tpudist.errors import CancelledError
 from tpudist.ps.closure_ledger import ClosureLedger
 
 _log = logging.getLogger("tpudist")
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningClosure:
-    """A closure that runs on a worker, since `since_s` by the clock of the engine."""
-
-    closure: Closure
-    worker: int
-    since_s: float
 
 
 class ClosureQueue:
@@ -63,7 +54,10 @@ class ClosureQueue:
         stragglers: Chooses slow closures for a second worker; None never does.
 
     Attributes:
-        changed: Condition that guards the queue and its RemoteValues.
+        changed: Condition that guards the queue and its RemoteValues. It is notified when a closure
+            starts or ends, for the threads of the program, but not for workers and RemoteValues,
+            whose number grows.
+        idle_workers: Workers that wait in `get`.
         finished: Numbers of closures that will not run again.
         tally: Counts of closures, by worker.
         withdrawn: Numbers of closures that are canceled as soon as they are put.
@@ -86,6 +80,9 @@ class ClosureQueue:
         self.end_number = 0
         self._concurrency, self._max_size = concurrency, max_size
         self._max_staleness, self._stragglers = max_staleness, stragglers
+        self.idle_workers = IdleWorkers(
+            self.changed, concurrency, None if stragglers is None else self._next_slow
+        )
         self._waiting: collections.deque[Closure] = collections.deque()
         self._running: dict[int, Closure] = {}  # by number
         self._error: BaseException | None = None
@@ -120,7 +117,7 @@ class ClosureQueue:
                 self._withdraw(closure, "an earlier program with this log canceled it")
             else:
                 self._waiting.append(closure)
-            self.changed.notify_all()
+                self.idle_workers.wake_one()
 
     def withdraw(
         self, output: RemoteValue, record: Callable[[int], None] = lambda number: None
@@ -181,6 +178,7 @@ class ClosureQueue:
             self.is_stopped = True
             self._cancel_waiting("the run has ended")
             self.changed.notify_all()
+            self.idle_workers.wake_all()
 
     # For the threads of workers.
 
@@ -195,8 +193,8 @@ class ClosureQueue:
         Args:
             worker: Number of the worker.
             timeout_s: Maximum seconds to wait; None for no limit.
-            is_wanted: Called to ask whether the worker still needs a closure. Notify `changed` when
-                the answer changes.
+            is_wanted: Called to ask whether the worker still needs a closure. Call
+                `idle_workers.wake_all` when the answer changes.
 
         Returns:
             The closure. None after the timeout, if the queue was stopped, or if the worker is no
@@ -204,13 +202,19 @@ class ClosureQueue:
         """
         end_s = None if timeout_s is None else self._concurrency.now_s() + timeout_s
         with self.changed:
+            closure = None
             while not self.is_stopped and is_wanted():
                 closure = self._take(worker)
-                now_s = self._concurrency.now_s()
-                if closure is not None or (end_s is not None and now_s >= end_s):
-                    return closure
-                self._wait_for_work(is_wanted, end_s)
-            return None
+                is_late = end_s is not None and self._concurrency.now_s() >= end_s
+                if closure is not None or is_late:
+                    break
+                self.idle_workers.wait(
+                    lambda: self.is_stopped or not is_wanted() or self._may_start(), end_s
+                )
+            # One finished closure may have let several start, or this worker was the watcher.
+            if self._max_staleness is not None or self._stragglers is not None:
+                self.idle_workers.wake_one()
+            return closure
 
     def claim(self, closure: Closure, worker: int) -> bool:
         """Records that a worker completed a closure; returns whether it is the first to do so.
@@ -222,6 +226,7 @@ class ClosureQueue:
                 self._leave(closure, worker, "claim")
                 return False
             closure.is_claimed = True
+            self._update_stragglers(closure)
             return True
 
     def disclaim(self, closure: Closure) -> None:
@@ -230,6 +235,7 @@ class ClosureQueue:
         # caller's `fail` or `put_back` decides.
         with self.changed:
             closure.is_claimed = False
+            self._update_stragglers(closure)
 
     def finish(self, closure: Closure, worker: int, value: object) -> None:
         """Stores the result of a closure."""
@@ -242,7 +248,7 @@ class ClosureQueue:
             if self._stragglers is not None:
                 self._stragglers.record(closure, duration_s)
             closure.output._set(value)
-            if self.finished.add(closure.number):
+            if self._add_finished(closure):
                 self.tally.record_result(worker, duration_s)
 
     def fail(self, closure: Closure, worker: int, error: BaseException) -> None:
@@ -255,7 +261,7 @@ class ClosureQueue:
                 return
             del self._running[closure.number]
             closure.output._fail(error)
-            if self.finished.add(closure.number):
+            if self._add_finished(closure):
                 self.tally.record_error(worker, error)
             if self._error is None:
                 self._error = error
@@ -288,7 +294,7 @@ class ClosureQueue:
                 later = (i for i, x in enumerate(self._waiting) if x.number > closure.number)
                 self._waiting.insert(next(later, len(self._waiting)), closure)
                 self.tally.record_retry(worker, cause)
-            self.changed.notify_all()
+                self.idle_workers.wake_one()
 
     # For observers; they hold `changed`.
 
@@ -329,21 +335,9 @@ class ClosureQueue:
             closure.retries.append(why)
             self.tally.record_retry(next(iter(closure.workers)), "slow")
         closure.workers[worker] = now_s
+        self._update_stragglers(closure)
         self.changed.notify_all()
         return closure
-
-    def _wait_for_work(self, is_wanted: Callable[[], bool], end_s: float | None) -> None:
-        # A worker without work sleeps until the next closure becomes slow. It must also wake if
-        # that moment moves, because another closure started, or a median became known.
-        # Closures compare by identity.
-        slow = self._next_slow()
-        until_s = min((x for x in (slow and slow[0], end_s) if x is not None), default=None)
-        self.changed.wait_for(
-            lambda: (
-                self.is_stopped or not is_wanted() or self._may_start() or self._next_slow() != slow
-            ),
-            self._left_s(until_s),
-        )
 
     def _left_s(self, end_s: float | None) -> float | None:
         return None if end_s is None else max(end_s - self._concurrency.now_s(), 0.0)
@@ -351,7 +345,17 @@ class ClosureQueue:
     def _next_slow(self) -> tuple[float, Closure] | None:
         if self._stragglers is None or self._is_interrupted():
             return None
-        return self._stragglers.find_next(self._running.values())
+        return self._stragglers.find_next()
+
+    def _update_stragglers(self, closure: Closure) -> None:
+        if self._stragglers is not None:
+            self._stragglers.update(closure)
+            self.idle_workers.set_timer()
+
+    def _add_finished(self, closure: Closure) -> bool:
+        if self._max_staleness is not None:  # other closures may start now
+            self.idle_workers.wake_one()
+        return self.finished.add(closure.number)
 
     def _may_start(self) -> bool:
         """Returns whether a worker may start the next closure."""
@@ -375,6 +379,7 @@ class ClosureQueue:
         if worker not in closure.workers:
             raise AssertionError(f"There is no closure under way to {action}: {closure}.")
         del closure.workers[worker]
+        self._update_stragglers(closure)
         self.changed.notify_all()
         return not closure.workers and not closure.is_claimed
 
@@ -384,7 +389,7 @@ class ClosureQueue:
 
     def _cancel(self, closure: Closure, why: str, when: str = "before it ran") -> None:
         closure.output._fail(CancelledError(f"{closure} was canceled {when}: {why}."))
-        if self.finished.add(closure.number):
+        if self._add_finished(closure):
             self.tally.cancelled += 1
         self.changed.notify_all()
 

@@ -133,7 +133,7 @@ class Dispatcher:
                     f"these workers, and at least one other worker must remain."
                 )
             self._active.discard(index)
-            self._changed.notify_all()
+            self._queue.idle_workers.wake_all()
         self._threads[index].join(timeout_s)
 
     def close(self) -> None:

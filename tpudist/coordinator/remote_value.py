@@ -19,7 +19,7 @@ class RemoteValue:
     `ClusterCoordinator.schedule` creates it, without a value.
 
     Args:
-        changed: Condition to notify when the value arrives; by default a new one.
+        changed: Condition that guards the value; by default a new one.
         withdraw: Called to cancel the function if it has not started; returns whether it did.
 
     Mirrors `tf.distribute.coordinator.RemoteValue`.
@@ -31,8 +31,9 @@ class RemoteValue:
         changed: Condition | None = None,
         withdraw: Callable[[RemoteValue], bool] = lambda output: False,
     ):
-        # Shared with the queue, so that one notification wakes `join` and all `fetch` calls.
+        # Shared with the queue, so that a result and the queue change at the same moment.
         self._changed = SystemConcurrency().condition() if changed is None else changed
+        self._arrived: Condition | None = None  # for threads that wait for the value
         self._withdraw = withdraw
         self._is_done = self._is_withdrawn = False
         self._value: PyTree = None
@@ -81,19 +82,28 @@ class RemoteValue:
             Exception: If the function raised an error, with the worker's traceback.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_done)
+            if not self._is_done:
+                self._arrived = self._arrived or self._changed.branch()
+                self._arrived.wait_for(lambda: self._is_done)
         if self._error is not None:
             # Each `raise` adds to the traceback, and this error may be raised any number of times.
             raise self._error.with_traceback(self._traceback)
         return self._value
 
-    # `ClosureQueue` calls both under `changed`, and notifies it.
+    # `ClosureQueue` calls both under `changed`.
 
     def _set(self, value: PyTree) -> None:
-        self._value, self._error, self._is_done = value, None, True
+        self._value, self._error = value, None
+        self._finish()
 
     def _fail(self, error: BaseException) -> None:
-        self._error, self._traceback, self._is_done = error, error.__traceback__, True
+        self._error, self._traceback = error, error.__traceback__
+        self._finish()
+
+    def _finish(self) -> None:
+        self._is_done = True
+        if self._arrived is not None:
+            self._arrived.notify_all()
 
     def __repr__(self) -> str:
         if not self._is_done:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from tpudist.coordinator.closure import Closure
 from tpudist.xla import user_code
@@ -32,6 +32,9 @@ class Stragglers:
         self._factor = factor
         self._durations_s: dict[Hashable, collections.deque[float]] = {}
         self._medians_s: dict[Hashable, float] = {}
+        # By function and number: the closures that may run twice, in the order of their starts. So
+        # the first closure of a function becomes slow first, however many run.
+        self._running: dict[Hashable, collections.OrderedDict[int, Closure]] = {}
 
     def record(self, closure: Closure, duration_s: float) -> None:
         """Records the duration of a finished closure."""
@@ -41,9 +44,25 @@ class Stragglers:
         if len(durations_s) >= MIN_DURATIONS:
             self._medians_s[key] = statistics.median(durations_s)
 
-    def find_next(self, running: Iterable[Closure]) -> tuple[float, Closure] | None:
+    def update(self, closure: Closure) -> None:
+        """Records a change of a closure's workers, or of `is_claimed`."""
+        key = _function_key(closure)
+        running = self._running.setdefault(key, collections.OrderedDict())
+        running.pop(closure.number, None)
+        if _may_run_twice(closure):
+            newest_s = next(reversed(running.values())).start_s if running else closure.start_s
+            running[closure.number] = closure
+            # A closure whose second worker was lost comes back among closures that started later.
+            if closure.start_s < newest_s:
+                in_order = sorted(running.items(), key=lambda pair: pair[1].start_s)
+                self._running[key] = collections.OrderedDict(in_order)
+        if not running:
+            del self._running[key]
+
+    def find_next(self) -> tuple[float, Closure] | None:
         """Returns the running closure that becomes slow first, after the time when it does."""
-        times = [(self._slow_s(x), x) for x in running if _may_run_twice(x)]
+        first = [next(iter(running.values())) for running in self._running.values()]
+        times = [(self._slow_s(x), x) for x in first]
         known = [(slow_s, closure) for slow_s, closure in times if slow_s is not None]
         return min(known, key=lambda pair: pair[0], default=None)
 

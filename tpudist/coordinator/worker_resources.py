@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,19 @@ from tpudist.engine.engine import Actor, Engine
 START_S = 300.0
 """A new worker gets at least this many seconds to start and to create a resource, even if
 `closure_timeout_s` is shorter: importing JAX and joining a Ray cluster may take longer."""
+
+
+@dataclasses.dataclass
+class _Created:
+    """Resources of an actor.
+
+    Attributes:
+        keys: Their keys.
+        num_changes: Number of changes of the resources that the actor has seen; -1 if unknown.
+    """
+
+    keys: set[int] = dataclasses.field(default_factory=set)
+    num_changes: int = -1
 
 
 class WorkerResources:
@@ -40,7 +54,8 @@ class WorkerResources:
         self._start_timeout_s = None if timeout_s is None else max(timeout_s, START_S)
         self._keys = itertools.count()
         self._factories: dict[int, tuple[Callable[..., Any], Sequence[Any]]] = {}
-        self._created: dict[Actor, set[int]] = {}
+        self._num_changes = 0  # of `_factories`
+        self._created: dict[Actor, _Created] = {}
         self._positions: dict[int, dict[int, int]] = {}  # by worker and key
         self.unused: collections.deque[int] = collections.deque()
 
@@ -49,12 +64,16 @@ class WorkerResources:
         with self._changed:
             key = next(self._keys)
             self._factories[key] = fn, args
+            self._num_changes += 1
             return key
 
     def remove(self, key: int) -> None:
         """Removes a resource; a worker deletes it before its next closure."""
         with self._changed:
-            self._factories.pop(key, None)
+            self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        self._num_changes += self._factories.pop(key, None) is not None
 
     def sync(self, worker: int, actor: Actor, stored: StoredFunction | None = None) -> None:
         """Creates missing resources on a worker, and deletes removed ones.
@@ -74,9 +93,14 @@ class WorkerResources:
         """
         with self._changed:
             while self.unused:
-                self._factories.pop(self.unused.popleft(), None)
-            factories, is_new = dict(self._factories), actor not in self._created
-            created = self._created.setdefault(actor, set())
+                self._remove(self.unused.popleft())
+            num_changes, is_new = self._num_changes, actor not in self._created
+            created = self._created.setdefault(actor, _Created())
+            if created.num_changes == num_changes and (
+                stored is None or stored.ref.key in created.keys
+            ):
+                return  # as for most closures
+            factories = dict(self._factories)
         if stored is not None:
             # `FunctionStore` may have removed the function after the closure was scheduled.
             factories[stored.ref.key] = stored.load, (stored.data,)
@@ -87,16 +111,19 @@ class WorkerResources:
         positions = self._positions.setdefault(worker, {})
         for key in positions.keys() - factories.keys():
             del positions[key]
-        for key in sorted(created - factories.keys()):
+        for key in sorted(created.keys - factories.keys()):
             self._engine.call(actor, "delete_resource", key)
-            created.discard(key)
+            created.keys.discard(key)
         # In the order of their keys, so that a run with a seeded engine can be replayed.
-        for key in sorted(factories.keys() - created):
+        for key in sorted(factories.keys() - created.keys):
             call = self._engine.call(
                 actor, "create_resource", key, *factories[key], positions.get(key)
             )
             self._engine.result(call, self._start_timeout_s)
-            created.add(key)
+            created.keys.add(key)
+        # A function that `FunctionStore` has removed is deleted before another closure.
+        is_removed = stored is not None and stored.ref.key not in self._factories
+        created.num_changes = -1 if is_removed else num_changes
 
     def record_positions(self, worker: int, positions: Mapping[int, int]) -> None:
         """Records how far the iterators of a worker are."""

@@ -5,10 +5,13 @@ chooses which thread continues.
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+_MAX_WAIT_S = threading.TIMEOUT_MAX  # of one wait for a lock
 
 
 class Condition(contextlib.AbstractContextManager["Condition"], Protocol):
@@ -23,6 +26,18 @@ class Condition(contextlib.AbstractContextManager["Condition"], Protocol):
 
     def notify_all(self) -> None:
         """Wakes all waiting threads, which check their predicates again."""
+        ...
+
+    def notify_one(self) -> None:
+        """Wakes the thread that has waited longest, if its predicate holds.
+
+        For threads with the same predicate, each of which handles one change. A second call wakes
+        another thread, also if the first one has not run yet.
+        """
+        ...
+
+    def branch(self) -> "Condition":
+        """Returns a condition with the same lock. Its waiting threads are woken separately."""
         ...
 
 
@@ -94,66 +109,83 @@ class _SystemThread:
         return not self._thread.is_alive()
 
 
-class _SystemCondition(Condition):
-    """A condition that wakes only threads whose predicate holds.
+class Monitor:
+    """State of a lock that a condition shares with its branches.
 
-    Most notifications concern one of many waiting threads. The notifying thread therefore evaluates
-    all predicates itself, when it leaves the condition: that takes a microsecond for each, while
-    waking a thread costs two switches and the time until it gets Python's lock.
+    A notification takes effect when its thread leaves the lock, because the thread may change more
+    before that.
+
+    Attributes:
+        depth: Number of times that the owner has entered the lock.
+        notified: Groups of waiting threads of which some must wake when the owner leaves.
     """
 
+    # A finalizer may enter the lock between any two lines, in the thread that owns it. It wakes
+    # others itself only at depth 0, where nothing is half done; otherwise the owner does it later.
+
     def __init__(self):
-        self._lock = threading.RLock()
-        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
-        # Number of times that the owner has entered, and whether it must wake others when it
-        # leaves. A finalizer may enter between any two lines here, in the thread that owns the
-        # lock: it finds a depth of 0 only where nothing is half done, and then wakes others itself.
-        self._depth = 0
-        self._is_notified = False
+        self.depth = 0
+        self.notified: list[WaitingThreads] = []
 
-    def __enter__(self) -> Condition:
-        self._lock.acquire()
-        self._depth += 1
-        return self
+    def wake_notified(self) -> None:
+        """Wakes threads; the owner calls it at depth 0."""
+        while self.notified:
+            self.depth = 1
+            if self.notified:  # a finalizer may have done it
+                self.notified.pop().wake_ready()
+            self.depth = 0
 
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth and self._is_notified:
-            self._wake_ready()
-        self._lock.release()
 
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        if predicate():
-            return True
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        turn = threading.Condition(self._lock)
-        depth = self._depth
-        self._waiting[turn] = predicate
-        try:
-            left_s = timeout_s
-            while left_s is None or left_s > 0:
-                self._depth = 0
-                if self._is_notified:
-                    self._wake_ready()
-                turn.wait(left_s)
-                self._depth = depth
-                if predicate():
-                    return True
-                left_s = None if end_s is None else end_s - time.monotonic()
-            return False
-        finally:
-            self._depth = depth
-            del self._waiting[turn]
+class Turn(Protocol):
+    """What one thread waits for; a `threading.Lock` is one."""
+
+    def release(self) -> None:
+        """Wakes the thread, or keeps it from waiting."""
+        ...
+
+
+class WaitingThreads:
+    """The threads that wait for a condition.
+
+    Args:
+        monitor: State of the lock of the condition.
+    """
+
+    def __init__(self, monitor: Monitor):
+        self._monitor = monitor
+        # In the order in which they began to wait. A thread that was woken is removed at once, so
+        # that `notify_one` does not choose it again before it runs.
+        self._predicates: dict[Turn, Callable[[], bool]] = {}
+        self._num_ones = 0  # calls of `notify_one` since threads were woken
+        self._notifies_all = False
+
+    def add(self, turn: Turn, predicate: Callable[[], bool]) -> None:
+        """Adds the present thread, which will wait for its turn until the predicate holds."""
+        self._predicates[turn] = predicate
+
+    def remove(self, turn: Turn) -> None:
+        """Removes the present thread, if it was not woken."""
+        self._predicates.pop(turn, None)
 
     def notify_all(self) -> None:
-        # Not now: the caller may change more before it leaves.
-        self._is_notified = True
+        """See `Condition`."""
+        self._notifies_all = True
+        self._monitor.notified.append(self)
 
-    def _wake_ready(self) -> None:
-        self._is_notified = False
-        for turn, predicate in list(self._waiting.items()):
+    def notify_one(self) -> None:
+        """See `Condition`."""
+        self._num_ones += 1
+        self._monitor.notified.append(self)
+
+    def wake_ready(self) -> None:
+        """Wakes the notified threads whose predicates hold."""
+        count, self._num_ones = self._num_ones, 0
+        if self._notifies_all:
+            self._notifies_all, count = False, len(self._predicates)
+        for turn, predicate in list(itertools.islice(self._predicates.items(), count)):
             if _may_hold(predicate):
-                turn.notify()
+                del self._predicates[turn]
+                turn.release()
 
 
 def _may_hold(predicate: Callable[[], bool]) -> bool:
@@ -161,3 +193,87 @@ def _may_hold(predicate: Callable[[], bool]) -> bool:
         return predicate()
     except Exception:  # raised again in the thread that waits for it
         return True
+
+
+class _SystemLock(Monitor):
+    def __init__(self):
+        super().__init__()
+        self._rlock = threading.RLock()
+
+    def enter(self) -> None:
+        self._rlock.acquire()
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if not self.depth and self.notified:
+            self.wake_notified()
+        self._rlock.release()
+
+    def leave_completely(self) -> int:
+        """Leaves the lock as often as it was entered; returns that number."""
+        depth, self.depth = self.depth, 0
+        if self.notified:
+            self.wake_notified()
+        for _ in range(depth):
+            self._rlock.release()
+        return depth
+
+    def return_to(self, depth: int) -> None:
+        """Enters the lock as often as it was left."""
+        for _ in range(depth):
+            self._rlock.acquire()
+        self.depth = depth
+
+
+class _SystemCondition(Condition):
+    """A condition that wakes only threads whose predicate holds.
+
+    Most notifications concern one of several waiting threads. The notifying thread therefore
+    evaluates all predicates itself, when it leaves the condition: that takes a microsecond for
+    each, while waking a thread costs two switches and the time until it gets Python's lock. If the
+    number of waiting threads grows with the number of actors, use `notify_one`, or a branch for
+    each thread.
+    """
+
+    def __init__(self, lock: _SystemLock | None = None):
+        self._lock = _SystemLock() if lock is None else lock
+        self._waiting = WaitingThreads(self._lock)
+
+    def __enter__(self) -> Condition:
+        self._lock.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.leave()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        if predicate():
+            return True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        turn = threading.Lock()
+        turn.acquire()
+        left_s = timeout_s
+        try:
+            while left_s is None or left_s > 0:
+                self._waiting.add(turn, predicate)
+                depth = self._lock.leave_completely()
+                try:
+                    turn.acquire(timeout=-1 if left_s is None else min(left_s, _MAX_WAIT_S))
+                finally:
+                    self._lock.return_to(depth)
+                if predicate():
+                    return True
+                left_s = None if end_s is None else end_s - time.monotonic()
+            return False
+        finally:
+            self._waiting.remove(turn)
+
+    def notify_all(self) -> None:
+        self._waiting.notify_all()
+
+    def notify_one(self) -> None:
+        self._waiting.notify_one()
+
+    def branch(self) -> Condition:
+        return _SystemCondition(self._lock)

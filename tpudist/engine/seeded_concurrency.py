@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from tpudist.engine.concurrency import Condition, Thread
+from tpudist.engine.concurrency import Condition, Monitor, Thread, WaitingThreads
 
 MIN_WAIT_S = 1e-6
 """Minimum seconds that pass in a wait, so that rounding cannot stop time before its end."""
@@ -191,47 +191,77 @@ class _SeededThread:
         )
 
 
+class _SeededLock(Monitor):
+    def __init__(self):
+        super().__init__()
+        self.owner: _Participant | None = None
+
+    def leave_completely(self) -> int:
+        depth, self.depth = self.depth, 0
+        self.wake_notified()
+        self.owner = None
+        return depth
+
+
+class _SeededTurn:
+    is_woken = False
+
+    def release(self) -> None:
+        self.is_woken = True
+
+
 class _SeededCondition(Condition):
-    def __init__(self, concurrency: SeededConcurrency):
+    def __init__(self, concurrency: SeededConcurrency, lock: _SeededLock | None = None):
         self._concurrency = concurrency
-        self._owner: _Participant | None = None
-        self._depth = 0
-        self._num_changes = 0
+        self._lock = _SeededLock() if lock is None else lock
+        self._waiting = WaitingThreads(self._lock)
 
     def __enter__(self) -> Condition:
         me = self._concurrency._me()
-        if self._owner is not me:
-            self._enter(me, lambda: self._owner is None, None, "waits to enter a condition")
-        self._depth += 1
+        if self._lock.owner is not me:
+            self._enter(me, self._is_free, None, "waits to enter a condition")
+        self._lock.depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._owner is not self._concurrency._me():  # a deadlock ended its wait without the lock
+        lock = self._lock
+        if lock.owner is not self._concurrency._me():  # a deadlock ended its wait without the lock
             return
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
+        if lock.depth == 1:
+            lock.leave_completely()
+        else:
+            lock.depth -= 1
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        me, depth = self._concurrency._me(), self._depth
-        now_s = self._concurrency.now_s
+        me, now_s = self._concurrency._me(), self._concurrency.now_s
         until_s = self._concurrency._until_s(timeout_s)
         while not predicate():
             left_s = None if until_s is None else until_s - now_s()
             if left_s is not None and left_s <= 0:
                 return False
-            # Released completely, also if entered several times, and restored below.
-            seen, self._owner, self._depth = self._num_changes, None, 0
+            turn = _SeededTurn()
+            self._waiting.add(turn, predicate)
+            depth = self._lock.leave_completely()
 
-            def has_changed(seen: int = seen) -> bool:
-                return self._owner is None and self._num_changes != seen
+            def may_continue(turn: _SeededTurn = turn) -> bool:
+                return turn.is_woken and self._is_free()
 
-            self._enter(me, has_changed, left_s, "waits for a change")
-            self._depth = depth
+            self._enter(me, may_continue, left_s, "waits for a change")
+            self._waiting.remove(turn)
+            self._lock.depth = depth
         return True
 
     def notify_all(self) -> None:
-        self._num_changes += 1
+        self._waiting.notify_all()
+
+    def notify_one(self) -> None:
+        self._waiting.notify_one()
+
+    def branch(self) -> Condition:
+        return _SeededCondition(self._concurrency, self._lock)
+
+    def _is_free(self) -> bool:
+        return self._lock.owner is None
 
     def _enter(
         self,
@@ -241,6 +271,6 @@ class _SeededCondition(Condition):
         why: str,
     ) -> None:
         self._concurrency._wait(me, can_go_on, limit_s, why)
-        while self._owner is not None:  # after its timeout, another thread may own it
-            self._concurrency._wait(me, lambda: self._owner is None, None, why)
-        self._owner = me
+        while not self._is_free():  # after its timeout, another thread may own it
+            self._concurrency._wait(me, self._is_free, None, why)
+        self._lock.owner = me

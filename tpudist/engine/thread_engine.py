@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tpudist.engine.concurrency import Concurrency, SystemConcurrency, Thread
+from tpudist.engine.concurrency import Concurrency, Condition, SystemConcurrency, Thread
 from tpudist.engine.engine import Actor, ActorDied, ActorKilled, ResultTimeout, Serializer
 from tpudist.engine.seeded_concurrency import SeededConcurrency
 
@@ -51,7 +51,8 @@ class ThreadEngine:
         self.concurrency: Concurrency = (
             SystemConcurrency() if seed is None else SeededConcurrency(seed)
         )
-        # Lock order: never hold `_lock` together with a thread actor's `changed`.
+        # Lock order: never hold `_lock` together with a thread actor's `changed`, and never two of
+        # those. Only the actor's thread waits for `changed` itself.
         self._lock = self.concurrency.condition()
         self._actors: dict[Actor, _ThreadActor] = {}
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -85,18 +86,12 @@ class ThreadEngine:
     def result(self, future: "_Future", timeout_s: float | None = None) -> Any:
         """Waits until the thread has called the method."""
         self._check_not_killed()
-        thread_actor = self._find(future.actor)
-        mine = _here.actor
-        with thread_actor.changed:
-            # An actor that waits for another one must notice that it was killed itself.
-            is_over = thread_actor.changed.wait_for(
-                lambda: future.is_done or _is_killed(mine), timeout_s
+        is_over = future.wait(_here.actor, timeout_s)
+        self._check_not_killed()
+        if not is_over:
+            raise ResultTimeout(
+                f"{future.method} of {future.actor} has no result after {timeout_s:g} s."
             )
-            self._check_not_killed()
-            if not is_over:
-                raise ResultTimeout(
-                    f"{future.method} of {future.actor} has no result after {timeout_s:g} s."
-                )
         if future.error is not None:
             raise future.error.with_traceback(future.traceback)
         return future.value
@@ -111,12 +106,9 @@ class ThreadEngine:
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
         """Fences an actor off."""
-        self._find(actor).end(why)
-        # The killed actor may wait for a result of any other actor (`result`).
-        with self._lock:
-            thread_actors = list(self._actors.values())
-        for thread_actor in thread_actors:
-            thread_actor.wake()
+        thread_actor = self._find(actor)
+        thread_actor.end(why)
+        thread_actor.end_wait()
 
     def shutdown(self) -> None:
         """Ends all threads that return to the engine, and logs the names of the others."""
@@ -125,8 +117,6 @@ class ThreadEngine:
             thread_actors, self._actors = list(self._actors.values()), {}
         for thread_actor in thread_actors:
             thread_actor.end("the engine was shut down")
-        for thread_actor in thread_actors:
-            thread_actor.wake()
         limit_s = self.concurrency.now_s() + END_S
         for thread_actor in thread_actors:
             left_s = max(limit_s - self.concurrency.now_s(), 0.0)
@@ -139,8 +129,7 @@ class ThreadEngine:
                 )
 
     def _find(self, actor: Actor) -> "_ThreadActor":
-        with self._lock:
-            thread_actor = self._actors.get(actor)
+        thread_actor = self._actors.get(actor)  # without the lock: reading an entry is one step
         if thread_actor is None:  # after `shutdown`: one without a thread, which is dead
             thread_actor = _ThreadActor(actor, self.concurrency)
             thread_actor.end("the engine was shut down")
@@ -157,17 +146,42 @@ class _Ref:
 
 
 class _Future:
-    def __init__(self, actor: Actor, method: str, args: tuple[object, ...]):
-        self.actor, self.method, self.args = actor, method, args
+    """A call, and its result. `changed` of the called actor guards it."""
+
+    def __init__(self, called: "_ThreadActor", method: str, args: tuple[object, ...]):
+        self.actor, self.method, self.args = called.actor, method, args
         self.is_done = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
+        self._changed = called.changed
+        # For threads that wait for this result. Many threads may wait for results of one actor, and
+        # each of them concerns only one.
+        self._finished: Condition | None = None
 
     def finish(self, value: object, error: BaseException | None) -> None:
         self.value, self.error, self.args = value, error, ()
         self.traceback = None if error is None else error.__traceback__
         self.is_done = True
+        if self._finished is not None:
+            self._finished.notify_all()
+
+    def wait(self, waiting: "_ThreadActor | None", timeout_s: float | None) -> bool:
+        """Waits for the result; returns whether it has come, or the waiting actor was killed."""
+        with self._changed:
+            if self.is_done:
+                return True
+            if self._finished is None:
+                self._finished = self._changed.branch()
+            if waiting is None:
+                return self._finished.wait_for(lambda: self.is_done, timeout_s)
+            # `kill` first sets `is_killed`, and then reads `waits_for`: either it finds this
+            # condition, or the predicate finds that the actor was killed.
+            waiting.waits_for = self._finished
+            try:
+                return self._finished.wait_for(lambda: self.is_done or waiting.is_killed, timeout_s)
+            finally:
+                waiting.waits_for = None
 
 
 class _ThreadActor:
@@ -179,11 +193,12 @@ class _ThreadActor:
         self.thread: Thread | None = None
         self.running = ""
         self.is_killed = False
+        self.waits_for: Condition | None = None  # of the result for which its thread waits
         self._why, self._was_created = "", True
         self._queue: collections.deque[_Future] = collections.deque()
 
     def add(self, method: str, args: tuple[object, ...]) -> _Future:
-        future = _Future(self.actor, method, args)
+        future = _Future(self, method, args)
         with self.changed:
             if self.is_killed:
                 future.finish(None, ActorDied(self.actor, self._why, self._was_created))
@@ -193,7 +208,7 @@ class _ThreadActor:
         return future
 
     def ping(self) -> _Future:
-        future = _Future(self.actor, "ping", ())
+        future = _Future(self, "ping", ())
         with self.changed:
             died = ActorDied(self.actor, self._why, self._was_created) if self.is_killed else None
             future.finish(None, died)
@@ -208,9 +223,12 @@ class _ThreadActor:
                 self._queue.popleft().finish(None, ActorDied(self.actor, why, was_created))
             self.changed.notify_all()
 
-    def wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
+    def end_wait(self) -> None:
+        """Wakes its thread after `end`, if the thread waits for a result of another actor."""
+        waits_for = self.waits_for
+        if waits_for is not None:
+            with waits_for:
+                waits_for.notify_all()
 
     def run(self, factory: Callable[..., Any], args: tuple[object, ...]) -> None:
         """Creates the actor, and answers its calls."""
@@ -248,7 +266,6 @@ class _ThreadActor:
             if self._queue and self._queue[0] is future:
                 self._queue.popleft()
             self.running = ""
-            self.changed.notify_all()
         del error  # its traceback refers to this frame
         return True
 

@@ -38,8 +38,9 @@ class ClosureLedger:
         return True
 
     def _advance_low(self) -> None:
-        # Invariant: `low` is not in `_above`. Each number is discarded once, so `add` is O(1) on
-        # average; `add_below` is O(numbers above).
+        # Invariant: `low` is not in `_above`. Each number is discarded once, here or in
+        # `add_below`, so both are O(1) on average if `low` grows by steps. `add_below` looks at
+        # each number above instead if those are fewer than the numbers of its step.
         while self.low in self._above:
             self._above.discard(self.low)
             self.low += 1
@@ -47,8 +48,11 @@ class ClosureLedger:
     def add_below(self, low: int) -> None:
         """Adds all numbers below `low`."""
         if low > self.low:
+            if low - self.low <= len(self._above):
+                self._above.difference_update(range(self.low, low))
+            else:
+                self._above = {x for x in self._above if x >= low}
             self.low = low
-            self._above = {x for x in self._above if x >= low}
             self._advance_low()
 
     def above(self) -> list[int]:

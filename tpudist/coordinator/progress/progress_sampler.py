@@ -7,7 +7,8 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence, Set
 
-from tpudist.coordinator.closure_queue import ClosureQueue, RunningClosure
+from tpudist.coordinator.closure import RunningClosure
+from tpudist.coordinator.closure_queue import ClosureQueue
 from tpudist.coordinator.closure_tally import ClosureTally, WorkerTally
 from tpudist.coordinator.dispatcher import Dispatcher
 from tpudist.coordinator.progress.progress_sample import (
