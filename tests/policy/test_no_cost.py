@@ -19,7 +19,7 @@ from flax import nnx
 
 import bench
 import tpudist
-from benchmarks import figures, first_step, pairs, programs, published, scale
+from benchmarks import figures, first_step, pairs, programs, published, scale, scale_plans
 from places import PYTHONPATH, ROOT
 from tpudist.models import TransformerConfig
 from tpudist.xla import topology
@@ -204,7 +204,8 @@ def test_the_benchmarks_of_the_planner_say_what_they_found(tmp_path, capsys, mon
         for name, batch in {"small": 1, "large": 2**20}.items()
     }
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(scale, "SLICES", scale.SLICES[:1])
+    monkeypatch.setattr(scale, "module_names", lambda: ["scale_plans"])
+    monkeypatch.setattr(scale_plans, "SLICES", scale_plans.SLICES[:1])
     monkeypatch.setattr(published, "RUNS", runs)
     bench.main(["--suites", "scale", "published", "--out", str(file)])
     printed = capsys.readouterr().out
