@@ -7,15 +7,16 @@ States of iterators depend on orders, so another order needs a new version; see 
 """
 
 import math
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 
 # Up to this many rows, an order is an array: 512 KiB, in about 1 ms. It is then exactly uniform.
 MAX_ROWS_IN_MEMORY = 1 << 16
+_MAX_PART_IN_MEMORY = 1 << 12  # parts are many, and may be small: a network of few rows is uneven
 # With 4 rounds, rows that share a digit are found by their number (28 standard deviations at 10^6
 # rows), with 6 they are not. A round costs about 2 ns per row.
-_NUM_ROUNDS = 8
+_KEYS = 8, np.uint64
 # Rows that are computed at a time. Each of 100 operations costs 0.6 us plus 0.2 ns per row, so more
 # rows gain little; and the memory for these fits in a cache.
 _BLOCK_ROWS = 1 << 13
@@ -25,6 +26,14 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27)
 _HALF = np.uint64(32)
+
+
+class Order(Protocol):
+    """The row at each position of an epoch. An array is an order, too."""
+
+    def __getitem__(self, positions: slice | np.ndarray, /) -> np.ndarray:
+        """Returns the rows at `positions`; a slice has no step."""
+        ...
 
 
 class Permutation:
@@ -142,18 +151,34 @@ def _add_round(
     np.minimum(target, mixed, out=target)
 
 
-Order: TypeAlias = np.ndarray | Permutation
-"""The row at each position of an epoch."""
-
-
 def shuffle(num_rows: int, seed: int, epoch: int) -> Order:
     """Returns the order of `num_rows` rows in an epoch, pseudorandom in all three numbers."""
     if num_rows <= MAX_ROWS_IN_MEMORY:
         return shuffle_in_memory(num_rows, seed, epoch)
-    # The seeds of random transforms have one or two words in the place of these three.
-    words = (num_rows & 0xFFFFFFFF, num_rows >> 32, 1)
-    seeds = np.random.SeedSequence([seed, epoch], spawn_key=words)
-    return Permutation(num_rows, seeds.generate_state(_NUM_ROUNDS, np.uint64))
+    return Permutation(num_rows, _seeds(num_rows, seed, epoch).generate_state(*_KEYS))
+
+
+def shuffle_part(num_rows: int, seed: int, epoch: int, part: tuple[int, ...]) -> Order:
+    """Returns the order of one of several parts of the rows, such as a file.
+
+    Args:
+        num_rows: Number of rows of the part.
+        seed: Seed of the shuffle.
+        epoch: Number of the epoch.
+        part: Numbers from 0 to 2^32 - 1 that name the part; at least one.
+    """
+    seeds = _seeds(num_rows, seed, epoch, part)
+    if num_rows <= _MAX_PART_IN_MEMORY:
+        return np.argsort(seeds.generate_state(num_rows, np.uint64), kind="stable")
+    return Permutation(num_rows, seeds.generate_state(*_KEYS))
+
+
+def _seeds(
+    num_rows: int, seed: int, epoch: int, part: tuple[int, ...] = ()
+) -> np.random.SeedSequence:
+    # The seeds of random transforms have one or two words in the place of the first three.
+    words = (num_rows & 0xFFFFFFFF, num_rows >> 32, 1, *part)
+    return np.random.SeedSequence([seed, epoch], spawn_key=words)
 
 
 def shuffle_in_memory(num_rows: int, seed: int, epoch: int) -> np.ndarray:

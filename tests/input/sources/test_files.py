@@ -1,6 +1,7 @@
 """Examples in files: all formats, the order by files, and errors about unsuitable files."""
 
 import contextlib
+import hashlib
 import os
 import struct
 
@@ -12,8 +13,9 @@ from hypothesis import given, strategies as st
 import tpudist
 from processes import run_processes
 from tpudist import InputOptions
-from tpudist.input import AutoShardPolicy, explain, from_files, parse_example
-from tpudist.input.file_formats import byte_ranges, file_order, open_files, tfrecord
+from tpudist.input import AutoShardPolicy, explain, from_files, parse_example, permutation
+from tpudist.input.file_formats import byte_ranges, open_files, tfrecord
+from tpudist.input.file_formats.file_order import SegmentOrder
 
 FILE = AutoShardPolicy.FILE
 
@@ -48,13 +50,16 @@ def write_text(path, records):
     path.write_text("".join(f"{struct.unpack('<q', data[:8])[0]}\n" for data in records))
 
 
+ROWS_PER_GROUP = 3
+
+
 def write_parquet(path, records):
     arrow = pytest.importorskip("pyarrow", reason="Parquet files are written by pyarrow")
     from pyarrow import parquet
 
     ids = [struct.unpack("<q", data[:8])[0] for data in records]
     columns = {"id": ids, "x": [[float(i), 0.5] for i in ids], "name": list(map(str, ids))}
-    parquet.write_table(arrow.table(columns), str(path), row_group_size=3)
+    parquet.write_table(arrow.table(columns), str(path), row_group_size=ROWS_PER_GROUP)
 
 
 FORMATS = {
@@ -95,6 +100,14 @@ def distributed_ids(dataset):
     return batches
 
 
+@pytest.fixture(params=["in memory", "computed"])
+def shuffle(request, monkeypatch):
+    """Both ways to shuffle: as few rows, and as many rows."""
+    if request.param == "computed":
+        monkeypatch.setattr(permutation, "MAX_ROWS_IN_MEMORY", 0)
+    return request.param
+
+
 # All formats.
 
 
@@ -112,7 +125,7 @@ def test_the_records_of_all_files_are_examples_in_the_sequence_of_the_files(tmp_
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, FILE])
-def test_an_iterator_of_files_resumes_on_other_replicas(tmp_path, format, policy):
+def test_an_iterator_of_files_resumes_on_other_replicas(tmp_path, format, policy, shuffle):
     pattern = folder(tmp_path, format, [5, 4, 7, 5])
 
     def begin(num_replicas):
@@ -444,41 +457,40 @@ def test_results_of_a_parse_function_must_have_the_same_structure(tmp_path):
 # The order by files.
 
 
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum),
-    st.integers(1, 24),
-    st.none() | st.integers(0, 3),
-)
-def test_the_order_by_files_has_every_row_once_and_lanes_of_few_files(lengths, size, seed):
-    ends = np.cumsum(lengths)
-    files = np.split(np.arange(ends[-1]), ends[:-1])
-    rng = None if seed is None else np.random.default_rng(seed)
-    order = file_order.order_in_lanes(files, size, rng)
-    assert sorted(order.tolist()) == list(range(ends[-1]))
-    num_files = sum(length > 0 for length in lengths)
-    lanes = file_order.num_lanes(num_files, size)
-    assert size % lanes == 0
-    assert lanes <= num_files
-    # Until the shortest lane is used up, every lane reads one file after the other.
-    full = order[: len(order) // size * size].reshape(-1, lanes, size // lanes)
-    changes = sum(
-        np.count_nonzero(np.diff(np.searchsorted(ends, full[:, lane].reshape(-1), side="right")))
-        for lane in range(lanes)
-    )
-    # Each file begins once in its lane, and once more for each lane that its end fills up.
-    assert changes <= 2 * (num_files + lanes)
+# Digests of the orders of two epochs, as release 0.2 computed them in memory.
+OLD_ORDERS = {
+    ("text", (1, 0), None, 24): "49ad171fc12a",
+    ("text", (1, 0), 4, 24): "ba187b4422ed",
+    ("text", (3, 1), 4, 64): "4f8da2980c71",
+    ("parquet", (1, 0), 4, 24): "ed21b01b1c62",
+    ("parquet", (3, 1), 4, 24): "ef04cbff91bc",
+    ("parquet", (3, 1), 4, 64): "149fc58b6ba0",
+}
 
 
-def test_files_of_equal_length_are_read_by_one_half_of_the_batch_each():
-    files = np.split(np.arange(64), 8)
-    order = file_order.order_in_lanes(files, 8, np.random.default_rng(0)).reshape(-1, 2, 4) // 8
-    first, second = set(order[:, 0].flat), set(order[:, 1].flat)
-    assert not first & second
-    assert len(first) == len(second) == 4
+@pytest.mark.parametrize(("format", "shard", "seed", "size"), OLD_ORDERS)
+def test_states_of_version_1_keep_the_order_by_files_of_their_release(
+    tmp_path, monkeypatch, format, shard, seed, size
+):
+    monkeypatch.setitem(globals(), "ROWS_PER_GROUP", 50)
+    pattern = folder(tmp_path, format, [500, 0, 3, 70, 1, 260, 90, 0, 33])
+    dataset = from_files(pattern, **FORMATS[format][1])
+    if shard != (1, 0):
+        dataset = dataset.shard(*shard)
+    if seed is not None:
+        dataset = dataset.shuffle(seed)
+    dataset = dataset.batch(size).with_order_by_files().with_orders_of(1)
+    digest = hashlib.sha256()
+    for epoch in (0, 5):
+        order = dataset._order(epoch)[np.arange(dataset.num_examples)]
+        digest.update(order.astype(np.int64).tobytes())
+    assert digest.hexdigest().startswith(OLD_ORDERS[format, shard, seed, size])
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_order_by_files_is_shuffled_and_the_same_on_any_number_of_replicas(tmp_path, format):
+def test_the_order_by_files_is_shuffled_and_the_same_on_any_number_of_replicas(
+    tmp_path, format, shuffle
+):
     pattern = folder(tmp_path, format, [8] * 4)
     dataset = from_files(pattern, **FORMATS[format][1]).shuffle(seed=0).batch(8).repeat(2)
     found = [distributed_ids(distributed(dataset, n, auto_shard_policy=FILE)) for n in (1, 2, 4, 8)]
@@ -500,7 +512,9 @@ def test_a_position_by_files_is_not_one_in_another_order_or_in_other_files(tmp_p
         iter(distributed(fewer.batch(8), auto_shard_policy=FILE)).set_state(state)
 
 
-def test_rows_of_a_parquet_file_are_shuffled_within_groups_that_are_read_together(tmp_path):
+def test_rows_of_a_parquet_file_are_shuffled_within_groups_that_are_read_together(
+    tmp_path, shuffle
+):
     pattern = folder(tmp_path, "parquet", [12])
     dataset = from_files(pattern, columns=["id"]).shuffle(seed=0).batch(3).with_order_by_files()
     batches = ids(dataset)
@@ -508,6 +522,8 @@ def test_rows_of_a_parquet_file_are_shuffled_within_groups_that_are_read_togethe
     assert batches != sorted(batches)
     for batch in batches:
         assert len({x // 3 for x in batch}) == 1
+    computed = shuffle == "computed"
+    assert isinstance(dataset._order(0)._rows_of_lanes._order_of(0), SegmentOrder) == computed
     sharded = from_files(pattern, columns=["id"]).shard(2, 1).shuffle(seed=0).batch(3)
     assert sorted(sum(ids(sharded.with_order_by_files()), [])) == [1, 3, 5, 7, 9, 11]
 

@@ -42,9 +42,14 @@ class Settings:
         """Returns the order of an epoch; None for ascending."""
         if self.seed is None:
             return None
-        if self.state_version == iterator_state.ARRAYS_VERSION:
+        if self.has_order_in_memory(num_examples):
             return permutation.shuffle_in_memory(num_examples, self.seed, epoch)
         return permutation.shuffle(num_examples, self.seed, epoch)
+
+    def has_order_in_memory(self, num_examples: int) -> bool:
+        """Whether the order of a shuffle is an array: of few rows, or for states of version 1."""
+        is_old = self.state_version == iterator_state.ARRAYS_VERSION
+        return is_old or num_examples <= permutation.MAX_ROWS_IN_MEMORY
 
     @property
     def has_shard_hint(self) -> bool:

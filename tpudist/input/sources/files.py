@@ -1,5 +1,6 @@
 """Datasets of the records in files, which are counted first and then read by number."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,14 +10,18 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
+from tpudist.input import permutation
 from tpudist.input.file_formats import file_names, file_order
 from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.file_formats.file_names import PathLike
+from tpudist.input.file_formats.file_order import FileOrder, SegmentOrder
 from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.file_formats.parquet import ParquetFile
 from tpudist.input.permutation import Order
 from tpudist.input.sources.records import RandomTransform, RecordDataset
 
+# First words of the seeds of the shuffles of one epoch.
+_OF_FILES, _IN_FILE, _OF_BLOCKS, _IN_BLOCK = range(4)
 _DIGEST_LENGTH = 16  # 64 bits in hexadecimal: enough to find different files by mistake
 
 
@@ -104,7 +109,7 @@ class FileDataset(RecordDataset):
         return super().plan | {"files": f"{self.num_files}, sha256 {digest}", "order": order}
 
     def with_order_by_files(self) -> Self:
-        """Returns the dataset in the order of `file_order.order_in_lanes`.
+        """Returns the dataset in the order of `file_order.FileOrder`.
 
         With `shuffle`, both the files and the records in each file are shuffled.
         """
@@ -119,28 +124,51 @@ class FileDataset(RecordDataset):
     def _order(self, epoch: int) -> Order | None:
         if not self._is_ordered_by_files:
             return super()._order(epoch)
-        seed = self._settings.seed
-        rng = None if seed is None else np.random.default_rng([seed, epoch])
-        # A row counts the examples of this shard, a number counts all examples.
-        num_shards, index = self._settings.shard_of_examples
-        numbers = index + num_shards * np.arange(self.num_examples)
-        ends = np.searchsorted(numbers, self._ends)
-        files = np.split(np.arange(self.num_examples), ends[:-1])
-        if rng is not None:
-            files = [
-                self._shuffle_rows(file, rows, numbers, rng) for file, rows in enumerate(files)
-            ]
-        return file_order.order_in_lanes(files, self.global_batch_size or 1, rng)
+        seed, size = self._settings.seed, self.global_batch_size or 1
+        num_rows = np.diff(self._count_in_shard(self._ends), prepend=0)
+        if seed is None:
+            return FileOrder(num_rows, size, None, None)
+        num_files = int(np.count_nonzero(num_rows))
+        if self._settings.has_order_in_memory(self.num_examples):
+            rng = np.random.default_rng([seed, epoch])
+            arrays = [self._shuffle_in_memory(i, n, rng) for i, n in enumerate(num_rows.tolist())]
+            return FileOrder(num_rows, size, rng.permutation(num_files), arrays.__getitem__)
+        order_of_files = permutation.shuffle_part(num_files, seed, epoch, (_OF_FILES,))
+        order_of_rows = functools.partial(self._order_of_file, num_rows, seed, epoch)
+        return FileOrder(num_rows, size, order_of_files, order_of_rows)
 
-    def _shuffle_rows(
-        self, file: int, rows: np.ndarray, numbers: np.ndarray, rng: np.random.Generator
-    ) -> np.ndarray:
-        if not self._reads_columns or not len(rows):
+    def _count_in_shard(self, ends: np.ndarray) -> np.ndarray:
+        """Returns how many examples of this shard have numbers below each of `ends`."""
+        num_shards, index = self._settings.shard_of_examples
+        return np.maximum(-((index - ends) // num_shards), 0)
+
+    def _block_sizes(self, file: int) -> np.ndarray | None:
+        """Returns the number of examples of this shard in each block; None if one block is all."""
+        if not self._reads_columns or (ends := self._files.block_ends(file)) is None:
+            return None
+        first = self._first_number(file)
+        ends = self._count_in_shard(np.concatenate([[first], first + ends]))
+        return np.diff(ends) if len(ends) > 2 else None
+
+    def _order_of_file(self, num_rows: np.ndarray, seed: int, epoch: int, file: int) -> Order:
+        """Returns the order of the rows of a file, in which the rows of a block stay together."""
+        if (sizes := self._block_sizes(file)) is None:
+            return permutation.shuffle_part(int(num_rows[file]), seed, epoch, (_IN_FILE, file))
+        blocks = permutation.shuffle_part(len(sizes), seed, epoch, (_OF_BLOCKS, file))
+        return SegmentOrder(
+            sizes,
+            blocks[np.arange(len(sizes))],
+            lambda block: permutation.shuffle_part(
+                int(sizes[block]), seed, epoch, (_IN_BLOCK, file, block)
+            ),
+        )
+
+    def _shuffle_in_memory(self, file: int, num_rows: int, rng: np.random.Generator) -> np.ndarray:
+        """Returns the order of the rows of a file, drawn from the generator of the epoch."""
+        rows = np.arange(num_rows)
+        if not num_rows or (sizes := self._block_sizes(file)) is None:
             return rng.permutation(rows)
-        ends = self._files.block_ends(file)
-        assert ends is not None, file
-        ends = np.searchsorted(numbers[rows], self._first_number(file) + ends)
-        return file_order.shuffle_in_blocks(rows, ends, rng)
+        return file_order.shuffle_in_blocks(rows, np.cumsum(sizes), rng)
 
 
 def from_files(

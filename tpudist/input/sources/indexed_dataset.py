@@ -275,7 +275,7 @@ class IndexedDataset(abc.ABC):
     def _elements(self, batches: "IndexedPass") -> Iterator[PyTree]:
         is_batched = self._settings.global_batch_size is not None
         while (place := batches.advance()) is not None:
-            numbers = self._numbers(place, np.arange(place.num_rows))
+            numbers = self._numbers(place)
             leaves = self._read(numbers if is_batched else numbers[0], place.epoch)
             yield self._treedef.unflatten(leaves)
 
@@ -302,7 +302,7 @@ class IndexedDataset(abc.ABC):
             size = self._settings.global_batch_size or 1
             start = batch * size
             num_rows = min(size, self.num_examples - start)
-            yield self._numbers(BatchPlace(0, num_rows, start, order), np.arange(num_rows))
+            yield self._numbers(BatchPlace(0, num_rows, start, order))
 
     def begin(self, pass_number: int, state: State | None = None) -> "IndexedPass":
         """Returns the batches of one pass. Reads no rows: `take` of a batch does.
@@ -328,9 +328,12 @@ class IndexedDataset(abc.ABC):
         """Numbers of the batches that are read in each epoch."""
         return self._settings.batches_of_epoch(self._num_rows)
 
-    def _numbers(self, place: BatchPlace, positions: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the examples at `positions` of a batch, among all shards."""
-        rows = place.start + positions
+    def _numbers(self, place: BatchPlace, positions: np.ndarray | None = None) -> np.ndarray:
+        """Returns the numbers of the examples at `positions` of a batch, among all shards.
+
+        Without positions, of the whole batch.
+        """
+        rows = place.start + (np.arange(place.num_rows) if positions is None else positions)
         if place.order is not None:
             rows = place.order[rows]
         num_shards, index = self._settings.shard_of_examples
