@@ -42,6 +42,7 @@ PACKAGES = (
 
 # The folders of a package, low to high: each imports those before it only.
 FOLDERS = {
+    "processes": ("judge",),
     "port": ("analysis", "operations"),
     "xla": ("hlo", "hardware", "compiler", "estimate"),
     "programs": ("degrees", "rows"),

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tpudist.processes import process_silence, process_state
+from tpudist.processes import process_state
+from tpudist.processes.judge import process_silence
 from tpudist.processes.process_state import State
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")

@@ -92,7 +92,9 @@ CASES = {
 
 
 # test_process_judge has the limit itself; here it is shorter.
-STOPPED_SOON = "from tpudist.processes import process_silence\nprocess_silence.STOPPED_S = 6.0\n"
+STOPPED_SOON = (
+    "from tpudist.processes.judge import process_silence\nprocess_silence.STOPPED_S = 6.0\n"
+)
 SLEEP = LOOP.format("").replace("400", "4000")
 AHEAD = "if me == {}: time.sleep(100)\nrun()\nrun()"
 

@@ -82,7 +82,7 @@ def split_at_program(args: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(options: Options) -> int:
     """Runs the program; returns the exit code."""
     from tpudist.cli.launch_hosts import find_hosts
-    from tpudist.processes.process_judge import hang_timeout
+    from tpudist.processes.judge.process_judge import hang_timeout
     from tpudist.supervisor.launch import Launch
 
     _check_numbers(options)

@@ -11,7 +11,7 @@ The texts go through JAX's coordination service, which runs in process 0:
 | key | writer | meaning |
 |---|---|---|
 | `tpudist/watch/report/<i>` | process i, repeatedly | its state; see `Report` |
-| `tpudist/watch/verdict/<i>` | process 0, repeatedly | why process i must end, or: all have ended |
+| `tpudist/watch/verdict` | process 0, repeatedly | why all must end, or: all have ended |
 | `tpudist/watch/peers` | process 0, once | where to connect; see `peer_connections` |
 | `tpudist/watch/gone/<i>` | process i, last | it has its verdict and exits |
 
@@ -27,10 +27,13 @@ from typing import NoReturn
 
 from tpudist.errors import ProcessesDifferError, ProcessFailedError
 from tpudist.goodput import goodput
-from tpudist.processes import generations, process_state, run_order
+from tpudist.processes import generations, process_state
 from tpudist.processes.coordination import KeyValueClient
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
 from tpudist.processes.host import this_host
+from tpudist.processes.judge.process_judge import HOLD_S, START_AGAIN, Judge, report_interval_s
+from tpudist.processes.judge.process_reports import ALL_ENDED, Details, OrderReport, Report, Verdict
+from tpudist.processes.judge.process_silence import WARN_S, describe_silence
 from tpudist.processes.peer_connections import PeerConnections
 from tpudist.processes.process_exit import (
     exit_now,
@@ -39,9 +42,6 @@ from tpudist.processes.process_exit import (
     raise_in_program,
     stack_of_program,
 )
-from tpudist.processes.process_judge import HOLD_S, START_AGAIN, Judge, report_interval_s
-from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
-from tpudist.processes.process_silence import WARN_S, describe_silence
 from tpudist.processes.program_outcome import ProgramOutcome
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.processes.run_order import RunOrder
@@ -51,10 +51,13 @@ _log = logging.getLogger("tpudist")
 GRACE_S = 2.0
 """Seconds between the exception that is raised in a process that must end, and its end."""
 _CONNECT_MS = 20_000  # for process 0 to listen
-_SLICE_MS = 1000  # a wait in C++ does not notice `_closing`, so it is cut into slices
+# A wait in C++ does not notice `_closing`, so it is cut into slices. In a large run a slice lasts
+# as long as the interval of the reports, because process 0 answers each of them.
+_SLICE_S = 1.0
 _GONE_S = 0.5  # process 0 waits this much longer than `GRACE_S` for the others, which end then
 _EXIT_S = 0.2  # for processes to exit after they have announced it
 _FOLDER = "tpudist/watch"
+_REPORTS, _VERDICT = f"{_FOLDER}/report", f"{_FOLDER}/verdict"
 
 
 def watch() -> "Watch":
@@ -104,6 +107,7 @@ class Watch:
         self._judge = Judge(self._count)
         self._peers = PeerConnections(self._index, self._on_lost)
         self._interval_s = report_interval_s(self._count)
+        self._slice_s = max(_SLICE_S, self._interval_s)
         self._outcome = ProgramOutcome(self._index)
         self._threads = [
             this_host().start_thread(self._report_repeatedly, name="tpudist watch"),
@@ -140,35 +144,34 @@ class Watch:
                 return
 
     def _make_report(self) -> Report:
+        state = self._outcome.state  # first: the reason is there before "failed" is
         orders: dict[str, OrderReport] = {}
+        names: dict[str, dict[str, str]] = {}
         for name, (order, describe) in list(self._orders.items()):
             runs = order.last_runs()
-            names = {str(number): describe(number) for number in {run[0] for run in runs}}
-            orders[name] = {"runs": runs, "names": names}
-        report: Report = {
-            "state": self._outcome.state,
+            orders[name] = OrderReport.of(runs)
+            names[name] = {str(number): describe(number) for number in {run[0] for run in runs}}
+        details: Details = {
             "why": self._outcome.why,
             "exit_code": self._outcome.exit_code,
-            "orders": orders,
-            "beat": next(self._beats),
+            "names": names,
             "place": self._place,
         }
-        lengths = {name: run_order.length(x["runs"]) for name, x in orders.items()}
+        lengths = {name: order.length for name, order in orders.items()}
         if lengths != self._reported_lengths:
             self._reported_lengths, self._progress_s = lengths, this_host().monotonic()
         elif this_host().monotonic() - self._progress_s > WARN_S / 2:
             # Others that wait get a warning after `WARN_S`, which is to contain the stack.
-            report["stack"] = stack_of_program()
-        return report
+            details["stack"] = stack_of_program()
+        return Report(self._index, next(self._beats), state, orders, json.dumps(details))
 
     def _send(self, report: Report) -> None:
         """Sends the report of this process; in process 0, also judges the reports of all."""
-        key = f"{_FOLDER}/report/{self._index}"
-        self._client.key_value_set(key, json.dumps(report), allow_overwrite=True)
+        self._client.key_value_set(f"{_REPORTS}/{self._index}", report.encode(), True)
         if self._index:
             return
-        texts = self._client.key_value_dir_get(f"{_FOLDER}/report/")
-        reports = {int(key.rsplit("/", 1)[-1]): json.loads(text) for key, text in texts}
+        texts = self._client.key_value_dir_get(f"{_REPORTS}/")
+        reports = {report.process: report for _, text in texts for report in [Report.decode(text)]}
         verdict = self._judge.judge(reports)
         if verdict is not None and not self._ask_supervisor(verdict):
             self._pronounce(verdict)
@@ -182,8 +185,7 @@ class Watch:
         return True
 
     def _pronounce(self, verdict: Verdict) -> None:
-        for i in range(self._count):
-            self._client.key_value_set(f"{_FOLDER}/verdict/{i}", verdict.encode(), True)
+        self._client.key_value_set(_VERDICT, verdict.encode(), True)
 
     # Verdicts.
 
@@ -244,10 +246,10 @@ class Watch:
         Process 0 writes one in the end. If it cannot, because it is dead or stopped, this process
         comes to a verdict of its own: the service fails, or its connection is silent.
         """
-        key = f"{_FOLDER}/verdict/{self._index}"
+        slice_ms = int(1000 * self._slice_s)
         while not self._closing.is_set():
             try:
-                return Verdict.decode(self._client.blocking_key_value_get(key, _SLICE_MS))
+                return Verdict.decode(self._client.blocking_key_value_get(_VERDICT, slice_ms))
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" in str(error):
                     verdict = self._judge_process_0()
@@ -345,7 +347,7 @@ class Watch:
         self._closing.set()
         self._peers.close()
         for thread in self._threads:
-            thread.join(3 * _SLICE_MS / 1000)
+            thread.join(3 * self._slice_s)
 
     def _leave(self) -> NoReturn:
         """Ends this process; process 0 ends last."""

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tpudist.processes import process_state
+from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
-from tpudist.processes.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.supervisor.member import Member, choose_members
 from tpudist.xla import internals

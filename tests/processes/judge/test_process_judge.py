@@ -1,11 +1,14 @@
 """The judge of process reports, with a clock that tests move."""
 
+import json
 import logging
 
 import pytest
 
-from tpudist.processes import host, process_judge, process_state
-from tpudist.processes.process_judge import Judge
+from tpudist.processes import host, process_state
+from tpudist.processes.judge import process_judge
+from tpudist.processes.judge.process_judge import Judge
+from tpudist.processes.judge.process_reports import OrderReport, Report
 
 
 @pytest.fixture
@@ -23,18 +26,26 @@ def warnings(caplog):
     return lambda: [x.getMessage() for x in caplog.records]
 
 
-def make_report(beat, calls=1, **more):
-    order = {"runs": [[7, 0, calls]] if calls else [], "names": {"7": "Strategy.run of 'f'"}}
-    place = process_state.here()
-    common = {"state": "running", "why": "", "orders": {"a": order}, "beat": beat, "place": place}
-    return common | more
+def make_report(beat, calls=1, *, state="running", orders=None, **details):
+    """Returns the report of a process; `orders` maps names to runs and their descriptions."""
+    if orders is None:
+        orders = {"a": ([(7, 0, calls)] if calls else [], {"7": "Strategy.run of 'f'"})}
+    details = {"why": "", "exit_code": 1, "place": process_state.here()} | details
+    details["names"] = {name: names for name, (_, names) in orders.items()}
+    reports = {name: OrderReport.of(runs) for name, (runs, _) in orders.items()}
+    return Report(-1, beat, state, reports, json.dumps(details))
+
+
+def number(reports):
+    """Returns reports with the indices that are their keys."""
+    return {i: report._replace(process=i) for i, report in reports.items()}
 
 
 def run(judge, clock, seconds, reports):
     """Judges twice a second until there is a verdict."""
     for i in range(int(2 * seconds)):
         clock.now += 0.5
-        if verdict := judge.judge(reports(i)):
+        if verdict := judge.judge(number(reports(i))):
             return (i + 1) / 2, verdict
     return None, None
 
@@ -82,12 +93,12 @@ def test_an_order_of_one_process_causes_no_lag(clock, warnings):
 
 def test_processes_that_end_or_differ_are_found_among_equal_ones(clock):
     def reports(last):
-        return {**{i: make_report(i, 5) for i in (0, 1, 10, 2)}, 3: last}
+        return number({**{i: make_report(i, 5) for i in (0, 1, 10, 2)}, 3: last})
 
     assert Judge(5).judge(reports(make_report(0, 5))) is None
     ended = Judge(5).judge(reports(make_report(0, 4, state="ended")))
     assert "Process 3 ended after 4 shared call(s), but process 0 has started 5" in ended.message
-    order = {"runs": [[8, 0, 1]], "names": {"8": "another"}}
+    order = [(8, 0, 1)], {"8": "another"}
     differs = Judge(5).judge(reports(make_report(0, orders={"a": order})))
     assert "Process 0: Strategy.run of 'f'; Process 3: another" in differs.message
 
@@ -122,7 +133,7 @@ def test_a_silent_process_of_a_very_large_run_is_found(clock, warnings, monkeypa
     judge = Judge(30_000)
     for i in range(10):
         clock.now += 30.5
-        if verdict := judge.judge({0: make_report(i), 1: make_report(0)}):
+        if verdict := judge.judge(number({0: make_report(i), 1: make_report(0)})):
             break
     assert verdict.failed == 1
     assert 90 < 30.5 * i < 90 + 2 * 30.5

@@ -7,13 +7,14 @@ clock to a verdict, so tests can move the clock.
 import logging
 import math
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from tpudist.processes import process_state, run_order
+from tpudist.processes import process_state
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_USER_ERROR
 from tpudist.processes.host import this_host
-from tpudist.processes.process_reports import ALL_ENDED, OrderReport, Report, Verdict
-from tpudist.processes.process_silence import SILENT_S, WARN_S, describe_silence
+from tpudist.processes.judge.process_difference import describe_last_calls, find_difference
+from tpudist.processes.judge.process_reports import ALL_ENDED, Report, Verdict
+from tpudist.processes.judge.process_silence import SILENT_S, WARN_S, describe_silence
 
 _log = logging.getLogger("tpudist")
 
@@ -36,10 +37,6 @@ _BETWEEN_WARNINGS_S = 120.0
 _SELF_STOPPED_S = SILENT_S / 4
 _FIRST_REPORT_S = 10.0  # within which each process that creates a strategy has reported
 START_AGAIN = "Restart all processes from the last checkpoint."
-_RULE = (
-    "They would wait for each other forever, or compute with values of different calls. All "
-    "processes of a run must do the same things in the same order."
-)
 
 Reports = Mapping[int, Report]
 
@@ -63,7 +60,7 @@ class Judge:
         self._beats: dict[int, tuple[int, float]] = {}
         # For each process, its numbers of shared calls, and since when another process is ahead of
         # it while it has these.
-        self._behind_since: dict[int, tuple[dict[str, int], float]] = {}
+        self._behind_since: dict[int, tuple[list[int], float]] = {}
         self._judged_s = this_host().monotonic()
         self._ended_since_s = self._failed_since_s = math.inf
         # Seconds of waiting from which on to warn, and the time of the last warning.
@@ -75,10 +72,12 @@ class Judge:
         # In order of certainty. An exception is a cause; a difference is certain, too, and explains
         # a silence that may follow. Silence and lag are symptoms, which have time limits.
         silences = self._find_silences(reports)
-        failed = [i for i, report in reports.items() if report["state"] == "failed"]
-        if failed and (verdict := self._explain_failure(failed[0], reports, silences)):
-            return verdict
-        if difference := _find_difference(reports):
+        failed = next((i for i, report in reports.items() if report.state == "failed"), None)
+        if failed is not None:
+            verdict = self._explain_failure(failed, reports, silences)
+            if verdict is not None:
+                return verdict
+        if difference := find_difference([reports[i] for i in sorted(reports)]):
             return Verdict(difference, EXIT_USER_ERROR)
         if self._have_ended(reports):
             return Verdict(ALL_ENDED, 0)
@@ -91,9 +90,9 @@ class Judge:
         for index, waited_s in silences:
             if waited_s <= WARN_S:
                 break
-            silence = describe_silence(index, waited_s, reports[index]["place"])
+            silence = describe_silence(index, waited_s, reports[index].details["place"])
             if waited_s > silence.limit_s:
-                last = _describe_last_calls(reports[index])
+                last = describe_last_calls(reports[index])
                 return _peer_lost(index, f"{silence.text} {last}{START_AGAIN}")
             self._warn(waited_s, silence.warning)
         return None
@@ -125,21 +124,22 @@ class Judge:
         self, index: int, reports: Reports, silences: Sequence[tuple[int, float]]
     ) -> Verdict | None:
         """Returns the verdict for a failed process; None while another may still be the cause."""
-        why = reports[index]["why"]
+        details = reports[index].details
+        why = details["why"]
         if _COLLECTIVE_ERROR in why:
             self._failed_since_s = min(self._failed_since_s, this_host().monotonic())
-            if silences and silences[0][1] >= HOLD_S:
+            if silences:
                 silent, waited_s = silences[0]
-                silence = describe_silence(silent, waited_s, reports[silent]["place"])
+                silence = describe_silence(silent, waited_s, reports[silent].details["place"])
                 return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
             # Long enough for a process that went silent just before to be silent for `HOLD_S`.
             if this_host().monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
                 return None
         message = f"Process {index} failed, so this process cannot continue:\n{why}"
-        return Verdict(message, reports[index].get("exit_code", EXIT_USER_ERROR), failed=index)
+        return Verdict(message, details["exit_code"], failed=index)
 
     def _have_ended(self, reports: Reports) -> bool:
-        if not all(x["state"] == "ended" for x in reports.values()):
+        if not all(x.state == "ended" for x in reports.values()):
             self._ended_since_s = math.inf
             return False
         self._ended_since_s = min(self._ended_since_s, this_host().monotonic())
@@ -149,7 +149,10 @@ class Judge:
         return len(reports) == self._count or is_long_ago
 
     def _find_silences(self, reports: Reports) -> list[tuple[int, float]]:
-        """Returns each running process and the seconds of its silence, longest first."""
+        """Returns each running process that is silent, and for how many seconds, longest first.
+
+        A silence of less than `HOLD_S` has no consequence yet.
+        """
         now = this_host().monotonic()
         # The limits are for a small run. In a large one, reports are due later, and judged less
         # often.
@@ -157,11 +160,13 @@ class Judge:
         if now - self._judged_s > _SELF_STOPPED_S + due_s:
             self._beats.clear()
         self._judged_s = now
+        beats, since_s, silences = self._beats, now - due_s - HOLD_S, list[tuple[int, float]]()
         for index, report in reports.items():
-            if index not in self._beats or self._beats[index][0] != report["beat"]:
-                self._beats[index] = report["beat"], now
-        running = [i for i, report in reports.items() if report["state"] == "running"]
-        silences = [(i, max(0.0, now - self._beats[i][1] - due_s)) for i in running]
+            known = beats.get(index)
+            if known is None or known[0] != report.beat:
+                beats[index] = report.beat, now
+            elif known[1] <= since_s and report.state == "running":
+                silences.append((index, now - known[1] - due_s))
         return sorted(silences, key=lambda x: -x[1])
 
     def _find_laggard(self, reports: Reports, silent: Collection[int]) -> tuple[int, float] | None:
@@ -170,24 +175,26 @@ class Judge:
         Silent processes are left out: they have their own limits.
         """
         now = this_host().monotonic()
-        lengths = {
-            i: {name: run_order.length(x["runs"]) for name, x in report["orders"].items()}
-            for i, report in reports.items()
-        }
         longest: dict[str, int] = {}
-        for x in lengths.values():
-            for name, length in x.items():
-                longest[name] = max(longest.get(name, 0), length)
+        for report in reports.values():
+            for name, order in report.orders.items():
+                if order.length > longest.get(name, -1):
+                    longest[name] = order.length
         # A process lags if another has begun more calls of an order that both follow. Its time
         # starts again with each call that it begins: a slow process is not a hung one.
-        for i, own_lengths in lengths.items():
-            is_behind = any(longest[name] > length for name, length in own_lengths.items())
+        laggard, waited_s = None, -math.inf
+        for i, report in reports.items():
+            lengths = [order.length for order in report.orders.values()]
             known = self._behind_since.get(i)
-            if not is_behind or known is None or known[0] != own_lengths:
-                self._behind_since[i] = own_lengths, now
-        heard = [i for i, x in reports.items() if x["state"] == "running" and i not in silent]
-        waits = [(i, now - self._behind_since[i][1]) for i in heard]
-        return max(waits, key=lambda x: x[1], default=None)
+            if (
+                known is None
+                or known[0] != lengths
+                or lengths == [longest[x] for x in report.orders]
+            ):
+                known = self._behind_since[i] = lengths, now
+            if report.state == "running" and now - known[1] > waited_s and i not in silent:
+                laggard, waited_s = i, now - known[1]
+        return None if laggard is None else (laggard, waited_s)
 
 
 def hang_timeout() -> float:
@@ -218,85 +225,26 @@ def _peer_lost(index: int, message: str) -> Verdict:
 def _describe_lag(index: int, seconds: float, reports: Reports) -> str:
     """Returns who waits for a process, and for which call."""
     report = reports[index]
-    for name, order in report["orders"].items():
-        own_length = run_order.length(order["runs"])
-        for other, other_report in reports.items():
-            other_order = other_report["orders"].get(name)
-            if other_order and run_order.length(other_order["runs"]) > own_length:
-                call = _name_of_call(other_order, own_length)
-                laggard = f"process {index} ({process_state.describe(report['place'])})"
+    laggard = f"process {index} ({process_state.describe(report.details['place'])})"
+    for name, order in report.orders.items():
+        for other in reports.values():
+            other_order = other.orders.get(name)
+            if other_order and other_order.length > order.length:
+                call = _name_of_call(other, name, order.length)
                 return (
-                    f"Process {other} has waited {seconds:.0f} s for {laggard} to start {call} "
-                    f"(call {own_length + 1})."
+                    f"Process {other.process} has waited {seconds:.0f} s for {laggard} to start "
+                    f"{call} (call {order.length + 1})."
                 )
     return f"Other processes have waited {seconds:.0f} s for process {index}."
 
 
-def _name_of_call(order: OrderReport, position: int) -> str:
+def _name_of_call(report: Report, name: str, position: int) -> str:
     """Returns the description of the call at a position, or of the oldest call still known."""
-    number = next((n for n, start, times in order["runs"] if position < start + times), None)
-    return order["names"].get(str(number), "a shared call")
+    runs = report.orders[name].runs
+    number = next((n for n, start, times in runs if position < start + times), None)
+    return report.details["names"][name].get(str(number), "a shared call")
 
 
 def _describe_stack(report: Report) -> str:
-    stack = report.get("stack", "").rstrip()
+    stack = report.details.get("stack", "").rstrip()
     return f" It is at:\n{stack}" if stack else ""
-
-
-def _find_difference(reports: Reports) -> str:
-    """Returns how two processes differ, or "" if no difference is known yet."""
-    # Almost all processes report the same orders, so only one process of each order is compared.
-    # All pairs of these, not neighbors: two processes may remember runs that a third has forgotten.
-    compared: dict[Hashable, int] = {}
-    for index in sorted(reports):
-        report = reports[index]
-        runs = tuple((name, *map(tuple, x["runs"])) for name, x in report["orders"].items())
-        key = report["state"] == "ended", runs
-        if key in compared:
-            continue
-        for other in compared.values():
-            if difference := _compare(other, reports[other], index, report):
-                return difference
-        compared[key] = index
-    return ""
-
-
-def _compare(i: int, report_i: Report, j: int, report_j: Report) -> str:
-    for name, order_i in report_i["orders"].items():
-        order_j = report_j["orders"].get(name)
-        if order_j is None:
-            continue
-        difference = run_order.first_difference(order_i["runs"], order_j["runs"])
-        if difference is not None:
-            position, number_i, number_j = difference
-            return (
-                f"The processes differ at call {position + 1} of their shared calls. Process {i}: "
-                f"{order_i['names'][str(number_i)]}; Process {j}: "
-                f"{order_j['names'][str(number_j)]}. {_RULE}"
-            )
-        if text := _compare_end(name, i, report_i, j, report_j):
-            return text
-        if text := _compare_end(name, j, report_j, i, report_i):
-            return text
-    return ""
-
-
-def _compare_end(name: str, ended: int, report: Report, active: int, other: Report) -> str:
-    """Returns that a process ended before another began its last calls, or ""."""
-    num_ended, num_active = (run_order.length(x["orders"][name]["runs"]) for x in (report, other))
-    if report["state"] != "ended" or num_ended >= num_active:
-        return ""
-    return (
-        f"Process {ended} ended after {num_ended} shared call(s), but process {active} has "
-        f"started {num_active}. {_describe_last_calls(other)}{_RULE} Loops must have the same "
-        f"length, as loops over distributed datasets do."
-    )
-
-
-def _describe_last_calls(report: Report) -> str:
-    calls = [
-        f"{order['names'][str(order['runs'][-1][0])]} (call {run_order.length(order['runs'])})"
-        for order in report["orders"].values()
-        if order["runs"]
-    ]
-    return f"Its last calls: {', '.join(calls)}. " if calls else ""
