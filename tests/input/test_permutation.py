@@ -1,7 +1,7 @@
 """Orders of rows that are computed for the rows that are read: bijections, uniform, and fixed.
 
-The bounds of the statistical tests were set before the first run: 5 standard deviations. About 150
-figures are compared, so a fair shuffle would fail here with a probability of 0.0001. The seeds are
+The bounds of the statistical tests were set before the first run: 5 standard deviations. About 400
+figures are compared, so a fair shuffle would fail here with a probability of 0.001. The seeds are
 fixed, so a test that passes once passes always.
 """
 
@@ -267,13 +267,34 @@ def test_the_first_rows_are_uniform_over_seeds(num_rows):
     assert abs(deviation_of_counts((first % 20).reshape(-1), 20)) < MAX_DEVIATION
 
 
+SHUFFLES = {
+    "seeds": lambda num_rows, i: permutation.shuffle(num_rows, i, 0),
+    "epochs": lambda num_rows, i: permutation.shuffle(num_rows, 0, i),
+    "parts": lambda num_rows, i: permutation.shuffle_part(num_rows, 0, 0, (1, i)),
+}
+
+
 @pytest.mark.parametrize("num_rows", [4, 5])
-def test_all_permutations_of_few_rows_are_as_frequent(num_rows):
+@pytest.mark.parametrize("shuffle", SHUFFLES.values(), ids=SHUFFLES)
+def test_all_permutations_of_few_rows_are_as_frequent(shuffle, num_rows):
     count = math.factorial(num_rows)
     numbers = {x: i for i, x in enumerate(itertools.permutations(range(num_rows)))}
-    orders = (permutation.shuffle(num_rows, seed, 0).tolist() for seed in range(100 * count))
+    orders = (shuffle(num_rows, i).tolist() for i in range(100 * count))
     found = np.array([numbers[tuple(x)] for x in orders])
     assert abs(deviation_of_counts(found, count)) < MAX_DEVIATION
+
+
+@pytest.mark.parametrize("num_rows", [4096, 4097, 100_000])
+def test_parts_do_not_depend_on_each_other(num_rows):
+    """Files, whose orders have the same seed and epoch. The largest array has 4096 rows."""
+    orders = [permutation.shuffle_part(num_rows, 0, 0, (1, i)) for i in range(40)]
+    rows = [x[np.arange(num_rows)] for x in orders]
+    assert all(np.array_equal(np.sort(x), np.arange(num_rows)) for x in rows)
+    equal = sum(np.count_nonzero(a == b) for a, b in itertools.pairwise(rows))
+    assert abs(deviation_of_count(equal, 39)) < MAX_DEVIATION
+    for a, b in itertools.pairwise(rows):
+        found = deviation_of_table(a * 10 // num_rows, b * 10 // num_rows, 10)
+        assert abs(found) < MAX_DEVIATION
 
 
 def test_a_network_with_four_rounds_fails_these_tests():

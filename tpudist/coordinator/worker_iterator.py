@@ -21,11 +21,11 @@ class WorkerIterator:
     """
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
-        dataset = make()
-        if isinstance(dataset, IndexedDataset):
-            # The successor of a lost worker must see the same order, so it starts at the same pass.
-            dataset = dataset.from_first_pass()
-        self._iterator: Iterator[Any] = iter(dataset)
+        dataset = self._dataset = make()
+        # The successor of a lost worker must see the same order, so it starts at the same pass.
+        self._iterator: Iterator[Any] = (
+            dataset.elements_from(0) if isinstance(dataset, IndexedDataset) else iter(dataset)
+        )
         self._num_consumed = 0
         self._in_use: list[Any] = []
         self._returned: collections.deque[Any] = collections.deque()
@@ -57,7 +57,10 @@ class WorkerIterator:
         self._in_use.clear()
 
     def go_to(self, position: int) -> None:
-        """Skips the elements that a lost worker has consumed, by reading them."""
-        for _ in range(position):
-            next(self._iterator, None)
+        """Skips the elements that a lost worker has consumed; reads them if it must."""
+        if isinstance(self._dataset, IndexedDataset):
+            self._iterator = self._dataset.elements_from(position)
+        else:
+            for _ in range(position):
+                next(self._iterator, None)
         self._num_consumed = position

@@ -148,6 +148,9 @@ class DistributedIterator(Iterator[PyTree]):
         before. If the last batch that is read again differs, the next `next` raises `ValueError`:
         the dataset has another order, and examples would be lost.
 
+        Shuffled data with more than 65,536 examples have another order since version 2 of states.
+        After a state of version 1, the iterator and all later passes have the order of version 1.
+
         Raises:
             TypeError: If `state` is not a dict.
             ValueError: If `state` is not a state, or belongs to other data, for example with

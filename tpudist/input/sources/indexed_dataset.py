@@ -117,6 +117,9 @@ class IndexedDataset(abc.ABC):
     def shuffle(self, seed: int) -> Self:
         """Shuffles the examples. Each epoch has its own order, which depends on (seed, epoch).
 
+        Memory and time to the first batch do not depend on the number of examples: of more than
+        65,536, only those orders are computed that are read.
+
         Raises:
             ValueError: If the dataset is already shuffled or batched, or `seed` is not an integer
                 of at least 0.
@@ -268,9 +271,9 @@ class IndexedDataset(abc.ABC):
         self._num_passes += 1
         return self._elements(batches)
 
-    def from_first_pass(self) -> Self:
-        """Returns the dataset with its count of passes reset."""
-        return self._replace()  # whose count starts at 0
+    def elements_from(self, position: int) -> Iterator[PyTree]:
+        """Returns the elements of the first pass from a position on; reads no others."""
+        return self._elements(self.begin(0, {"batches": position}))
 
     def _elements(self, batches: "IndexedPass") -> Iterator[PyTree]:
         is_batched = self._settings.global_batch_size is not None
