@@ -21,6 +21,9 @@ REPORT_S = 4.0
 # A wait in C++ ends neither at Ctrl-C nor when its thread is asked to close, so it is cut into
 # slices, and Python code runs after each of them.
 _SLICE_S = 0.5
+# Each slice is twice as long as the one before, up to this. An answer that takes longer than a
+# slice would never be read, and thousands of processes that wait long would ask too often.
+_LONGEST_SLICE_S = 2.0
 # Missing texts for which the first process waits one by one. For more it reads the whole folder.
 _FEW = 8
 
@@ -92,7 +95,7 @@ class Channel:
             text: Text of this process.
             purpose: Completes "Process 1 waits ..." in messages: "to agree on the program 'train'".
             timeout_s: Seconds to wait for the other processes.
-            cancelled: Called about twice a second; returns whether to give up.
+            cancelled: Called every 0.5 to 2 s; returns whether to give up.
 
         Raises:
             RuntimeError: If a process does not arrive in time; the message names it.
@@ -121,7 +124,7 @@ class Channel:
                 processes. Only its result goes to the others. It must not raise: they would wait.
             purpose: Same as in `exchange`, as are the others and the errors.
             timeout_s: Seconds to wait for the other processes.
-            cancelled: Called about twice a second; returns whether to give up.
+            cancelled: Called every 0.5 to 2 s; returns whether to give up.
         """
         # One round, in the keys of the service:
         #   1. Every process writes its text under `<folder>/<index>`.
@@ -182,14 +185,15 @@ class Channel:
         self, key: str, purpose: str, wait: ReportedWait, cancelled: Callable[[], bool]
     ) -> str:
         client, index = self._require_client(), this_host().process_index()
-        folder = key.rpartition("/")[0]
+        folder, slice_s = key.rpartition("/")[0], _SLICE_S
         while True:
             is_last_try = wait.is_over  # before the try: the text may come while the limit passes
             try:
-                return client.blocking_key_value_get(key, max(1, int(1000 * _SLICE_S)))
+                return client.blocking_key_value_get(key, int(1000 * slice_s))
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+            slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
             if cancelled():
                 raise Cancelled(self._name)
             # Only after a try: a process may have written its text in this round and then left.

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import faulthandler
 import os
 import selectors
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -23,6 +25,7 @@ import jax
 
 from tpudist.xla import internals
 
+_PROC = Path("/proc")
 ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -111,6 +114,18 @@ class Host:
         """Returns the name of this host."""
         return socket.gethostname()
 
+    def namespace(self) -> str:
+        """Returns a text that is equal in two processes if a pid means the same in both."""
+        try:
+            # The inode of a namespace is unique on one host until it restarts, so the boot id is
+            # part.
+            boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+        except OSError:
+            # Without /proc, as on macOS, no other process counts as one of this host. So nobody is
+            # ended by its pid, which might mean another process.
+            return f"unknown/{this_host().pid()}"
+
     def pid(self) -> int:
         """Returns the number that this host gave the process."""
         return os.getpid()
@@ -158,6 +173,10 @@ class Host:
         """Writes to the error output; raises if it is closed."""
         sys.stderr.write(text)
         sys.stderr.flush()
+
+    def print_all_stacks(self) -> None:
+        """Writes the stacks of all threads to the error output; raises if it is closed."""
+        faulthandler.dump_traceback(2, all_threads=True)  # a descriptor: `sys.stderr` may be none
 
     def exit(self, code: int) -> NoReturn:
         """Ends the process at once."""

@@ -1,6 +1,5 @@
 """Prints where the program of this process is, and ends the process without Python's shutdown."""
 
-import faulthandler
 import sys
 import traceback
 from typing import NoReturn
@@ -34,7 +33,7 @@ def stack_of_program() -> str:
 def print_all_threads() -> None:
     """Prints the stacks of all threads to the process's error output."""
     try:
-        faulthandler.dump_traceback(2, all_threads=True)  # a descriptor: `sys.stderr` may be none
+        this_host().print_all_stacks()
     except Exception:  # the descriptor is closed, so nobody can read a message
         pass
 

@@ -5,7 +5,6 @@ kernel can distinguish the two. The state of a process of another host is unknow
 """
 
 import enum
-import os
 import sys
 from pathlib import Path
 
@@ -29,7 +28,7 @@ class State(enum.Enum):
 
 def here(pid: int | None = None) -> str:
     """Returns the place of a process of this host, by default of this one."""
-    return f"{_namespace()} {pid or this_host().pid()} {this_host().name()}"
+    return f"{this_host().namespace()} {pid or this_host().pid()} {this_host().name()}"
 
 
 def describe(place: str) -> str:
@@ -41,7 +40,7 @@ def describe(place: str) -> str:
 def pid_here(place: str) -> int | None:
     """Returns the pid of the process at a place, or None if it is on another host."""
     namespace, pid, _ = place.split(" ", 2)
-    return int(pid) if namespace == _namespace() else None
+    return int(pid) if namespace == this_host().namespace() else None
 
 
 def find(place: str) -> State | None:
@@ -60,15 +59,3 @@ def find(place: str) -> State | None:
     return {"T": State.STOPPED, "t": State.DEBUGGED, "Z": State.GONE, "X": State.GONE}.get(
         letter, State.RUNNING
     )
-
-
-def _namespace() -> str:
-    """Returns a text that is equal in two processes if a pid means the same in both."""
-    try:
-        # The inode of a namespace is unique on one host until it restarts, so the boot id is part.
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:
-        # Without /proc, as on macOS, no other process counts as one of this host. So nobody is
-        # ended by its pid, which might mean another process.
-        return f"unknown/{this_host().pid()}"

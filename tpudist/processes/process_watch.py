@@ -334,9 +334,18 @@ class Watch:
         # and the others have got the verdict; then it does not depend on them.
         most_s = HOLD_S + 3 * self._interval_s + GRACE_S
         while not self._ended_together.wait(0.02):
-            if self.message or (self._outcome.state == "failed" and wait.waited_s > most_s):
+            is_late = wait.waited_s > most_s and not self._may_have_lost_process_0()
+            if self.message or (self._outcome.state == "failed" and is_late):
                 break
             wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")
+
+    def _may_have_lost_process_0(self) -> bool:
+        """Whether a collective failed, and process 0, which would name the cause, is silent.
+
+        Then it is the cause, or it is reached again. Its connection ends within `DEAD_PEER_S`, or
+        its silence becomes a verdict.
+        """
+        return self._outcome.has_failed_collective and self._peers.silence_s() > HOLD_S
 
     def _has_left(self) -> bool:
         """Whether the program itself has left the run, by `jax.distributed.shutdown`."""

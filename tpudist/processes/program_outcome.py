@@ -9,6 +9,7 @@ from tpudist.processes.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from tpudist.processes.host import this_host
 from tpudist.processes.process_exit import print_error
 
+_COLLECTIVE_ERROR = "JaxRuntimeError"
 _MAX_WHY = 6000  # characters: a report is a value of the coordination service
 
 
@@ -37,6 +38,11 @@ class ProgramOutcome:
         self._previous_hook = this_host().exception_hook()
         this_host().set_exception_hook(self._on_exception)
         preemption_service.SigtermHandler(self._on_sigterm)
+
+    @property
+    def has_failed_collective(self) -> bool:
+        """Whether a collective failed. That is a symptom: another process may be the cause."""
+        return self.state == "failed" and _COLLECTIVE_ERROR in self.why
 
     def close(self) -> None:
         """Restores the previous exception hook, unless the program has installed another one."""

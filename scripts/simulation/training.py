@@ -1,0 +1,61 @@
+"""Programs that the simulated processes run: what they call is the real code of tpudist."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+
+from simulation.connections import address_of
+from simulation.process import Process
+from simulation.simulation import PORT
+from tpudist.processes import process_agreement, rendezvous
+from tpudist.processes.process_agreement import Intention
+
+
+class Mesh:
+    """What an agreement reads of a `ReplicaMesh`: its processes, and that its devices exist."""
+
+    def __init__(self, count: int):
+        self.num_processes, self.processes = count, tuple(range(count))
+        device = types.SimpleNamespace(client=object())
+        self.mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]))
+
+
+def start(process: Process, *, meet: bool = False) -> None:
+    """Starts a process as strategies do: rendezvous, JAX."""
+    if meet:
+        rendezvous.join(f"{address_of(0)}:{PORT}", process.count, process.index)
+    process.simulation.connect_jax(process)
+
+
+def training(
+    mesh: Mesh,
+    steps: int,
+    step_s: float,
+    *,
+    meet: bool = False,
+    fault: Callable[[Process, int], None] = lambda process, step: None,
+) -> Callable[[Process], None]:
+    """Returns a program that trains: each step is one program of all processes.
+
+    Args:
+        mesh: The processes.
+        steps: Number of steps.
+        step_s: Seconds of each step on the host.
+        meet: Whether the processes meet first, as they do without certificates.
+        fault: Called in each process with the number of each step.
+    """
+
+    def train(process: Process) -> None:
+        start(process, meet=meet)
+        process_agreement.watch(mesh)
+        for step in range(steps):
+            fault(process, step)
+            process_agreement.agree_once(
+                mesh, "train", lambda: Intention("Strategy.run of 'train'")
+            )
+            process.simulation.collectives.run(process, step)
+            process.sleep(step_s)
+            process.progress += 1
+
+    return train
