@@ -46,6 +46,22 @@ def make_diverging_step(candidate):
     return strategy, step, args
 
 
+def make_plain_step():
+    """A step of plain JAX on a mesh that the command makes."""
+    specs = (jax.P(), jax.P("data"))
+    weights, rows = (jax.ShapeDtypeStruct((n, WIDTH), jnp.float32) for n in (WIDTH, 64))
+    figures = {"mesh": {"data": 4}, "in_shardings": specs, "donate_argnums": 0}
+    return plain_step, (weights, rows), figures
+
+
+def plain_step(weights, rows):
+    """Trains weights `[width, width]` by one step of gradient descent."""
+    return weights - jax.grad(lambda w: jnp.square(rows @ w).mean())(weights)
+
+
+jitted_step = jax.jit(plain_step)
+
+
 def make_nothing(candidate):
     """Gives no step."""
     return "nothing"

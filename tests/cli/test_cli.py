@@ -230,9 +230,11 @@ def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeyp
         ("make_ending_step", "make_ending_step failed: SystemExit: 0 ({}:"),
         (
             "make_more",
-            "make_more returned a int as its fourth element. It must be a dict of arguments",
+            "make_more returned a int as its last element. It must be a dict of arguments",
         ),
         ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
+        ("jitted_step", "jitted_step is a jitted function. The shapes of its arguments are not"),
+        ("plain_step", "def make_step(): return plain_step, (params, batch)"),
         ("make_nothing", "make_nothing returned a str. Name a function make_step(candidate)"),
         ("make_mistake", "make_mistake failed: KeyError: 'mistaken' ({}:{})"),
         ("make_diverging_step", "make_diverging_step failed: ValueError"),
@@ -299,6 +301,18 @@ def test_a_step_that_fits_is_shown_and_written_with_exit_code_0(capsys, tmp_path
     again = Plan.from_json(capsys.readouterr().out)
     assert again.program == found.program
     assert again.memory == found.memory
+
+
+@pytest.mark.libtpu
+def test_a_step_of_plain_jax_is_planned_with_the_mesh_that_it_returns(capsys):
+    assert plan("--json", "-", step=f"{STEPS}:make_plain_step") == 0
+    found = Plan.from_json(capsys.readouterr().out)
+    assert (found.name, found.mesh, found.topology) == ("plain_step", {"data": 4}, "v5e-4")
+    assert found.model_flops == 2 * 2 * 64 * 256**2
+    for option in ("--search", "--replica-axes=fsdp=2"):
+        assert "make_plain_step is a step of plain JAX" in refusal(
+            capsys, option, step=f"{STEPS}:make_plain_step"
+        )
 
 
 @pytest.mark.libtpu

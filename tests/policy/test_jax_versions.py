@@ -24,7 +24,7 @@ from places import PACKAGE
 from tpudist.programs import jaxprs, out_shardings, user_lines
 from tpudist.state import norm_statistics
 from tpudist.xla import compile_log, internals, topology, trace_caches, traces
-from tpudist.xla.compiler import phases
+from tpudist.xla.compiler import lowered_program, phases
 from tpudist.xla.settings import Setting
 
 PROJECT = PACKAGE.parent / "pyproject.toml"
@@ -92,10 +92,18 @@ def preemption_service():
     assert not internals.call_at_preemption_poll(lambda: None)
 
 
-def compiler_options():
+def lowered_programs():
     options = {"xla_cpu_enable_fast_math": True}
     lowered = jax.jit(lambda x: x, compiler_options=options).lower(1.0)
-    assert internals.compiler_options_of(lowered) == options
+    assert lowered_program.compiler_options_of(lowered) == options
+    assert lowered_program.devices_of(lowered) == jax.devices()[:1]
+    x = jax.ShapeDtypeStruct((3,), np.float32)
+    jitted = jax.jit(lambda a, b, c: (b + 1, c["v"] + 1), donate_argnums=(0, 1))
+    inputs = lowered_program.inputs_of(jitted.lower(x, x, {"u": x, "v": x}))
+    assert [(x.name, x.shape, x.donated) for x in inputs] == [
+        ("b", (3,), True),
+        ("c['v']", (3,), False),
+    ]
 
 
 def settings_of_traces():
@@ -281,7 +289,7 @@ DOORS = {
         "processes/coordination.py",
         methods_of_the_coordination_service,
     ),
-    "Lowered._lowering._compiler_options_kvs": ("xla/internals.py", compiler_options),
+    "Lowered._lowering and its parts": ("xla/compiler/lowered_program.py", lowered_programs),
     "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
     "jax._src.config.trace_context and its names": ("xla/internals.py", settings_of_traces),
     "jax._src.core.EvalTrace": ("xla/internals.py", evaluation_of_operations),
@@ -330,8 +338,10 @@ def test_the_door_is_open(name):
 
 # Names with an underscore that are other people's, and the only file that may say them.
 OF_OTHERS = {
-    "_lowering": "xla/internals.py",
-    "_compiler_options_kvs": "xla/internals.py",
+    "_lowering": "xla/compiler/lowered_program.py",
+    "_compiler_options_kvs": "xla/compiler/lowered_program.py",
+    "_device_list": "xla/compiler/lowered_program.py",
+    "_donated_invars": "xla/compiler/lowered_program.py",
     "_internal_use_concrete_mesh": "xla/internals.py",
     "_update_thread_local_hook": "xla/internals.py",
     "_raw_value": "state/nnx_binding.py",
@@ -349,7 +359,7 @@ OF_OTHERS = {
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_exit": None,  # os._exit, which is public in spite of its name
-    "_current_frames": "processes/process_exit.py",  # sys._current_frames, also public
+    "_current_frames": "processes/host.py",  # sys._current_frames, also public
     "_replace": None,  # of named tuples
     "_fields": None,
     "_asdict": None,

@@ -197,9 +197,17 @@ def _plan(options: Options, source: _StepSource) -> int:
             "calibration": source.calibration,
         }
         more_arguments |= more[0] if more else {}
-        plan = strategy.plan(
-            fn, args, topology=options.topology, cache=options.cache, **more_arguments
-        )
+        more_arguments |= {"topology": options.topology, "cache": options.cache}
+        if strategy is None:
+            if options.replica_axes or options.remat or options.microbatches != (1,):
+                raise WrongUse(
+                    f"{options.step} is a step of plain JAX, which has no replicas: omit "
+                    "--replica-axes, --remat and --microbatches. Its shardings, or the mesh that "
+                    "it returns, split it."
+                )
+            plan = planner.plan(fn, *args, **more_arguments)
+        else:
+            plan = strategy.plan(fn, args, **more_arguments)
     report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
         with _explain_write_errors():
@@ -220,10 +228,19 @@ def _parse_geometry(text: str) -> dict[str, int]:
 
 
 def _search(options: Options, source: _StepSource) -> int:
+    def make_step(candidate: planner.Candidate) -> tuple[Any, ...]:
+        step = tuple(source.make_step(candidate))
+        if step[0] is None:
+            raise WrongUse(
+                f"{options.step} is a step of plain JAX, and --search compares layouts of a "
+                "strategy. Plan it without --search, or return (strategy, fn, args)."
+            )
+        return step
+
     with source.explain_errors():
         geometries = [_parse_geometry(axes) for axes in options.geometries]
         result = planner.search(
-            source.make_step,
+            make_step,
             options.topology,
             geometries=geometries or None,
             remat=source.remat,

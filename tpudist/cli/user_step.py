@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from tpudist.cli.errors import WrongUse
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
 
 RULE = (
-    "Name a function make_step(candidate) that returns (strategy, fn, args), as "
-    "my_module:make_step or my_folder/my_file.py:make_step."
+    "Name a function make_step(candidate) that returns (strategy, fn, args), or for plain JAX a "
+    "function make_step() that returns (fn, args); as my_module:make_step or "
+    "my_folder/my_file.py:make_step."
+)
+# What a step itself needs, if it was named in place of the function that makes it.
+_RULE_OF_STEPS = (
+    "The shapes of its arguments are not known. Write a function that returns them with the step, "
+    "and name it: def make_step(): return {name}, (params, batch), whose arrays may be "
+    "jax.ShapeDtypeStructs. A dict as a third element has arguments of tpudist.planner.plan: "
+    '{{"mesh": {{"data": 8}}, "in_shardings": (P(), P("data"))}}.'
 )
 
 
 def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
     """Returns the function of a name; modules in the current folder come first.
+
+    The returned function gives the strategy, the step and its arguments, and perhaps a dict of
+    arguments of `Strategy.plan`. For a step of plain JAX the strategy is None, and the dict has
+    arguments of `planner.plan`.
 
     Raises:
         WrongUse: If there is no such function, or its module cannot be imported. The returned
@@ -44,22 +59,48 @@ def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
 
+    num_required = _count_parameters(make_step)
+    if isinstance(make_step, jax.stages.Wrapped) or num_required > 1:
+        kind = "jitted function" if isinstance(make_step, jax.stages.Wrapped) else "step"
+        raise WrongUse(f"{name} is a {kind}. {_RULE_OF_STEPS.format(name=attribute)}")
+
     def make_checked_step(candidate: Candidate) -> tuple[Any, ...]:
         try:
-            step = make_step(candidate)
+            step = make_step(candidate) if num_required else make_step()
         except SystemExit as error:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
-        if not isinstance(step, tuple | list) or len(step) not in (3, 4):
-            size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
-            raise WrongUse(f"{name} returned a {type(step).__name__}{size}. {RULE}")
-        if len(step) == 4 and not isinstance(step[3], Mapping):
-            raise WrongUse(
-                f"{name} returned a {type(step[3]).__name__} as its fourth element. It must be "
-                f'a dict of arguments of Strategy.plan, such as {{"tokens_per_step": 4096}}.'
-            )
-        return tuple(step)
+        return _check(step, name)
 
     return make_checked_step
+
+
+def _count_parameters(function: Callable[..., Any]) -> int:
+    """Returns the number of positional arguments that a function must receive."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in positional and x.default is x.empty for x in parameters)
+
+
+def _check(step: Any, name: str) -> tuple[Any, ...]:
+    """Returns what a user's function has returned, with None as the strategy of plain JAX."""
+    if isinstance(step, jax.stages.Lowered):
+        return None, step, ()
+    parts: tuple[Any, ...] = tuple(step) if isinstance(step, tuple | list) else ()
+    if parts and callable(parts[0]):  # no strategy is
+        parts = None, *parts
+    if len(parts) not in (3, 4):
+        size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
+        raise WrongUse(f"{name} returned a {type(step).__name__}{size}. {RULE}")
+    if len(parts) == 4 and not isinstance(parts[3], Mapping):
+        raise WrongUse(
+            f"{name} returned a {type(parts[3]).__name__} as its last element. It must be a dict "
+            f"of arguments of {'planner.plan' if parts[0] is None else 'Strategy.plan'}, such as "
+            f'{{"tokens_per_step": 4096}}.'
+        )
+    return parts
 
 
 def _import_module(name: str) -> ModuleType:

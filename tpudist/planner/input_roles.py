@@ -18,7 +18,10 @@ from tpudist.xla.estimate.memory import InputLeaf
 # Plain pytrees have no types that show roles, only names. These are from Optax's states and common
 # models. A wrong guess only changes a label of the report.
 _OPTIMIZER_WORDS = frozenset({"opt", "optimizer", "mu", "nu", "trace", "momentum", "adam"})
-_PARAMETER_WORDS = frozenset({"params", "parameters", "param", "weights", "kernel", "embedding"})
+_PARAMETER_WORDS = frozenset(
+    {"params", "parameters", "param", "weights", "weight", "kernel", "embedding", "model"}
+)
+_BATCH_WORDS = frozenset({"batch", "x", "y", "inputs", "tokens", "images", "labels", "targets"})
 
 
 def inputs_of(
@@ -129,17 +132,20 @@ def _roles_of_arguments(step: Step, call: RunCall) -> list[tuple[str, str]]:
                 for path, variable in nnx_contents.variables_of_state(leaves[i])
             ]
         else:
-            roles.append((names[i], "batch" if i in kinds.per_replica else _guess_role(names[i])))
+            roles.append((names[i], "batch" if i in kinds.per_replica else guess_role(names[i])))
     # Partial batches add two inputs per group of batches: the real rows of the replica, and of all.
     for i in range(len(step.signature.groups.sizes) if step.signature.groups else 0):
         roles += [(f"real rows of batch {i}", "other"), (f"all real rows of batch {i}", "other")]
     return roles
 
 
-def _guess_role(name: str) -> str:
+def guess_role(name: str) -> str:
+    """Returns the role of an input with this name."""
     # Whole words of a path such as "opt_state[0].mu['kernel']", so that "nu" does not match "num".
     # The optimizer comes first, because its state repeats the names of the parameters.
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & _OPTIMIZER_WORDS:
         return "optimizer state"
-    return "parameters" if words & _PARAMETER_WORDS else "other"
+    if words & _PARAMETER_WORDS:
+        return "parameters"
+    return "batch" if words & _BATCH_WORDS else "other"

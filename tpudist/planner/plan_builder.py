@@ -5,7 +5,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class LoweredStep:
         lowered: Input of the compiler.
         inputs: Flat inputs of the program, including unused ones.
         num_donated: Number of inputs that are overwritten; they are the first.
-        closed: Jaxpr of one replica.
+        closed: Jaxpr of one replica; None if it is not known.
         compiler_options: All options of the compiler.
     """
 
@@ -62,7 +62,7 @@ class LoweredStep:
     lowered: jax.stages.Lowered
     inputs: list[InputLeaf]
     num_donated: int
-    closed: jaxprs.ClosedJaxpr
+    closed: jaxprs.ClosedJaxpr | None
     compiler_options: dict[str, Any]
 
     def source_on(
@@ -93,11 +93,35 @@ def plan(
     report: Progress,
 ) -> Plan:
     """Returns the plan of a step on the devices of `twin`; see `Strategy.plan`."""
-    mesh = twin.mesh
-    chip = _find_chip(mesh, request.calibration)
+    _find_chip(twin.mesh, request.calibration)  # raises before the step is traced
     started = time.monotonic()
     step = lower(twin, fn, call, options, request.compiler_options, report)
     trace_s = time.monotonic() - started
+    num_replicas = twin.replica_mesh.num_replicas
+    return plan_lowered(step, twin.mesh, num_replicas, call.notes, request, report, trace_s)
+
+
+def plan_lowered(
+    step: LoweredStep,
+    mesh: jax.sharding.Mesh,
+    num_replicas: int,
+    notes: Sequence[str],
+    request: PlanRequest,
+    report: Progress,
+    trace_s: float,
+) -> Plan:
+    """Returns the plan of a lowered step.
+
+    Args:
+        step: The step.
+        mesh: Its devices.
+        num_replicas: Number of replicas that execute the jaxpr of the step.
+        notes: Facts about the arguments.
+        request: What the caller asked for.
+        report: Progress callback.
+        trace_s: Seconds that tracing and lowering took.
+    """
+    chip = _find_chip(mesh, request.calibration)
     answer = compiler_query.ask_compiler(
         step.lowered,
         mesh,
@@ -107,11 +131,10 @@ def plan(
         report=report,
     )
     report("reading", 0.0)
-    num_replicas = twin.replica_mesh.num_replicas
     flops, notes_on_flops = _count_flops(request, step, num_replicas)
     figures = _read_figures(answer, step, mesh, chip)
     notes = (
-        *call.notes,
+        *notes,
         *_notes_on_rates(request),
         *notes_on_flops,
         *figures.notes,
@@ -143,10 +166,15 @@ def plan(
 
 def _count_flops(
     request: PlanRequest, step: LoweredStep, num_replicas: int
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[float | None, tuple[str, ...]]:
     """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them."""
     if request.model_flops is not None:
         return request.model_flops, ()
+    if step.closed is None:
+        return None, (
+            "The plan has no MFU: a lowered program does not say which operations the model needs. "
+            "Pass the function, or model_flops.",
+        )
     return model_flops.model_flops(step.closed, num_replicas)
 
 

@@ -137,19 +137,6 @@ def call_at_preemption_poll(callback: Callable[[], None]) -> bool:
     return True
 
 
-def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """Returns the `compiler_options` that `jax.jit` got for a program."""
-    lowering: Any = lowered._lowering
-    try:
-        return dict(lowering._compiler_options_kvs)
-    except AttributeError as error:
-        raise RuntimeError(
-            f"tpudist cannot read the compiler options of a program that jax {jax.__version__} has "
-            "lowered, and would compile it differently than jax.jit does. Install a jax that "
-            "tpudist supports: see CONTRIBUTING.md."
-        ) from error
-
-
 def make_key_of_trace_caches() -> Any:
     """Returns a new setting that is part of the key of JAX's trace caches.
 

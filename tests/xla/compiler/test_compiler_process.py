@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from kept_programs import jax_keeps_programs
-from tpudist.xla import internals, topology
-from tpudist.xla.compiler import child, compiler_process, flags, jax_cache
+from tpudist.xla import topology
+from tpudist.xla.compiler import child, compiler_process, flags, jax_cache, lowered_program
 from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
 
 pytestmark = pytest.mark.multiprocess
@@ -93,7 +93,7 @@ def test_the_options_of_jit_reach_the_other_process():
     """They are not in any public attribute of the lowered program."""
     options = {"xla_tpu_scoped_vmem_limit_kib": 20000}
     lowered, _ = _lowered(topology.devices("v5e:2x4"), compiler_options=options)
-    assert internals.compiler_options_of(lowered) == options
+    assert lowered_program.compiler_options_of(lowered) == options
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from tpudist.planner.show.memory_text import list_replicated, memory_sections
 from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
 from tpudist.planner.show.speed_text import time_sections, traffic_sections
 from tpudist.xla.estimate.step_time import TimeEstimate
+from tpudist.xla.mesh import REPLICA_AXIS
 
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
@@ -78,9 +79,9 @@ def _facts(
                 f"{format_count(plan.tokens_per_s)} tokens/s, {format_count(per_chip)} per chip",
             )
     devices = "" if chip == "chip" else f", {plural(plan.num_devices, 'device')}"
-    replicas = plural(plan.num_replicas, "replica")
+    replicas = f" ({plural(plan.num_replicas, 'replica')})" if REPLICA_AXIS in plan.mesh else ""
     yield "slice", f"{plan.topology}: {plural(plan.num_chips, 'chip')}{devices}"
-    yield "mesh", f"{format_axes(plan.mesh)} ({replicas})"
+    yield "mesh", f"{format_axes(plan.mesh)}{replicas}"
     if plan.fits and plan.time and num_steps:
         yield f"{num_steps:,} steps", _format_run(plan, plan.time, num_steps, price)
     if plan.compile_s:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from tpudist.xla import internals, topology
-from tpudist.xla.compiler import child, flags, jax_cache
+from tpudist.xla.compiler import child, flags, jax_cache, lowered_program
 from tpudist.xla.devices import slice_index
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import compiled_program
@@ -168,7 +168,7 @@ def _request(
     # The same options as `jax.jit` would pass; those of the caller come last and win.
     options = {
         **flags.jit_options(),
-        **internals.compiler_options_of(lowered),
+        **lowered_program.compiler_options_of(lowered),
         **(compiler_options or {}),
     }
     return {

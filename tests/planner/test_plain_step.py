@@ -1,0 +1,207 @@
+"""`planner.plan`: steps that know nothing of tpudist."""
+
+import dataclasses
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import tpudist
+from tpudist import planner
+
+TX = optax.adam(0.1)
+X = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def data_mesh(devices=None):
+    return Mesh(np.array(jax.devices() if devices is None else devices), ("data",))
+
+
+def of_functions():
+    params = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+
+    def step(params, opt, x):
+        grads = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(params)
+        updates, opt = TX.update(grads, opt)
+        return optax.apply_updates(params, updates), opt
+
+    return jax.jit(step, donate_argnums=(0, 1)), params, jax.eval_shape(TX.init, params)
+
+
+def of_linen():
+    model = linen.Dense(16)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    state = jax.eval_shape(
+        lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=TX), params
+    )
+
+    def step(state, x):
+        grads = jax.grad(lambda p: jnp.square(state.apply_fn(p, x)).mean())(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return jax.jit(step, donate_argnums=0), state
+
+
+def of_haiku():
+    net = hk.transform(lambda x: hk.Linear(16)(x))
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
+
+    def step(params, opt, x):
+        grads = jax.grad(lambda p: jnp.square(net.apply(p, None, x)).mean())(params)
+        updates, opt = TX.update(grads, opt)
+        return optax.apply_updates(params, updates), opt
+
+    return jax.jit(step, donate_argnums=(0, 1)), params, jax.eval_shape(TX.init, params)
+
+
+def of_equinox():
+    model = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
+    opt = eqx.filter_eval_shape(lambda m: TX.init(eqx.filter(m, eqx.is_array)), model)
+
+    @eqx.filter_jit(donate="all")
+    def step(model, opt, x):
+        grads = eqx.filter_grad(lambda m: jnp.square(jax.vmap(m)(x)).mean())(model)
+        updates, opt = TX.update(grads, opt, model)
+        return eqx.apply_updates(model, updates), opt
+
+    return step, model, opt
+
+
+def of_nnx():
+    model = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    optimizer = nnx.eval_shape(lambda m: nnx.Optimizer(m, TX, wrt=nnx.Param), model)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda m: jnp.square(m(x)).mean())(model))
+
+    return step, model, optimizer
+
+
+@pytest.mark.parametrize("make", [of_functions, of_linen, of_haiku, of_nnx])
+def test_a_step_of_another_library_is_planned_as_it_is(make):
+    step, *state = make()
+    mesh = data_mesh()
+    plan = planner.plan(step, *state, X, mesh=mesh, in_shardings=(*[None] * len(state), P("data")))
+    assert (plan.mesh, plan.num_devices, plan.fits) == ({"data": 8}, 8, True)
+    products = 2 * 64 * 16 * 16  # of one product; there are two, forward and for the weights
+    assert plan.model_flops == 2 * products
+    assert {x.kind for x in plan.collectives} == {"all-reduce"}
+    assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    roles = plan.memory.categories
+    assert sum(roles.get(x, 0) for x in ("parameters", "optimizer state", "other arguments")) == (
+        pytest.approx(state_bytes, abs=64)
+    )
+
+
+def test_equinox_finds_the_arrays_among_abstract_arguments():
+    step, model, opt = of_equinox()
+    plan = planner.plan(step, model, opt, X, mesh=data_mesh(), in_shardings=(None, None, P("data")))
+    assert plan.model_flops == 2 * 2 * 64 * 16 * 16
+    assert plan.memory.donated_bytes >= 3 * (16 * 16 + 16) * 4
+    assert plan.memory.categories["optimizer state"] >= 2 * (16 * 16 + 16) * 4  # names are known
+
+
+def test_a_lowered_program_and_a_shard_map_keep_their_devices():
+    mesh = data_mesh()
+    mapped = jax.shard_map(
+        lambda w, x: jax.lax.psum((x @ w).sum(), "data"),
+        mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
+    )  # fmt: skip
+    w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    plan = planner.plan(mapped, w, X)
+    lowered = planner.plan(jax.jit(mapped).lower(w, X))
+    assert plan.num_devices == lowered.num_devices == 8
+    assert plan.collectives == lowered.collectives
+    assert plan.model_flops == 2 * 64 * 16 * 16
+    assert lowered.model_flops is None
+    assert "no MFU" in lowered.notes[0]
+
+
+def test_a_pmap_keeps_its_devices():
+    step = jax.pmap(lambda x: jax.lax.psum(x @ x.T, "i"), axis_name="i")
+    plan = planner.plan(step, jax.ShapeDtypeStruct((8, 4, 4), jnp.float32))
+    assert plan.num_devices == 8
+    assert plan.model_flops == 8 * 2 * 4**3
+
+
+def on_other_devices():
+    mesh = data_mesh()
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+    return jax.jit(lambda x: x.sum(), in_shardings=x.sharding), X
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: planner.plan("step"), TypeError, "received 'step', a str"),
+        (lambda: planner.plan(jax.jit(jnp.sin).lower(1.0), 1.0), TypeError, "pass it alone"),
+        (lambda: planner.plan(jnp.sin, X, mesh={"data": 8}), ValueError, "without devices"),
+        (lambda: planner.plan(jnp.sin, X, in_shardings=P("data")), ValueError, "there is no mesh"),
+        (
+            lambda: planner.plan(jnp.sin, X, mesh=data_mesh(), in_shardings=(P(), P())),
+            ValueError,
+            "not a prefix of the arguments",
+        ),
+    ],
+)
+def test_wrong_arguments_are_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.libtpu
+def test_a_mesh_of_another_machine_is_moved_to_a_slice_or_explained():
+    step, *state = of_functions()
+    sharded = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(data_mesh(), P("data")))
+    plan = planner.plan(step, *state, sharded, topology="v5e-8")
+    assert (plan.topology, plan.mesh, plan.num_chips) == ("v5e-8", {"data": 8}, 8)
+    assert 0 < plan.mfu < 1
+    with pytest.raises(ValueError, match="mesh of 8 devices.*the topology has 4.*mesh="):
+        planner.plan(step, *state, sharded, topology="v5e-4")
+    with pytest.raises(ValueError, match=r"lowered for 8 x cpu.*planner.devices"):
+        planner.plan(*on_other_devices(), topology="v5e-8")
+    with pytest.raises(ValueError, match=r"mesh=.* has 4 devices, but the topology has 8"):
+        planner.plan(step, *state, X, topology="v5e-8", mesh={"data": 4})
+    (note,) = planner.plan(jnp.sum, X, topology="v5e-8").notes
+    assert "uses 1 of the 8 devices of v5e-8" in note
+
+
+def test_the_figures_equal_those_of_the_same_program_of_a_strategy():
+    strategy = tpudist.TPUStrategy()
+    w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.square(x @ w).sum())(w)
+        return w - 0.1 * jax.lax.psum(grads, "replica")
+
+    ours = strategy.plan(
+        step, (w, planner.GlobalBatch(X)), options=tpudist.RunOptions(donate_argnums=(0,))
+    )
+    mesh = strategy.mesh
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P("replica")), out_specs=P(), check_vma=False
+    )
+    plan = planner.plan(
+        jax.jit(mapped, donate_argnums=0), w, X, mesh=mesh, in_shardings=(P(), P("replica"))
+    )
+    assert plan.model_flops == ours.model_flops
+
+    def without_lines(plan):
+        return [dataclasses.replace(x, source=None, op_name="") for x in plan.collectives]
+
+    assert without_lines(plan) == without_lines(ours)
+    assert plan.memory.peak_bytes == pytest.approx(ours.memory.peak_bytes, rel=0.01)

@@ -1,0 +1,76 @@
+"""What a program that JAX has lowered knows of itself, and JAX does not say publicly."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """An array that a lowered program receives.
+
+    Attributes:
+        number: Its number among all inputs of the function, also those that it does not use.
+        name: Its name and place in the function that was lowered, such as `params['kernel']`.
+        shape: Global shape.
+        dtype: Its dtype, which may be one of random keys.
+        sharding: Its placement; None if the compiler chooses it.
+        donated: Whether an output may reuse its memory.
+    """
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    donated: bool
+
+
+def compiler_options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """Returns the `compiler_options` that `jax.jit` got for a program."""
+    try:
+        return dict(_read_lowering(lowered)._compiler_options_kvs)
+    except AttributeError as error:
+        raise _unknown_version("would compile it differently than jax.jit does") from error
+
+
+def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
+    """Returns the devices that a program was lowered for, in the order of its mesh."""
+    try:
+        return list(_read_lowering(lowered)._device_list)
+    except AttributeError as error:
+        raise _unknown_version("does not know its devices") from error
+
+
+def inputs_of(lowered: jax.stages.Lowered) -> list[ProgramInput]:
+    """Returns the inputs of a program in its order, without those that it does not use."""
+    lowering = _read_lowering(lowered)
+    try:
+        facts = lowering.compile_args
+        arrays, shardings = facts["global_in_avals"], facts["in_shardings"]
+        everything, used = facts["all_args_info"], sorted(facts["kept_var_idx"])
+        donated = lowering._donated_invars
+        names = everything.debug_info.safe_arg_names(len(everything.in_avals))
+    except (AttributeError, KeyError) as error:
+        raise _unknown_version("does not know its inputs") from error
+    return [
+        ProgramInput(i, names[i], x.shape, x.dtype, _read_sharding(sharding), is_donated)
+        for i, x, sharding, is_donated in zip(used, arrays, shardings, donated, strict=True)
+    ]
+
+
+def _read_sharding(sharding: Any) -> Sharding | None:
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+def _read_lowering(lowered: jax.stages.Lowered) -> Any:
+    return lowered._lowering
+
+
+def _unknown_version(consequence: str) -> RuntimeError:
+    return RuntimeError(
+        f"tpudist cannot read a program that jax {jax.__version__} has lowered, and "
+        f"{consequence}. Install a jax that tpudist supports: see CONTRIBUTING.md."
+    )
