@@ -1,9 +1,11 @@
 """Shuffles any number of rows in constant memory: computes only those of an order that are read.
 
-An order is a function of (seed, epoch, number of rows), and the same on every machine. A
-`Permutation` uses only integer arithmetic and `SeedSequence`, whose results NumPy guarantees. The
-shuffles of NumPy's generators, for few rows, have not changed since NumPy 1.18; a test has some.
-States of iterators depend on orders, so another order needs a new version; see `iterator_state`.
+An order is a function of (seed, epoch, number of rows), and the same on every machine. States of
+iterators depend on it, so another order needs a new version of states; see `iterator_state`.
+
+A `Permutation` uses integer arithmetic and streams of `SeedSequence`, which NumPy guarantees. The
+method `permutation` of a generator is not guaranteed. It is the same from NumPy 2.0 to 2.5, and a
+test would find another one.
 """
 
 import math
@@ -181,6 +183,11 @@ def _seeds(
     return np.random.SeedSequence([seed, epoch], spawn_key=words)
 
 
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """Returns the generator of an epoch: NumPy's default one, by name, as NumPy may replace it."""
+    return np.random.Generator(np.random.PCG64([seed, epoch]))
+
+
 def shuffle_in_memory(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Returns an order as an array, which states of version 1 have for any number of rows."""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+    return generator(seed, epoch).permutation(num_rows)

@@ -152,7 +152,7 @@ class RecordDataset(IndexedDataset):
         # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same
         # numbers as [seed, epoch], which shuffles the epoch. Without a shuffle the seed is 0.
         seeds = np.random.SeedSequence([self._settings.seed or 0, epoch], spawn_key=(number,))
-        return np.random.default_rng(seeds)
+        return np.random.Generator(np.random.PCG64(seeds))
 
     def _leaves_of(self, number: int, example: PyTree) -> list[Any]:
         """Returns the leaves of an example; raises `ValueError` if they differ from the first's."""
