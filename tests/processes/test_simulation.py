@@ -17,6 +17,8 @@ EXPONENTS = {
     "agreement on a program": (1, 1, 0, 0),
     "barrier of a checkpoint": (1, 1, 0, 0),
     "watch, for a minute": (1, 1, 0, 0),
+    # Each process also looks for the notice while it waits, less often the more there are.
+    "notice of the end, until all stop": (1.1, 1.1, 0.25, 0.25),
 }
 # What the service answers: the same from JAX's service and from the simulated one.
 SCENARIO = """

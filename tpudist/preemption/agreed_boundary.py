@@ -25,6 +25,7 @@ from tpudist.processes.host import Event, this_host
 _log = logging.getLogger("tpudist.preemption")
 _PATIENCE_S = 120.0  # for which process 0 waits for the counts of the others
 _PAUSE_S = 0.01
+_SLICE_S = 0.5  # of a wait for the decision: a longer one would delay `close`
 _CLOSED = "closed"
 
 
@@ -84,7 +85,7 @@ class BoundaryAgreement:
         self._post_count(str(self._num_boundaries))
         if this_host().process_index() == 0:
             self._gather(is_closing)
-        text = self.notice.board.read("decision")
+        text = self.notice.board.wait_for("decision", _SLICE_S)
         if text is None:
             return False
         self._act_at, why = json.loads(text)

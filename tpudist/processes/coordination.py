@@ -279,8 +279,8 @@ def _decode(answer: str) -> list[str]:
 class Board:
     """Texts that processes leave for each other, each under a key and written once.
 
-    Nobody waits. A call costs about 1 ms between processes of one machine. In a run of one process
-    the board is a dict.
+    Only `wait_for` waits. A call costs about 1 ms between processes of one machine. In a run of one
+    process the board is a dict.
 
     Args:
         name: Name of the board, the same in all processes and unique in the run.
@@ -324,6 +324,22 @@ class Board:
             return self._client().key_value_try_get(f"{self._folder}/{key}")
         except Exception as error:
             if "NOT_FOUND" in str(error):
+                return None
+            raise ConnectionError(str(error)) from error
+
+    def wait_for(self, key: str, timeout_s: float) -> str | None:
+        """Returns the text under `key`, or None if there is none within `timeout_s`.
+
+        Only between several processes. It is one request, where a loop of `read` would be many.
+
+        Raises:
+            ConnectionError: If the service cannot be reached.
+        """
+        try:
+            name = f"{self._folder}/{key}"
+            return self._client().blocking_key_value_get(name, int(1000 * timeout_s))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise ConnectionError(str(error)) from error
 

@@ -13,6 +13,8 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.2  # between two visits
 _SLICE_S = 0.5  # between two looks at the clock
 _EXTRA_S = 5.0  # process 0 gives up at the limit, and its answer, which says why, takes a moment
+_SERVICE_RETRY_S = 0.005
+_CONNECTIONS_PER_S = 10_000  # that all processes together try at one host
 _SERVICE_S = 5.0  # for JAX's service to listen; after that JAX itself waits and reports
 
 
@@ -29,7 +31,7 @@ def visit(host: str, port: int, num_processes: int, index: int, wait: ReportedWa
         answer = process_0.visit(wait)
         if answer is not None:
             rendezvous_messages.check_answer(answer, host, port)
-            _wait_for_service(host, port)
+            _wait_for_service(host, port, num_processes)
             return
         wait.report(lambda: f"{who} waits for {place} ({process_0.problem})")
         this_host().sleep(_RETRY_S)
@@ -102,17 +104,17 @@ class _Process0:
                 return None
 
 
-def _wait_for_service(host: str, port: int) -> None:
+def _wait_for_service(host: str, port: int, num_processes: int) -> None:
     """Returns when JAX's service listens: a process that comes before retries after a full second.
 
     Also returns after `_SERVICE_S`.
     """
     deadline = this_host().monotonic() + _SERVICE_S
+    # A refused connection costs little, but thousands of processes ask one host.
+    pause_s = max(_SERVICE_RETRY_S, num_processes / _CONNECTIONS_PER_S)
     while this_host().monotonic() < deadline:
         try:
             this_host().connect(host, port, 1.0).close()
             return
         except OSError:
-            this_host().sleep(
-                0.005
-            )  # a refused connection costs little, and JAX waits for all processes
+            this_host().sleep(pause_s)

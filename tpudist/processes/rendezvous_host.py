@@ -4,7 +4,7 @@ import contextlib
 import logging
 import selectors
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from tpudist.errors import StartupError
 from tpudist.processes import rendezvous_messages
@@ -42,10 +42,14 @@ def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> Non
         try:
             while guests.missing:
                 _serve_guests(server, selector, guests)
-                missing = _list_processes(guests.missing)
-                waits = f"Process 0 at {host}:{port} waits for {missing} of {num_processes}"
-                wait.report(lambda waits=waits: waits)  # bound now, for the linter
-                if wait.is_over:
+                wait.report(
+                    lambda: (
+                        f"Process 0 at {host}:{port} waits for {_list_processes(guests.missing)} "
+                        f"of {num_processes}"
+                    )
+                )
+                if wait.is_over and guests.missing:
+                    missing = _list_processes(guests.missing)
                     raise StartupError(
                         f"Of {num_processes} processes, {missing} did not connect to {host}:{port} "
                         f"within {wait.timeout_s:g} s. Check that it was started, that it "
@@ -123,6 +127,7 @@ class _Guests:
     Attributes:
         num_expected: Number of processes that are expected to connect, also after an error.
         num_introduced: Number of processes that have introduced themselves.
+        missing: Numbers of the other processes.
     """
 
     def __init__(self, num_processes: int):
@@ -133,15 +138,14 @@ class _Guests:
         self._known: dict[int, tuple[socket.socket, Introduction]] = {}
         self.num_expected = num_processes - 1
         self.num_introduced = 0
-
-    @property
-    def missing(self) -> list[int]:
-        return [i for i in range(1, self._own["count"]) if i not in self._known]
+        self.missing = set(range(1, num_processes))
+        # Once for all guests: it looks up a version.
+        self._greeting = rendezvous_messages.make_greeting()
 
     def open(self, connection: socket.socket) -> None:
         self._texts[connection] = b""
         with contextlib.suppress(OSError):  # `read` notices that it has gone
-            connection.sendall(rendezvous_messages.make_greeting())
+            connection.sendall(self._greeting)
 
     def read(self, connection: socket.socket) -> bool:
         """Reads available data; returns whether to keep the connection.
@@ -157,7 +161,10 @@ class _Guests:
         text = self._texts[connection]
         if not data or len(text) > rendezvous_messages.MAX_BYTES:
             del self._texts[connection]
-            self._known = {i: x for i, x in self._known.items() if x[0] is not connection}
+            gone = [i for i, x in self._known.items() if x[0] is connection]
+            for i in gone:
+                del self._known[i]
+            self.missing.update(i for i in gone if i < self._own["count"])
             self.num_introduced = len(self._known)
             return False
         if text.endswith(b"\n"):
@@ -175,6 +182,7 @@ class _Guests:
         self.num_introduced += 1
         # This guest, unless another one had the number before.
         known_connection, known = self._known.setdefault(index, (connection, guest))
+        self.missing.discard(index)
         for name, theirs, ours in (
             ("number of processes", guest["count"], host["count"]),
             ("version of jax", guest["jax"], host["jax"]),
@@ -214,7 +222,7 @@ class _Guests:
             connection.close()
 
 
-def _list_processes(numbers: Sequence[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
+def _list_processes(numbers: Collection[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, sorted(numbers)[:most]))
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return f"process {shown}{more}"
