@@ -26,6 +26,7 @@ INTERNAL = {
     "LargeConstantError": "the operation of the library stays",
     "LocalState": "the function is traced again",
     "MakesVariables": "the function is traced again",
+    "StoreError": "CannotRead",
     "TraceAgain": "the function is traced again",
     "NotSums": "the replicas run again",
     "NextElement": "the function is traced again",

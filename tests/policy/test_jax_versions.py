@@ -358,6 +358,11 @@ OF_OTHERS = {
     "_symbolic_build": "keras/keras_internals.py",
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
+    "_glob": "input/storage/filesystems.py",  # coroutines of fsspec
+    "_info": "input/storage/filesystems.py",
+    "_pipe_file": "input/storage/filesystems.py",
+    "_call_s3": "input/storage/filesystems.py",
+    "_s3": "input/storage/filesystems.py",
     "_exit": None,  # os._exit, which is public in spite of its name
     "_current_frames": "processes/host.py",  # sys._current_frames, also public
     "_replace": None,  # of named tuples

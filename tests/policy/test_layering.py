@@ -52,7 +52,7 @@ FOLDERS = {
     "ps": ("tables",),
     "coordinator": ("rpc", "progress"),
     "preemption": ("survival",),
-    "input": ("file_formats", "transfer", "sources", "feeds"),
+    "input": ("storage", "file_formats", "transfer", "sources", "feeds"),
     "planner": ("show", "layouts"),
     "models": ("parts", "pretrained"),
     "run": ("arguments", "frame", "dispatch", "outputs", "eager", "steady"),
@@ -73,6 +73,7 @@ ONLY_IN = {
     "ray": ("engine.ray.ray_session",),
     "grpc": ("coordinator.rpc.grpc_layer",),
     "libcst": ("port",),
+    "fsspec": ("input.storage.filesystems",),
     "flax": (
         "state",
         "run",
@@ -86,7 +87,7 @@ ONLY_IN = {
 
 # Never at the top of a module: `import tpudist` must not load them.
 ONLY_WHEN_USED = ("keras", "matplotlib", "ray", "sklearn", "tensorboardX", "tensorflow", "pytest")
-ONLY_WHEN_USED += ("datasets", "grpc", "pyarrow", "safetensors", "tokenizers", "torch")
+ONLY_WHEN_USED += ("datasets", "fsspec", "grpc", "pyarrow", "safetensors", "tokenizers", "torch")
 
 
 def violations(package: Path) -> list[str]:

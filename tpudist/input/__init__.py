@@ -10,6 +10,7 @@ from tpudist.input.sources.from_records import from_records
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.sources.records import RecordDataset
+from tpudist.input.storage.remote_options import RemoteOptions
 from tpudist.options import AutoShardPolicy, PartialBatch
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NumpyDataset",
     "PartialBatch",
     "RecordDataset",
+    "RemoteOptions",
     "explain",
     "from_files",
     "from_records",

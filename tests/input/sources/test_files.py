@@ -14,8 +14,9 @@ import tpudist
 from processes import run_processes
 from tpudist import InputOptions
 from tpudist.input import AutoShardPolicy, explain, from_files, parse_example, permutation
-from tpudist.input.file_formats import byte_ranges, open_files, tfrecord
+from tpudist.input.file_formats import open_files, tfrecord
 from tpudist.input.file_formats.file_order import SegmentOrder
+from tpudist.input.storage.local_file import LocalFile
 
 FILE = AutoShardPolicy.FILE
 
@@ -260,7 +261,7 @@ def test_byte_ranges_are_read_with_and_without_neighbors(tmp_path):
     (tmp_path / "data").write_bytes(data)
     starts = np.array([50, 90_000, 0, 60, 20_000])
     ends = starts + np.array([10, 10_000, 0, 5, 1])
-    found = byte_ranges.read(tmp_path / "data", starts, ends)
+    found = LocalFile(tmp_path / "data").read(starts, ends)
     assert list(map(bytes, found)) == [data[i:j] for i, j in zip(starts, ends, strict=True)]
 
 
@@ -409,8 +410,8 @@ def test_arguments_of_from_files_must_be_valid(tmp_path):
         from_files(c, format="csv")
     with pytest.raises(ValueError, match=r"b.tfrecord twice"):
         from_files([b, str(b)], parse=parse)
-    with pytest.raises(ValueError, match=r"gs://x/y is not in the file system .* from_records"):
-        from_files("gs://x/y")
+    with pytest.raises(ValueError, match=r"ftp://x/y: from_files reads local .* from_records"):
+        from_files("ftp://x/y")
     with pytest.raises(ValueError, match=r"columns=\['x'\]: tfrecord files have no columns"):
         from_files(b, columns=["x"], parse=parse)
     with pytest.raises(TypeError, match="parse=3: it must be a function"):

@@ -1,11 +1,11 @@
 """Reads ArrayRecord files, with Grain's data source."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, explain_errors
+from tpudist.input.storage.data_file import CannotRead, DataFile
+from tpudist.input.storage.local_file import LocalFile, explain_errors
 
 
 class ArrayRecordFile:
@@ -19,13 +19,19 @@ class ArrayRecordFile:
 
     block_ends = None
 
-    def __init__(self, path: Path):
+    def __init__(self, file: DataFile):
         import grain
 
-        self._path = path
+        if not isinstance(file, LocalFile):
+            raise CannotRead(
+                f"{file} cannot be read in place: Grain's reader of ArrayRecord files opens local "
+                "paths only. Copy the file to a local disk, mount the bucket (Cloud Storage FUSE), "
+                "or use TFRecord or Parquet files."
+            )
+        path = self._path = file.path
         # The operating system has clearer errors than ArrayRecord, so read a byte.
-        with explain_errors(path), path.open("rb") as file:
-            file.read(1)
+        with explain_errors(path), path.open("rb") as opened:
+            opened.read(1)
         try:
             # Grain declares no methods of this class for type checkers.
             self._source: Any = grain.sources.ArrayRecordDataSource(str(path))
@@ -56,6 +62,10 @@ class ArrayRecordFile:
                 f"Record {', '.join(map(str, keys))} of {self._path} is damaged: {error}. Write "
                 f"the file again."
             ) from error
+
+    def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns no ranges: Grain finds the records and reads the file."""
+        return numbers[:0], numbers[:0]
 
     def close(self) -> None:
         """Closes the file."""

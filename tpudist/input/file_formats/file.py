@@ -1,8 +1,6 @@
-"""Interface of a reader of one record file, and its error."""
+"""Interface of a reader of one record file."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,34 +29,10 @@ class RecordFile(Protocol):
         """Returns the records with these numbers, which count from 0 in this file."""
         ...
 
+    def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ranges of bytes, starts and ends, that `read` reads for these numbers."""
+        ...
+
     def close(self) -> None:
         """Closes the file; a later `read` opens it again."""
         ...
-
-
-class CannotRead(ValueError):
-    """A file is missing, not readable or incomplete; the message names it and the remedy.
-
-    Remedy: restore the file, allow it to be read, or leave it out of the list of files.
-    """
-
-
-@contextmanager
-def explain_errors(path: Path) -> Iterator[None]:
-    """Raises `CannotRead`, which names the file, for errors of the operating system."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CannotRead(
-            f"The file {path} does not exist. Check whether it was moved, and whether its disk is "
-            "mounted."
-        ) from error
-    except IsADirectoryError as error:
-        raise CannotRead(
-            f"{path} is a directory. Pass the files in it, such as {path}/*."
-        ) from error
-    except OSError as error:
-        raise CannotRead(
-            f"The file {path} cannot be read: {error.strerror or error}. Check its permissions and "
-            "its disk."
-        ) from error

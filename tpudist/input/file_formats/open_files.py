@@ -5,11 +5,11 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, RecordFile
+from tpudist.input.file_formats.file import RecordFile
+from tpudist.input.storage.data_file import CannotRead, DataFile
 
 # Systems often allow a process 1,024 open files, and the program needs some itself.
 _MAX_OPEN = 128
@@ -21,7 +21,7 @@ class OpenFiles:
     """Files that are opened when they are first read; the least recently used ones are closed.
 
     Args:
-        paths: The files.
+        files: The files.
         open_file: Returns the reader of a file.
         num_records: Number of records of each file, so that no file is opened now. None: all files
             are opened, and their records are counted.
@@ -32,17 +32,17 @@ class OpenFiles:
 
     def __init__(
         self,
-        paths: Sequence[Path],
-        open_file: Callable[[Path], RecordFile],
+        files: Sequence[DataFile],
+        open_file: Callable[[DataFile], RecordFile],
         num_records: Sequence[int] | None,
     ):
-        self.paths = list(paths)
+        self.files = list(files)
         self._open = open_file
         # `_lock` guards the counts and sets below, and is held only for moments. A file is opened
         # under its own lock, so other threads wait only if they need the same file. No thread
         # holds two of these locks at a time.
         self._lock = threading.Lock()
-        self._locks = [threading.Lock() for _ in paths]
+        self._locks = [threading.Lock() for _ in files]
         self._readers: dict[int, RecordFile] = {}
         self._num_users: collections.Counter[int] = collections.Counter()
         self._by_last_use: collections.OrderedDict[int, None] = collections.OrderedDict()
@@ -52,7 +52,7 @@ class OpenFiles:
             return
         # Not bounded by `_MAX_OPEN`: no reader keeps its file open before its first `read`.
         with concurrent.futures.ThreadPoolExecutor(_INDEXING_THREADS) as threads:
-            readers = list(threads.map(open_file, self.paths))
+            readers = list(threads.map(open_file, self.files))
         self._readers = dict(enumerate(readers))
         self.num_records = [reader.num_records for reader in readers]
 
@@ -60,17 +60,17 @@ class OpenFiles:
     def read_until_now(self) -> tuple[str, ...]:
         """Paths of the files from which records have been read."""
         with self._lock:
-            return tuple(str(self.paths[i]) for i in sorted(self._files_read))
+            return tuple(str(self.files[i]) for i in sorted(self._files_read))
 
     def block_ends(self, file: int) -> np.ndarray | None:
         """Returns the ends of a file's blocks; see `RecordFile`."""
-        return self._get(file).block_ends
+        return self.get(file).block_ends
 
     @contextlib.contextmanager
     def use(self, file: int) -> Iterator[RecordFile]:
         """Yields the reader of a file, which stays open in the `with` block."""
         # If it is closed before it counts as used, its `read` opens the file again.
-        reader = self._get(file)
+        reader = self.get(file)
         with self._lock:
             self._num_users[file] += 1
             self._files_read.add(file)
@@ -89,13 +89,14 @@ class OpenFiles:
                         del self._by_last_use[idle]
                         self._readers[idle].close()
 
-    def _get(self, file: int) -> RecordFile:
+    def get(self, file: int) -> RecordFile:
+        """Returns the reader of a file, which may be closed while it is used; see `use`."""
         with self._locks[file]:
             if file not in self._readers:
-                reader = self._open(self.paths[file])
+                reader = self._open(self.files[file])
                 if reader.num_records != self.num_records[file]:
                     raise CannotRead(
-                        f"The file {self.paths[file]} has {reader.num_records} records, but "
+                        f"The file {self.files[file]} has {reader.num_records} records, but "
                         f"num_records says {self.num_records[file]}. Pass the correct number, or "
                         "omit num_records."
                     )

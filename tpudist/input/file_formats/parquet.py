@@ -5,15 +5,13 @@ cache keeps recent groups, and `file_order` keeps the rows of a group together.
 """
 
 import collections
-import os
 import threading
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tpudist.input.file_formats.file import CannotRead, explain_errors
+from tpudist.input.storage.data_file import CannotRead, DataFile
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,7 +24,7 @@ class ParquetFile:
     """Rows as dicts of column values. Opening the file reads its metadata, at its end.
 
     Args:
-        path: The file.
+        file: The file.
         columns: Names of the columns to read; None for all.
 
     Raises:
@@ -34,28 +32,28 @@ class ParquetFile:
         ImportError: If pyarrow is not installed.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str] | None = None):
+    def __init__(self, file: DataFile, columns: Sequence[str] | None = None):
         parquet, arrow = _import_pyarrow()
-        self._path = path
+        self._file = file
         self._columns = None if columns is None else list(columns)
         try:
-            with explain_errors(path), path.open("rb") as file:
-                self._metadata = parquet.ParquetFile(file).metadata
-                stat = os.fstat(file.fileno())
+            with file.open() as opened:
+                self._metadata = parquet.ParquetFile(opened).metadata
+                identity = file.identity(opened)
         except arrow.ArrowInvalid as error:
             raise CannotRead(
-                f"{path} is not a complete Parquet file: {error}. Write it again."
+                f"{file} is not a complete Parquet file: {error}. Write it again."
             ) from error
         names = self._metadata.schema.to_arrow_schema().names
         missing = [name for name in columns or () if name not in names]
         if missing:
             raise CannotRead(
-                f"The Parquet file {path} has no column {', '.join(map(repr, missing))}. It has "
+                f"The Parquet file {file} has no column {', '.join(map(repr, missing))}. It has "
                 f"{', '.join(map(repr, names))}."
             )
-        # Size and time tell the file from an earlier one with the same path, whose groups may
-        # still be in the cache.
-        self._key = (str(path), stat.st_size, stat.st_mtime_ns, tuple(columns or ()))
+        # It tells the file from an earlier one with the same path, whose groups may still be in the
+        # cache.
+        self._key = (identity, tuple(columns or ()))
         rows = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
         self.block_ends = np.cumsum(rows, dtype=np.int64)
         self.num_records = self._metadata.num_rows
@@ -95,27 +93,46 @@ class ParquetFile:
         columns = _cache.get(key)
         if columns is None:
             parquet, arrow = _import_pyarrow()
-            with explain_errors(self._path):
-                file = self._path.open("rb")
             try:
-                reader = parquet.ParquetFile(
-                    file, metadata=self._metadata, page_checksum_verification=True
-                )
-                # The threads of the dataset read several groups at a time already.
-                table = reader.read_row_group(group, columns=self._columns, use_threads=False)
+                with self._file.open(*self._ranges_of_group(group)) as opened:
+                    reader = parquet.ParquetFile(
+                        opened, metadata=self._metadata, page_checksum_verification=True
+                    )
+                    # The threads of the dataset read several groups at a time already.
+                    table = reader.read_row_group(group, columns=self._columns, use_threads=False)
             except (arrow.ArrowException, OSError) as error:  # OSError for a wrong checksum
                 raise CannotRead(
-                    f"Group {group} of the rows of the Parquet file {self._path} is damaged: "
+                    f"Group {group} of the rows of the Parquet file {self._file} is damaged: "
                     f"{error}. Write the file again, or omit it."
                 ) from error
-            finally:
-                file.close()
             columns = {
                 name: self._column_to_numpy(name, column.combine_chunks(), group)
                 for name, column in zip(table.column_names, table.columns, strict=True)
             }
             _cache.put(key, columns)
         return columns
+
+    def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ranges of the columns of the groups that are not in the cache."""
+        groups = np.unique(np.searchsorted(self.block_ends, numbers, side="right")).tolist()
+        found = [self._ranges_of_group(x) for x in groups if _cache.get((*self._key, x)) is None]
+        if not found:
+            return numbers[:0], numbers[:0]
+        starts, ends = zip(*found, strict=True)
+        return np.concatenate(starts), np.concatenate(ends)
+
+    def _ranges_of_group(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        about = self._metadata.row_group(group)
+        columns = [about.column(i) for i in range(about.num_columns)]
+        if self._columns is not None:  # a path is `name`, or `name.list.element` of a list
+            names = set(self._columns)
+            columns = [x for x in columns if x.path_in_schema.partition(".")[0] in names]
+        starts = [
+            x.dictionary_page_offset if x.has_dictionary_page else x.data_page_offset
+            for x in columns
+        ]
+        sizes = [x.total_compressed_size for x in columns]
+        return np.array(starts, np.int64), np.array(starts, np.int64) + np.array(sizes, np.int64)
 
     def _column_to_numpy(
         self, name: str, column: "pyarrow.Array | pyarrow.ChunkedArray", group: int
@@ -126,7 +143,7 @@ class ParquetFile:
             column = arrow.concat_arrays(column.chunks)
         if column.null_count:
             raise TypeError(
-                f"Column {name!r} of the Parquet file {self._path} has rows without a value. Fill "
+                f"Column {name!r} of the Parquet file {self._file} has rows without a value. Fill "
                 "them, or omit the column: columns=[...]."
             )
         arrow_type = column.type
@@ -148,14 +165,14 @@ class ParquetFile:
         ):
             return column.to_numpy(zero_copy_only=False)
         raise TypeError(
-            f"Column {name!r} of the Parquet file {self._path} holds {arrow_type}, but devices "
+            f"Column {name!r} of the Parquet file {self._file} holds {arrow_type}, but devices "
             "hold only numbers and booleans. Omit it, columns=[...], or convert it to numbers when "
             "you write the file."
         )
 
     def _describe_ragged_column(self, name: str, group: int) -> str:
         return (
-            f"Column {name!r} of the Parquet file {self._path} holds lists of different lengths, "
+            f"Column {name!r} of the Parquet file {self._file} holds lists of different lengths, "
             f"in group {group} of its rows. Pad or crop all lists to one length when you write the "
             "file."
         )

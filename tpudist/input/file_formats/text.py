@@ -1,14 +1,11 @@
 """Reads text files, whose records are their lines."""
 
-from pathlib import Path
-
 import numpy as np
 
-from tpudist.input.file_formats import byte_ranges
-from tpudist.input.file_formats.file import CannotRead, explain_errors
+from tpudist.input.storage.data_file import CannotRead, DataFile
 
-_CHUNK_BYTES = 1 << 22  # read at a time, to find the lines
 _NEWLINE = ord("\n")
+_INDEX = "text 1"  # a stored index with another name is not used
 
 
 class TextFile:
@@ -20,19 +17,21 @@ class TextFile:
 
     block_ends = None
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, file: DataFile):
+        self._file = file
+        # The start of each line, and the end of the last one.
+        self._bounds = file.index(_INDEX, self._find_lines)
+        self.num_records = len(self._bounds) - 1
+
+    def _find_lines(self) -> np.ndarray:
         found, size = [np.zeros(1, np.int64)], 0
-        with explain_errors(path), path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
-                size += len(chunk)
+        for chunk in self._file.chunks():
+            found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
+            size += len(chunk)
         starts = np.concatenate(found)
         # A newline at the end of the file begins no further line. Without one, the last line ends
         # with the file.
-        self._starts = starts[starts < size]
-        self._ends = np.append(self._starts[1:], size)
-        self.num_records = len(self._starts)
+        return np.append(starts[starts < size], size)
 
     def read(self, numbers: np.ndarray) -> list[str]:
         """Returns the lines with these numbers.
@@ -40,18 +39,22 @@ class TextFile:
         Raises:
             CannotRead: If a line is not UTF-8; the message names it.
         """
-        lines = byte_ranges.read(self._path, self._starts[numbers], self._ends[numbers])
+        lines = self._file.read(*self.ranges(numbers))
         return [
             self._decode(number, bytes(line))
             for number, line in zip(numbers.tolist(), lines, strict=True)
         ]
+
+    def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `RecordFile`."""
+        return self._bounds[numbers], self._bounds[numbers + 1]
 
     def _decode(self, number: int, line: bytes) -> str:
         try:
             return line.removesuffix(b"\n").removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
             raise CannotRead(
-                f"Line {number + 1} of {self._path} is not UTF-8 text: {error.reason} at byte "
+                f"Line {number + 1} of {self._file} is not UTF-8 text: {error.reason} at byte "
                 f"{error.start} of the line. Convert the file, or pass its format=."
             ) from error
 

@@ -4,19 +4,17 @@ A record is its length (uint64), the masked CRC-32C of the length (uint32), its 
 masked CRC-32C. A file has no index, so opening it reads the header of each record.
 """
 
-import mmap
 import struct
-from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
-from tpudist.input.file_formats import byte_ranges
-from tpudist.input.file_formats.file import CannotRead, explain_errors
+from tpudist.input.storage.data_file import CannotRead, DataFile
 
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _HEADER, _FOOTER = _LENGTH.size + _CRC.size, _CRC.size
+_INDEX = "tfrecord 1"  # a stored index with another name is not used
 _MASK_DELTA = 0xA282EAD8  # TensorFlow, core/lib/hash/crc32c.h
 
 
@@ -35,42 +33,44 @@ class TFRecordFile:
 
     block_ends = None
 
-    def __init__(self, path: Path):
-        self._path = path
-        with explain_errors(path), path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size:  # an empty file cannot be mapped
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    self._starts, self._ends = self._index(data, size)
-            else:
-                self._starts = self._ends = np.zeros(0, np.int64)
-        self.num_records = len(self._starts)
+    def __init__(self, file: DataFile):
+        self._file = file
+        # The start of each record's header, and the end of the last record.
+        self._bounds = file.index(_INDEX, self._find_records)
+        self.num_records = len(self._bounds) - 1
 
-    def _index(self, data: mmap.mmap, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions at which the bytes of each record start and end."""
-        headers, position = [], 0
-        while position + _HEADER + _FOOTER <= size:
-            headers.append(position)
-            position += _HEADER + _LENGTH.unpack_from(data, position)[0] + _FOOTER
-        if not headers:
-            raise self._truncation_error(0)
-        # Headers are checked before the size: a record that ends beyond the file may have a
-        # damaged length, or the file may be truncated.
-        for number, start in enumerate(headers):
-            length, stored = data[start : start + _LENGTH.size], start + _LENGTH.size
-            if checksum(length) != _CRC.unpack_from(data, stored)[0]:
-                raise self._damage_error(number, "its length", data[:2])
-        if position != size:
+    def _find_records(self) -> np.ndarray:
+        """Returns the start of each header and the end of the file, after checking the headers."""
+        bounds = [0]
+        size, carried = 0, b""  # the bytes of a header that began in an earlier chunk
+        for chunk in self._file.chunks():
+            start, size = size - len(carried), size + len(chunk)
+            if bounds[-1] >= size:  # a record goes on behind this chunk, which is not looked at
+                carried = b""
+                continue
+            data = carried + bytes(chunk) if carried else chunk
+            while bounds[-1] + _HEADER <= size:
+                header = bytes(data[bounds[-1] - start : bounds[-1] - start + _HEADER])
+                bounds.append(bounds[-1] + self._record_size(header, len(bounds) - 1))
+            carried = bytes(data[max(bounds[-1] - start, 0) :])
+        if bounds[-1] != size:
             # Either the last record ends beyond the file, or the bytes after it are too few for
             # another record. That next record is then the truncated one.
-            raise self._truncation_error(len(headers) - (position > size))
-        starts = np.array(headers, np.int64)
-        ends = np.append(starts[1:], size) - _FOOTER
-        return starts + _HEADER, ends
+            raise self._truncation_error(len(bounds) - 1 - (bounds[-1] > size))
+        return np.array(bounds, np.int64)
+
+    def _record_size(self, header: bytes, number: int) -> int:
+        """Returns the bytes of a record with its header and checksums."""
+        # Headers are checked before the size: a record that ends beyond the file may have a
+        # damaged length, or the file may be truncated.
+        length = header[: _LENGTH.size]
+        if checksum(length) != _CRC.unpack_from(header, _LENGTH.size)[0]:
+            raise self._damage_error(number, "its length", header[:2])
+        return _HEADER + _LENGTH.unpack(length)[0] + _FOOTER
 
     def _truncation_error(self, number: int) -> CannotRead:
         return CannotRead(
-            f"The file {self._path} ends within record {number}: it was truncated, or is still "
+            f"The file {self._file} ends within record {number}: it was truncated, or is still "
             "being written. Write it again, or omit it."
         )
 
@@ -81,7 +81,7 @@ class TFRecordFile:
         elif number == 0 and first_bytes:
             remedy = "Is it a TFRecord file? Pass format=, or write it again."
         return CannotRead(
-            f"Record {number} of the TFRecord file {self._path} is damaged: the checksum of {part} "
+            f"Record {number} of the TFRecord file {self._file} is damaged: the checksum of {part} "
             f"does not match. {remedy}"
         )
 
@@ -91,15 +91,18 @@ class TFRecordFile:
         Raises:
             CannotRead: If a checksum does not match; the message names the record.
         """
-        ends = self._ends[numbers] + _FOOTER
         records = []
-        parts = byte_ranges.read(self._path, self._starts[numbers], ends)
+        parts = self._file.read(*self.ranges(numbers))
         for number, part in zip(numbers.tolist(), parts, strict=True):
             record = bytes(part[:-_FOOTER])
             if checksum(record) != _CRC.unpack(part[-_FOOTER:])[0]:
                 raise self._damage_error(number, "its bytes")
             records.append(record)
         return records
+
+    def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `RecordFile`."""
+        return self._bounds[numbers] + _HEADER, self._bounds[numbers + 1]
 
     def close(self) -> None:
         """Does nothing: each `read` opens the file."""

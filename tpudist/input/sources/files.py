@@ -2,8 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -13,12 +12,18 @@ from tpudist.array_types import PyTree
 from tpudist.input import permutation
 from tpudist.input.file_formats import file_names, file_order
 from tpudist.input.file_formats.file import RecordFile
-from tpudist.input.file_formats.file_names import PathLike
 from tpudist.input.file_formats.file_order import FileOrder, SegmentOrder
 from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.file_formats.parquet import ParquetFile
+from tpudist.input.iterator_state import State
 from tpudist.input.permutation import Order
+from tpudist.input.sources.dataset_settings import BatchPlace
+from tpudist.input.sources.indexed_dataset import IndexedPass
+from tpudist.input.sources.read_ahead import AheadPass
 from tpudist.input.sources.records import RandomTransform, RecordDataset
+from tpudist.input.storage.data_file import DataFile
+from tpudist.input.storage.find_files import PathLike, find_files
+from tpudist.input.storage.remote_options import RemoteOptions
 
 # First words of the seeds of the shuffles of one epoch.
 _OF_FILES, _IN_FILE, _OF_BLOCKS, _IN_BLOCK = range(4)
@@ -30,21 +35,24 @@ class FileDataset(RecordDataset):
 
     def __init__(
         self,
-        paths: Sequence[Path],
-        open_file: Callable[[Path], RecordFile],
+        files: Sequence[DataFile],
+        open_file: Callable[[DataFile], RecordFile],
         parse: Callable[[Any], PyTree] | None,
         *,
         random_transform: RandomTransform | None,
         num_records: Sequence[int] | None,
         num_threads: int | None,
         format: str,
+        read_ahead_bytes: int,
     ):
-        self._files = OpenFiles(paths, open_file, num_records)
+        is_remote = any(file.is_remote for file in files)
+        self._read_ahead_bytes = read_ahead_bytes if is_remote else 0
+        self._files = OpenFiles(files, open_file, num_records)
         self._reads_columns = format == "parquet"  # which stores columns
         self._is_tfrecord = format == "tfrecord"
         self._ends = np.cumsum(self._files.num_records, dtype=np.int64)
         self._num_rows = int(self._ends[-1])
-        self.num_files = len(paths)
+        self.num_files = len(files)
         self._is_ordered_by_files = False
         self._set_up(parse, random_transform, num_threads)
 
@@ -55,7 +63,7 @@ class FileDataset(RecordDataset):
 
     def _name(self, number: int) -> str:
         file = int(np.searchsorted(self._ends, number, side="right"))
-        return f"Record {number - self._first_number(file)} of {self._files.paths[file]}"
+        return f"Record {number - self._first_number(file)} of {self._files.files[file]}"
 
     def _first_number(self, file: int) -> int:
         """Returns the number of the first example of a file."""
@@ -98,12 +106,28 @@ class FileDataset(RecordDataset):
                 target[where] = leaf
         return [leaf.reshape(np.shape(rows) + leaf.shape[1:]) for leaf in stacked]
 
+    # Hooks of `read_ahead`.
+
+    def begin(self, pass_number: int, state: State | None = None) -> IndexedPass:
+        """See `IndexedDataset.begin`; the bytes of later batches are requested ahead."""
+        if not self._read_ahead_bytes:
+            return super().begin(pass_number, state)
+        return AheadPass(self, self, pass_number, state, self._read_ahead_bytes)
+
+    def numbers_of(self, place: BatchPlace, rows: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the examples of some rows of a batch."""
+        return self._numbers(place, rows)
+
+    def requests(self) -> "_FileRequests":
+        """Returns an object for requests of the bytes of examples."""
+        return _FileRequests(self._files, self._group_by_file)
+
     @property
     def plan(self) -> dict[str, Any]:
         """See `IndexedDataset.plan`; includes the names and numbers of records of the files."""
         # Names without folders, so that a run resumes after the folder was moved.
-        listed = zip(self._files.paths, self._files.num_records, strict=True)
-        text = "\n".join(f"{path.name} {count}" for path, count in listed)
+        listed = zip(self._files.files, self._files.num_records, strict=True)
+        text = "\n".join(f"{file.name} {count}" for file, count in listed)
         digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
         order = "by files" if self._is_ordered_by_files else "as they are"
         return super().plan | {"files": f"{self.num_files}, sha256 {digest}", "order": order}
@@ -171,6 +195,39 @@ class FileDataset(RecordDataset):
         return file_order.shuffle_in_blocks(rows, np.cumsum(sizes), rng)
 
 
+class _FileRequests:
+    """The ranges of bytes of some examples, by file; see `read_ahead.Requests`."""
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        group_by_file: Callable[[np.ndarray], Iterable[tuple[int, np.ndarray, np.ndarray]]],
+    ):
+        self._files, self._group_by_file = files, group_by_file
+        self._ranges: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._num_bytes: dict[int, int] = {}
+
+    def add(self, numbers: np.ndarray) -> int:
+        """Adds examples; returns the number of bytes of all that were added."""
+        for file, _, file_numbers in self._group_by_file(numbers):
+            ranges = self._ranges.setdefault(file, [])
+            ranges.append(self._files.get(file).ranges(file_numbers))
+            self._num_bytes[file] = self._files.files[file].count_bytes(*_concatenate(ranges))
+        return sum(self._num_bytes.values())
+
+    def begin(self) -> list[object]:
+        """Begins to read; the bytes are kept as long as the result is referenced."""
+        parts: list[object] = []
+        for file, ranges in self._ranges.items():
+            parts += self._files.files[file].prefetch(*_concatenate(ranges))
+        return parts
+
+
+def _concatenate(ranges: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    starts, ends = zip(*ranges, strict=True)
+    return np.concatenate(starts), np.concatenate(ends)
+
+
 def from_files(
     files: PathLike | Sequence[PathLike],
     *,
@@ -180,6 +237,7 @@ def from_files(
     columns: Sequence[str] | None = None,
     num_records: Sequence[int] | None = None,
     num_threads: int | None = None,
+    remote: RemoteOptions | None = None,
 ) -> FileDataset:
     """Returns a dataset of all records of ArrayRecord, TFRecord, Parquet or text files.
 
@@ -189,11 +247,14 @@ def from_files(
     A position in the data is a few integers.
 
     The call counts the records: ArrayRecord and Parquet files have the number at their end. For
-    TFRecord files it reads every header, and text files are read once.
+    TFRecord files it reads every header, and text files are read once. For URLs of both, the
+    positions of the records are stored in `RemoteOptions.index_folder`, and read from there as long
+    as the object does not change.
 
     Args:
-        files: A path or pattern (`*`, `?`, `[..]`, `**`), or several. The files of a pattern are
-            sorted.
+        files: A path, a URL (`gs://`, `s3://`, `https://`, `http://`) or a pattern (`*`, `?`,
+            `[..]`, `**`), or several. The files of a pattern are sorted. URLs need the extra
+            `remote`.
         format: "array_record", "tfrecord", "parquet" or "text". Default: determined from the names
             of the files.
         parse: Called with a record (bytes, a line of text as a string, or a row as a dict); returns
@@ -205,14 +266,17 @@ def from_files(
         num_records: Number of records of each file, if known. Then a file is only opened when it is
             read.
         num_threads: Number of threads that read the examples of a batch; see `from_records`.
+        remote: Options for URLs, such as credentials and the folder for stored indexes.
 
     Raises:
+        ImportError: If a package that reads these files is not installed.
         ValueError: If a file does not exist, is damaged or not readable, if the files have no
             records, or if they have several formats.
         TypeError: If the first example does not consist of numbers.
     """
-    paths = file_names.find_files(files)
-    format = file_names.format_of(paths, format)
+    remote = remote or RemoteOptions()
+    found = find_files(files, remote)
+    format = file_names.format_of(found, format)
     if columns is not None and format != "parquet":
         raise ValueError(
             f"columns={list(columns)!r}: {format} files have no columns. Omit it, or pass Parquet "
@@ -222,18 +286,19 @@ def from_files(
         raise TypeError(
             f"parse={parse!r}: it must be a function of one record that returns a pytree of arrays."
         )
-    if num_records is not None and len(num_records) != len(paths):
+    if num_records is not None and len(num_records) != len(found):
         raise ValueError(
-            f"num_records has {len(num_records)} numbers for {len(paths)} files. Pass one for each "
+            f"num_records has {len(num_records)} numbers for {len(found)} files. Pass one for each "
             "file, in the order of the files."
         )
     reader_class = file_names.reader_class(format)
     return FileDataset(
-        paths,
-        reader_class if columns is None else lambda path: reader_class(path, columns),
+        found,
+        reader_class if columns is None else lambda file: reader_class(file, columns),
         parse,
         random_transform=random_transform,
         num_records=num_records,
         num_threads=num_threads,
         format=format,
+        read_ahead_bytes=remote.read_ahead_bytes,
     )

@@ -1,0 +1,88 @@
+"""Interface of a file of bytes, on a disk or in an object store, and the error of all of them."""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+
+class CannotRead(ValueError):
+    """A file is missing, not readable or incomplete; the message names it and the remedy.
+
+    Remedy: restore the file, allow it to be read, or leave it out of the list of files.
+    """
+
+
+class DataFile(Protocol):
+    """One file, which several threads may read at once. `str` returns its path or URL.
+
+    All methods raise `CannotRead` if the file is missing or not readable, or if it has changed
+    since it was first read.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name without folders."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each read is a request to a server."""
+        ...
+
+    def read(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
+        """Returns the bytes of each range from `starts[i]` to `ends[i]`, in this order."""
+        ...
+
+    def prefetch(self, starts: np.ndarray, ends: np.ndarray) -> list[object]:
+        """Starts to read ranges; `read` uses the bytes as long as the result is referenced."""
+        ...
+
+    def count_bytes(self, starts: np.ndarray, ends: np.ndarray) -> int:
+        """Returns the bytes that `prefetch` reads for these ranges, with those between them."""
+        ...
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yields the bytes of the file, from its start to its end."""
+        ...
+
+    def size(self) -> int:
+        """Returns the number of bytes."""
+        ...
+
+    def open(self, starts: np.ndarray | None = None, ends: np.ndarray | None = None) -> BinaryIO:
+        """Opens the file for reading at any position; the ranges say what will be read."""
+        ...
+
+    def identity(self, opened: BinaryIO) -> Hashable:
+        """Returns a value that differs from that of an earlier file with the same path."""
+        ...
+
+    def index(self, reader: str, build: Callable[[], np.ndarray]) -> np.ndarray:
+        """Returns the ascending positions of the records, stored by an earlier run or built now.
+
+        Args:
+            reader: Name of the format and the version of its index.
+            build: Reads the file and returns the positions.
+        """
+        ...
+
+
+def find_groups(
+    starts: np.ndarray, ends: np.ndarray, *, max_gap: int, max_bytes: int
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields (start, end, indices of the ranges in it) of parts of a file that are read at once.
+
+    Ranges with at most `max_gap` bytes between them are read together, up to `max_bytes`. One range
+    is never split.
+    """
+    by_position = np.argsort(starts, kind="stable")
+    first = 0
+    while first < len(by_position):
+        left, right = starts[by_position[first:]], ends[by_position[first:]]
+        is_far = left[1:] - right[:-1] > max_gap
+        is_far |= right[1:] - left[0] > max_bytes
+        num_ranges = int(np.argmax(is_far)) + 1 if is_far.any() else len(left)
+        group = by_position[first : first + num_ranges]
+        yield int(starts[group[0]]), int(ends[group].max()), group
+        first += num_ranges

@@ -1,0 +1,102 @@
+"""Objects of S3, and of servers with its interface such as MinIO."""
+
+from typing import Any
+
+from tpudist.input.storage import filesystems
+from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
+from tpudist.input.storage.store_errors import (
+    Access,
+    Cause,
+    StoreError,
+    cause_of_status,
+    describe_connection,
+)
+
+_PREFIX = "s3://"
+# Codes of S3 that say more than their HTTP status.
+_CODES = {
+    "InvalidAccessKeyId": Cause.NO_CREDENTIALS,
+    "SignatureDoesNotMatch": Cause.NO_CREDENTIALS,
+    "ExpiredToken": Cause.NO_CREDENTIALS,
+    "InvalidToken": Cause.NO_CREDENTIALS,
+    "RequestTimeout": Cause.BUSY,
+    "SlowDown": Cause.BUSY,
+}
+
+
+class S3Store(ObjectStore):
+    """See `ObjectStore`; requests go through s3fs, which signs them."""
+
+    def _connect(self) -> Any:
+        options = dict(self.options.storage_options)
+        # `ObjectStore` retries; three layers of retries would make minutes of an error.
+        config = {"max_pool_connections": self.options.max_requests, "retries": {"max_attempts": 0}}
+        options["config_kwargs"] = {**config, **options.get("config_kwargs", {})}
+        filesystem = filesystems.make_filesystem("s3", options)
+        filesystem.retries = 1
+        return filesystem
+
+    async def _get(
+        self, url: str, start: int, end: int, version: str | None
+    ) -> tuple[bytes, ObjectFacts]:
+        bucket, _, key = url.removeprefix(_PREFIX).partition("/")
+        arguments = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+        if version is not None:
+            arguments["IfMatch"] = version
+        response = await filesystems.call_s3(self._filesystem, "get_object", **arguments)
+        async with response["Body"] as body:
+            data = await body.read()
+        size = int(response["ContentRange"].rpartition("/")[2])
+        return data, ObjectFacts(size, response["ETag"])
+
+    async def _facts(self, url: str) -> ObjectFacts:
+        bucket, _, key = url.removeprefix(_PREFIX).partition("/")
+        try:
+            # Unlike a HEAD request, this one returns the reason if it fails.
+            return (await self._get(url, 0, 1, None))[1]
+        except OSError as error:
+            if self._cause(error).cause is not Cause.CHANGED:
+                raise
+        # An empty object has no first byte.
+        response = await filesystems.call_s3(
+            self._filesystem, "head_object", Bucket=bucket, Key=key
+        )
+        return ObjectFacts(response["ContentLength"], response["ETag"])
+
+    async def _match(self, pattern: str) -> dict[str, ObjectFacts | None]:
+        found = await filesystems.find_matches(self._filesystem, pattern)
+        return {
+            _PREFIX + name: ObjectFacts(x["size"], x["ETag"]) if "ETag" in x else None
+            for name, x in found.items()
+            if x["type"] == "file"
+        }
+
+    def _classify(self, error: Exception) -> StoreError | None:
+        import aiohttp
+        from botocore import exceptions
+
+        if isinstance(error, exceptions.ClientError):
+            about: Any = error.response
+            code, message = about["Error"].get("Code", ""), about["Error"].get("Message", "")
+            status = about.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            cause = _CODES.get(code) or cause_of_status(status)
+            return StoreError(cause, f"HTTP {status}, {code}: {message}")
+        if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+            return StoreError(Cause.NO_CREDENTIALS, str(error))
+        connection = (exceptions.HTTPClientError, exceptions.ConnectionError, aiohttp.ClientError)
+        if isinstance(error, connection):
+            return StoreError(Cause.UNREACHABLE, describe_connection(error))
+        return None
+
+    def host(self, url: str) -> str:
+        """See `ObjectStore`."""
+        return filesystems.endpoint_of_s3(self._filesystem) or "S3"
+
+    def access(self, *, to_list: bool) -> Access:
+        """See `ObjectStore`."""
+        permission = "s3:ListBucket for the bucket" if to_list else "s3:GetObject for the object"
+        return Access(
+            permission,
+            "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "
+            "pass RemoteOptions(storage_options={'anon': True})",
+        )
