@@ -78,7 +78,8 @@ class BackgroundSaver:
             self._writer = Writer(self._barrier, self._timeout_s)
         # Before the commit, so that retention knows the step at once. If the save fails,
         # `_after_save` forgets it again.
-        self._on_disk.remember(step, contents)
+        if jax.process_index() == 0 and self._retention.needs_facts:
+            self._on_disk.remember(step, contents)
         try:
             self._writer.begin(self._files.step(step), arrays, contents)
         except BaseException as error:  # Ctrl-C too
@@ -140,8 +141,10 @@ class BackgroundSaver:
 
     def _delete_old(self, newest: int) -> None:
         """Deletes the readable steps that no rule keeps."""
+        if self._retention.max_to_keep is None:
+            return
         try:
-            facts = self._on_disk.facts()
+            facts = self._on_disk.facts(read=self._retention.needs_facts)
         except OSError as failure:
             self._warnings.append(
                 f"Could not read the directory {self._files}, so no old checkpoint was deleted: "

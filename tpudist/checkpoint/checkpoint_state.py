@@ -50,11 +50,11 @@ def latest_checkpoint(
         if name is None or not is_complete(folder.path / name):
             problem = f"names {name!r}, which is not a checkpoint" if name else "is damaged"
             name = None
-    name = name or max(_list_saved(folder.path), default=(0, None))[1]
+    name = name or max(_list_saved(folder), default=(0, None))[1]
     # Both kinds of checkpoints may be in one directory; the file records only those of `save`.
-    steps = [x for x in folder.steps() if is_ours(folder.step(x))]
-    if steps and (name is None or _time(folder.path / name) < _time(folder.step(steps[-1]))):
-        name = str(steps[-1])
+    step = next((x for x in folder.newest_first() if is_ours(folder.step(x))), None)
+    if step is not None and (name is None or _time(folder.path / name) < _time(folder.step(step))):
+        name = str(step)
     if problem and name is None:
         raise CheckpointError(
             f"{state} {problem} of tpudist, and {folder} contains no other checkpoint. Check the "
@@ -97,10 +97,14 @@ def _time(path: epath.Path) -> float:
         return 0.0
 
 
-def _list_saved(folder: epath.Path) -> Iterator[tuple[float, str]]:
+def _list_saved(folder: Directory) -> Iterator[tuple[float, str]]:
     """Yields the time and the name of each checkpoint that `Checkpoint.save` wrote."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and is_ours(path) and not path.name.endswith(TEMPORARY_SUFFIX):
+    for name in folder.names():
+        # `save` appends "-N" to a name, so a number is a step of a manager, which may have many.
+        if name.isdecimal() or name.endswith(TEMPORARY_SUFFIX):
+            continue
+        path = folder.path / name
+        if path.is_dir() and is_ours(path):
             try:
                 contents = read_contents(path)
                 if COUNTER in contents["notes"]:

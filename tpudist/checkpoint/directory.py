@@ -9,7 +9,7 @@ Names in it, where 7 is the number of a step:
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
@@ -49,13 +49,35 @@ class Directory:
         if not self.is_remote:
             text = os.path.abspath(os.path.expanduser(text))
         self.path = epath.Path(text)
+        # Steps of an object store that are known to be committed: each look is a request. Only
+        # their removal ends that, and verification does not accept a step that is written again.
+        self._committed: set[int] = set()
 
     def __str__(self) -> str:
         return str(self.path)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the committed steps, ascending."""
-        return sorted(int(x.name) for x in self._entries() if self._is_step(x))
+        return [*self.newest_first()][::-1]
+
+    def newest_first(self) -> Iterator[int]:
+        """Yields the numbers of the committed steps, descending.
+
+        The directory is listed once. In an object store each step that is yielded takes one more
+        request, so the newest step is found fast among thousands.
+        """
+        names = (name for name, is_folder in self._list() if is_folder and name.isdecimal())
+        for number in sorted((int(x) for x in names if str(int(x)) == x), reverse=True):
+            if self._is_committed(number):
+                yield number
+
+    def has(self, number: int) -> bool:
+        """Whether a step is committed."""
+        return self.step(number).is_dir() and self._is_committed(number)
+
+    def names(self) -> list[str]:
+        """Returns the names of everything in the directory."""
+        return [name for name, _ in self._list()]
 
     def step(self, number: int) -> epath.Path:
         """Returns the path of a step."""
@@ -87,6 +109,7 @@ class Directory:
         """Deletes a step."""
         # A local step is renamed first: another program never finds a step with some files missing.
         # `rmtree` refuses a symbolic link; its error is the message.
+        self._committed.discard(number)
         if self.is_remote or os.path.islink(self.step(number)):
             self.step(number).rmtree()
             return
@@ -97,6 +120,7 @@ class Directory:
 
     def set_aside(self, number: int) -> epath.Path:
         """Renames a damaged step so that its number can be used again; returns its new path."""
+        self._committed.discard(number)
         aside = self.path / f"{number}{DAMAGED_SUFFIX}"
         if aside.exists():
             aside.rmtree()
@@ -106,28 +130,40 @@ class Directory:
         """Deletes the remains of unfinished saves; returns their names."""
         removed = []
         # Only names that this package and Orbax use: a user may keep other files in the directory.
-        for x in self._entries():
-            name, _, rest = x.name.partition(TEMPORARY_SUFFIX)
-            temporary = x.name != name and name.isdecimal() and not rest
-            unfinished = self.is_remote and x.name.isdecimal() and not self._is_step(x)
+        for name in self.names():
+            number, _, rest = name.partition(TEMPORARY_SUFFIX)
+            temporary = name != number and number.isdecimal() and not rest
+            unfinished = self.is_remote and name.isdecimal() and not self._is_committed(int(name))
             if temporary or unfinished:
                 try:
-                    x.rmtree(missing_ok=True)
+                    (self.path / name).rmtree(missing_ok=True)
                 except OSError:  # it does no harm
                     continue
-                removed.append(x.name)
+                removed.append(name)
         return removed
 
     def _temporary_path(self, number: int) -> epath.Path:
         return self.path / f"{number}{TEMPORARY_SUFFIX}"
 
-    def _entries(self) -> list[epath.Path]:
-        return list(self.path.iterdir()) if self.path.is_dir() else []
+    def _list(self) -> list[tuple[str, bool]]:
+        """Returns the name of each entry, and whether it is a directory."""
+        if self.is_remote:  # to ask whether it is one would take a request for each
+            return [(x.name, True) for x in self.path.iterdir()] if self.path.is_dir() else []
+        try:
+            # Without a call of the system for each entry: a run may have ten thousand steps.
+            with os.scandir(self.path) as entries:
+                return [(x.name, x.is_dir()) for x in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
-    def _is_step(self, x: epath.Path) -> bool:
+    def _is_committed(self, number: int) -> bool:
         # A rename commits a local step; in object stores a file does, which comes last.
-        committed = not self.is_remote or (x / _COMMITTED).exists()
-        return x.name.isdecimal() and str(int(x.name)) == x.name and x.is_dir() and committed
+        if not self.is_remote or number in self._committed:
+            return True
+        if not (self.step(number) / _COMMITTED).exists():
+            return False
+        self._committed.add(number)
+        return True
 
 
 def _remove_patiently(path: epath.Path) -> None:

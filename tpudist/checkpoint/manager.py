@@ -154,7 +154,8 @@ class CheckpointManager:
     @property
     def latest_checkpoint(self) -> str | None:
         """Path of the newest checkpoint, or None. Mirrors `tf.train.CheckpointManager`."""
-        return (self.checkpoints or [None])[-1]
+        step = self.latest_step
+        return None if step is None else str(self._files.step(step))
 
     @property
     def best_step(self) -> int | None:
@@ -270,13 +271,7 @@ class CheckpointManager:
         arrays, contents = gather(found, step, self.retention.parse_metrics(metrics))
         contents["notes"] = dict(self.notes)
         if not allow_nan:
-            latest = self.latest_step
-            newest = (
-                "No checkpoint exists yet."
-                if latest is None
-                else f"The newest checkpoint has step {latest}."
-            )
-            refuse_not_finite(found, arrays, step, newest)
+            refuse_not_finite(found, arrays, step, self._describe_newest)
         self._prepare(step)
         self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
         self._saver.begin(step, arrays, contents)
@@ -294,24 +289,31 @@ class CheckpointManager:
         finish_other(self.directory)
         # Only process 0 changes the directory. Its error goes to all processes before any raises:
         # if only process 0 raised, the others would wait for it in the save.
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                if not self._is_clean:
-                    self._files.remove_unfinished()
-                    self._is_clean = True
-                self._on_disk.make_room(step)
-            except CheckpointError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"Cannot save step {step} to {self._files}: {error}"
-        problem = self._on_disk.agree(problem)
-        if problem:
+        if problem := self._on_disk.agree(lambda: self._make_room(step)):
             raise CheckpointError(problem)
         self._on_disk.forget_damage()
 
+    def _make_room(self, step: int) -> str:
+        """Removes what is in the way of a new step, in process 0; returns the problem or ""."""
+        try:
+            if not self._is_clean:
+                self._files.remove_unfinished()
+                self._is_clean = True
+            self._on_disk.make_room(step)
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"Cannot save step {step} to {self._files}: {error}"
+        return ""
+
+    def _describe_newest(self) -> str:
+        latest = self.latest_step
+        if latest is None:
+            return "No checkpoint exists yet."
+        return f"The newest checkpoint has step {latest}."
+
     def _agree_on_latest(self) -> int | None:
-        return self._on_disk.agree(self.latest_step)
+        return self._on_disk.agree(self._on_disk.latest)
 
     def _number(self, requested: int | None) -> int:
         counter = find_step(self.checkpoint) if requested is None else requested
@@ -340,7 +342,7 @@ class CheckpointManager:
         Mirrors `tf.train.CheckpointManager.restore_or_initialize`.
         """
         self._wait_for_all()
-        if not self._on_disk.agree(self._files.steps()):
+        if not self._on_disk.agree(lambda: any(True for _ in self._files.newest_first())):
             if self._init_fn is not None:
                 self._init_fn()
             return None

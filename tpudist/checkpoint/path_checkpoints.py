@@ -66,16 +66,16 @@ def write_at(
     arrays, contents = gather(found, number, {})
     contents["notes"] = notes
     if not allow_nan:
-        refuse_not_finite(found, arrays, number, f"{target} was not changed.")
+        refuse_not_finite(found, arrays, number, lambda: f"{target} was not changed.")
     # Three rounds in all processes: the same path, a path to write to, the result. Only process 0
     # changes the directory, and its problems are texts: if it raised between two rounds, the
     # others would wait for it.
     require_same(target, channel, TIMEOUT_S, "write different paths")
-    place, problem = agree(_prepare(target), channel, TIMEOUT_S)
+    place, problem = agree(lambda: _prepare(target), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
     _write(target, epath.Path(place), arrays, contents)
-    problem = agree(_publish(target, on_written), channel, TIMEOUT_S)
+    problem = agree(lambda: _publish(target, on_written), channel, TIMEOUT_S)
     if problem:
         raise CheckpointError(problem)
 
@@ -131,7 +131,7 @@ def read_at(
     if target is None:
         return None, {}
     finish_other(str(target.parent))
-    place, problem = agree(_locate(target), channel, TIMEOUT_S)
+    place, problem = agree(lambda: _locate(target), channel, TIMEOUT_S)
     place = epath.Path(place)
     if not problem and verify and (problems := find_problems(place, channel, TIMEOUT_S)):
         listed = "\n".join(f"  {x}" for x in problems)
@@ -154,9 +154,7 @@ def _resolve(path: str | os.PathLike) -> epath.Path:
 
 
 def _prepare(target: epath.Path) -> tuple[str, str]:
-    """Returns the path to write to, and its problem or ""; two empty texts except in process 0."""
-    if jax.process_index():
-        return "", ""
+    """Returns the path to write to, and its problem or "", in process 0."""
     try:
         _finish_replacement(target)
         place = target
@@ -183,8 +181,6 @@ def _prepare(target: epath.Path) -> tuple[str, str]:
 
 def _publish(target: epath.Path, on_written: Callable[[epath.Path], None] | None) -> str:
     """Moves a new checkpoint to its path, in process 0; returns the problem or ""."""
-    if jax.process_index():
-        return ""
     try:
         _finish_replacement(target)
         if on_written is not None:
@@ -195,9 +191,7 @@ def _publish(target: epath.Path, on_written: Callable[[epath.Path], None] | None
 
 
 def _locate(target: epath.Path) -> tuple[str, str]:
-    """Returns the path of a checkpoint, and its problem or ""; empty texts except in process 0."""
-    if jax.process_index():
-        return "", ""
+    """Returns the path of a checkpoint, and its problem or "", in process 0."""
     if target.is_dir():
         # A directory that is neither may be a checkpoint of plain Orbax; `find_problems` decides.
         if is_ours(target) or not _list_checkpoints(target):

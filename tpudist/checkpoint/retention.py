@@ -51,6 +51,11 @@ class Retention:
                     f"and 'min' or 'max', such as ('held_out_loss', 'min') or ('accuracy', 'max')."
                 )
 
+    @property
+    def needs_facts(self) -> bool:
+        """Whether a rule depends on the times or the metrics of checkpoints."""
+        return self.best is not None or self.keep_every_s is not None
+
     def parse_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
         """Returns the metrics as Python numbers.
 
@@ -102,7 +107,7 @@ class Retention:
         if self.max_to_keep is None:
             return []
         keep = {newest, *ordered[-self.max_to_keep :]}
-        best = self.best_step({k: v for k, v in metrics.items() if k in steps})
+        best = self.best_step({step: metrics[step] for step in ordered if step in metrics})
         if best is not None:
             keep.add(best)
         if self.keep_period is not None:

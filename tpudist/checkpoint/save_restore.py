@@ -5,7 +5,7 @@ Does not know when to save or where, and in several processes each runs it for i
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -90,7 +90,10 @@ def gather(
 
 
 def refuse_not_finite(
-    found: Entries, arrays: Mapping[ValuePath, jax.Array | np.ndarray], step: int, consequence: str
+    found: Entries,
+    arrays: Mapping[ValuePath, jax.Array | np.ndarray],
+    step: int,
+    describe: Callable[[], str],
 ) -> None:
     """Raises if arrays of a step contain NaN or infinities.
 
@@ -98,7 +101,7 @@ def refuse_not_finite(
         found: Entries of the step.
         arrays: Path of each array of the step -> the array.
         step: Number of the step.
-        consequence: Sentence for the error that names the checkpoint that remains.
+        describe: Called for the error; returns a sentence that names the checkpoint that remains.
 
     Raises:
         CheckpointError: If there are such arrays; names them.
@@ -109,7 +112,7 @@ def refuse_not_finite(
         arrays_contain = "1 array contains" if len(bad) == 1 else f"{len(bad)} arrays contain"
         raise CheckpointError(
             f"Step {step} was not saved: {arrays_contain} NaN or infinities: {', '.join(bad)}. "
-            f"{consequence} To save this state anyway, pass allow_nan=True."
+            f"{describe()} To save this state anyway, pass allow_nan=True."
         )
 
 

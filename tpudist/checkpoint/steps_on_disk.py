@@ -7,7 +7,7 @@ files are verified in shares, one for each process.
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,14 +21,14 @@ from tpudist.processes.coordination import Channel
 
 _T = TypeVar("_T")
 
+_NUM_LISTED = 5  # steps at each end of a list, in errors
 _OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restore_or_initialize`
 
 
-def agree(value: _T, channel: Channel, timeout_s: float) -> _T:
-    """Returns the value of process 0, in all processes."""
-    # It travels as JSON, so callers must not rely on tuples: they arrive as lists. The values of
-    # the other processes do not travel.
-    own = "" if jax.process_index() else json.dumps(value)
+def agree(find: Callable[[], _T], channel: Channel, timeout_s: float) -> _T:
+    """Returns the result of `find`, in all processes; only process 0 calls it."""
+    # It travels as JSON, so callers must not rely on tuples: they arrive as lists.
+    own = "" if jax.process_index() else json.dumps(find())
     return json.loads(channel.combine(own, lambda texts: texts[0], timeout_s=timeout_s))
 
 
@@ -59,8 +59,7 @@ def require_same(value: object, channel: Channel, timeout_s: float, difference: 
 
 def find_problems(path: epath.Path, channel: Channel, timeout_s: float) -> list[str]:
     """Returns the problems of a checkpoint, in all processes; an empty list if it is intact."""
-    foreign = jax.process_index() == 0 and not manifest.exists(path) and not is_ours(path)
-    if agree(foreign, channel, timeout_s):
+    if agree(lambda: not manifest.exists(path) and not is_ours(path), channel, timeout_s):
         return [
             "was not written by tpudist, or has lost its manifest: it has no checksums, so its "
             "values cannot be verified. To restore it anyway, pass verify=False to restore()"
@@ -116,7 +115,7 @@ class StepsOnDisk:
         # Steps that failed verification -> their problems. They stay on the disk, and do not count,
         # until the next save sets them aside: restoring must not change the directory.
         self._damaged: dict[int, list[str]] = {}
-        # Step -> its time and its metrics; empty if the step is damaged, or not ours.
+        # Step on the disk -> its time and its metrics; empty if the step is damaged, or not ours.
         self._times_and_metrics: dict[int, dict[str, Any]] = {}
 
     def steps(self) -> list[int]:
@@ -125,11 +124,11 @@ class StepsOnDisk:
 
     def latest(self) -> int | None:
         """Returns the highest of these numbers, or None."""
-        return max(self.steps(), default=None)
+        return next((x for x in self._files.newest_first() if x not in self._damaged), None)
 
-    def agree(self, value: _T) -> _T:
-        """Returns process 0's value: other processes may see a change in the directory earlier."""
-        return agree(value, self._channel, self._timeout_s)
+    def agree(self, find: Callable[[], _T]) -> _T:
+        """Returns process 0's result: other processes may see a change in the directory earlier."""
+        return agree(find, self._channel, self._timeout_s)
 
     def require_same_step(self, step: int) -> None:
         """Checks that all processes are about to save the same step.
@@ -144,31 +143,40 @@ class StepsOnDisk:
 
     def remember(self, step: int, contents: Mapping[str, Any]) -> None:
         """Records the time and the metrics of a step that is being saved."""
-        self._times_and_metrics[step] = {"metrics": contents["metrics"], "time": contents["time"]}
+        self._times_and_metrics[step] = _read_facts(contents)
 
     def forget(self, step: int) -> None:
         """Forgets a step that was not saved."""
         self._times_and_metrics.pop(step, None)
 
-    def facts(self) -> StepFacts:
+    def facts(self, *, read: bool = True) -> StepFacts:
         """Returns the steps, and for each readable step the time of its save and its metrics.
+
+        Args:
+            read: Whether to read times and metrics from the steps. Each is read once.
 
         Raises:
             OSError: If the directory cannot be read.
         """
         steps = self.steps()
         unreadable: dict[int, OSError] = {}
+        # Another thread may do the same, so the result is made of this call's own dict.
+        known: dict[int, dict[str, Any]] = {}
         for step in steps:
-            if step not in self._times_and_metrics:
+            facts = self._times_and_metrics.get(step)
+            if facts is None and read:
                 try:
-                    self.remember(step, read_contents(self._files.step(step)))
+                    facts = _read_facts(read_contents(self._files.step(step)))
                 except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-                    self._times_and_metrics[step] = {}
+                    facts = {}
                 except OSError as error:  # not remembered, so the next call reads the step again
                     unreadable[step] = error
-        known = {step: x for step in steps if (x := self._times_and_metrics.get(step))}
-        times = {step: x["time"] for step, x in known.items()}
-        metrics = {step: x["metrics"] for step, x in known.items()}
+            if facts is not None:
+                known[step] = facts
+        # Steps that were deleted are forgotten: a long run saves any number of steps.
+        self._times_and_metrics = known
+        times = {step: x["time"] for step, x in known.items() if x}
+        metrics = {step: x["metrics"] for step, x in known.items() if x}
         return StepFacts(steps, times, metrics, unreadable)
 
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -203,9 +211,8 @@ class StepsOnDisk:
         # Ends, because it repeats only if a step has disappeared: the program that deleted it has
         # saved newer ones, and a requested step that is missing is an error.
         while True:
-            steps = self._steps_to_try(requested)
             skipped: list[str] = []
-            for step in steps:
+            for step in self._steps_to_try(requested):
                 path = self._files.step(step)
                 problems = find_problems(path, self._channel, self._timeout_s) if verify else []
                 if not problems:
@@ -216,7 +223,7 @@ class StepsOnDisk:
                         )
                     return step, tuple(skipped)
                 # Another program may have deleted the step while it was read.
-                if step not in self.agree(self._files.steps()):
+                if not self.agree(lambda step=step: self._files.has(step)):
                     break
                 self._damaged[step] = problems
                 listed = "\n".join(f"  {problem}" for problem in problems)
@@ -229,22 +236,27 @@ class StepsOnDisk:
                     f"start from scratch, use another directory."
                 )
 
-    def _steps_to_try(self, requested: int | None) -> list[int]:
-        """Returns the requested step, or all steps, newest first."""
-        steps = self.agree(self._files.steps())
-        if not steps:
+    def _steps_to_try(self, requested: int | None) -> Iterator[int]:
+        """Yields the requested step, or all steps, newest first."""
+        if requested is not None:
+            if not self.agree(lambda: self._files.has(requested)):
+                raise CheckpointError(
+                    f"{self._files} contains no checkpoint of step {requested}. It contains steps "
+                    f"{self.agree(lambda: _shorten(self._files.steps()))}."
+                )
+            yield requested
+            return
+        # One at a time: the newest is usually the one, and there may be thousands.
+        newest_first = self._files.newest_first()
+        is_empty = True
+        while (step := self.agree(lambda: next(newest_first, None))) is not None:
+            is_empty = False
+            yield step
+        if is_empty:
             raise CheckpointError(
                 f"{self._files} contains no checkpoint to restore. Check the path, or call "
                 f"restore_or_initialize(), which starts from scratch if no checkpoint exists."
             )
-        if requested is None:
-            return steps[::-1]
-        if requested not in steps:
-            raise CheckpointError(
-                f"{self._files} contains no checkpoint of step {requested}. It contains steps "
-                f"{', '.join(map(str, steps))}."
-            )
-        return [requested]
 
     # Before a save.
 
@@ -255,11 +267,11 @@ class StepsOnDisk:
             CheckpointError: If a step of that number exists, or the directory cannot be written.
             OSError: If a damaged step cannot be renamed.
         """
-        for damaged in [x for x in self._damaged if x in self._files.steps()]:
+        for damaged in [x for x in self._damaged if self._files.has(x)]:
             self._files.set_aside(damaged)
             # If this save fails later, the next one must not rename a good step of this number.
             del self._damaged[damaged]
-        if step in self._files.steps():
+        if self._files.has(step):
             raise CheckpointError(
                 f"The checkpoint {self._files.step(step)} already exists, and was not replaced. "
                 f"Save step {step} under another number, or delete that directory first."
@@ -269,3 +281,15 @@ class StepsOnDisk:
     def forget_damage(self) -> None:
         """Forgets the damaged steps, which process 0 has renamed."""
         self._damaged.clear()
+
+
+def _read_facts(contents: Mapping[str, Any]) -> dict[str, Any]:
+    return {"metrics": contents["metrics"], "time": contents["time"]}
+
+
+def _shorten(steps: Sequence[int]) -> str:
+    """Returns the numbers as text; only the first and the last of many."""
+    if len(steps) <= 2 * _NUM_LISTED:
+        return ", ".join(map(str, steps)) or "none"
+    first, last = steps[:_NUM_LISTED], steps[-_NUM_LISTED:]
+    return f"{', '.join(map(str, first))}, ..., {', '.join(map(str, last))} ({len(steps)} in all)"
