@@ -180,6 +180,17 @@ def test_a_mesh_of_another_machine_is_moved_to_a_slice_or_explained():
     assert "uses 1 of the 8 devices of v5e-8" in note
 
 
+@pytest.mark.libtpu
+def test_the_mfu_of_narrow_numbers_is_a_share_of_their_own_peak():
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.int8)
+    plan = planner.plan(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.int32), x,
+                        topology="v5e:1x1")  # fmt: skip
+    assert plan.narrow_flops == {"int8": plan.model_flops} == {"int8": 2 * 2048**3}
+    assert plan.mfu == pytest.approx(plan.time.peak_bound_s / plan.time.step_s)
+    assert 0.5 < plan.mfu < 1
+    assert planner.Plan.from_json(plan.to_json()) == plan
+
+
 def test_the_figures_equal_those_of_the_same_program_of_a_strategy():
     strategy = tpudist.TPUStrategy()
     w = jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -336,7 +336,7 @@ def test_flops_of_a_solver_match_the_program_that_solves():
             lambda x: a @ (a @ x), b, lambda _, b: a @ b, transpose_solve=lambda _, b: a.T @ b
         )
 
-    assert model_flops.model_flops(traced(function, matrix, vector), 1) == (2 * 8 * 8, ())
+    assert model_flops.model_flops(traced(function, matrix, vector), 1) == ({"bf16": 2 * 8 * 8}, ())
 
 
 def test_flops_of_an_unknown_equation_add_a_note():
@@ -344,7 +344,7 @@ def test_flops_of_an_unknown_equation_add_a_note():
     eqn = equation("jit", jax.jit(lambda x: x @ x), matrix)
     eqn = eqn.replace(primitive=core.Primitive("loop_of_tomorrow"))
     flops, (note,) = model_flops.model_flops(program_of(eqn), 1)
-    assert flops == 2 * 4**3
+    assert flops == {"bf16": 2 * 4**3}
     assert "count the contents of the primitive 'loop_of_tomorrow'" in note
 
 

@@ -66,6 +66,7 @@ def fitting(**changes) -> Plan:
         exposed_host_s=0.0,
         exposed_hbm_s=0.0,
         flops=1.28e15,
+        peak_bound_s=6.5,
         hbm_bytes=2.6e12,
         top=(
             OpTime(

@@ -14,19 +14,26 @@ is another kernel, which may repeat parts of the first; it counts twice the kern
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tpudist.programs import jaxprs
+from tpudist.xla.hardware import chips
 
 # Parts of `jax.named_scope`s whose products do not count: JAX's name of rematerialization, and the
 # names in models/parts/embedding.py and models/parts/rotary.py for products that move values.
 _SCOPES_WITHOUT_WORK = ("rematted_computation", "in_place_of_")
 
 
-def model_flops(closed: jaxprs.ClosedJaxpr, num_replicas: int) -> tuple[float, tuple[str, ...]]:
+def model_flops(
+    closed: jaxprs.ClosedJaxpr, num_replicas: int
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """Returns the FLOPs of all replicas, and a sentence for each part that could not be counted.
+
+    The FLOPs are by the kind of the numbers that are multiplied; see `chips.kind_of_products`.
 
     Args:
         closed: Jaxpr of one replica, with arrays that are not split over the axes inside it.
@@ -34,64 +41,91 @@ def model_flops(closed: jaxprs.ClosedJaxpr, num_replicas: int) -> tuple[float, t
     """
     counter = _Counter()
     flops = counter.count(closed.jaxpr, "")
-    return flops * num_replicas, tuple(dict.fromkeys(counter.notes))
+    return dict(flops.times(num_replicas)), tuple(dict.fromkeys(counter.notes))
+
+
+class _Flops(dict[str, float]):
+    """FLOPs by kind."""
+
+    @classmethod
+    def sum(cls, parts: Iterable["_Flops"]) -> "_Flops":
+        total = cls()
+        for part in parts:
+            for kind, flops in part.items():
+                total[kind] = total.get(kind, 0.0) + flops
+        return total
+
+    def total(self) -> float:
+        return sum(self.values())
+
+    def times(self, factor: float) -> "_Flops":
+        return _Flops({kind: factor * flops for kind, flops in self.items()})
 
 
 class _Counter:
     def __init__(self):
         self.notes: list[str] = []
 
-    def count(self, jaxpr: jaxprs.Jaxpr, name_stack: str) -> float:
+    def count(self, jaxpr: jaxprs.Jaxpr, name_stack: str) -> _Flops:
         """Returns the FLOPs of a jaxpr; `name_stack` names the transformations around it."""
-        return sum(self._count_equation(eqn, name_stack) for eqn in jaxpr.eqns)
+        return _Flops.sum(self._count_equation(eqn, name_stack) for eqn in jaxpr.eqns)
 
-    def _count_equation(self, eqn: Any, name_stack: str) -> float:
+    def _count_equation(self, eqn: Any, name_stack: str) -> _Flops:
         name_stack = f"{name_stack}/{eqn.source_info.name_stack}"
         if any(name in name_stack for name in _SCOPES_WITHOUT_WORK):
-            return 0.0
-        if eqn.primitive.name == "dot_general":
-            return _dot(eqn)
-        if eqn.primitive.name == "conv_general_dilated":
-            return _convolution(eqn)
+            return _Flops()
+        if eqn.primitive.name in _PRODUCTS:
+            kind = chips.kind_of_products(map(_bits_of, eqn.invars[:2]))
+            return _Flops({kind: _PRODUCTS[eqn.primitive.name](eqn)})
         structure = jaxprs.structure_of(eqn)
         if structure is None:
-            return 0.0
+            return _Flops()
         if isinstance(structure, jaxprs.Kernel):
             return self._count_kernel(structure, name_stack)
         if isinstance(structure, jaxprs.Scan):
-            return structure.length * self.count(structure.body, name_stack)
+            return self.count(structure.body, name_stack).times(structure.length)
         if isinstance(structure, jaxprs.While):
             body = self.count(structure.body, name_stack)
-            if body:
+            if body.total():
                 self.notes.append(
                     "Model FLOPs count a while loop, whose length is not known, as one iteration."
                 )
             return body
         if isinstance(structure, jaxprs.Cond):
             # One branch runs, and which is not known here, so the one with the most work counts.
-            return max(self.count(branch, name_stack) for branch in structure.bodies)
+            branches = [self.count(branch, name_stack) for branch in structure.bodies]
+            return max(branches, key=_Flops.total)
         if isinstance(structure, jaxprs.Call):
             # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.
-            return structure.copies * self.count(structure.body, name_stack)
+            return self.count(structure.body, name_stack).times(structure.copies)
         if isinstance(structure, jaxprs.Unknown):
             self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
-        return sum(self.count(body, name_stack) for body in structure.bodies)
+        return _Flops.sum(self.count(body, name_stack) for body in structure.bodies)
 
-    def _count_kernel(self, kernel: jaxprs.Kernel, name_stack: str) -> float:
+    def _count_kernel(self, kernel: jaxprs.Kernel, name_stack: str) -> _Flops:
         # Names of JAX's transformations in the name stack: "jvp(" is the forward pass of a
         # derivative, and "transpose(" the backward pass.
         if "transpose(" in name_stack:
-            return 0.0  # counted with the kernel whose gradient it is: 1 + 2 below
-        flops = kernel.flops
-        if flops is None:
+            return _Flops()  # counted with the kernel whose gradient it is: 1 + 2 below
+        # The estimate of a kernel does not say what it multiplies.
+        flops = _Flops() if kernel.flops is None else _Flops(bf16=kernel.flops)
+        if kernel.flops is None:
             if kernel.grid is None:
                 self.notes.append(
                     "Model FLOPs omit a Pallas kernel: its grid is known only when it runs."
                 )
-                return 0.0
-            flops = math.prod(kernel.grid) * self.count(kernel.body, name_stack)
+                return _Flops()
+            flops = self.count(kernel.body, name_stack).times(math.prod(kernel.grid))
         # A product of the forward pass has two in the backward pass: one per operand.
-        return 3 * flops if "jvp(" in name_stack else flops
+        return flops.times(3) if "jvp(" in name_stack else flops
+
+
+def _bits_of(operand: Any) -> tuple[int, bool]:
+    """Returns the bits of an element of an operand, and whether it is a float."""
+    dtype = operand.aval.dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits, False
+    return 8 * dtype.itemsize, True
 
 
 def _dot(eqn: Any) -> float:
@@ -106,3 +140,6 @@ def _convolution(eqn: Any) -> float:
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * window
+
+
+_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution}

@@ -131,7 +131,7 @@ def plan_lowered(
         report=report,
     )
     report("reading", 0.0)
-    flops, notes_on_flops = _count_flops(request, step, num_replicas)
+    flops, narrow, notes_on_flops = _count_flops(request, step, num_replicas)
     figures = _read_figures(answer, step, mesh, chip)
     notes = (
         *notes,
@@ -155,6 +155,7 @@ def plan_lowered(
         collectives=figures.collectives,
         tokens_per_step=request.tokens_per_step,
         model_flops=flops,
+        narrow_flops=narrow,
         trace_s=trace_s,
         compile_s=answer.seconds,
         versions=compiler_query.versions(),
@@ -166,16 +167,22 @@ def plan_lowered(
 
 def _count_flops(
     request: PlanRequest, step: LoweredStep, num_replicas: int
-) -> tuple[float | None, tuple[str, ...]]:
-    """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them."""
+) -> tuple[float | None, dict[str, float], tuple[str, ...]]:
+    """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them.
+
+    In between are those of narrow numbers, by kind.
+    """
     if request.model_flops is not None:
-        return request.model_flops, ()
+        return request.model_flops, {}, ()
     if step.closed is None:
-        return None, (
-            "The plan has no MFU: a lowered program does not say which operations the model needs. "
-            "Pass the function, or model_flops.",
+        note = (
+            "The plan has no MFU: a lowered program does not say which operations the model "
+            "needs. Pass the function, or model_flops."
         )
-    return model_flops.model_flops(step.closed, num_replicas)
+        return None, {}, (note,)
+    by_kind, notes = model_flops.model_flops(step.closed, num_replicas)
+    narrow = {kind: flops for kind, flops in by_kind.items() if kind != "bf16"}
+    return sum(by_kind.values(), 0.0), narrow, notes
 
 
 def lower(

@@ -35,6 +35,7 @@ class PlanFigures:
     versions: dict[str, str]
     program: str
     notes: tuple[str, ...] = ()
+    narrow_flops: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
         # Dicts have no hash. Equal plans have equal values of these three, so the hash is
@@ -43,15 +44,18 @@ class PlanFigures:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs per second as a share of the chips' bf16 peak; None without a time.
+        """Share of a step in which the chips would do the model FLOPs at their peak.
 
-        Rematerialization does not count as work.
+        Each product counts at the peak for its numbers: bfloat16 and wider, or those of
+        `narrow_flops`. Rematerialization does not count as work. None without a time.
         """
         if self.model_flops is None or not self._step_s or self.chip not in CHIPS:
             return None
-        return (
-            self.model_flops / self._step_s / (self.num_chips * CHIPS[self.chip].bf16_flops_per_s)
-        )
+        chip = CHIPS[self.chip]
+        wide = self.model_flops - sum(self.narrow_flops.values())
+        by_kind = {"bf16": wide, **self.narrow_flops}
+        at_peak_s = sum(flops / chip.peak_flops_per_s(kind) for kind, flops in by_kind.items())
+        return at_peak_s / self.num_chips / self._step_s
 
     @property
     def tokens_per_s(self) -> float | None:

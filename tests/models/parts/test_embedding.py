@@ -63,7 +63,7 @@ def compiled(devices) -> jax.stages.Compiled:
     with jax.set_mesh(mesh), nnx.logical_axis_rules((("batch", "fsdp"),)):
         function = jax.jit(gradient, out_shardings=table.sharding)
         flops, _ = model_flops.model_flops(jax.make_jaxpr(gradient)(table, tokens), 1)
-        assert flops == 0  # no method of a lookup counts as FLOPs
+        assert not sum(flops.values())  # no method of a lookup counts as FLOPs
         return function.lower(table, tokens).compile()
 
 

@@ -47,4 +47,4 @@ def test_a_rotation_counts_no_flops():
     """The product only moves values, so a model has the same FLOPs on every platform."""
     rotation = rotary.rotation(9, 8, 100.0)
     turn = jax.grad(lambda x: rotary.rotate_by_product(x, rotation).sum())
-    assert model_flops.model_flops(jax.make_jaxpr(turn)(heads()), 1)[0] == 0
+    assert model_flops.model_flops(jax.make_jaxpr(turn)(heads()), 1)[0] == {}

@@ -103,7 +103,7 @@ def test_a_convolution_counts_only_products_inside_the_array(window, labels, sha
         f"%c = bf16[{out}] convolution(%a, %b), {window}dim_labels={labels}",
     )
     assert flops.step_flops(module) == 2 * count
-    assert not flops.is_8_bit(module, hlo_programs.last(module))
+    assert flops.kinds_of_products(module, hlo_programs.last(module)) == {"bf16"}
 
 
 def test_matrix_products_inside_fusions_count():
@@ -119,7 +119,7 @@ def test_matrix_products_inside_fusions_count():
 """,
     )
     assert flops.step_flops(module) == 2 * 4 * 5 * 6
-    assert flops.is_8_bit(module, hlo_programs.last(module))
+    assert flops.kinds_of_products(module, hlo_programs.last(module)) == {"int8"}
 
 
 # Kernels.

@@ -125,8 +125,8 @@ def test_the_estimates_match_the_published_microbenchmarks_on_average(generation
     for matmul in published:
         seconds = matmul.cycles / rates.matmul_cycles_per_s
         assert seconds == pytest.approx(matmul.seconds, rel=0.13 if len(published) > 1 else 1e-9)
-        assert matmul.flops_per_s <= rates.flops_per_s * (1 + 1e-9)
-    assert rates.flops_per_s <= chip.bf16_flops_per_s / chip.devices_per_chip
+        assert matmul.flops_per_s <= rates.flops_per_s() * (1 + 1e-9)
+    assert rates.flops_per_s() <= chip.bf16_flops_per_s / chip.devices_per_chip
 
 
 def _matmul_line(cycles):
@@ -140,7 +140,7 @@ def test_no_instruction_is_faster_than_the_measured_rates():
     operand = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter"
     rates = instruction_time.Rates.of(V5E)
     for cycles, seconds in (
-        (10, 2 * 1024**3 / rates.flops_per_s),
+        (10, 2 * 1024**3 / rates.flops_per_s()),
         (10**9, 10**9 / rates.matmul_cycles_per_s),
     ):
         module = hlo_programs.program(
@@ -149,9 +149,33 @@ def test_no_instruction_is_faster_than_the_measured_rates():
         price = rates.price(module, hlo_programs.last(module))
         assert (price.kind, price.hbm_bytes) == ("matmul", 0)
         assert price.seconds == pytest.approx(seconds)
+        assert price.peak_s == pytest.approx(2 * 1024**3 / V5E.bf16_flops_per_s)
     module = hlo_programs.program(f"%a = {BIG} parameter(0)", f"%x = {BIG} add(%a, %a)")
     price = rates.price(module, hlo_programs.last(module))
     assert price.seconds == pytest.approx(3 * ALL / rates.hbm_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("generation", "dtypes", "peak"),
+    [
+        ("v5e", ("s8", "s8"), 393e12),
+        ("v5e", ("s4", "s8"), 393e12),
+        ("v5e", ("s4", "s4"), 788e12),
+        ("v5e", ("s8", "bf16"), 197e12),
+        ("v5p", ("f8e4m3fn", "f8e5m2"), 459e12),  # converted to bfloat16
+        ("tpu7x", ("f8e4m3fn", "f8e5m2"), 4614e12 / 2),  # of one of two devices
+    ],
+)
+def test_narrow_numbers_have_a_peak_of_their_own(generation, dtypes, peak):
+    chip, layout = chips.CHIPS[generation], "[1024,1024]{1,0:T(8,128)(2,1)S(1)}"
+    module = hlo_programs.program(
+        f"%a = {dtypes[0]}{layout} parameter(0)",
+        f"%b = {dtypes[1]}{layout} parameter(1)",
+        f"%c = f32{layout} convolution(%a, %b), dim_labels=bf_io->bf",
+    )
+    price = instruction_time.Rates.of(chip).price(module, hlo_programs.last(module))
+    assert price.peak_s == pytest.approx(2 * 1024**3 / peak)
+    assert price.peak_s <= price.seconds
 
 
 def test_a_step_is_the_sum_of_its_parts():
@@ -254,7 +278,7 @@ def test_a_narrow_head_fills_half_of_a_wide_matrix_unit():
         rates = instruction_time.Rates.of(chip)
         price = rates.price(*kernel)
         assert price.kind == "kernel"
-        assert price.seconds == pytest.approx(2 * PRODUCT / (rates.flops_per_s * filled))
+        assert price.seconds == pytest.approx(2 * PRODUCT / (rates.flops_per_s() * filled))
 
 
 def test_a_kernel_of_unknown_cost_is_reported():

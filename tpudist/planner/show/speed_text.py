@@ -27,7 +27,6 @@ from tpudist.planner.show.report_parts import (
 )
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.step_time import TimeEstimate
-from tpudist.xla.hardware.chips import CHIPS
 
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
@@ -96,9 +95,8 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
                 f"{format_seconds(hidden)} of it."
             )
     bounds = []
-    if chip := CHIPS.get(plan.chip):
-        peak = chip.bf16_flops_per_s / chip.devices_per_chip
-        at_peak = format_seconds(spent.flops / peak)
+    if spent.peak_bound_s:
+        at_peak = format_seconds(spent.peak_bound_s)
         bounds.append(f"{at_peak} for {format_flops(spent.flops)} at the chip's peak")
     if spent.memory_bound_s:
         bounds.append(

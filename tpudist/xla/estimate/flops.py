@@ -14,6 +14,7 @@ import numpy as np
 
 from tpudist.array_types import Shape
 from tpudist.xla.estimate import kernels
+from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
@@ -48,20 +49,15 @@ def instruction_flops(module: Module, instruction: Instruction) -> float:
     return 0.0
 
 
-def is_8_bit(module: Module, instruction: Instruction) -> bool:
-    """Whether all matrix multiplications have 8-bit operands, for which chips have another peak."""
-    widths = set(_operand_bits(module, instruction))
-    return bool(widths) and max(widths) <= 8
-
-
-def _operand_bits(module: Module, instruction: Instruction) -> list[int]:
+def kinds_of_products(module: Module, instruction: Instruction) -> set[str]:
+    """Returns the kinds of numbers that an instruction multiplies; see `chips.kind_of_products`."""
     if instruction.opcode == "fusion":
-        callee = module.contents_of(instruction)
-        return [b for inner in callee.instructions.values() for b in _operand_bits(module, inner)]
+        inside = module.contents_of(instruction).instructions.values()
+        return {kind for inner in inside for kind in kinds_of_products(module, inner)}
     if instruction.opcode not in ("dot", "convolution"):
-        return []
-    operands = module.operands_of(instruction)[:2]
-    return [shapes.num_bits(operand.arrays[0].dtype) for operand in operands]
+        return set()
+    dtypes = [operand.arrays[0].dtype for operand in module.operands_of(instruction)[:2]]
+    return {chips.kind_of_products((shapes.num_bits(x), x.startswith("f")) for x in dtypes)}
 
 
 def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:

@@ -22,7 +22,7 @@ Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share 
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tpudist.xla.estimate import flops, hbm_traffic, kernels
 from tpudist.xla.hardware.chips import CHIPS, Chip
@@ -111,12 +111,14 @@ class Price:
         kind: "matmul", "kernel", or "elementwise" for everything else, such as copies.
         flops: Operations in matrix multiplications.
         hbm_bytes: Bytes to and from HBM.
+        peak_s: Seconds that the operations take at the chip's peak.
     """
 
     seconds: float
     kind: str
     flops: float
     hbm_bytes: float
+    peak_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,17 +126,16 @@ class Rates:
     """Rates of one device.
 
     Attributes:
-        flops_per_s: Operations of a large matrix multiplication.
-        flops_8_bit_per_s: Operations of a large matrix multiplication of 8-bit numbers, integers or
-            floats.
+        chip: The chip, whose peak depends on the numbers that are multiplied.
+        matmul_share: Share of the peak that a large matrix multiplication reaches.
         hbm_bytes_per_s: Bytes of a large copy, read and written together.
         matmul_cycles_per_s: XLA's cycles of instructions that multiply matrices.
         other_cycles_per_s: XLA's cycles of all other instructions.
         unit_width: Width of the matrix unit.
     """
 
-    flops_per_s: float
-    flops_8_bit_per_s: float
+    chip: Chip
+    matmul_share: float
     hbm_bytes_per_s: float
     matmul_cycles_per_s: float
     other_cycles_per_s: float
@@ -145,19 +146,22 @@ class Rates:
         """Returns the rates of one device of `chip`."""
         # `matmul_share` is a calibration by the user. It scales the peak and, by the same factor,
         # the rate of the cycles.
-        peak = chip.bf16_flops_per_s / chip.devices_per_chip
         published = _best_share(chip)
         share = chip.matmul_share or published
         hbm_bytes_per_s = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
-        peak_8_bit = (chip.int8_ops_per_s or chip.bf16_flops_per_s) / chip.devices_per_chip
         return cls(
-            flops_per_s=peak * share,
-            flops_8_bit_per_s=peak_8_bit * share,
+            chip=chip,
+            matmul_share=share,
             hbm_bytes_per_s=hbm_bytes_per_s,
             matmul_cycles_per_s=chip.cycles_per_s * _cycles_per_clock(chip) * share / published,
             other_cycles_per_s=COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
             unit_width=256 if chip.generation in _WIDE_UNITS else 128,
         )
+
+    def flops_per_s(self, kinds: Iterable[str] = ("bf16",)) -> float:
+        """Returns the operations of a large matrix multiplication: of the slowest of `kinds`."""
+        peak = min(map(self.chip.peak_flops_per_s, kinds))
+        return peak / self.chip.devices_per_chip * self.matmul_share
 
     def price(self, module: Module, instruction: Instruction) -> Price:
         """Returns the cost of one run; zero for loops and calls, whose bodies count instead."""
@@ -168,13 +172,14 @@ class Rates:
         if kernels.is_kernel(instruction):
             width = kernels.narrowest_dim(module, instruction) or self.unit_width
             filled = min(1.0, width / self.unit_width)
-            seconds = max(num_flops / (self.flops_per_s * filled), hbm_s)
-            return Price(seconds, "kernel", num_flops, num_bytes)
+            at_rate_s = num_flops / self.flops_per_s()
+            seconds = max(at_rate_s / filled, hbm_s)
+            return Price(seconds, "kernel", num_flops, num_bytes, at_rate_s * self.matmul_share)
         if num_flops:
-            is_8_bit = flops.is_8_bit(module, instruction)
-            peak = self.flops_8_bit_per_s if is_8_bit else self.flops_per_s
-            seconds = max(cycles / self.matmul_cycles_per_s, num_flops / peak, hbm_s)
-            return Price(seconds, "matmul", num_flops, num_bytes)
+            kinds = flops.kinds_of_products(module, instruction) or {"bf16"}
+            at_rate_s = num_flops / self.flops_per_s(kinds)
+            seconds = max(cycles / self.matmul_cycles_per_s, at_rate_s, hbm_s)
+            return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
         seconds = max(cycles / self.other_cycles_per_s, hbm_s)
         return Price(seconds, "elementwise", 0.0, num_bytes)
 

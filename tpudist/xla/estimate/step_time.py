@@ -64,6 +64,7 @@ class TimeEstimate:
         flops: Operations of matrix multiplications and kernels, including trip counts.
         hbm_bytes: Bytes to and from HBM, including transfers with the host, and trip counts.
         top: Instructions that take longest, longest first.
+        peak_bound_s: Lower bound: the time of `flops` at the chip's peak for their numbers.
         unknown_trip_counts: Loops that count once because their trip count is unknown.
         unknown_kernels: Custom kernels that count only by their bytes because the number of their
             operations is unknown.
@@ -83,6 +84,7 @@ class TimeEstimate:
     flops: float
     hbm_bytes: float
     top: tuple[OpTime, ...]
+    peak_bound_s: float = 0.0
     unknown_trip_counts: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
 
@@ -125,6 +127,7 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         exposed_host_s=sum_exposed("host"),
         exposed_hbm_s=sum_exposed("hbm"),
         flops=_per_step(events, lambda e: e.price.flops if e.price else 0.0),
+        peak_bound_s=_per_step(events, lambda e: e.price.peak_s if e.price else 0.0),
         hbm_bytes=hbm_bytes,
         top=_top(events, step_s),
         unknown_trip_counts=module.unknown_trip_counts,

@@ -6,7 +6,7 @@ figure, the rule next to it applies, which is the same for all chips.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ _USABLE_ICI = 0.9
 # used for every generation. Source: tpu-recipes, microbenchmarks. Matrix multiplications are in
 # `instruction_time.MATMULS`.
 _HBM_EFFICIENCY = 1360 / 1638
+_TPU_INFO = "jax, pallas/mosaic/tpu_info.py"
 _HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
 
 
@@ -35,7 +36,9 @@ class Chip:
         device_kind: Value of `jax.Device.device_kind`.
         devices_per_chip: Number of JAX devices per chip.
         bf16_flops_per_s: Peak of matrix multiplication in bfloat16.
-        int8_ops_per_s: Peak in int8; None if no document has it.
+        narrow_ops_per_s: Peak of matrix multiplication of narrower numbers, by kind: "int8", "fp8",
+            "int4"; see `kind_of_products`. A kind that no document has runs at the peak of
+            bfloat16, to which XLA converts it.
         cycles_per_s: Clock of XLA's `estimated_cycles`.
         hbm_bytes: Documented memory.
         compiler_hbm_bytes: Memory that libtpu allows one program, which its error calls "available
@@ -63,7 +66,7 @@ class Chip:
     device_kind: str
     devices_per_chip: int
     bf16_flops_per_s: float
-    int8_ops_per_s: float | None
+    narrow_ops_per_s: Mapping[str, float]
     cycles_per_s: float
     hbm_bytes: int
     compiler_hbm_bytes: int
@@ -80,6 +83,10 @@ class Chip:
     cores_in_name: int
     sources: Mapping[str, str]
     matmul_share: float | None = None
+
+    def peak_flops_per_s(self, kind: str) -> float:
+        """Returns the peak of matrix multiplication of numbers of a kind; "bf16" for wider ones."""
+        return self.narrow_ops_per_s.get(kind, self.bf16_flops_per_s)
 
     def ring_axes(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Returns whether each axis of a slice of this shape (in chips) is a ring, not a line."""
@@ -122,6 +129,21 @@ class AnnouncedChip:
     sources: Mapping[str, str]
 
 
+def kind_of_products(operands: Iterable[tuple[int, bool]]) -> str:
+    """Returns the kind of numbers that a matrix multiplication multiplies, which decides its peak.
+
+    Args:
+        operands: For each operand, the bits of an element, and whether it is a float.
+    """
+    operands = list(operands)
+    widest = max(bits for bits, _ in operands)
+    if widest > 8:
+        return "bf16"
+    if any(is_float for _, is_float in operands):
+        return "fp8"
+    return "int4" if widest <= 4 else "int8"
+
+
 def chip_of_device(device: jax.Device) -> Chip | None:
     """Returns the chip of a JAX device; None if it is not a TPU or an unknown one."""
     return next((c for c in CHIPS.values() if c.device_kind == device.device_kind), None)
@@ -155,7 +177,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=2,
             cores_in_name=2,
             bf16_flops_per_s=46e12,
-            int8_ops_per_s=None,
+            narrow_ops_per_s={},
             cycles_per_s=0.70e9,
             hbm_bytes=16 * _GI,
             compiler_hbm_bytes=2 * int(7.48 * _GI),
@@ -183,7 +205,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=2,
             cores_in_name=2,
             bf16_flops_per_s=123e12,
-            int8_ops_per_s=None,
+            narrow_ops_per_s={},
             cycles_per_s=0.94e9,
             hbm_bytes=32 * _GI,
             compiler_hbm_bytes=2 * int(15.48 * _GI),
@@ -211,7 +233,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=1,
             cores_in_name=2,
             bf16_flops_per_s=275e12,
-            int8_ops_per_s=275e12,
+            narrow_ops_per_s={"int8": 275e12},
             cycles_per_s=1.05e9,
             hbm_bytes=32 * _GI,
             compiler_hbm_bytes=int(30.75 * _GI),
@@ -226,7 +248,7 @@ CHIPS: Mapping[str, Chip] = {
             host_bytes_per_s=16e9,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v4",
-                "int8_ops_per_s": f"{_DOCS}/v4",
+                "int8": f"{_DOCS}/v4",
                 "cycles_per_s": "275e12 / (8 MXUs x 2 x 128 x 128)",
                 "hbm_bytes": f"{_DOCS}/v4",
                 "hbm_bytes_per_s": f"{_DOCS}/v4",
@@ -240,7 +262,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=1,
             cores_in_name=1,
             bf16_flops_per_s=197e12,
-            int8_ops_per_s=393e12,
+            narrow_ops_per_s={"int8": 393e12, "int4": 788e12},
             cycles_per_s=1.503e9,
             hbm_bytes=16 * _GI,
             compiler_hbm_bytes=int(15.75 * _GI),
@@ -255,7 +277,8 @@ CHIPS: Mapping[str, Chip] = {
             host_bytes_per_s=15e9,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v5e",
-                "int8_ops_per_s": f"{_DOCS}/v5e",
+                "int8": f"{_DOCS}/v5e",
+                "int4": _TPU_INFO,
                 "cycles_per_s": "197e12 / (4 MXUs x 2 x 128 x 128)",
                 "hbm_bytes": f"{_DOCS}/v5e",
                 "hbm_bytes_per_s": f"{_DOCS}/v5e",
@@ -269,7 +292,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=1,
             cores_in_name=2,
             bf16_flops_per_s=459e12,
-            int8_ops_per_s=918e12,
+            narrow_ops_per_s={"int8": 918e12, "int4": 1836e12},
             cycles_per_s=1.75e9,
             hbm_bytes=95 * _GI,  # documented in whole GiB; libtpu allows slightly more
             compiler_hbm_bytes=int(95.74 * _GI),
@@ -284,7 +307,8 @@ CHIPS: Mapping[str, Chip] = {
             host_bytes_per_s=15e9,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v5p",
-                "int8_ops_per_s": "jax, pallas/mosaic/tpu_info.py",
+                "int8": _TPU_INFO,
+                "int4": f"{_TPU_INFO}: twice int8",
                 "cycles_per_s": "459e12 / (8 MXUs x 2 x 128 x 128)",
                 "hbm_bytes": f"{_DOCS}/v5p",
                 "hbm_bytes_per_s": f"{_DOCS}/v5p (jax, tpu_info.py: 2460e9)",
@@ -298,7 +322,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=1,
             cores_in_name=1,
             bf16_flops_per_s=918e12,
-            int8_ops_per_s=1836e12,
+            narrow_ops_per_s={"int8": 1836e12, "fp8": 918e12, "int4": 3672e12},
             cycles_per_s=1.75e9,
             hbm_bytes=32 * _GI,
             compiler_hbm_bytes=int(31.25 * _GI),
@@ -313,7 +337,9 @@ CHIPS: Mapping[str, Chip] = {
             host_bytes_per_s=32e9,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/v6e",
-                "int8_ops_per_s": f"{_DOCS}/v6e",
+                "int8": f"{_DOCS}/v6e",
+                "fp8": f"as bf16: {_TPU_INFO}",
+                "int4": f"{_TPU_INFO}: twice int8",
                 "cycles_per_s": "918e12 / (2 MXUs x 4 x 256 x 256)",
                 "hbm_bytes": f"{_DOCS}/v6e",
                 "hbm_bytes_per_s": f"{_DOCS}/v6e",
@@ -327,7 +353,7 @@ CHIPS: Mapping[str, Chip] = {
             devices_per_chip=2,
             cores_in_name=2,
             bf16_flops_per_s=2307e12,
-            int8_ops_per_s=None,
+            narrow_ops_per_s={"fp8": 4614e12},
             cycles_per_s=2.2e9,
             hbm_bytes=192 * _GI,
             compiler_hbm_bytes=2 * int(94.75 * _GI),
@@ -342,6 +368,7 @@ CHIPS: Mapping[str, Chip] = {
             host_bytes_per_s=32e9,
             sources={
                 "bf16_flops_per_s": f"{_DOCS}/tpu7x",
+                "fp8": f"{_DOCS}/tpu7x",
                 "cycles_per_s": "2307e12 / (4 MXUs x 4 x 256 x 256)",
                 "hbm_bytes": f"{_DOCS}/tpu7x",
                 "hbm_bytes_per_s": f"{_DOCS}/tpu7x",
