@@ -1,7 +1,9 @@
 """The rendezvous before JAX connects the processes; threads take the place of processes."""
 
+import collections
 import concurrent.futures
 import contextlib
+import contextvars
 import itertools
 import logging
 import socket
@@ -18,6 +20,7 @@ from tpudist.processes import (
     rendezvous_messages,
     startup_address,
 )
+from tpudist.processes.host import Host, replace
 
 
 @pytest.fixture
@@ -226,3 +229,56 @@ def test_a_process_number_out_of_range_raises(address):
         "ValueError: The process number 2 is invalid: with 2 processes, the numbers are 0 to 1. "
         "Correct the number."
     )
+
+
+@pytest.mark.parametrize("count", [3, 24])
+def test_process_0_does_not_look_at_all_processes_for_each_message(address, monkeypatch, count):
+    """It would spend time that grows with the square of their number."""
+    monkeypatch.setattr(rendezvous_guest, "_SERVICE_S", 0.0)
+    calls = collections.Counter()
+    for name in ("_list_processes", "_serve_guests"):
+        monkeypatch.setattr(rendezvous_host, name, count_calls(calls, rendezvous_host, name))
+    for name in ("make_greeting", "introduce"):
+        monkeypatch.setattr(
+            rendezvous_messages, name, count_calls(calls, rendezvous_messages, name)
+        )
+    assert join(address, [(i, count, 0) for i in range(count)]) == ["met"] * count
+    assert calls["_list_processes"] == 0  # only for reports
+    assert calls["make_greeting"] == 1  # it reads the version from the disk
+    assert calls["introduce"] == count
+    assert calls["_serve_guests"] <= 3 * count  # a guest is accepted, greeted and introduced
+
+
+def count_calls(calls, module, name):
+    function = getattr(module, name)
+
+    def counted(*args):
+        calls[name] += 1
+        return function(*args)
+
+    return counted
+
+
+def test_a_process_looks_for_the_service_with_growing_pauses(address):
+    pauses = []
+
+    class Waiting(Host):
+        """Time passes only in `sleep`, and nobody listens."""
+
+        def monotonic(self):
+            return sum(pauses)
+
+        def sleep(self, seconds):
+            pauses.append(seconds)
+
+        def connect(self, host, port, timeout_s):
+            raise ConnectionRefusedError
+
+    def wait():
+        replace(Waiting())
+        rendezvous_guest._wait_for_service("127.0.0.1", 1, 2)
+
+    contextvars.copy_context().run(wait)
+    assert pauses[:3] == [0.005, 0.01, 0.02]
+    assert len(pauses) < 110  # not 1,000 in 5 s
+    assert max(pauses) == 0.05

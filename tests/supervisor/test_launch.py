@@ -88,6 +88,35 @@ def test_an_error_of_the_program_is_not_restarted(run):
     ]
 
 
+def test_the_launcher_does_not_import_jax(tmp_path):
+    """Its import takes half a second, before the processes start theirs on the same cores."""
+    script = tmp_path / "program.py"
+    script.write_text("print('well')")
+    program = f"""
+import sys
+from tpudist import cli
+code = cli.main(["launch", "-n", "2", "--devices-per-process", "1", {str(script)!r}])
+print(code, {{"jax", "jaxlib", "flax"}} & set(sys.modules))
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_the_launcher_looks_at_its_processes_when_one_has_ended(run, monkeypatch):
+    """It would take time from them otherwise, which grows with their number."""
+    turns, collect = [], launch._Attempt._collect_ended
+    monkeypatch.setattr(
+        launch._Attempt, "_collect_ended", lambda *args: turns.append(1) or collect(*args)
+    )
+    monkeypatch.setattr(launch, "_CHECK_S", 600.0)
+    code, _ = run("import time; time.sleep(0.5)", "-n", "4")
+    assert code == 0
+    assert len(turns) <= 1 + 4
+
+
 # Process 1 raises, and process 0 ends with the code of a lost peer just after that.
 CAUSE = """
 import os, sys
@@ -107,7 +136,7 @@ sys.exit(75)
 
 
 def test_the_cause_counts_although_a_process_that_lost_it_ends_in_the_same_turn(run, monkeypatch):
-    monkeypatch.setattr(launch, "_POLL_S", 0.5)
+    monkeypatch.setattr(launch.Wakeups, "wait", lambda wakeups, timeout_s: time.sleep(0.5))
     code, lines = run(CAUSE, "-n", "2", "--restarts", "1")
     assert code == 1
     assert lines == [

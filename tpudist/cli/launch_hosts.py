@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from tpudist.cli.errors import WrongUse
-from tpudist.cluster_resolver.slurm import expand_hostlist
+from tpudist.cluster_resolver.slurm_lists import expand_hostlist
 from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
 

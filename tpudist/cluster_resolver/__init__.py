@@ -1,32 +1,11 @@
 """Finds the processes that take part in a run, and which of them this one is.
 
 There is one resolver, and one file, for each environment.
+
+`__init__.pyi` lists the public names. Each is imported on first use: `tpudist launch` reads the
+hosts of Slurm and of a TPU slice here, and needs no JAX, whose import takes half a second.
 """
 
-from tpudist.cluster_resolver.base import ClusterResolver
-from tpudist.cluster_resolver.cluster_spec import ClusterSpec
-from tpudist.cluster_resolver.gce import GCEClusterResolver
-from tpudist.cluster_resolver.kubernetes import (
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
-)
-from tpudist.cluster_resolver.server_def import ServerDef
-from tpudist.cluster_resolver.simple import SimpleClusterResolver
-from tpudist.cluster_resolver.slurm import SlurmClusterResolver
-from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
-from tpudist.cluster_resolver.tpu import TPUClusterResolver
-from tpudist.cluster_resolver.union import UnionResolver
+import lazy_loader
 
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "GCEClusterResolver",
-    "KubernetesClusterResolver",
-    "KubernetesExecutableLocation",
-    "ServerDef",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TPUClusterResolver",
-    "UnionResolver",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -40,7 +40,8 @@ class IdleWorkers:
     def wake_one(self) -> None:
         """Wakes one worker, if it has something to do."""
         self._waiting.notify_one()
-        self._watching.notify_one()
+        if self._is_watched:
+            self._watching.notify_one()
 
     def wake_all(self) -> None:
         """Wakes all workers that have something to do, such as to end."""

@@ -169,13 +169,17 @@ class WaitingThreads:
 
     def notify_all(self) -> None:
         """See `Condition`."""
+        is_notified = self._notifies_all or self._num_ones
         self._notifies_all = True
-        self._monitor.notified.append(self)
+        if not is_notified:
+            self._monitor.notified.append(self)
 
     def notify_one(self) -> None:
         """See `Condition`."""
+        is_notified = self._notifies_all or self._num_ones
         self._num_ones += 1
-        self._monitor.notified.append(self)
+        if not is_notified:
+            self._monitor.notified.append(self)
 
     def wake_ready(self) -> None:
         """Wakes the notified threads whose predicates hold."""

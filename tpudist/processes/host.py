@@ -21,10 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Protocol
 
-import jax
-
-from tpudist.xla import internals
-
 _PROC = Path("/proc")
 ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -90,22 +86,31 @@ class Host:
         """Whether `thread` is the thread that calls this."""
         return thread is threading.current_thread()
 
-    # The process, as JAX knows it.
+    # The process, as JAX knows it. A supervisor calls none of these methods, and importing JAX
+    # would delay the start of its processes by half a second.
 
     def process_index(self) -> int:
         """Returns the number of this process."""
+        import jax
+
         return jax.process_index()
 
     def process_count(self) -> int:
         """Returns the number of processes of the run."""
+        import jax
+
         return jax.process_count()
 
     def coordination_client(self) -> Any:
         """Returns the client of JAX's coordination service; None in one process."""
+        from tpudist.xla import internals
+
         return internals.coordination_client()
 
     def coordinator_host(self) -> str:
         """Returns the host of the coordination service."""
+        from tpudist.xla import internals
+
         return internals.coordinator_host()
 
     # The network.

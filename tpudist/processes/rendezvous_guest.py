@@ -13,7 +13,7 @@ _CONNECT_S = 5.0
 _RETRY_S = 0.2  # between two visits
 _SLICE_S = 0.5  # between two looks at the clock
 _EXTRA_S = 5.0  # process 0 gives up at the limit, and its answer, which says why, takes a moment
-_SERVICE_RETRY_S = 0.005
+_SERVICE_RETRY_S, _LONGEST_SERVICE_RETRY_S = 0.005, 0.05
 _CONNECTIONS_PER_S = 10_000  # that all processes together try at one host
 _SERVICE_S = 5.0  # for JAX's service to listen; after that JAX itself waits and reports
 
@@ -110,11 +110,14 @@ def _wait_for_service(host: str, port: int, num_processes: int) -> None:
     Also returns after `_SERVICE_S`.
     """
     deadline = this_host().monotonic() + _SERVICE_S
-    # A refused connection costs little, but thousands of processes ask one host.
+    # A refused connection costs little, but thousands of processes ask one host. The pauses grow,
+    # because many processes on the host of process 0 would keep it from starting the service.
     pause_s = max(_SERVICE_RETRY_S, num_processes / _CONNECTIONS_PER_S)
+    longest_s = max(_LONGEST_SERVICE_RETRY_S, pause_s)
     while this_host().monotonic() < deadline:
         try:
             this_host().connect(host, port, 1.0).close()
             return
         except OSError:
             this_host().sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)

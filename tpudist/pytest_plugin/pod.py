@@ -157,8 +157,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                 return self._processes[process].pid
         else:
             # The environment has the number of the process; a replacement has a number of its own.
-            # The variable is `processes.generations.SUPERVISOR_VARIABLE`, whose module imports
-            # JAX.
+            # The variable is `processes.supervisor_variables.SUPERVISOR_VARIABLE`.
             for pid in self._children_of_launcher():
                 if _variable(pid, "TPUDIST_SUPERVISOR").split()[-1:] == [str(process)]:
                     return pid
@@ -256,8 +255,7 @@ class Pod(contextlib.AbstractContextManager["Pod"]):
                             "task": {"type": "worker", "index": i},
                         }
                     ),
-                    # As in `emulation.environment_of`, whose module imports JAX. This process may
-                    # have no use for it.
+                    # As in `emulation.environment_of`.
                     "TPUDIST_EMULATE": str(n),
                     "JAX_PLATFORMS": "cpu",
                     "JAX_NUM_CPU_DEVICES": str(n),

@@ -32,7 +32,6 @@ from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.supervisor.member import Member, choose_members
-from tpudist.xla import internals
 
 MAX_WITHOUT_PROGRESS = 8
 """Number of generations in a row without a commit, after which the run is given up."""
@@ -310,6 +309,9 @@ class GenerationControl:
         self._check_commits(newest)
         if self.gave_up:
             return
+        # Here, because most runs do not survive losses, and their supervisor needs no JAX.
+        from tpudist.xla import internals
+
         self.phase = Phase.JOINING
         address = f"{self._host}:{_free_port(self._host)}"
         service = internals.start_coordination_service(address, len(self.members))

@@ -13,9 +13,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tpudist.processes import generations
+from tpudist.processes import supervisor_variables
 from tpudist.processes.exit_codes import (
     EXIT_GAVE_UP,
     EXIT_INTERRUPTED,
@@ -25,6 +25,7 @@ from tpudist.processes.exit_codes import (
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership
+from tpudist.supervisor.wakeups import Wakeups, receive_wakeups
 from tpudist.supervisor.worker_process import WorkerProcess
 from tpudist.xla import emulation
 
@@ -34,7 +35,8 @@ GRACE_S = 30.0
 """Seconds for all processes to save their state after this process is asked to end."""
 STOPPED_S = 3.0
 """Seconds until a stopped process is killed, if the program survives losses."""
-_POLL_S = 0.02
+_SETTLE_S = 0.02  # for other processes that end for the same reason
+_CHECK_S = 0.2  # between two looks at what has no signal: stopped processes, and the membership
 _PATIENCE_S = 3.0  # for a process to connect, before the run is given up for lack of processes
 
 
@@ -65,12 +67,12 @@ class Launch:
     def run(self) -> int:
         """Runs the program to its end, with restarts; returns the exit code for this process."""
         left = self.restarts
-        with _record_signals() as signals, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
+        with receive_wakeups() as wakeups, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
             # Ends, because each turn returns or uses one of the restarts.
             while True:
                 attempt = _Attempt(self, left, cache)
-                codes = attempt.run(signals)
-                if signals:  # first: the exit codes that they cause look like losses
+                codes = attempt.run(wakeups)
+                if signals := wakeups.signals:  # first: the codes that they cause look like losses
                     return EXIT_INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
                 exit_code = self._conclude(attempt, codes)
                 if exit_code is not None:
@@ -133,16 +135,12 @@ class _Attempt:
         self._membership = self._create_membership()
         self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
 
-    def run(self, signals: list[int]) -> dict[int, int]:
-        """Returns the exit codes in the order in which processes ended, without replaced ones.
-
-        Args:
-            signals: Signals that ask this process to end; it grows meanwhile.
-        """
+    def run(self, wakeups: Wakeups) -> dict[int, int]:
+        """Returns the exit codes in the order in which processes ended, without replaced ones."""
         try:
             for _ in range(self._launch.num_processes + self._launch.spares):
                 self._start()
-            self._wait(signals)
+            self._wait(wakeups)
         finally:
             for worker in self._workers:
                 worker.kill()
@@ -176,19 +174,19 @@ class _Attempt:
             # A spare's index is outside of this cluster. `survive` sets TF_CONFIG again for each
             # generation that the process joins.
             "TF_CONFIG": json.dumps(task),
-            generations.SUPERVISOR_VARIABLE: f"{self._membership.address} {index}",
-            generations.COMPILE_CACHE_VARIABLE: self._cache,
-            generations.FOLDER_VARIABLE: os.getcwd(),
+            supervisor_variables.SUPERVISOR_VARIABLE: f"{self._membership.address} {index}",
+            supervisor_variables.COMPILE_CACHE_VARIABLE: self._cache,
+            supervisor_variables.FOLDER_VARIABLE: os.getcwd(),
         }
         if devices := self._launch.devices_per_process:
             env |= emulation.environment_of(devices)
         self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
 
-    def _wait(self, signals: list[int]) -> None:
+    def _wait(self, wakeups: Wakeups) -> None:
         # Ends when every process has ended. The deadline bounds that: it is set when a process
         # fails for good, when the program is done, or by a signal. A second signal kills all at
         # once.
-        is_forwarded = False
+        is_forwarded, signals = False, wakeups.signals
         while len(self._ended) < len(self._workers) and not self.gave_up:
             self._collect_ended(signals)
             if self._membership.is_done:
@@ -201,7 +199,9 @@ class _Attempt:
                 self._forward(signal.Signals(signals[0]))
             if time.monotonic() > self._deadline or len(signals) > 1:
                 self._kill_late()
-            time.sleep(_POLL_S)
+            if len(self._ended) < len(self._workers) and wakeups.wait(_CHECK_S):
+                # A process that lost another one may be reported before it.
+                time.sleep(_SETTLE_S)
 
     def _collect_ended(self, signals: list[int]) -> None:
         """Handles the processes that have ended since the last call."""
@@ -325,18 +325,3 @@ def _shell_code(code: int) -> int:
 def may_restart(exit_code: int) -> bool:
     """Whether a restart may help a process that ended with this code."""
     return exit_code < 0 or exit_code in (EXIT_PEER_LOST, EXIT_PREEMPTED)
-
-
-@contextlib.contextmanager
-def _record_signals() -> Iterator[list[int]]:
-    """Yields a list to which SIGTERM and SIGINT are added as they arrive."""
-    signals: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: signals.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,6 +6,7 @@ and the lock.
 """
 
 import contextlib
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -128,6 +129,9 @@ class Membership:
             (hello["host"], hello["port"]),
             hello["allowed"],
         )
+        # `GenerationControl` needs JAX for a program that survives losses, and must not import it
+        # under the lock, which takes half a second.
+        importlib.import_module("tpudist.xla.internals")
         with self._lock:
             if not self.is_used:
                 self._control.restart_clock()  # nobody has waited so far

@@ -1,19 +1,22 @@
-"""Emulates several devices in one CPU process, so that a program for a slice runs on a laptop."""
+"""Emulates several devices in one CPU process, so that a program for a slice runs on a laptop.
+
+A supervisor calls `environment_of`. It does not import JAX, which takes half a second, so this
+module imports JAX where it is needed.
+"""
 
 import operator
 import os
 from pathlib import Path
 
-import jax
-
 from tpudist.options import shorten
-from tpudist.xla.settings import Setting
 
 ENVIRONMENT_VARIABLE = "TPUDIST_EMULATE"
 
 
 def has_backend() -> bool:
     """Whether this process already has devices, so that it is too late to choose them."""
+    from tpudist.xla.settings import Setting
+
     number = Setting.NUM_CPU_DEVICES.read()
     # JAX raises an error for another number of CPU devices once a backend runs. Trying that is the
     # only public check that does not start a backend.
@@ -41,6 +44,10 @@ def emulate(num_devices: int | None = None, *, unless_accelerators: int | None =
         ValueError: If `num_devices` is not a positive number.
         RuntimeError: If JAX has already started with other devices.
     """
+    import jax
+
+    from tpudist.xla.settings import Setting
+
     num_devices = _parse_num_devices(num_devices)
     if unless_accelerators is not None and has_accelerators(unless_accelerators):
         return

@@ -14,7 +14,7 @@ from typing import NoReturn
 from tpudist.goodput import goodput
 from tpudist.preemption.survival import state_transfer
 from tpudist.preemption.survival.survivor import StateCopy
-from tpudist.processes import generations
+from tpudist.processes import supervisor_variables
 from tpudist.processes.json_lines import JsonConnection
 
 _KEPT_VARIABLE = "TPUDIST_KEPT"  # has the two descriptors, -1 for no state
@@ -71,5 +71,5 @@ def restart(connection: JsonConnection, state: StateCopy | None) -> NoReturn:
     os.environ[goodput.REPLACED_AT] = repr(time.time())
     sys.stdout.flush()
     sys.stderr.flush()
-    os.chdir(os.environ.get(generations.FOLDER_VARIABLE, "."))
+    os.chdir(os.environ.get(supervisor_variables.FOLDER_VARIABLE, "."))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

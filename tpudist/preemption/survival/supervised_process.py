@@ -31,7 +31,12 @@ from tpudist.goodput import goodput
 from tpudist.preemption.survival import restart_in_place, state_transfer
 from tpudist.preemption.survival.program_generation import ProgramGeneration
 from tpudist.preemption.survival.survivor import Copies, StateCopy, Survivor
-from tpudist.processes import generations, json_lines, process_state
+from tpudist.processes import (
+    generations,
+    json_lines,
+    process_state,
+    supervisor_variables,
+)
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from tpudist.processes.generations import GenerationEnded
 from tpudist.processes.json_lines import JsonConnection, Listener
@@ -393,7 +398,7 @@ def _may_come_from_collective(error: BaseException | None) -> bool:
 
 def _use_compile_cache() -> None:
     """Shares compiled programs between generations with equally many processes."""
-    folder = os.environ.get(generations.COMPILE_CACHE_VARIABLE)
+    folder = os.environ.get(supervisor_variables.COMPILE_CACHE_VARIABLE)
     if folder and not Setting.COMPILATION_CACHE_DIR.read():
         Setting.COMPILATION_CACHE_DIR.set(folder)
         Setting.MIN_CACHED_COMPILE_TIME.set(0)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from tpudist.preemption.survival import restart_in_place
 from tpudist.preemption.survival.supervised_process import SupervisedProcess
 from tpudist.preemption.survival.survivor import Copies, Link, Survivor
-from tpudist.processes import generations
+from tpudist.processes import supervisor_variables
 from tpudist.xla import emulation
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def survive(
             if it was not needed at the end of the run.
     """
     every, allowed = _check_options(every, processes, in_process)
-    supervisor = os.environ.get(generations.SUPERVISOR_VARIABLE)
+    supervisor = os.environ.get(supervisor_variables.SUPERVISOR_VARIABLE)
     if supervisor is None:
         return train(Survivor(0, Copies(None), every, Link()))
     _require_no_devices()

@@ -6,7 +6,8 @@
 import os
 from dataclasses import dataclass
 
-from tpudist.cluster_resolver.slurm import expand_hostlist, read_nodes
+from tpudist.cluster_resolver.slurm import read_nodes
+from tpudist.cluster_resolver.slurm_lists import expand_hostlist
 from tpudist.cluster_resolver.tf_config import TFConfigClusterResolver
 from tpudist.cluster_resolver.tpu_hosts import TPU_PORT, find_slice_hosts
 from tpudist.processes import startup_address
