@@ -448,6 +448,7 @@ def test_format_bytes_chooses_a_unit(count, told):
     ("seconds", "told"),
     [
         (0, "0 s"),
+        (2.7e-20, "0 s"),
         (42.6e-9, "42.6 ns"),
         (2e-6, "2.00 us"),
         (0.000_999_4, "999 us"),

@@ -17,7 +17,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 def format_seconds(seconds: float) -> str:
     """Returns "12.3 ms" for `0.0123`."""
-    if seconds == 0:
+    if seconds < 0.05e-9:  # less than a cycle of any chip: the rounding error of a difference
         return "0 s"
     for unit, size in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
         # 999.5 would be rounded to "1000 ms", which is "1 s".
