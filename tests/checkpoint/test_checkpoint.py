@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 
 import tpudist
 from checkpoint_program import MEAN, ON_READ, SUM, Counter, digest, make_state
-from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager
-from tpudist.checkpoint.entries import VALUE, Entries, join_path
+from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, save_restore
+from tpudist.checkpoint.entries import VALUE, Entries, find_entries, join_path
 from tpudist.checkpoint.restore_match import Selection, match
 
 STRATEGIES = {
@@ -214,6 +214,18 @@ def test_a_shared_object_is_saved_once_and_may_be_separate_later(tmp_path):
         np.testing.assert_array_equal(x.kernel[...], layer.kernel[...])
     a.kernel.get_raw_value().delete()
     np.testing.assert_array_equal(b.kernel[...], layer.kernel[...])
+
+
+def test_only_process_0_reads_the_state_of_an_iterator_to_save_it(monkeypatch):
+    """It has the positions of all processes, so n processes would read n * n."""
+    dataset = tpudist.NumpyDataset(np.arange(24)).batch(4)
+    batches = iter(tpudist.MirroredStrategy().experimental_distribute_dataset(dataset))
+    state, values = tpudist.TrainState(batches=batches), []
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        _, contents = save_restore.gather(find_entries(state), 0, {})
+        values.append(contents["leaves"]["batches"]["value"])
+    assert values == [batches.get_state(), None]
 
 
 def test_the_iterator_of_a_dataset_resumes_at_its_position(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from counting_service import exponent, run
+from benchmarks.counting_service import exponent, run
 from tpudist.errors import ProcessesDifferError
 from tpudist.processes import process_agreement, process_watch
 from tpudist.processes.process_agreement import Intention
@@ -42,7 +42,7 @@ def agree(num_processes, intend):
     def program(index):
         process_agreement._Agreement(tuple(range(num_processes))).agree(intend(index))
 
-    return run(num_processes, program)
+    return run(num_processes, program, patience=100)
 
 
 def texts_of(done):

@@ -23,6 +23,7 @@ from tpudist.checkpoint.holders import (
     ObjectHolder,
     has_array,
     has_objects,
+    has_shared_state,
     has_state,
 )
 from tpudist.state import nnx_binding, nnx_contents
@@ -48,6 +49,8 @@ class Entry:
         variable_type: Type of the NNX Variable that contains the value, if any.
         sharding: Placement; None for arrays of the host and for uncommitted arrays.
         on_host: Whether it is a NumPy array.
+        is_shared: Whether all processes would read the same value, so that a checkpoint needs it
+            from process 0 only, and reading it in all of them costs messages.
         read: Called without arguments; returns the value.
         write: Called with a restored value. It takes effect in `Entries.finish`, after all
             values have been written.
@@ -62,6 +65,7 @@ class Entry:
     variable_type: type | None = None
     sharding: jax.sharding.Sharding | None = None
     on_host: bool = False
+    is_shared: bool = False
 
     @property
     def name(self) -> str:
@@ -164,7 +168,11 @@ class Entries:
             self._add_container(path, x)
         elif has_state(x):
             write = _defer(x.set_state, self._write_states)
-            self.entries.append(Entry(path, STATE, (), type(x).__name__, x.get_state, write))
+            is_shared = has_shared_state(x)
+            dtype = type(x).__name__
+            self.entries.append(
+                Entry(path, STATE, (), dtype, x.get_state, write, is_shared=is_shared)
+            )
         elif library_objects.is_known(x):
             opened = library_objects.open_object(x, self._neighbors)
             if opened is None:

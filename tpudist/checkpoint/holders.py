@@ -74,6 +74,11 @@ def has_state(x: object) -> TypeGuard[StateHolder]:
     return hasattr(type(x), "get_state") and hasattr(type(x), "set_state")
 
 
+def has_shared_state(x: object) -> bool:
+    """Whether all processes have the same state of `x`; its class then has `state_is_shared`."""
+    return hasattr(type(x), "state_is_shared")
+
+
 def has_array(x: object) -> TypeGuard[ArrayHolder]:
     """Whether `x` is an `ArrayHolder`."""
     return hasattr(type(x), "checkpoint_spec")

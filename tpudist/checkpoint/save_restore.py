@@ -52,7 +52,9 @@ def gather(
     donated: list[str] = []
     abstract: list[str] = []
     for entry in found.entries:
-        value = entry.read()
+        # Only process 0 writes the JSON.
+        is_needed = not entry.is_shared or jax.process_index() == 0
+        value: Any = entry.read() if is_needed else None
         entry = entry.fit(np.shape(value)) if entry.kind == ARRAY else entry
         leaf = {"kind": entry.kind, "shape": list(entry.shape), "dtype": entry.dtype}
         leaves[entry.name] = leaf

@@ -59,6 +59,10 @@ class DistributedIterator(Iterator[PyTree]):
     `tf.distribute.DistributedIterator`, and can also be resumed, with `get_state` and `set_state`.
     """
 
+    # Every process gets the same state, and reads the positions of all others for it. So a
+    # checkpoint asks only the process that writes it; see `checkpoint.holders.has_shared_state`.
+    state_is_shared = True
+
     def __init__(self, dataset: RestartableDataset, elements: feed_ahead.Elements):
         self._dataset = dataset
         self._elements = elements
@@ -129,8 +133,11 @@ class DistributedIterator(Iterator[PyTree]):
     def get_state(self) -> State:
         """Returns the position after the last returned element, for `set_state`, as JSON values.
 
-        Elements that were prepared ahead do not count. All processes have the same state. For data
-        that is read by number, the same elements follow on any number of replicas and processes.
+        Elements that were prepared ahead do not count. All processes have the same state, and any
+        of them may call this alone. For data that is read by number, the same elements follow on
+        any number of replicas and processes.
+
+        Cost: if each process has its own dataset, one request for the positions of all processes.
         Warns if the dataset is shuffled without a seed, because then no other run can resume here.
         """
         if self._position.step and not self._position.ended:

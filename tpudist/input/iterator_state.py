@@ -4,6 +4,7 @@ A state consists of numbers, texts, lists and dicts, so it can be written as JSO
 read it. It has the position of the next element, and the plan of the data to which it belongs.
 """
 
+import abc
 import base64
 import json
 from collections.abc import Iterator
@@ -41,13 +42,21 @@ class StatefulIterator(Iterator[PyTree], Protocol):
         ...
 
 
+class UnreadState(abc.ABC):
+    """Position of the sources of several processes, which is only read to save it."""
+
+    @abc.abstractmethod
+    def read(self) -> State:
+        """Returns the position, as values of JSON."""
+
+
 class Position(NamedTuple):
     """Position of an iterator in the data.
 
     Attributes:
         pass_number: Number of the pass through the dataset.
         step: Number of elements that were returned in this pass.
-        source: Position of the source of the data; None at the beginning.
+        source: Position of the source of the data; None at the beginning. See `read_source`.
         ended: Whether the pass has ended.
         resumed: Whether it comes from a state, so that other passes may have come before it.
         version: Version of the states of this position, which determines the order of the rows.
@@ -55,10 +64,14 @@ class Position(NamedTuple):
 
     pass_number: int
     step: int = 0
-    source: State | None = None
+    source: State | UnreadState | None = None
     ended: bool = False
     resumed: bool = False
     version: int = VERSION
+
+    def read_source(self) -> State | None:
+        """Returns the position of the source as values of JSON."""
+        return self.source.read() if isinstance(self.source, UnreadState) else self.source
 
     def state_for(self, state: State | None) -> State | None:
         """Returns the state for one dataset, whose part of `source` is `state`.
@@ -78,7 +91,7 @@ def encode(position: Position, plan: dict[str, Any]) -> State:
         "version": position.version,
         "pass": position.pass_number,
         "step": position.step,
-        "source": position.source,
+        "source": position.read_source(),
         "plan": plan,
     }
     return state | {"ended": True} if position.ended else state

@@ -9,8 +9,10 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
 
 from tpudist.processes.coordination import Channel
 
@@ -32,6 +34,8 @@ class Rounds:
         stop: Event that ends a waiting `exchange` when it is set.
         processes: Indices of the processes.
         subject: Name of the part that can fail, in errors.
+        reads_ahead: Whether the pass may read batches before they are requested, so that a round
+            can be about several steps.
     """
 
     def __init__(
@@ -40,8 +44,11 @@ class Rounds:
         stop: threading.Event,
         processes: Sequence[int],
         subject: str = "dataset",
+        *,
+        reads_ahead: bool = False,
     ):
         self.processes = processes
+        self.reads_ahead = reads_ahead
         self._subject = subject
         self._name = name
         self._channel: Channel | None = None
@@ -51,25 +58,68 @@ class Rounds:
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the messages of all processes in this round, in the order of `processes`.
 
+        Equal messages are one object.
+
         Raises:
             RuntimeError: If another process failed, or does not answer.
         """
+        answer = self.combine(message, _group_messages)
+        return [answer["messages"][i] for i in expand(answer.get("owners", []))]
+
+    def combine(
+        self, message: dict[str, Any], reduce: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Returns the answer that the first process makes of the messages of all in this round.
+
+        Only the answer goes to all processes, so use this if messages may differ.
+
+        Args:
+            message: Message of this process.
+            reduce: Called in the first process with the messages of all, in the order of
+                `processes`; returns the answer. Equal messages are one object, so their identities
+                group them.
+
+        Raises:
+            RuntimeError: If another process failed, or does not answer.
+        """
+
+        def answer(texts: list[str]) -> str:
+            messages = _parse(texts)
+            pairs = zip(self.processes, messages, strict=True)
+            failed = [[i, m["error"]] for i, m in pairs if "error" in m]
+            return json.dumps({"failed": failed} if failed else reduce(messages))
+
+        text = self._open().combine(json.dumps(message), answer, cancelled=self._stop.is_set)
+        found: dict[str, Any] = json.loads(text)
+        if "failed" in found and "error" not in message:
+            self.raise_failure(dict(found["failed"]))
+        return found
+
+    @property
+    def folder(self) -> str:
+        """Name of the pass, the same in all processes; only if the first round is next or over."""
+        return self._open().name
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the processes."""
+        return jax.process_index() == self.processes[0]
+
+    def _open(self) -> Channel:
         # The name is taken at the first round, not before: it counts passes, and a pass that one
         # process begins but never reads must not change the count.
         self._channel = self._channel or Channel(self._name(), self.processes)
-        texts = self._channel.exchange(json.dumps(message), cancelled=self._stop.is_set)
-        messages = [json.loads(text) for text in texts]
-        pairs = zip(self.processes, messages, strict=True)
-        failed = {i: m["error"] for i, m in pairs if "error" in m}
-        if failed and "error" not in message:
-            number = ", ".join(map(str, failed))
-            place = "at its start" if self.step is None else f"at step {self.step}"
-            raise RuntimeError(
-                f"The {self._subject} of process {number} failed {place}. The other processes "
-                f"cannot continue without it. Correct the error there: "
-                f"{next(iter(failed.values()))}"
-            )
-        return messages
+        return self._channel
+
+    def raise_failure(self, failed: Mapping[int, str]) -> NoReturn:
+        """Raises the error of other processes: index -> text."""
+        number = ", ".join(map(str, failed))
+        place = "at its start" if self.step is None else f"at step {self.step}"
+        raise RuntimeError(
+            f"The {self._subject} of process {number} failed {place}. The other processes "
+            f"cannot continue without it. Correct the error there: "
+            f"{next(iter(failed.values()))}"
+        )
 
     @contextlib.contextmanager
     def leave_on_error(self) -> Iterator[None]:
@@ -89,7 +139,7 @@ class Rounds:
             # The error takes the place of this process's message in the next round, at which the
             # others wait or will arrive.
             try:
-                self.exchange({"error": f"{type(error).__name__}: {error}"})
+                self.combine({"error": f"{type(error).__name__}: {error}"}, _group_messages)
             except Exception as other:
                 error.add_note(f"The other processes could not be notified: {other}")
             raise
@@ -114,6 +164,30 @@ class Rounds:
                     "reads its own rows of the same batches, so all must receive the same dataset. "
                     "If each process has its own data, use AutoShardPolicy.OFF."
                 )
+
+
+def group(values: Sequence[_T]) -> tuple[list[_T], list[tuple[int, int]]]:
+    """Returns the different objects among `values`, and runs of (number of one, times)."""
+    different = {id(value): value for value in values}
+    numbers = {key: number for number, key in enumerate(different)}
+    runs = itertools.groupby(numbers[id(value)] for value in values)
+    return list(different.values()), [(number, len(list(same))) for number, same in runs]
+
+
+def expand(owners: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the number of the object at each position; see `group`."""
+    return [number for number, count in owners for _ in range(count)]
+
+
+def _group_messages(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    different, owners = group(messages)
+    return {"messages": different, "owners": owners}
+
+
+def _parse(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the messages in texts; equal texts become one object."""
+    messages = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    return [messages[text] for text in texts]
 
 
 def iterate_in_step(

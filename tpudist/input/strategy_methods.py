@@ -60,8 +60,10 @@ class DataMethods(StrategyBase):
     ) -> Any:
         """Distributes whole batches of a dataset from `dataset_fn` to the replicas.
 
-        Several processes exchange their numbers of rows on the host before each step. So all end
-        together, when no process has data left.
+        Several processes agree on the rows of each step on the host, ahead of it. So all end
+        together, when no process has data left. If all datasets are read by number, as a
+        `NumpyDataset` is, they exchange their lengths once per pass. Otherwise each process reads
+        up to 64 steps ahead (at most 32 MiB), and they exchange the rows of all these steps.
 
         Args:
             dataset_fn: Called at once with an `InputContext`: once in each process, whose replicas

@@ -69,10 +69,13 @@ class Channel:
     Args:
         name: Name of the channel, the same in all its processes and unique in the run.
         processes: Indices of the processes that take part; None for all processes of the run.
+
+    Attributes:
+        name: See Args.
     """
 
     def __init__(self, name: str, processes: Sequence[int] | None = None):
-        self._name = name
+        self.name = name
         self._processes = processes
         self._round = 0
         self._client: KeyValueClient | None = None
@@ -141,8 +144,8 @@ class Channel:
         if len(processes) == 1:
             return reduce([text])
         client, index = self._require_client(), this_host().process_index()
-        folder = f"tpudist/{self._name}/{number}"
-        what_for = purpose or f"at '{self._name}', round {number}"
+        folder = f"tpudist/{self.name}/{number}"
+        what_for = purpose or f"at '{self.name}', round {number}"
         wait = ReportedWait(REPORT_S, timeout_s)
 
         def wait_for(key: str) -> str:
@@ -156,7 +159,7 @@ class Channel:
         # All processes have written in this round, so all have read the previous one. This round
         # must stay: nobody has confirmed that it was read.
         if number:
-            client.key_value_delete(f"tpudist/{self._name}/{number - 1}/")
+            client.key_value_delete(f"tpudist/{self.name}/{number - 1}/")
         return answer
 
     def _collect(
@@ -195,7 +198,7 @@ class Channel:
                     raise
             slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
             if cancelled():
-                raise Cancelled(self._name)
+                raise Cancelled(self.name)
             # Only after a try: a process may have written its text in this round and then left.
             if gone := self._find_departed(client):
                 raise RuntimeError(
@@ -224,7 +227,7 @@ class Channel:
         # survived would wait for a round that the others never reach.
         if self._client not in (None, client):
             raise RuntimeError(
-                f"'{self._name}' belongs to an earlier generation of processes. Create the object "
+                f"'{self.name}' belongs to an earlier generation of processes. Create the object "
                 f"that uses it (strategy, dataset, checkpoint manager) again in each generation."
             )
         self._client = client
@@ -236,12 +239,12 @@ class Channel:
         if len(self._members) == 1 or client is None:
             return
         try:
-            client.key_value_set(f"tpudist/{self._name}/left/{this_host().process_index()}", "")
+            client.key_value_set(f"tpudist/{self.name}/left/{this_host().process_index()}", "")
         except Exception:  # already announced, or the service is gone; jaxlib's type varies
             pass
 
     def _find_departed(self, client: KeyValueClient) -> str:
-        left = client.key_value_dir_get(f"tpudist/{self._name}/left/")
+        left = client.key_value_dir_get(f"tpudist/{self.name}/left/")
         return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
 
     def _describe_missing(self, client: KeyValueClient, folder: str) -> str:
@@ -359,6 +362,21 @@ class Board:
             except Exception as error:
                 raise ConnectionError(str(error)) from error
         return {key.removeprefix(start): text for key, text in texts if key.startswith(start)}
+
+    def remove(self, folder: str) -> None:
+        """Deletes all texts whose key begins with `folder/`.
+
+        Raises:
+            ConnectionError: If the service cannot be reached.
+        """
+        if self.num_processes == 1:
+            for key in [x for x in list(self._local_texts) if x.startswith(f"{folder}/")]:
+                self._local_texts.pop(key, None)
+            return
+        try:
+            self._client().key_value_delete(f"{self._folder}/{folder}/")
+        except Exception as error:
+            raise ConnectionError(str(error)) from error
 
     def _client(self) -> KeyValueClient:
         client = this_host().coordination_client()

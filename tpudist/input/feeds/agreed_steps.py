@@ -1,37 +1,56 @@
 """Agrees on the steps of processes that have their own datasets, and on the rows in each step.
 
-A process knows only the rows of its own replicas. So before each step all processes exchange their
-numbers of rows. A process without data feeds padding until no process has data.
+A process knows only the rows of its own replicas, and all replicas run one program. So before a
+step runs, each process must know the rows of all replicas. A process without data feeds padding
+until no process has data.
+
+If all datasets are read by number, their lengths are exchanged once per pass, and nothing later.
+Otherwise each process reads ahead, and announces in one round all steps that it has read. A thread
+does that while the loop takes the steps of the round before. A slow dataset has read few steps by
+then, so its steps are not delayed, and a fast one has read many, so there are few rounds.
 """
 
-import base64
+import collections
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tpudist.input.feeds import step_announcements
 from tpudist.input.feeds.batch import Batch, Step, count_rows
-from tpudist.input.feeds.empty_pass import warn_of_empty_pass
+from tpudist.input.feeds.states_of_processes import OpenPasses, PassStates
+from tpudist.input.feeds.step_counts import Length, ProcessLengths, ReplicaOrder, StepCounts
+from tpudist.input.feeds.step_windows import MOST_AHEAD, Read, Window, Windows, read_steps
 from tpudist.input.iterator_state import HasState, Position, State
-from tpudist.input.process_rounds import Rounds
+from tpudist.input.process_rounds import Rounds, expand, group
+from tpudist.input.transfer.feed_ahead import PartsOfPass
+from tpudist.input.transfer.prefetch import Prefetcher
 from tpudist.input.transfer.to_devices import Parts
+from tpudist.processes.coordination import Cancelled
 from tpudist.xla.mesh import ReplicaMesh
 
-_ROWS_ONLY = "In one step they may differ only in the number of rows."
+# Bytes of the batches that a process reads before they are agreed. As much again may be agreed and
+# wait for the loop. Batches that are larger than half of it are read one by one.
+_MOST_BYTES_AHEAD = 32 << 20
+
+# A step of this process, the rows of all replicas in it, and an example that was sent for it.
+_Taken: TypeAlias = tuple[Read, tuple[int, ...], Batch | None]
 
 
 class ProcessFeed(Protocol):
     """The feed of one process; see `input.feeds.per_replica_batches.WholeBatches`.
 
     Attributes:
-        example: One row of the last step's first batch; None before the first step.
+        example: One row of the first batch of the last step that was read; None before it.
+        open_passes: The passes of the feed whose texts are in the coordination service.
     """
 
     example: Batch | None
+    open_passes: OpenPasses
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -44,6 +63,11 @@ class ProcessFeed(Protocol):
         ...
 
     @property
+    def lengths(self) -> Sequence[Length] | None:
+        """Length of each dataset; None if one of them is not read by number."""
+        ...
+
+    @property
     def must_differ(self) -> bool:
         """Whether it is an error if two processes have the same rows."""
         ...
@@ -53,12 +77,12 @@ class ProcessFeed(Protocol):
         """Whether a step is dropped if a replica has no batch in it."""
         ...
 
-    def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
+    def join(self, step: Step, rows: tuple[int, ...], example: Batch) -> Parts:
         """Returns the padded batches of this process's replicas in one array per leaf."""
         ...
 
-    def state(self, states: list[list[State]], plans: list[dict[str, Any]] | None = None) -> State:
-        """Returns the state of all processes after a step."""
+    def sizes_state(self) -> State:
+        """Returns the part of the state about the sizes of batches, after a step."""
         ...
 
 
@@ -69,7 +93,7 @@ def parts(
     passes: Sequence[HasState],
     position: Position,
     rounds: Rounds,
-) -> Iterator[tuple[Parts, State]]:
+) -> PartsOfPass:
     """Yields the elements of one pass in host memory, each with the state after it.
 
     All processes must call this.
@@ -87,112 +111,104 @@ def parts(
         ValueError: If the batches of the processes do not fit together.
     """
     with rounds.leave_on_error():
-        yield from _parts(feed, mesh, steps, passes, position, rounds)
+        reads = read_steps(feed, mesh, steps, passes)
+        first = rounds.call_and_report(lambda: next(reads))
+        process = mesh.processes.index(jax.process_index())
+        states = PassStates(rounds.folder, process, mesh.num_processes, position.step)
+        feed.open_passes.add(states)
+        try:
+            order = ReplicaOrder(mesh)
+            states.counts = _agree_on_plan(feed, mesh, order, first, position, rounds)
+            states.post_plan(feed.local_plan)
+            windows = Windows(feed, order, first, rounds, states, position.step)
+            if states.counts is None:
+                taken = _take_ahead(windows, reads, rounds)
+            else:
+                taken = _take_counted(windows, reads, states.counts, process, position.step)
+            yield from _join(feed, taken, states, position.step)
+        finally:
+            states.is_over = True
 
 
-def _parts(
-    feed: ProcessFeed,
-    mesh: ReplicaMesh,
-    steps: Iterator[Step],
-    passes: Sequence[HasState],
-    position: Position,
-    rounds: Rounds,
-) -> Iterator[tuple[Parts, State]]:
-    # The rounds of a pass, in all processes in this order: one for the plans; then per step one
-    # for the rows and, only if a process has no batch of a new shape, one for an example.
-    at_end: Step = [None] * len(mesh.local_replicas)
-    step = rounds.call_and_report(lambda: next(steps, at_end))
-    plans = _agree_on_plan(feed, step, position, rounds)
-    number = rounds.step = position.step
-    description: str | None = None
-    while True:
-        # The state after this element: this step was read, and the next one was not.
-        states = [batches.get_state() for batches in passes]
-        has_any = any(batch is not None for batch in step)
-        message = {
-            "rows": count_rows(step),
-            "batch": feed.example.description if has_any and feed.example else None,
-            "drops": feed.drops_incomplete_steps,
-            "states": states,
-        }
-        answers = rounds.exchange(message)
-        counts = _order_by_replica(mesh, [answer["rows"] for answer in answers])
-        drops = any(answer["drops"] for answer in answers)
-        # Every process decides from the same answers, so all end at the same step.
-        if not any(counts) and not number:
-            warn_of_empty_pass(feed)
-        if not any(counts) or (drops and not all(counts)):
-            return
-        description = _agree_on_shapes(feed, answers, description, rounds)
-        yield feed.join(step, counts), feed.state([x["states"] for x in answers], plans)
-        number += 1
-        rounds.step = number
-        step = rounds.call_and_report(lambda: next(steps, at_end))
+def _join(
+    feed: ProcessFeed, taken: Generator[_Taken, None, None], states: PassStates, number: int
+) -> PartsOfPass:
+    """Yields the padded batches of steps from `number` on, each with the state after it."""
+    example: Batch | None = None
+    with contextlib.closing(taken):
+        for step, (read, rows, sent) in enumerate(taken, number):
+            # A step without batches pads with an example of the last step's shapes, unless a new
+            # one was sent.
+            example = read.example or sent or example
+            assert example is not None, read
+            element = feed.join(read.step, rows, example)
+            yield element, states.state_after(step, feed.sizes_state())
 
 
 def _agree_on_plan(
-    feed: ProcessFeed, step: Step, position: Position, rounds: Rounds
-) -> list[dict[str, Any]]:
+    feed: ProcessFeed,
+    mesh: ReplicaMesh,
+    order: ReplicaOrder,
+    first: Read,
+    position: Position,
+    rounds: Rounds,
+) -> StepCounts | None:
     """Checks that all processes have the same kind of data, but not the same data.
 
     Returns:
-        The local plan of each process.
+        The rows of all steps, if all processes read their data by number; else None.
     """
-    answers = rounds.exchange(
+    lengths = feed.lengths
+    answer = rounds.combine(
         {
             "plan": [feed.plan, position.pass_number, position.step, position.version],
-            "own plan": feed.local_plan,
-            "digest": _digest(step) if feed.must_differ else None,
-        }
+            "digest": _digest(first.step) if feed.must_differ else None,
+            "lengths": None if lengths is None else [lengths, len(mesh.local_replicas)],
+            "needed": feed.open_passes.list_needed(),
+        },
+        _compare_plans,
     )
-    _require_one(rounds, answers, "plan", "received datasets or states of different kinds")
-    _refuse_equal(rounds, [answer["digest"] for answer in answers])
-    return [answer["own plan"] for answer in answers]
-
-
-def _agree_on_shapes(
-    feed: ProcessFeed, answers: list[dict[str, Any]], last: str | None, rounds: Rounds
-) -> str:
-    """Checks that the batches of a step have one shape, and gives each process an example of it.
-
-    Args:
-        feed: The feed of this process.
-        answers: Messages of all processes about this step.
-        last: Description of the last step's batches; all processes have an example of it.
-        rounds: Channel for the messages of the pass.
-
-    Returns:
-        Description of the batches of this step.
-    """
-    _require_one(rounds, answers, "batch", "have batches of different kinds", _ROWS_ONLY)
-    descriptions = [answer["batch"] for answer in answers]
-    this = rounds.processes.index(jax.process_index())
-    sender = next(i for i, text in enumerate(descriptions) if text is not None)
-    if None in descriptions and descriptions[sender] != last:
-        # Padding repeats a real row. A process without a batch has none, so it receives one.
-        own = feed.example
-        messages = rounds.exchange(
-            {"example": None if own is None or sender != this else _encode_batch(own)}
-        )
-        if descriptions[this] is None:
-            encoded = messages[sender]["example"]
-            feed.example = _decode_batch(encoded, rounds.processes[sender])
-    return descriptions[sender]
-
-
-def _require_one(
-    rounds: Rounds, answers: list[dict[str, Any]], key: str, problem: str, rule: str = ""
-) -> None:
-    """Raises `ValueError` if the processes' values of `key` differ; None is ignored."""
-    pairs = zip(rounds.processes, answers, strict=True)
-    values = {i: answer[key] for i, answer in pairs if answer[key] is not None}
-    different = [i for i, value in values.items() if value != next(iter(values.values()))]
-    if different:
-        first, other = next(iter(values)), different[0]
+    feed.open_passes.keep(answer["needed"], remove=rounds.is_first)
+    if answer["different"]:
+        difference = step_announcements.describe_difference(rounds.processes, answer["different"])
         raise ValueError(
-            f"The processes {problem}: process {first} {values[first]}, process {other} "
-            f"{values[other]}. Each replica takes one part of the same element.{rule and ' '}{rule}"
+            f"The processes received datasets or states of different kinds: {difference}. "
+            "Each replica takes one part of the same element."
         )
+    if answer["equal"]:
+        first_process, other, count = answer["equal"]
+        raise ValueError(
+            f"The datasets of processes {rounds.processes[first_process]} and "
+            f"{rounds.processes[other]} begin with exactly the same "
+            "examples, but auto_shard_policy OFF or HINT declares that each holds different "
+            f"data: every example would be read {count} times in an epoch. "
+            "Give each process its own part, or give all of them the same dataset with "
+            "AutoShardPolicy.DATA."
+        )
+    if answer["lengths"] is None:
+        return None
+    kinds, owners = answer["lengths"]
+    processes = [ProcessLengths([Length(*x) for x in lengths], n) for lengths, n in kinds]
+    return StepCounts(order, [processes[i] for i in expand(owners)])
+
+
+def _compare_plans(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the first difference of plans, the first equal data, and the lengths of all."""
+    plan = messages[0]["plan"]
+    other = next((i for i, x in enumerate(messages) if x["plan"] != plan), None)
+    with_digest: dict[str, list[int]] = collections.defaultdict(list)
+    for i, message in enumerate(messages):
+        if message["digest"] is not None:
+            with_digest[message["digest"]].append(i)
+    equal = next((x for x in with_digest.values() if len(x) > 1), None)
+    is_known = all(x["lengths"] is not None for x in messages)
+    kinds, owners = group(messages)
+    return {
+        "different": None if other is None else [(0, plan), (other, messages[other]["plan"])],
+        "equal": None if equal is None else [equal[0], equal[1], len(equal)],
+        "lengths": [[x["lengths"] for x in kinds], owners] if is_known else None,
+        "needed": sorted({name for x in kinds for name in x["needed"]}),
+    }
 
 
 def _digest(step: Step) -> str | None:
@@ -207,56 +223,66 @@ def _digest(step: Step) -> str | None:
     return digest.hexdigest()
 
 
-def _refuse_equal(rounds: Rounds, digests: list[str | None]) -> None:
-    pairs = zip(rounds.processes, digests, strict=True)
-    for (first, digest), (other, other_digest) in itertools.combinations(pairs, 2):
-        if digest is not None and digest == other_digest:
+def _take_counted(
+    windows: Windows, reads: Iterator[Read], counts: StepCounts, process: int, number: int
+) -> Generator[_Taken, None, None]:
+    """Yields steps whose rows follow from the lengths of all datasets."""
+    # One round, which compares the shapes of the first step. Later steps have the same shapes. And
+    # as nothing is sent for them, a process whose dataset fails there is like one whose program
+    # fails: the watch of the processes ends all of them, and names it.
+    window = next(windows)
+    yield from _steps_of(window)
+    end = next((read for read in window.reads if read.example is None), None)
+    for later in itertools.count(number + 1) if not window.is_last else ():
+        rows = counts.rows(later)
+        if not any(rows) or (window.drops and not all(rows)):
+            return
+        read = end or next(reads)
+        end = read if read.example is None else None
+        found, expected = count_rows(read.step), counts.rows_of_process(process, later)
+        if found != expected:
             raise ValueError(
-                f"The datasets of processes {first} and {other} begin with exactly the same "
-                "examples, but auto_shard_policy OFF or HINT declares that each holds different "
-                f"data: every example would be read {digests.count(digest)} times in an epoch. "
-                "Give each process its own part, or give all of them the same dataset with "
-                "AutoShardPolicy.DATA."
+                f"The dataset of process {jax.process_index()} has {list(found)} rows for its "
+                f"replicas in step {later}, but {list(expected)} by its length. Do not change a "
+                "dataset while it is read, and resume from the state of the same dataset."
             )
+        yield read, rows, None
 
 
-def _order_by_replica(mesh: ReplicaMesh, counts: list[list[int]]) -> tuple[int, ...]:
-    """Returns the counts of each process's replicas in the order of all replicas."""
-    # Each process sends the counts of its replicas in their order, so they are taken in turn.
-    turns = {process: iter(x) for process, x in zip(mesh.processes, counts, strict=True)}
-    owners = [mesh.devices_of(i)[0].process_index for i in range(mesh.num_replicas)]
-    return tuple(next(turns[process]) for process in owners)
-
-
-def _encode_batch(batch: Batch) -> dict[str, Any] | None:
-    """Returns a batch as values of JSON; None if its structure cannot be serialized."""
+def _take_ahead(
+    windows: Windows, reads: Iterator[Read], rounds: Rounds
+) -> Generator[_Taken, None, None]:
+    """Yields steps that are agreed in windows; reads and agrees on the next ones meanwhile."""
+    first = next(windows)
+    num_ahead = min([MOST_AHEAD, *(_MOST_BYTES_AHEAD // max(1, x.num_bytes) for x in first.reads)])
+    if first.is_last or not rounds.reads_ahead or num_ahead < 2:
+        windows.read_from(reads)
+        for window in itertools.chain([first], windows):
+            yield from _steps_of(window)
+        return
+    # Two more threads: one reads, and one makes the round for the next window as soon as the steps
+    # of the last one are taken from it.
+    reader = Prefetcher(reads, num_ahead)
+    windows.read_from(reader, lambda: reader.num_ready)
+    agreed = Prefetcher(windows, 1)
+    wait_for_threads = False
     try:
-        structure = batch.treedef.serialize_using_proto()
-    except ValueError:  # a registered class, not only dicts, lists and tuples
-        return None
-    return {
-        "structure": base64.b64encode(structure).decode(),
-        "leaves": [
-            [str(x.dtype), list(x.shape), base64.b64encode(x.tobytes()).decode()]
-            for x in batch.leaves
-        ],
-        "rows": batch.num_rows,
-    }
+        for window in itertools.chain([first], agreed):
+            yield from _steps_of(window)
+            if window.is_last:
+                return
+        raise Cancelled("the pass was closed")
+    except GeneratorExit:
+        # The dataset may be read again at once, so no thread may read it any more.
+        wait_for_threads = True
+        raise
+    finally:
+        for thread in (reader, agreed):
+            thread.close(0)
+        for thread in (reader, agreed) if wait_for_threads else ():
+            thread.close()
 
 
-def _decode_batch(encoded: dict[str, Any] | None, sender: int) -> Batch:
-    if encoded is None:
-        raise ValueError(
-            "A process has no batch, so its replicas need padding with the structure of process "
-            f"{sender}'s batches, but the classes in that structure cannot be sent to another "
-            "process. Give every process at least one batch, or use batches of dicts, lists and "
-            "tuples."
-        )
-    treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(
-        jax.tree_util.default_registry, base64.b64decode(encoded["structure"])
-    )
-    leaves = [
-        np.frombuffer(base64.b64decode(data), jnp.dtype(dtype)).reshape(shape)
-        for dtype, shape, data in encoded["leaves"]
-    ]
-    return Batch(leaves, treedef, encoded["rows"])
+def _steps_of(window: Window) -> Iterator[_Taken]:
+    for i, (read, rows) in enumerate(zip(window.reads, window.rows, strict=True)):
+        yield read, rows, None if i else window.example

@@ -15,14 +15,16 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
-from tpudist.input.feeds import agreed_steps
+from tpudist.input.feeds import agreed_steps, source_positions
 from tpudist.input.feeds.batch import Batch, Step, count_rows, describe_shapes
 from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.feeds.rebatch import Rebatched
+from tpudist.input.feeds.states_of_processes import OpenPasses
+from tpudist.input.feeds.step_counts import Length, length_of
 from tpudist.input.iterator_state import HasState, Position, State, require_plan
 from tpudist.input.process_rounds import Rounds
-from tpudist.input.sources import adapt, iterable
+from tpudist.input.sources import adapt
 from tpudist.input.sources.indexed_dataset import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
@@ -33,6 +35,7 @@ from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.sources.source import RowBatch
 from tpudist.input.transfer import host_batch, to_devices
+from tpudist.input.transfer.feed_ahead import PartsOfPass
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -52,10 +55,11 @@ class WholeBatches:
         must_differ: Whether it is an error if several processes have the same data.
 
     Attributes:
-        example: One row of the last step's first batch. All batches have its structure and dtypes;
-            the shapes may change from step to step. None before the first step.
+        example: One row of the first batch of the last step that was read. All batches have its
+            structure and dtypes; the shapes may change from step to step. None before that.
         must_differ: See Args.
         may_run_in_loop: See `feed_ahead.Feed`.
+        open_passes: See `agreed_steps.ProcessFeed`.
 
     Raises:
         TypeError: If a dataset is not a dataset of batches.
@@ -70,6 +74,7 @@ class WholeBatches:
         self.must_differ = must_differ
         self._mesh = replica_mesh
         self.example: Batch | None = None
+        self.open_passes = OpenPasses()
         self._sizes = FullSizes()
 
     @property
@@ -88,6 +93,12 @@ class WholeBatches:
         if self._mesh.num_processes == 1:
             plan |= self.local_plan
         return plan
+
+    @property
+    def lengths(self) -> list[Length] | None:
+        """Length of each dataset; None if one of them is not read by number."""
+        found = [length_of(x) for x in self._sources if isinstance(x, IndexedDataset)]
+        return found if len(found) == len(self._sources) else None
 
     @property
     def local_plan(self) -> dict[str, Any]:
@@ -173,9 +184,7 @@ class WholeBatches:
         """Whether a step that does not feed all replicas is dropped."""
         return self._drops_remainder or (self.example is not None and self.example.num_rows is None)
 
-    def host_parts(
-        self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, State]]:
+    def host_parts(self, position: Position, *, keep: bool, rounds: Rounds | None) -> PartsOfPass:
         """Returns the elements of one pass in host memory, each with the state after it.
 
         Args:
@@ -192,7 +201,7 @@ class WholeBatches:
         passes = [source_pass for _, source_pass in pairs]
         steps = self._steps([batches for batches, _ in pairs])
         if position.source is not None:
-            steps = _check_iterators(steps, passes)
+            steps = source_positions.check_iterators(steps, passes)
         if rounds is None:
             return self._host_parts(steps, passes, position.step > 0)
         return agreed_steps.parts(self, self._mesh, steps, passes, position, rounds)
@@ -200,16 +209,20 @@ class WholeBatches:
     def _begin(self, position: Position) -> list[tuple[Iterator[Batch], HasState]]:
         """Begins a pass through each dataset; returns its batches, and the pass, for its state."""
         states: list[State | None] = [None] * len(self._sources)
-        if position.source is not None:
-            self._sizes.restore(position.source, "rows")
+        source_state = position.read_source()
+        if source_state is not None:
+            self._sizes.restore(source_state, "rows")
             several = self._mesh.num_processes > 1
             process = self._mesh.processes.index(jax.process_index()) if several else 0
             if several:
-                require_plan(_state_of_process(process, position.source, "plans"), self.local_plan)
-            states = _states_of(process, position.source, len(self._sources))
+                require_plan(
+                    source_positions.state_of_process(process, source_state, "plans"),
+                    self.local_plan,
+                )
+            states = source_positions.states_of(process, source_state, len(self._sources))
         passes: list[tuple[Iterator[Batch], HasState]] = []
-        for source, source_state in zip(self._sources, states, strict=True):
-            state = position.state_for(source_state)
+        for source, state_of_source in zip(self._sources, states, strict=True):
+            state = position.state_for(state_of_source)
             source = source.with_orders_of(position.version)
             if isinstance(source, IterableSource):
                 # Elements and not batches, because a leaf may be a scalar here.
@@ -239,7 +252,7 @@ class WholeBatches:
 
     def _host_parts(
         self, steps: Iterator[Step], passes: list[HasState], has_data: bool
-    ) -> Iterator[tuple[Parts, State]]:
+    ) -> PartsOfPass:
         for step in steps:
             has_data = True  # also if its only step is dropped, as in TensorFlow
             if None in step and self.drops_incomplete_steps:
@@ -247,14 +260,15 @@ class WholeBatches:
             # After the batches of this step, and before those of the next one: this is the position
             # that belongs to the element.
             states = [batches.get_state() for batches in passes]
-            yield self.join(step, count_rows(step)), self.state([states])
+            assert self.example is not None, step
+            part = self.join(step, count_rows(step), self.example)
+            yield part, self.sizes_state() | {"datasets": [states]}
         if not has_data:
             warn_of_empty_pass(self, *self._sources)
 
-    def state(self, states: list[list[State]], plans: list[dict[str, Any]] | None = None) -> State:
-        """Returns the state with the positions of every process's datasets."""
-        state = {"rows": self.rows_per_replica, **self._sizes.get_state(), "datasets": states}
-        return state if plans is None else state | {"plans": plans}
+    def sizes_state(self) -> State:
+        """Returns the part of the state about the sizes of batches, after a step."""
+        return {"rows": self.rows_per_replica, **self._sizes.get_state()}
 
     def _check_step(self, step: Step) -> None:
         """Checks that the batches of a step have one shape, and remembers it."""
@@ -274,24 +288,22 @@ class WholeBatches:
         leaves = [x if batch.num_rows is None else x[:1].copy() for x in batch.leaves]
         self.example = batch._replace(leaves=leaves)
 
-    def join(self, step: Step, rows: tuple[int, ...]) -> Parts:
+    def join(self, step: Step, rows: tuple[int, ...], example: Batch) -> Parts:
         """Returns the batches of a step in padded arrays `[num_local_replicas, ...]`.
-
-        `example` must have the shapes of the step.
 
         Args:
             step: The batches.
             rows: Number of rows of each replica, over all processes.
+            example: One row of a batch of the step.
         """
-        assert self.example is not None, step
-        size = self._sizes.record(describe_shapes(self.example), max(rows))
-        treedef, num_rows = self.example.treedef, self.example.num_rows
+        size = self._sizes.record(describe_shapes(example), max(rows))
+        treedef, num_rows = example.treedef, example.num_rows
         if self._mesh.num_replicas == 1:
             (batch,) = step
             assert batch is not None, step
             return Parts(batch.leaves, treedef, None)
         leaves = []
-        for i, row in enumerate(self.example.leaves):
+        for i, row in enumerate(example.leaves):
             parts = [None if batch is None else batch.leaves[i] for batch in step]
             if num_rows is None:
                 leaves.append(np.stack([x for x in parts if x is not None]))
@@ -330,40 +342,6 @@ class WholeBatches:
 def _to_source(dataset: object) -> _Source:
     # An `IndexedDataset` need not be batched: a replica takes one of its elements.
     return dataset if isinstance(dataset, IndexedDataset | Rebatched) else adapt.to_source(dataset)
-
-
-def _check_iterators(steps: Iterator[Step], passes: Sequence[object]) -> Iterator[Step]:
-    """Yields the steps of a resumed pass.
-
-    Raises:
-        ValueError: If several datasets are one iterator, which cannot have several positions.
-    """
-    for step in steps:
-        opened = [x.iterator for x in passes if isinstance(x, iterable.Elements)]
-        if len({id(x) for x in opened}) < len(opened):
-            raise ValueError(
-                "The state of an iterator was set, but the datasets of several replicas are one "
-                f"{type(opened[0]).__name__}, which they read in turn: no replica can return to "
-                "its own position. Return a new dataset for each replica, or one for all of them "
-                "with InputReplicationMode.PER_WORKER."
-            )
-        yield step
-
-
-def _states_of(process: int, state: State, num_datasets: int) -> list[State | None]:
-    own = _state_of_process(process, state, "datasets")
-    if not isinstance(own, list) or len(own) != num_datasets:
-        raise ValueError(
-            f"The state is damaged: it has {state.get('datasets')!r} as the datasets of all "
-            f"processes, but process {process} reads {num_datasets}. Use another state."
-        )
-    return own
-
-
-def _state_of_process(process: int, state: State, key: str) -> Any:
-    """Returns the item of one process in the list under `key`; None if it is missing."""
-    items = state.get(key)
-    return items[process] if isinstance(items, list) and process < len(items) else None
 
 
 def _example(source: IndexedDataset | Rebatched) -> Batch:

@@ -12,7 +12,7 @@ from tpudist.array_types import PyTree, Shape
 from tpudist.input import process_rounds
 from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.full_sizes import FullSizes
-from tpudist.input.iterator_state import Position, State
+from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
@@ -21,6 +21,7 @@ from tpudist.input.sources.no_batches import NoBatches
 from tpudist.input.sources.numpy_arrays import NumpyDataset
 from tpudist.input.sources.source import RowBatch, SourcePass
 from tpudist.input.transfer import host_batch, to_devices
+from tpudist.input.transfer.feed_ahead import PartsOfPass
 from tpudist.input.transfer.host_batch import HostBatch
 from tpudist.input.transfer.to_devices import Parts
 from tpudist.options import PartialBatch
@@ -112,9 +113,7 @@ class SplitBatches:
             ]
         )
 
-    def host_parts(
-        self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, State]]:
+    def host_parts(self, position: Position, *, keep: bool, rounds: Rounds | None) -> PartsOfPass:
         """Returns this process's parts of the batches of one pass, each with the state after it.
 
         Args:
@@ -126,7 +125,7 @@ class SplitBatches:
         # after the next batch is made: if it is kept, and on CPU, where JAX uses aligned NumPy
         # arrays in place. Else it is only borrowed; see `_take`.
         copy = not self.source.owns_memory and (keep or self._mesh.platform == "cpu")
-        state, num_read = position.source, 0
+        state, num_read = position.read_source(), 0
         if state is not None and self.source.global_batch_size is None:
             self._sizes.restore(state, "global batch size")
             state = state.get("dataset")
@@ -148,7 +147,7 @@ class SplitBatches:
         num_read: int,
         copy: bool,
         rounds: Rounds | None,
-    ) -> Iterator[tuple[Parts, State]]:
+    ) -> PartsOfPass:
         checked = self._check_batches(batches, num_read)
         if rounds is not None:
             rounds.require_same(self.plan | position._asdict())

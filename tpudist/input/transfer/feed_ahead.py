@@ -3,11 +3,11 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple, Protocol, TypeAlias
 
 from tpudist.array_types import PyTree
-from tpudist.input.iterator_state import Position, State
+from tpudist.input.iterator_state import Position, State, UnreadState
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.transfer import to_devices
 from tpudist.input.transfer.prefetch import Prefetcher
@@ -21,7 +21,11 @@ class Element(NamedTuple):
     """An element on the devices, and the state of its source after it."""
 
     value: PyTree
-    state: State
+    state: State | UnreadState
+
+
+# The parts of one pass, each with the state after it. Closing it ends the threads that read ahead.
+PartsOfPass: TypeAlias = Generator[tuple[Parts, State | UnreadState], None, None]
 
 
 class Feed(Protocol):
@@ -34,9 +38,7 @@ class Feed(Protocol):
 
     may_run_in_loop: bool
 
-    def host_parts(
-        self, position: Position, *, keep: bool, rounds: Rounds | None
-    ) -> Iterator[tuple[Parts, State]]:
+    def host_parts(self, position: Position, *, keep: bool, rounds: Rounds | None) -> PartsOfPass:
         """Returns the parts of one pass from `position`, each with the state after it."""
         ...
 
@@ -67,9 +69,13 @@ class Elements(Iterator[Element]):
         stop = threading.Event()
         _stops.add(stop)
         several = replica_mesh.num_processes > 1
-        rounds = Rounds(name, stop, replica_mesh.processes) if several else None
+        rounds = (
+            Rounds(name, stop, replica_mesh.processes, reads_ahead=prefetch > 0)
+            if several
+            else None
+        )
         wait_on_host = prefetch > 0 and not fetch_to_device
-        parts = feed.host_parts(position, keep=wait_on_host, rounds=rounds)
+        self._parts = parts = feed.host_parts(position, keep=wait_on_host, rounds=rounds)
         may_run_in_loop = feed.may_run_in_loop and rounds is None
 
         def begin() -> Iterator[Element]:
@@ -104,12 +110,15 @@ class Elements(Iterator[Element]):
         elements, self._begin, self._elements = self._elements, None, iter(())
         if isinstance(elements, Prefetcher | _PlacedParts):
             elements.close()
+        self._parts.close()
 
 
 class _PlacedParts(Iterator[Element]):
     """Elements that are copied to the devices in `next`."""
 
-    def __init__(self, replica_mesh: ReplicaMesh, parts: Iterator[tuple[Parts, State]]):
+    def __init__(
+        self, replica_mesh: ReplicaMesh, parts: Iterator[tuple[Parts, State | UnreadState]]
+    ):
         self._mesh = replica_mesh
         self._parts = parts
 

@@ -77,6 +77,11 @@ class Prefetcher(Iterator[_T], Generic[_T]):
         finally:
             del error  # its traceback refers to this frame, which would be a reference cycle
 
+    @property
+    def num_ready(self) -> int:
+        """Number of items, or errors in their place, that `next` returns without waiting."""
+        return self._buffer.num_items
+
     def close(self, timeout_s: float | None = None) -> None:
         """Drops all items, and waits for the thread, which ends after the item that it is making.
 
@@ -110,6 +115,11 @@ class _Buffer(Generic[_T]):
         # Reentrant: the garbage collector may call `close` in a thread that has the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+
+    @property
+    def num_items(self) -> int:
+        """Number of pairs in the queue."""
+        return len(self._items)
 
     def wait_for_room(self) -> bool:
         """Waits until the thread may make an item, and there is room; False if it must end."""

@@ -8,12 +8,13 @@ protocol runs between 1,024 processes in a second, and `Service.count` says what
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import jax
@@ -25,16 +26,28 @@ _place: contextvars.ContextVar["tuple[Client, int]"] = contextvars.ContextVar("p
 
 @dataclasses.dataclass
 class Count:
-    """Requests of one process, and the characters that they carried in both directions."""
+    """Requests of one process.
+
+    Attributes:
+        requests: Number of requests.
+        characters: Characters that they carried in both directions.
+        cpu_s: CPU seconds of the service in them; they are not those of the process.
+    """
 
     requests: int = 0
     characters: int = 0
+    cpu_s: float = 0.0
 
 
 class Service:
-    """The texts of all processes."""
+    """The texts of all processes.
 
-    def __init__(self) -> None:
+    Args:
+        patience: Factor of the time that a wait may take, so that a slow machine adds no messages.
+    """
+
+    def __init__(self, patience: float = 1) -> None:
+        self.patience = patience
         self.texts: dict[str, str] = {}
         self.counts: defaultdict[int, Count] = defaultdict(Count)
         self.lock = threading.Lock()
@@ -47,16 +60,34 @@ class Service:
         return Count(sum(x.requests for x in counts), sum(x.characters for x in counts))
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _as_service(method: _Method) -> _Method:
+    """Counts the CPU seconds of a method of `Client` as those of the service."""
+
+    @functools.wraps(method)
+    def wrapper(client: "Client", *args: Any, **options: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return method(client, *args, **options)
+        finally:
+            client.count.cpu_s += time.thread_time() - start
+
+    return wrapper  # type: ignore[return-value]
+
+
 class Client:
     """The client of one process; see `tpudist.processes.coordination.KeyValueClient`."""
 
     def __init__(self, service: Service, index: int):
-        self._service, self._count = service, service.counts[index]
+        self._service, self.count = service, service.counts[index]
 
     def _record(self, *texts: str) -> None:
-        self._count.requests += 1
-        self._count.characters += sum(map(len, texts))
+        self.count.requests += 1
+        self.count.characters += sum(map(len, texts))
 
+    @_as_service
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         self._record(key, value)
         with self._service.lock:
@@ -65,6 +96,7 @@ class Client:
             self._service.texts[key] = value
             self._service.arrivals[key].set()
 
+    @_as_service
     def key_value_delete(self, key: str) -> None:
         self._record(key)
         with self._service.lock:
@@ -72,6 +104,7 @@ class Client:
                 del self._service.texts[name]
                 self._service.arrivals.pop(name, None)
 
+    @_as_service
     def key_value_try_get(self, key: str) -> str:
         with self._service.lock:
             text = self._service.texts.get(key)
@@ -80,16 +113,18 @@ class Client:
             raise RuntimeError("NOT_FOUND")
         return text
 
+    @_as_service
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         with self._service.lock:
             found = [(name, x) for name, x in self._service.texts.items() if name.startswith(key)]
         self._record(key, *(text for pair in found for text in pair))
         return found
 
+    @_as_service
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         with self._service.lock:
             arrival = self._service.arrivals[key]
-        if not arrival.wait(timeout_in_ms / 1000):
+        if not arrival.wait(self._service.patience * timeout_in_ms / 1000):
             self._record(key)
             raise RuntimeError("DEADLINE_EXCEEDED")
         with self._service.lock:
@@ -124,7 +159,7 @@ class Run:
     Attributes:
         service: The service, with its counts.
         results: What the program returned or raised in each process.
-        cpu_s: CPU seconds of each process's thread.
+        cpu_s: CPU seconds of each process's thread, without the service.
     """
 
     service: Service
@@ -132,9 +167,9 @@ class Run:
     cpu_s: list[float]
 
 
-def run(num_processes: int, program: Callable[[int], object]) -> Run:
-    """Runs `program(index)` as that many processes, and waits for all."""
-    found = Run(Service(), [None] * num_processes, [0.0] * num_processes)
+def run(num_processes: int, program: Callable[[int], object], patience: float = 1) -> Run:
+    """Runs `program(index)` as that many processes, and waits for all; see `Service`."""
+    found = Run(Service(patience), [None] * num_processes, [0.0] * num_processes)
 
     def run_one(index: int) -> None:
         _place.set((Client(found.service, index), index))
@@ -143,7 +178,7 @@ def run(num_processes: int, program: Callable[[int], object]) -> Run:
             found.results[index] = program(index)
         except Exception as error:
             found.results[index] = error
-        found.cpu_s[index] = time.thread_time() - start
+        found.cpu_s[index] = time.thread_time() - start - found.service.counts[index].cpu_s
 
     with _as_processes(num_processes):
         threads = [
