@@ -19,6 +19,7 @@ from tpudist.checkpoint.format import TEMPORARY_SUFFIX
 from tpudist.options import shorten
 
 DAMAGED_SUFFIX = ".damaged"
+_STORE = "gs://"
 _COMMITTED = "commit_success.txt"
 
 
@@ -26,11 +27,12 @@ class Directory:
     """The steps below a path.
 
     Args:
-        path: Local path, or a path in an object store such as `gs://bucket/run`. It may be missing.
+        path: Local path, or a path in Google Cloud Storage such as `gs://bucket/run`. It may be
+            missing.
 
     Raises:
         TypeError: If `path` is not a path.
-        ValueError: If `path` is empty.
+        ValueError: If `path` is empty, or in another object store.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -46,6 +48,14 @@ class Directory:
                 "directory. Pass a path such as 'runs/a', or '.' for the current directory."
             )
         self.is_remote = manifest.is_remote(text)
+        if self.is_remote and not text.startswith(_STORE):
+            # Before anything is deleted: Orbax would fail during a save, because it renames
+            # directories in these stores, and makes `s3:/bucket` of their paths.
+            raise ValueError(
+                f"Checkpoints cannot be written to {text} or read from it: Orbax supports local "
+                f"paths and {_STORE} only. Mount the bucket and pass a path in it, or save to a "
+                f"local directory and copy the steps that are complete."
+            )
         if not self.is_remote:
             text = os.path.abspath(os.path.expanduser(text))
         self.path = epath.Path(text)

@@ -53,8 +53,8 @@ class CheckpointManager:
 
     Args:
         checkpoint: A `Checkpoint` or `TrainState`.
-        directory: Local path, or a path in an object store that Orbax supports, such as
-            `gs://bucket/run`. All processes must see the same files in it.
+        directory: Local path, or a path in Google Cloud Storage, such as `gs://bucket/run`.
+            All processes must see the same files in it.
         max_to_keep: Number of recent checkpoints to keep; None keeps all.
         keep_checkpoint_every_n_hours: Interval in hours. One checkpoint of each interval is
             also kept.

@@ -21,9 +21,9 @@ from tpudist.input.sources.indexed_dataset import IndexedDataset, IndexedPass
 from tpudist.input.sources.source import RowBatch
 from tpudist.input.storage.data_file import CannotRead
 
-# The first window has one batch, and each has up to twice as many as the one before. More would
-# make a loop wait at a window for the last batch of the next one.
-_MAX_BATCHES = 64
+# The first window has one batch, so that the loop starts soon, and each has more than the one
+# before. With many, a loop waits for the first batch of a window until most others are there, too.
+_MAX_BATCHES, _GROWTH = 64, 4
 _NUM_WINDOWS = 2  # that share the bytes: one is used, one arrives
 
 
@@ -160,4 +160,4 @@ class _Windows:
         if num_batches:
             self._end += num_batches
             self._windows.append((self._end, parts))
-            self._num_batches = min(2 * num_batches, _MAX_BATCHES)
+            self._num_batches = min(_GROWTH * num_batches, _MAX_BATCHES)
