@@ -99,7 +99,7 @@ def _take_windows(num_processes: int, process: int) -> int:
     states = PassStates("pass", process, num_processes, 0)
     order = ReplicaOrder(mesh)
     windows = Windows(feed, order, next(reads), rounds, states, 0)
-    windows.read_from(reads, lambda: 1)
+    windows.read_from(reads, lambda: 1, MOST_AHEAD)
     number, last = itertools.count(), None
     for window in itertools.islice(windows, _NUM_ROUNDS):
         for _ in window.rows:

@@ -63,7 +63,7 @@ class DataMethods(StrategyBase):
         Several processes agree on the rows of each step on the host, ahead of it. So all end
         together, when no process has data left. If all datasets are read by number, as a
         `NumpyDataset` is, they exchange their lengths once per pass. Otherwise each process reads
-        up to 64 steps ahead (at most 32 MiB), and they exchange the rows of all these steps.
+        up to 64 steps ahead (at most 64 MiB), and they exchange the rows of all these steps.
 
         Args:
             dataset_fn: Called at once with an `InputContext`: once in each process, whose replicas

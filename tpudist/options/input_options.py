@@ -93,7 +93,7 @@ class InputOptions:
             host.
         experimental_per_replica_buffer_size: Maximum number of batches that wait. With 0, each
             batch is made when you request it. Otherwise several processes that have their own
-            datasets of unknown lengths read more of them, up to 32 MiB, to agree on many steps at
+            datasets of unknown lengths read more of them, up to 64 MiB, to agree on many steps at
             once.
         auto_shard_policy: Policy by which several processes share one dataset. It is a field here
             because datasets have no `tf.data.Options` in tpudist.

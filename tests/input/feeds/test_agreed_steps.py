@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,7 +109,7 @@ def windows_of(num_processes, process, size, num_taken):
     rounds = Rounds(lambda: "pass", threading.Event(), mesh.processes)
     states = PassStates("pass", process, num_processes, 0)
     windows = Windows(feed, ReplicaOrder(mesh), next(reads), rounds, states, 0)
-    windows.read_from(reads, lambda: 1)
+    windows.read_from(reads, lambda: 1, MOST_AHEAD)
     found = []
     for window in windows:
         for read in window.reads:
@@ -298,6 +299,29 @@ def test_large_batches_are_not_read_ahead(monkeypatch):
         return most
 
     assert run(2, program).results == [0, 0]
+
+
+def test_the_bytes_that_are_read_ahead_have_a_limit(monkeypatch):
+    """Also in a process whose steps wait for a slower one."""
+    monkeypatch.setattr(agreed_steps, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 steps
+    num_read = [0, 0]
+
+    def counted(process):
+        for _ in range(200):
+            num_read[process] += 1
+            if process:
+                time.sleep(0.001)
+            yield np.zeros(100)
+
+    def program(process):
+        found = Pass(2, process, lambda: counted(process)).parts
+        most = 0
+        for number, _ in enumerate(found, 1):
+            most = max(most, num_read[process] - number * REPLICAS)
+        return most
+
+    # In four places, and one that is being read.
+    assert max(run(2, program).results) <= (4 * 4 + 1) * REPLICAS
 
 
 def test_a_pass_that_is_closed_ends_its_threads():

@@ -33,9 +33,9 @@ from tpudist.input.transfer.to_devices import Parts
 from tpudist.processes.coordination import Cancelled
 from tpudist.xla.mesh import ReplicaMesh
 
-# Bytes of the batches that a process reads before they are agreed. As much again may be agreed and
-# wait for the loop. Batches that are larger than half of it are read one by one.
-_MOST_BYTES_AHEAD = 32 << 20
+# Bytes of the batches in each of four places: read, announced, agreed, and taken by the loop. Steps
+# that are larger than half of it are read one by one.
+_MOST_BYTES_AHEAD = 16 << 20
 
 # A step of this process, the rows of all replicas in it, and an example that was sent for it.
 _Taken: TypeAlias = tuple[Read, tuple[int, ...], Batch | None]
@@ -263,7 +263,7 @@ def _take_ahead(
     # Two more threads: one reads, and one makes the round for the next window as soon as the steps
     # of the last one are taken from it.
     reader = Prefetcher(reads, num_ahead)
-    windows.read_from(reader, lambda: reader.num_ready)
+    windows.read_from(reader, lambda: reader.num_ready, num_ahead)
     agreed = Prefetcher(windows, 1)
     wait_for_threads = False
     try:

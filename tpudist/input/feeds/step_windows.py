@@ -112,6 +112,7 @@ class Windows(Iterator[Window]):
     ):
         self._reads: Iterator[Read] = iter(())
         self._count_ready: Callable[[], int] = lambda: 0
+        self._most_waiting = 1
         self._feed = feed
         self._order = order
         self._rounds = rounds
@@ -125,9 +126,17 @@ class Windows(Iterator[Window]):
         self._is_over = False
         self._accept(first)
 
-    def read_from(self, reads: Iterator[Read], count_ready: Callable[[], int] = lambda: 0) -> None:
-        """Reads later steps from `reads`, of which `count_ready()` do not need to be awaited."""
-        self._reads, self._count_ready = reads, count_ready
+    def read_from(
+        self, reads: Iterator[Read], count_ready: Callable[[], int] = lambda: 0, most: int = 1
+    ) -> None:
+        """Reads later steps from an iterator.
+
+        Args:
+            reads: The steps, and the end.
+            count_ready: Returns how many of them need not be awaited.
+            most: Most steps that may wait to be agreed.
+        """
+        self._reads, self._count_ready, self._most_waiting = reads, count_ready, most
 
     def __next__(self) -> Window:
         if self._is_over:
@@ -161,7 +170,9 @@ class Windows(Iterator[Window]):
 
     def _read_more(self) -> None:
         """Waits for a step if none is waiting, and takes those that are read already."""
-        while len(self._waiting) < MOST_AHEAD and self._end is None and self._failure is None:
+        while (
+            len(self._waiting) < self._most_waiting and self._end is None and self._failure is None
+        ):
             if self._waiting and not self._count_ready():
                 return
             try:
