@@ -58,7 +58,9 @@ def register(callback: Callback) -> None:
     """
     global _listeners
     with _lock:
-        _listeners = (*_listeners, _Listener(callback))
+        # Drops those of deleted objects here, too: their threads may reach no more boundaries.
+        alive = (x for x in _listeners if x.callback() is not None)
+        _listeners = (*alive, _Listener(callback))
 
 
 def unregister(callback: Callback) -> None:

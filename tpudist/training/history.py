@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MAX_KEPT = 100_000  # losses and seconds: 10 MB of the memory of a run, which may have any length
+
 
 @dataclass
 class History:
@@ -24,9 +26,10 @@ class History:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step."""
     losses: list[float] = field(default_factory=list)
-    """Losses of the last steps; of all steps if the run has a `metrics.jsonl`."""
+    """Losses of the last steps, without gaps: at least the last 100,000. A `metrics.jsonl` has all,
+    also those of earlier starts."""
     seconds: list[float] = field(default_factory=list)
-    """Seconds of each step, except the first of each start, which waits for compilation.
+    """Seconds of the last steps, at least 100,000, except the first of each start, which compiles.
 
     A step is measured from the end of the previous step, or from its own start after an evaluation
     or a save.
@@ -51,6 +54,9 @@ class History:
     """State after the last step, in the same form as the argument of `train`."""
     restored: str | None = None
     """Path of the checkpoint from which the run resumed; None for a new run."""
+    # Sum and number of the seconds since the last start that `seconds` no longer contains.
+    _dropped_s: float = 0.0
+    _num_dropped: int = 0
 
     @property
     def goodput(self) -> float:
@@ -58,8 +64,7 @@ class History:
 
         `tpudist.record_goodput` records more, for all processes and all starts. NaN before the end.
         """
-        steps_s = sum(self.seconds[self.num_earlier_seconds :]) - self.waited_s
-        return steps_s / self.total_s if self.total_s else math.nan
+        return (self._steps_s - self.waited_s) / self.total_s if self.total_s else math.nan
 
     @property
     def first_step(self) -> int:
@@ -72,6 +77,9 @@ class History:
 
         NaN if no step was timed. The throughput is the size of a step divided by this.
         """
+        if self._num_dropped:
+            num_steps = self._num_dropped + len(self.seconds) - self.num_earlier_seconds
+            return self._steps_s / num_steps
         seconds = self._recent_seconds
         return statistics.fmean(seconds) if seconds else math.nan
 
@@ -92,8 +100,12 @@ class History:
     @property
     def waited_share(self) -> float:
         """Share of the time of the steps, since the last start, that was spent waiting for data."""
-        total_s = sum(self.seconds[self.num_earlier_seconds :])
-        return self.waited_s / total_s if total_s else math.nan
+        return self.waited_s / self._steps_s if self._steps_s else math.nan
+
+    @property
+    def _steps_s(self) -> float:
+        """Seconds of the steps since the last start."""
+        return self._dropped_s + sum(self.seconds[self.num_earlier_seconds :])
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of one more step."""
@@ -101,12 +113,23 @@ class History:
         self.metrics = dict(metrics)
         if "loss" in metrics:
             self.losses.append(metrics["loss"])
+            del self.losses[: _num_surplus(self.losses)]
             if not math.isfinite(metrics["loss"]):
                 self.ended = "diverged"
 
+    def add_seconds(self, seconds: float) -> None:
+        """Records the seconds of one more step."""
+        self.seconds.append(seconds)
+        if surplus := _num_surplus(self.seconds):
+            dropped = self.seconds[self.num_earlier_seconds : surplus]
+            self._dropped_s += sum(dropped)
+            self._num_dropped += len(dropped)
+            self.num_earlier_seconds = max(0, self.num_earlier_seconds - surplus)
+            del self.seconds[:surplus]
+
     def was_measured(self, step: int) -> bool:
         """Returns whether an evaluation ran after `step` steps."""
-        return any(measured_at == step for measured_at, _ in self.held_out)
+        return any(measured_at == step for measured_at, _ in reversed(self.held_out))
 
     def get_state(self) -> dict[str, Any]:
         """Returns the part that checkpoints contain; it is the same in every process."""
@@ -152,3 +175,8 @@ class History:
         self.seconds = [float(line["step_s"]) for line in trained if "step_s" in line]
         self.num_earlier_seconds = len(self.seconds)
         return list(kept.values())
+
+
+def _num_surplus(values: Sequence[float]) -> int:
+    """Returns the number of oldest values to drop; rarely more than 0, so a step costs the same."""
+    return len(values) - MAX_KEPT if len(values) >= 2 * MAX_KEPT else 0

@@ -49,7 +49,7 @@ class StepTimer:
         self._clock_start, self._is_compiled = now, True
         if seconds is not None:
             self._recent_s.append(seconds)
-            self._history.seconds.append(seconds)
+            self._history.add_seconds(seconds)
         return seconds, statistics.fmean(self._recent_s) if self._recent_s else None
 
     def pause(self) -> None:
