@@ -1,6 +1,7 @@
 """`planner.plan`: steps that know nothing of tpudist."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import haiku as hk
@@ -11,7 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist import planner
@@ -107,6 +108,48 @@ def test_a_step_of_another_library_is_planned_as_it_is(make):
     )
 
 
+def test_none_among_the_arguments_has_no_sharding():
+    """Optional entries of dicts would otherwise shift the shardings of all later arrays."""
+    params = {"bias": None, "w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+    shardings = ({"bias": None, "w": P(None, "model")}, P("data"))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    plan = planner.plan(
+        lambda p, x: jnp.square(x @ p["w"]).sum(), params, X, mesh=mesh, in_shardings=shardings
+    )
+    assert plan.memory.categories["batch"] == 64 * 16 * 4 // 4
+    assert plan.memory.categories["other arguments"] == 16 * 16 * 4 // 2
+
+
+def test_numbers_of_numpy_may_be_static():
+    step = jax.jit(lambda x, n: x * range(n)[-1], static_argnames="n")
+    plan = planner.plan(step, X, np.int64(3))
+    assert plan.memory.categories["batch"] == 64 * 16 * 4
+
+
+class Trainer:
+    """Has a jitted method."""
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(self, params, x):
+        return params - (x @ params).mean()
+
+
+def test_a_jitted_method_receives_its_object():
+    params = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    shardings = (None, P("data"))
+    plan = planner.plan(Trainer().step, params, X, mesh=data_mesh(), in_shardings=shardings)
+    assert plan.model_flops == 2 * 64 * 16 * 16
+    assert plan.memory.donated_bytes == 16 * 16 * 4
+    assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
+
+
+def test_the_state_of_a_batch_normalization_is_no_batch():
+    stats = {"batch_stats": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    plan = planner.plan(lambda stats, x: x.sum() + stats["batch_stats"], stats, X)
+    assert plan.memory.categories["batch"] == 64 * 16 * 4
+    assert plan.memory.categories["other arguments"] == 8 * 4
+
+
 def test_equinox_finds_the_arrays_among_abstract_arguments():
     step, model, opt = of_equinox()
     plan = planner.plan(step, model, opt, X, mesh=data_mesh(), in_shardings=(None, None, P("data")))
@@ -152,6 +195,11 @@ def on_other_devices():
         (lambda: planner.plan(jnp.sin, X, mesh={"data": 8}), ValueError, "without devices"),
         (lambda: planner.plan(jnp.sin, X, in_shardings=P("data")), ValueError, "there is no mesh"),
         (
+            lambda: planner.plan(jax.jit(jnp.sin, in_shardings=P("data")), X, mesh=data_mesh()),
+            ValueError,
+            "(?s)Sharding passed to jit does not match.*Pass the same in_shardings",
+        ),
+        (
             lambda: planner.plan(jnp.sin, X, mesh=data_mesh(), in_shardings=(P(), P())),
             ValueError,
             "not a prefix of the arguments",
@@ -189,6 +237,54 @@ def test_the_mfu_of_narrow_numbers_is_a_share_of_their_own_peak():
     assert plan.mfu == pytest.approx(plan.time.peak_bound_s / plan.time.step_s)
     assert 0.5 < plan.mfu < 1
     assert planner.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.libtpu
+def test_a_moved_array_keeps_its_memory_and_the_types_of_its_axes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    on_host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=on_host)
+    plan = planner.plan(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) * 2, x, topology="v5e-8"
+    )
+    assert plan.memory.host_bytes == 512 * 1024 * 4 // 8
+
+    def step(x):
+        return jnp.einsum("ij->j", x, out_sharding=P())  # only for explicit axes
+
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+    plan = planner.plan(step, x, topology="v5e-8")
+    assert [x.kind for x in plan.collectives] == ["all-reduce"]
+    abstract = NamedSharding(mesh.abstract_mesh, P("data"))
+    rows = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=abstract)
+    assert planner.plan(jnp.sum, rows, topology="v5e-8").mesh == {"data": 8}
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    ("sizes", "spec", "networks"),
+    [
+        ({"slice": 2, "data": 4}, P("data"), {"ici"}),
+        ({"slice": 2, "data": 4}, P("slice"), {"dcn"}),
+        ({"data": 8}, P("data"), {"ici", "dcn"}),
+    ],
+)
+def test_the_first_axes_of_a_mesh_span_the_slices(sizes, spec, networks):
+    plan = planner.plan(
+        lambda x: jnp.square(x).sum(0), X, topology="2xv5e-4", mesh=sizes, in_shardings=spec
+    )
+    assert plan.mesh == sizes
+    assert {x.network for x in plan.collectives} == networks
+
+
+@pytest.mark.libtpu
+def test_arguments_on_two_meshes_cannot_be_moved():
+    devices = np.array(jax.devices())
+    first = NamedSharding(Mesh(devices.reshape(4, 2), ("data", "model")), P("data"))
+    second = NamedSharding(Mesh(devices, ("rows",)), P("rows"))
+    x, y = (jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=s) for s in (first, second))
+    with pytest.raises(ValueError, match="devices, {'rows': 8}, .* mesh of the plan is {'data'"):
+        planner.plan(jnp.add, x, y, topology="v5e-8")
 
 
 def test_the_figures_equal_those_of_the_same_program_of_a_strategy():

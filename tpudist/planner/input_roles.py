@@ -143,7 +143,9 @@ def guess_role(name: str) -> str:
     """Returns the role of an input with this name."""
     # Whole words of a path such as "opt_state[0].mu['kernel']", so that "nu" does not match "num".
     # The optimizer comes first, because its state repeats the names of the parameters.
-    words = set(re.split(r"[^a-z]+", name.lower()))
+    # The state of a batch normalization is no batch.
+    text = re.sub(r"batch_?(norm|stats)", "", name.lower())
+    words = set(re.split(r"[^a-z]+", text))
     if words & _OPTIMIZER_WORDS:
         return "optimizer state"
     if words & _PARAMETER_WORDS:

@@ -6,6 +6,7 @@ of a strategy.
 """
 
 import dataclasses
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpudist.array_types import PyTree, Shape
 from tpudist.planner import figure_checks, input_roles, plan_builder
@@ -27,19 +28,26 @@ from tpudist.run.arguments import call_description
 from tpudist.xla import descriptions, topology as topologies
 from tpudist.xla.array_attributes import is_weakly_typed, sharding_of
 from tpudist.xla.compiler import compiler_process, lowered_program
+from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate.memory import InputLeaf
 from tpudist.xla.hardware import slices
+from tpudist.xla.mesh import arrange_slices
 
 Step = Callable[..., Any] | jax.stages.Lowered
 # A mesh, or the sizes of its axes.
 MeshLike = Mesh | Mapping[str, int]
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _JITTED = type(jax.jit(lambda: None))  # JAX does not name the class
 _DEVICES_RULE = (
     "The program is compiled for the devices of its shardings. Make its mesh of "
     'tpudist.planner.devices("v5e-8"), and lower the step for arguments on that mesh; or pass '
     "arguments without shardings, and in_shardings."
 )
+# What to do about errors of JAX.
+_RULES = {
+    "incompatible devices": _DEVICES_RULE,
+    "does not match the sharding on the respective arg": "Pass the same in_shardings to plan().",
+}
 
 
 class _AbstractArray(jax.ShapeDtypeStruct):
@@ -81,7 +89,8 @@ def plan(
         topology: Slice, such as "v5e-8" or "2xv5e-256". Arrays on a mesh of other devices are
             moved to a mesh of the same axes. Default: the devices of the shardings.
         mesh: Mesh for `in_shardings`, which is also in force while the step is traced; or sizes of
-            its axes, such as {"data": 4, "model": 2}, on the devices of `topology`.
+            its axes, such as {"data": 4, "model": 2}, on the devices of `topology`. The first axes
+            span its slices.
         in_shardings: Placement of the arguments: a prefix of the tuple `args`, whose leaves are
             shardings, `PartitionSpec`s for `mesh`, or None.
         donate_argnums: Arguments whose memory the results may use; for a function that is not
@@ -184,7 +193,7 @@ class _Placement:
         self._devices = None if topology is None else list(topologies.devices(topology))
         self._mesh = mesh if mesh is None or isinstance(mesh, Mesh) else self._make_mesh(mesh)
 
-    def _make_mesh(self, axes: Mapping[str, int]) -> Mesh:
+    def _make_mesh(self, axes: Mapping[str, int], axis_types: tuple[AxisType, ...] = ()) -> Mesh:
         if self._devices is None:
             raise ValueError(
                 f"planner.plan received mesh={dict(axes)!r} without devices. Pass topology=, such "
@@ -195,10 +204,11 @@ class _Placement:
                 f"mesh={dict(axes)!r} has {math.prod(axes.values())} devices, but the topology has "
                 f"{len(self._devices)}. The product of the sizes must be the number of devices."
             )
-        kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-        return jax.make_mesh(
-            tuple(axes.values()), tuple(axes), axis_types=kinds, devices=self._devices
-        )
+        kinds = axis_types or (AxisType.Auto,) * len(axes)
+        shape, names = tuple(axes.values()), tuple(axes)
+        if len({slice_index(x) for x in self._devices}) > 1:
+            return Mesh(arrange_slices(self._devices, shape), names, axis_types=kinds)
+        return jax.make_mesh(shape, names, axis_types=kinds, devices=self._devices)
 
     def place(
         self, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
@@ -213,6 +223,8 @@ class _Placement:
         for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
             if not isinstance(x, _ARRAYS):
                 placed.append(x)
+                if isinstance(x, np.generic):  # kept, because it may be a static argument
+                    arrays.append((name, ()))
                 continue
             sharding = wanted[i] if i < len(wanted) and wanted[i] is not None else self._move(x)
             weak = is_weakly_typed(x)
@@ -244,7 +256,9 @@ class _Placement:
                 f"in_shardings is not a prefix of the arguments ({len(args)} positional ones): "
                 f"{error}. Pass one sharding for all, or a tuple with one entry per argument."
             ) from error
-        return [self._read_sharding(x) for x in jax.tree.leaves(wanted, is_leaf=is_leaf)]
+        # A None among the arguments is no leaf of them, unlike the None of an unknown sharding.
+        leaves = jax.tree.structure(args).flatten_up_to(wanted)
+        return [self._read_sharding(x) for x in leaves]
 
     def _read_sharding(self, x: PartitionSpec | Sharding | None) -> Sharding | None:
         if not isinstance(x, PartitionSpec):
@@ -262,17 +276,19 @@ class _Placement:
         sharding = sharding_of(x)
         if not isinstance(sharding, NamedSharding):
             return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-        if self._devices is None or _is_described(list(sharding.device_set)):
+        mesh = sharding.mesh
+        if self._devices is None or _is_described(mesh):
             return sharding
-        if self._mesh is None and sharding.mesh.size == len(self._devices):
-            self._mesh = self._make_mesh(dict(sharding.mesh.shape))
-        if self._mesh is None or self._mesh.axis_names != sharding.mesh.axis_names:
+        if self._mesh is None and mesh.size == len(self._devices):
+            self._mesh = self._make_mesh(dict(mesh.shape), mesh.axis_types)
+        if self._mesh is None or self._mesh.axis_names != mesh.axis_names:
+            own = "none" if self._mesh is None else dict(self._mesh.shape)
             raise ValueError(
-                f"An argument is on a mesh of {sharding.mesh.size} devices, {sharding.mesh.shape}, "
-                f"but the topology has {len(self._devices)}. Pass mesh= with the sizes of the same "
-                "axes on the topology, or arguments without shardings and in_shardings."
+                f"An argument is on a mesh of {mesh.size} devices, {dict(mesh.shape)}, but the "
+                f"topology has {len(self._devices)}, and the mesh of the plan is {own}. Pass mesh= "
+                "with the same axes, or arguments without shardings and in_shardings."
             )
-        return NamedSharding(self._mesh, sharding.spec)
+        return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _trace(
@@ -283,7 +299,10 @@ def _trace(
 ) -> _Traced:
     """Lowers a step for the arguments of a call."""
     jitted: Any = step
-    if not hasattr(step, "lower"):
+    if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
+        # `lower` of a bound method is that of the function, which must receive the object.
+        jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))
+    elif not hasattr(step, "lower"):
         jitted = jax.jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums)
     name = descriptions.name_of(step)
     with call.surroundings():
@@ -293,9 +312,10 @@ def _trace(
                 return _Traced(traced.lower(), traced.jaxpr, name, ())
             lowered = jitted.lower(*call.args, **call.kwargs)
         except ValueError as error:
-            if "incompatible devices" not in str(error):
-                raise
-            raise ValueError(f"{error}\n{_DEVICES_RULE}") from error
+            for problem, rule in _RULES.items():
+                if problem in str(error):
+                    raise ValueError(f"{error}\n{rule}") from error
+            raise
         # Equinox and Flax wrap the program of JAX.
         lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
         return _Traced(lowered, _jaxpr_of(jitted, call), name, call.arrays)
@@ -343,8 +363,8 @@ def _check_devices(topology: str | None, mesh: Mesh) -> None:
     )
 
 
-def _is_described(devices: list[jax.Device]) -> bool:
-    return compiler_process.slice_of(devices) is not None
+def _is_described(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, Mesh) and compiler_process.slice_of([*mesh.devices.flat]) is not None
 
 
 def _notes_on_devices(topology: str | None, mesh: Mesh) -> tuple[str, ...]:
