@@ -105,7 +105,10 @@ def run(
     fault = draw(generator, count, kind)
     simulation = Simulation(count, seed, collectives_fail=generator.random() < 0.5)
     mesh = Mesh(count)
-    program = training(mesh, STEPS, STEP_S, meet=True, fault=_inner_fault(fault))
+    notice = None
+    if generator.random() < 0.3:
+        notice = generator.randrange(count), generator.uniform(0.0, STEPS * STEP_S)
+    program = training(mesh, STEPS, STEP_S, meet=True, fault=_inner_fault(fault), notice=notice)
     simulation.scheduler.at(fault.at_s, lambda: _inject(simulation, fault, program))
     has_ended = simulation.run(program, fault.at_s + END_S)
     outcome = _judge(simulation, fault, has_ended)
@@ -204,11 +207,14 @@ def _judge(simulation: Simulation, fault: Fault, has_ended: bool) -> Outcome:
         ]
     causes: dict[str, list[int]] = {}
     for process in witnesses:
-        finished = process.exit_code == 0 and process.progress == STEPS
+        finished = process.exit_code == 0 and process.has_finished
         cause = "" if finished else cause_of(process) or f"unknown ({process.exit_code})"
         causes.setdefault(cause, []).append(process.index)
     if len(causes) > 1 or any(x not in ("", str(fault.process)) for x in causes):
         problems.append(f"causes: {causes}")
+    steps = {x.progress for x in witnesses if x.has_finished}
+    if len(steps) > 1:
+        problems.append(f"processes stopped after different numbers of steps: {steps}")
     known_s = max(x.ended_s for x in everyone) - fault.at_s
     fingerprint = simulation.scheduler.now_s, simulation.scheduler.num_events
     return Outcome(fault, "; ".join(causes), problems, fingerprint, known_s)

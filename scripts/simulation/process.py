@@ -41,6 +41,7 @@ class Process(host.Host):
         exit_code: None while it runs.
         ended_s: When it ended.
         progress: Number of steps that its program has run.
+        has_finished: Whether its program has done all its work.
     """
 
     def __init__(self, simulation: Simulation, index: int, count: int):
@@ -52,7 +53,7 @@ class Process(host.Host):
         self.logged: list[str] = []
         self.defects: list[str] = []
         self.exit_code: int | None = None
-        self.ended_s = self.progress = 0
+        self.ended_s, self.progress, self.has_finished = 0.0, 0, False
         self.clock_offset_s = 0.0
         self.tasks: list[Task] = []
         self._program: Task | None = None
@@ -126,6 +127,16 @@ class Process(host.Host):
             pending, self._pending = self._pending, None
             raise pending()
         return woken
+
+    def signal_at(self, when_s: float, handle: Callable[[], None]) -> None:
+        """Calls a signal handler at a time, unless the process has ended."""
+
+        def wait_and_handle() -> None:
+            self.wait(when_s - self.simulation.scheduler.now_s)
+            handle()
+
+        if when_s > self.simulation.scheduler.now_s:
+            self._start(wait_and_handle)
 
     def _start(self, run: Callable[[], None]) -> Task:
         def run_here() -> None:

@@ -188,12 +188,16 @@ class Simulation:
     def _lose_service(self, process: Process) -> None:
         client = process.client
         assert client is not None
-        if self._is_up(0):
-            self.network.send(0, process.index, "jax", 66, client.lose_service)
+
+        def notice() -> None:
+            client.lose_service()
             delay_s = self.scheduler.random.uniform(*ABORT_S)
+            self.scheduler.after(delay_s, lambda: self._abort(process, "JAX: lost the service"))
+
+        if self._is_up(0):  # after what process 0 has sent before
+            self.network.send(0, process.index, "jax", 66, notice)
         else:
-            delay_s = HEARTBEAT_S  # nobody tells the client
-        self.scheduler.after(delay_s, lambda: self._abort(process, "JAX: lost the service"))
+            self.scheduler.after(HEARTBEAT_S, notice)
 
     def _abort(self, process: Process, why: str) -> None:
         if process.exit_code is None and process.client is not None:

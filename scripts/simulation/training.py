@@ -8,7 +8,9 @@ from collections.abc import Callable
 from simulation.connections import address_of
 from simulation.process import Process
 from simulation.simulation import PORT
+from tpudist.preemption.agreed_boundary import BoundaryAgreement
 from tpudist.processes import process_agreement, rendezvous
+from tpudist.processes.coordination import Channel
 from tpudist.processes.process_agreement import Intention
 
 
@@ -35,8 +37,12 @@ def training(
     *,
     meet: bool = False,
     fault: Callable[[Process, int], None] = lambda process, step: None,
+    notice: tuple[int, float] | None = None,
 ) -> Callable[[Process], None]:
     """Returns a program that trains: each step is one program of all processes.
+
+    Every fifth step ends with the barrier of a checkpoint. After a notice, all processes save and
+    stop at the same step.
 
     Args:
         mesh: The processes.
@@ -44,11 +50,15 @@ def training(
         step_s: Seconds of each step on the host.
         meet: Whether the processes meet first, as they do without certificates.
         fault: Called in each process with the number of each step.
+        notice: The process that receives a request to end, and when; None for no notice.
     """
 
     def train(process: Process) -> None:
         start(process, meet=meet)
         process_agreement.watch(mesh)
+        checkpoints, boundary = Channel("checkpoint/0"), BoundaryAgreement("preemption/0")
+        if notice is not None and notice[0] == process.index:
+            process.signal_at(notice[1], lambda: boundary.notice.give("SIGTERM"))
         for step in range(steps):
             fault(process, step)
             process_agreement.agree_once(
@@ -57,5 +67,12 @@ def training(
             process.simulation.collectives.run(process, step)
             process.sleep(step_s)
             process.progress += 1
+            is_last = boundary.reach_boundary()
+            if is_last or step % 5 == 4:
+                checkpoints.exchange("", purpose="to save a checkpoint")
+            if is_last:
+                break
+        boundary.close()
+        process.has_finished = True
 
     return train

@@ -19,13 +19,12 @@ notice per run. Orbax calls it with the numbers of training steps, so it cannot 
 import json
 import logging
 
-from tpudist.preemption.notice import Notice
+from tpudist.preemption.notice import Notice, look_interval_s
 from tpudist.processes.host import Event, this_host
 
 _log = logging.getLogger("tpudist.preemption")
 _PATIENCE_S = 120.0  # for which process 0 waits for the counts of the others
 _PAUSE_S = 0.01
-_SLICE_S = 0.5  # of a wait for the decision: a longer one would delay `close`
 _CLOSED = "closed"
 
 
@@ -85,7 +84,9 @@ class BoundaryAgreement:
         self._post_count(str(self._num_boundaries))
         if this_host().process_index() == 0:
             self._gather(is_closing)
-        text = self.notice.board.wait_for("decision", _SLICE_S)
+        # Others may learn of the notice a look later, and until then nothing is decided.
+        slice_s = look_interval_s(self.notice.board.num_processes)
+        text = self.notice.board.wait_for("decision", slice_s)
         if text is None:
             return False
         self._act_at, why = json.loads(text)

@@ -16,6 +16,13 @@ INTERVAL_S = 0.25
 _READS_PER_S = 500  # that process 0 can answer: with more processes, each reads less often
 
 
+def look_interval_s(num_processes: int) -> float:
+    """Returns the seconds between two looks of each process."""
+    # Twice as many processes at one service would make each read wait longer, so the interval grows
+    # with their number: 1,000 processes read every 2.25 s.
+    return INTERVAL_S + num_processes / _READS_PER_S
+
+
 @dataclasses.dataclass(frozen=True)
 class Content:
     """The content of a notice.
@@ -91,9 +98,7 @@ class Notice:
             self._thread.join()
 
     def _watch(self) -> None:
-        # Twice as many processes at one service would make each read wait longer, so the interval
-        # grows with their number: 1,000 processes read every 2.25 s.
-        interval_s = INTERVAL_S + self.board.num_processes / _READS_PER_S
+        interval_s = look_interval_s(self.board.num_processes)
         while not self._closing.wait(interval_s):
             try:
                 # The board keeps the first notice, and all read that one, also its author.

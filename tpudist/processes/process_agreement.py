@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypedDict
 
@@ -140,7 +139,7 @@ class _Agreement:
         name = _short_digest(str(processes))
         self._channel = coordination.Channel(f"agreement/{name}", processes)
         # Two threads must not agree at once: the order of their rounds would be a race.
-        self._lock = threading.Lock()
+        self._lock = this_host().lock()
         self._number = 0
         self._last_action = ""
         self._names: dict[int, str] = {}
