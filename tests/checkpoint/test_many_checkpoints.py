@@ -80,6 +80,7 @@ def test_a_save_makes_as_many_calls_among_many_steps_as_among_few(tmp_path, monk
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_the_newest_of_many_steps_is_found_with_as_many_calls(tmp_path, monkeypatch, is_remote):
     monkeypatch.setattr("tpudist.checkpoint.manifest.is_remote", lambda _: is_remote)
+    monkeypatch.setattr("tpudist.checkpoint.directory._STORE", "/")
     calls, found = Calls(monkeypatch), []
     for num_steps in (FEW, MANY):
         folder = tmp_path / str(num_steps)
