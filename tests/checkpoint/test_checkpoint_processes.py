@@ -166,7 +166,7 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_at_once(finished):
         assert result["waited_s"] < 30
         assert result["nan"].startswith("Step 3 was not saved: 1 array contains NaN")
         assert "different steps" in result["apart"]
-        assert "(process 0: step 20, process 1: step 21)" in result["apart"]
+        assert "(process 0: step 20; process 1: step 21)" in result["apart"]
         assert result["steps"] == [[1], [1, 3], []]
 
 
@@ -184,9 +184,9 @@ def test_processes_save_and_restore_checkpoints_at_paths(finished):
         assert "Processes tried to write different paths" in result["paths_apart"]
         assert len(result["restores_apart"]) == 3
         assert (
-            f"different paths (process 0: {ckpt}-1, process 1: None)" in result["restores_apart"][0]
+            f"different paths (process 0: {ckpt}-1; process 1: None)" in result["restores_apart"][0]
         )
         assert "tried to restore different paths (process 0: " in result["restores_apart"][1]
-        assert "(process 0: the newest, process 1: step 1)" in result["restores_apart"][2]
+        assert "(process 0: the newest; process 1: step 1)" in result["restores_apart"][2]
         assert result["paths"] == [f"{ckpt}-1", f"{folder}/faulty/best", f"{ckpt}-2"]
         assert result["numbers"] == [1, 1, 2]

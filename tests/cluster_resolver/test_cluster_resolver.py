@@ -432,7 +432,7 @@ def test_tasks_with_numbers_are_merged_by_number():
     merged = {"worker": {0: "a:1", 1: "b:2", 5: "f:6"}}
     assert UnionResolver(listed, numbered).cluster_spec() == merged
     assert UnionResolver(numbered, listed).cluster_spec() == merged
-    with pytest.raises(KeyError, match=r"Duplicate keys .*: task\(s\) \[1\] of job 'worker'"):
+    with pytest.raises(KeyError, match=r"Duplicate keys .*: task 1 of job 'worker'"):
         UnionResolver(listed, SimpleClusterResolver({"worker": {1: "x:1", 3: "y"}})).cluster_spec()
 
 

@@ -222,7 +222,7 @@ def test_the_program_names_machines_that_do_not_join(monkeypatch, caplog):
     match = "^ps 0, worker 1 of 3 servers did not join the program at a:1 within 0.05 s"
     with pytest.raises(TimeoutError, match=match):
         RayCluster("a:1", machines, wait_s=0.05).wait()
-    assert "Waiting for servers to join: ps 0, worker 0, worker 1" in caplog.text
+    assert "Waiting for servers to join: ps 0, workers 0, 1" in caplog.text
     assert len(removed) == 3
     here |= {"tpudist:worker:1", "tpudist:ps:0"}
     RayCluster("a:1", machines, wait_s=0).wait()

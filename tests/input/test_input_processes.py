@@ -315,15 +315,15 @@ def test_a_run_of_two_processes_resumes_in_one_process_and_back_again(references
 def test_processes_that_read_the_same_data_agree_at_every_step(processes):
     """Each mistake raises an error in both processes at the same step, and neither hangs."""
     results = _results(processes, "read alike")
-    assert "process 1 has left and will not answer" in results[0][2]
+    assert "process 1 left and will not answer" in results[0][2]
     assert results[1][2] is None
     for mistakes, whole, _ in results:
         early, rows, _, _, _, plan, kind, position = mistakes
         assert early[0] == rows[0] == plan[0] == kind[0] == position[0] == "ValueError"
-        assert "in batch 2 of the dataset: process 0 has 8 rows of float32[rows], proc" in early[1]
-        assert "process 1 is at its end" in early[1]
-        assert "in batch 1 of the dataset: process 0 has 8 rows of float32[rows], proc" in rows[1]
-        assert "process 1 has 6 rows of float32[rows]" in rows[1]
+        assert "in batch 2 of the dataset: process 0: 8 rows of float32[rows]; proc" in early[1]
+        assert "process 1: no more batch" in early[1]
+        assert "in batch 1 of the dataset: process 0: 8 rows of float32[rows]; proc" in rows[1]
+        assert "process 1: 6 rows of float32[rows]" in rows[1]
         assert "seed: 0 in process 0, 1 in process 1" in plan[1]
         assert "global batch size: 8 in process 0, 16 in process 1" in plan[1]
         assert "kind: 'batches of an iterable' in process 0, 'examples read by number'" in kind[1]

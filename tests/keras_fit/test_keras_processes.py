@@ -137,7 +137,7 @@ def test_arguments_that_make_processes_diverge_are_rejected_in_both(processes):
         assert told[0].startswith("ProcessesDifferError")
         assert "a batch of Keras" in told[0]
         assert "the end of an epoch of Keras" in told[1]
-        assert "different Keras random seeds (0 in process 0, 1 in process 1)" in told[2]
+        assert "different Keras random seeds (process 0: 0; process 1: 1)" in told[2]
         assert "ModelCheckpoint was passed to fit in several processes" in told[3]
         assert "is split over devices" in told[3]
         assert "A PyDataset was passed in several processes with shuffle=True" in told[4]

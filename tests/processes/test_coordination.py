@@ -171,4 +171,4 @@ def test_a_process_of_many_that_leaves_ends_the_wait():
 
     errors = [str(x) for x in run(32, program).results if x]
     assert len(errors) == 31
-    assert all("process 20 has left and will not answer" in x for x in errors)
+    assert all("process 20 left and will not answer" in x for x in errors)

@@ -64,9 +64,9 @@ def test_missing_processes_are_named_by_all_after_warnings(address, monkeypatch,
     with caplog.at_level(logging.WARNING, logger="tpudist"):
         results = join(address, [(0, 5, 0), (1, 5, 0), (3, 5, 0)], timeout_s=1.5)
     for error in results:
-        assert error.startswith("StartupError: Of 5 processes, process 2, 4 did not connect to")
+        assert error.startswith("StartupError: Of 5 processes, processes 2, 4 did not connect to")
         assert address in error
-    assert f"Process 0 at {address} waits for process 2, 4 of 5: " in caplog.text
+    assert f"Process 0 at {address} waits for processes 2, 4 of 5: " in caplog.text
     assert (
         f"Process 3 has connected to process 0 at {address} and waits for the others" in caplog.text
     )

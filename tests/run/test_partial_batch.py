@@ -151,7 +151,7 @@ def test_combining_values_without_a_common_shape_raises(combine):
 
     full, tail = batches(strategy)
     step(full)
-    with pytest.raises(ValueError, match=r"\[3, 2\] rows. Join rows with all_gather.*of replicas"):
+    with pytest.raises(ValueError, match=r"\(3, 2\) rows. Join rows with all_gather.*of replicas"):
         step(tail)
     own = strategy.run(pairs, (tail,))
     with pytest.raises(ValueError, match="several dims count examples.*Reduce it in the replica"):

@@ -226,7 +226,8 @@ def test_a_second_signal_kills_at_once(tmp_path):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=20)
-    assert "process 0 does not end: killing it." in stdout
+    assert "killing process" in stdout
+    assert " 0, " in stdout
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 
@@ -238,7 +239,7 @@ def test_processes_that_outlive_a_failed_one_are_killed(tmp_path, monkeypatch):
     command = [sys.executable, str(script), "fail"]
     launched = launch.Launch(command, 2, None, 0, lambda index, line: lines.append(line))
     assert launched.run() == 1
-    assert lines[0] == "process 1 does not end: killing it."
+    assert lines[0] == "killing process 1, still running."
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path))))
 
 

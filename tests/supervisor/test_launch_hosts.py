@@ -56,9 +56,9 @@ def test_a_dry_run_prints_the_command_of_each_host(tmp_path, monkeypatch, capsys
     own = "--num-processes 2 --port 7000 'train it.py' --x 1"
     assert capsys.readouterr().out.splitlines() == [
         "2 hosts, 4 processes: run on each host, in the same folder,",
-        "a (processes 0 to 1):",
+        "a (processes 0, 1):",
         f"  tpudist launch --hosts a,b --host-index 0 {own}",
-        "b (processes 2 to 3):",
+        "b (processes 2, 3):",
         f"  tpudist launch --hosts a,b --host-index 1 {own}",
         "or, for the hosts of a TPU slice, from anywhere, on all of them at once:",
         "  gcloud compute tpus tpu-vm ssh NAME --worker=all --command "

@@ -433,7 +433,7 @@ def test_values_may_differ_in_their_number_of_rows(mirrored):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda i: np.ones((1 + i, i)), r"0: \[1, 0\], 1: \[2, 1\]"),
+        (lambda i: np.ones((1 + i, i)), r"replica 0: \[1, 0\]; replica 1: \[2, 1\]"),
         (lambda i: np.ones(()) if i else np.ones(2), "may differ only in the size of one dim"),
         (lambda i: {"a": 1} if i else [1], "returned different structures for different replicas"),
     ],

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import jax
 
 from tpudist.checkpoint import lost_saves
+from tpudist.options.member_names import format_values
 from tpudist.processes.coordination import TIMEOUT_S, Channel
 
 _unfinished: "set[Save]" = set()
 _ROUNDS = 2  # of `Barrier` in a save: all files are written; process 0 has committed the step
-_MAX_FAILURES = 4  # in one message: if a disk is full, a thousand processes may fail alike
 _MAX_ERROR_LENGTH = 600  # Orbax appends a long source location
 
 
@@ -155,10 +155,7 @@ class Barrier:
         def collect(messages: list[str]) -> str:
             answers = [json.loads(x) for x in messages]
             texts.extend(text for text, _ in answers)
-            failed = [f"process {i}: {error}" for i, (_, error) in enumerate(answers) if error]
-            others = len(failed) - _MAX_FAILURES
-            more = [f"and {others} other processes"] if others > 0 else []
-            return "; ".join([*failed[:_MAX_FAILURES], *more])
+            return format_values("process", {i: x for i, (_, x) in enumerate(answers) if x})
 
         failures = self._channel.combine(json.dumps([text, error]), collect, timeout_s=timeout_s)
         return texts, failures

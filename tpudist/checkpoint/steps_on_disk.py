@@ -17,6 +17,7 @@ from tpudist.checkpoint import manifest
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.checkpoint.format import is_ours, read_contents
+from tpudist.options.member_names import format_values
 from tpudist.processes.coordination import Channel
 
 _T = TypeVar("_T")
@@ -48,7 +49,7 @@ def require_same(value: object, channel: Channel, timeout_s: float, difference: 
     def list_if_different(values: list[str]) -> str:
         if len(set(values)) == 1:
             return ""
-        return ", ".join(f"process {i}: {text}" for i, text in enumerate(values))
+        return format_values("process", dict(enumerate(values)))
 
     if listed := channel.combine(str(value), list_if_different, timeout_s=timeout_s):
         raise CheckpointError(

@@ -15,6 +15,7 @@ import tyro
 
 from tpudist.cli import console
 from tpudist.cli.errors import WrongUse
+from tpudist.options.member_names import format_members
 
 EPILOG = """
 examples:
@@ -25,6 +26,8 @@ exit codes: 0 success, 2 wrong use, 70 no restart is left, 130 Ctrl-C, 143 SIGTE
 otherwise the code of the first process that failed, or 128 + n if signal n killed it
 (137 is SIGKILL). Without --restarts, start again after 75, 137 or 143; with it, after 70 or 143.
 """
+
+_MAX_HOSTS = 3  # of a dry run that shows the command of each host
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _check_numbers(options: Options) -> None:
 
 
 def _print_commands(options: Options) -> int:
-    from tpudist.cli.launch_hosts import name_hosts
+    from tpudist.cli.launch_hosts import name_hosts, shorten_hosts
     from tpudist.supervisor.hosts import LOOPBACK
 
     # `name_hosts` and not `find_hosts`: a dry run may be on a machine that is not one of the hosts.
@@ -145,17 +148,29 @@ def _print_commands(options: Options) -> int:
         f"{len(hosts)} hosts, {len(hosts) * num_processes} processes: run on each host, in the "
         f"same folder,"
     )
-    for i, host in enumerate(hosts):
-        words = ["tpudist", "launch", "--hosts", ",".join(hosts), "--host-index", str(i), *shared]
-        first, last = i * num_processes, (i + 1) * num_processes - 1
-        numbers = f"process {last}" if first == last else f"processes {first} to {last}"
-        console.print_text(f"{host} ({numbers}):\n  {shlex.join([*words, *program])}")
+    if len(hosts) > _MAX_HOSTS:
+        last = len(hosts) - 1
+        command = f'--hosts "$HOSTS" --host-index "$I" {shlex.join([*shared, *program])}'
+        console.print_text(
+            f"with HOSTS={shorten_hosts(','.join(hosts))}, from {hosts[0]} (I=0, "
+            f"{_list_processes(0, num_processes)}) to {hosts[-1]} (I={last}, "
+            f"{_list_processes(last, num_processes)}):\n  tpudist launch {command}"
+        )
+    else:
+        for i, host in enumerate(hosts):
+            words = ["launch", "--hosts", ",".join(hosts), "--host-index", str(i), *shared]
+            command = shlex.join(["tpudist", *words, *program])
+            console.print_text(f"{host} ({_list_processes(i, num_processes)}):\n  {command}")
     command = shlex.quote(shlex.join(["tpudist", "launch", *shared, *program]))
     console.print_text(
         f"or, for the hosts of a TPU slice, from anywhere, on all of them at once:\n"
         f"  gcloud compute tpus tpu-vm ssh NAME --worker=all --command {command}"
     )
     return 0
+
+
+def _list_processes(host_index: int, per_host: int) -> str:
+    return format_members("process", range(host_index * per_host, (host_index + 1) * per_host))
 
 
 def find_program(script: str) -> list[str]:

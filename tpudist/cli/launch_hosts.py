@@ -8,6 +8,8 @@ from tpudist.cluster_resolver.slurm_lists import expand_hostlist
 from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
 
+_MAX_NAMES = 4  # of hosts in a message
+
 
 def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
     """Returns the hosts of the run; only this host if neither options, Slurm nor a slice name more.
@@ -34,8 +36,8 @@ def find_hosts(names: str | None, index: int | None, port: int | None) -> Hosts:
         if len(matches) != 1:
             local = " and ".join(hosts[i] for i in matches) or "none"
             raise WrongUse(
-                f"--hosts {names}: found {local} among the addresses of this host. Pass "
-                f"--host-index, from 0."
+                f"--hosts {shorten_hosts(names)}: found {local} among the addresses of this host. "
+                f"Pass --host-index, from 0."
             )
         index = matches[0]
     if not 0 <= index < len(hosts):
@@ -64,8 +66,17 @@ def _detect_hosts() -> tuple[list[str], int] | None:
 def _split(names: str) -> list[str]:
     hosts = [name.strip() for name in names.split(",") if name.strip()]
     if len(set(hosts)) < len(hosts) or not hosts:
-        raise WrongUse(f"--hosts {names}: name each host once, as in --hosts node1,node2.")
+        raise WrongUse(
+            f"--hosts {shorten_hosts(names)}: name each host once, as in --hosts node1,node2."
+        )
     return hosts
+
+
+def shorten_hosts(names: str) -> str:
+    """Returns names of hosts, separated by commas, for a message: the first ones of many."""
+    shown = names.split(",")
+    more = len(shown) - _MAX_NAMES
+    return names if more <= 0 else f"{','.join(shown[:_MAX_NAMES])},... ({more} more)"
 
 
 def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:

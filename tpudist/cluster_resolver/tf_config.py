@@ -10,6 +10,8 @@ from tpudist.cluster_resolver.cluster_spec import ClusterSpec
 
 # The format that TensorFlow documents for TF_CONFIG. Optional keys next to "cluster" and "task":
 # "rpc_layer", "environment" and "session_master".
+_MAX_CHARACTERS = 1000  # of TF_CONFIG in an error
+_MAX_WRONG = 4  # names of tasks in an error
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -97,13 +99,21 @@ class TFConfigClusterResolver(ClusterResolver):
             config = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"TF_CONFIG is not JSON ({error}): {text!r}. An example: {_EXAMPLE}."
+                f"TF_CONFIG is not JSON ({error}): {_start_of(text)}. An example: {_EXAMPLE}."
             ) from None
         if not isinstance(config, dict) or not isinstance(config.get("cluster", {}), dict):
-            raise ValueError(f"TF_CONFIG has no cluster: {text!r}. An example: {_EXAMPLE}.")
+            raise ValueError(
+                f"TF_CONFIG has no cluster: {_start_of(text)}. An example: {_EXAMPLE}."
+            )
         if mistake := next(_find_mistakes(config), None):
-            raise ValueError(f"TF_CONFIG {mistake}: {text!r}. An example: {_EXAMPLE}.")
+            raise ValueError(f"TF_CONFIG {mistake}: {_start_of(text)}. An example: {_EXAMPLE}.")
         return config
+
+
+def _start_of(text: str) -> str:
+    """Returns the start of TF_CONFIG, which has an address for each process."""
+    more = len(text) - _MAX_CHARACTERS
+    return repr(text) if more <= 0 else f"{text[:_MAX_CHARACTERS]!r} and {more} characters more"
 
 
 def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
@@ -117,8 +127,9 @@ def _find_mistakes(config: dict[str, Any]) -> Iterator[str]:
         for address in addresses:
             if not isinstance(address, str) or not address.strip():
                 yield f"has {address!r} as an address of job {job!r}"
-        if isinstance(tasks, dict) and not all(number.isdecimal() for number in tasks):
-            yield f"numbers the tasks of job {job!r} by {', '.join(map(repr, tasks))}"
+        wrong = [x for x in tasks if not x.isdecimal()] if isinstance(tasks, dict) else []
+        if wrong:
+            yield f"numbers the tasks of job {job!r} by {', '.join(map(repr, wrong[:_MAX_WRONG]))}"
     if not isinstance(task, dict):
         yield f"has the task {task!r}, which is not an object with a type and an index"
         return

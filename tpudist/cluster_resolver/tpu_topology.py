@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from tpudist.cluster_resolver import tpu_topology_proto
 from tpudist.cluster_resolver.tpu_topology_proto import RANK as _RANK
+from tpudist.options.member_names import format_values
 
 
 class Topology:
@@ -69,11 +70,11 @@ class Topology:
         tasks = group_by_task(devices)
         sizes = {len(task) for task in tasks}
         if len(sizes) != 1:
+            found = format_values("task", {i: len(task) for i, task in enumerate(tasks)})
             raise ValueError(
                 f"Every task of a topology must have the same number of devices, but of these "
-                f"{len(devices)} devices, the processes have "
-                f"{', '.join(str(len(task)) for task in tasks)}. Use the same number of each "
-                f"process."
+                f"{len(devices)} devices the processes have different numbers ({found}). Use the "
+                f"same number of each process."
             )
         num_slices = count_slices(devices)
         if num_slices > 1:

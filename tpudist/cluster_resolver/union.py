@@ -5,6 +5,7 @@ from typing import Any
 
 from tpudist.cluster_resolver.base import ClusterResolver
 from tpudist.cluster_resolver.cluster_spec import ClusterSpec, Tasks
+from tpudist.options.member_names import format_members
 
 
 class UnionResolver(ClusterResolver):
@@ -107,8 +108,9 @@ def _merge_tasks(job: str, parts: Sequence[Tasks]) -> dict[int, str]:
         twice = sorted(merged.keys() & tasks.keys())
         if twice:
             raise KeyError(
-                f"Duplicate keys detected when merging two ClusterSpecs: task(s) {twice} of job "
-                f"{job!r}. Number the tasks of each cluster differently."
+                f"Duplicate keys detected when merging two ClusterSpecs: "
+                f"{format_members('task', twice)} of job {job!r}. Number the "
+                f"tasks of each cluster differently."
             )
         merged |= {number: x for number, x in tasks.items() if x is not None}
     return merged

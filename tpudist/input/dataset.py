@@ -28,6 +28,7 @@ from tpudist.input.sources import iterable
 from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY, IndexedDataset
 from tpudist.input.transfer import feed_ahead
 from tpudist.options import AutoShardPolicy, PartialBatch
+from tpudist.options.member_names import format_ranges
 from tpudist.processes import generations
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -106,7 +107,7 @@ class DistributedDataset:
         processes = replica_mesh.processes
         # The names connect several processes; one process does not use them.
         number = next(_numbers[processes]) if len(processes) > 1 else None
-        group = "" if self.is_everywhere else f"/{'-'.join(map(str, processes))}"
+        group = "" if self.is_everywhere else f"/{format_ranges(processes)}"
         self._names_of_passes = (f"input{group}/{number}/{i}" for i in itertools.count())
 
     def __iter__(self) -> DistributedIterator:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
+from tpudist.options.member_names import format_members, format_values
 from tpudist.processes.coordination import Channel
 
 _T = TypeVar("_T")
@@ -113,11 +114,10 @@ class Rounds:
 
     def raise_failure(self, failed: Mapping[int, str]) -> NoReturn:
         """Raises the error of other processes: index -> text."""
-        number = ", ".join(map(str, failed))
         place = "at its start" if self.step is None else f"at step {self.step}"
         raise RuntimeError(
-            f"The {self._subject} of process {number} failed {place}. The other processes "
-            f"cannot continue without it. Correct the error there: "
+            f"The {self._subject} of {format_members('process', failed)} failed {place}. The other "
+            f"processes cannot continue without it. Correct the error there: "
             f"{next(iter(failed.values()))}"
         )
 
@@ -217,17 +217,16 @@ def iterate_in_step(
             message = {"batch": None if batch is None else describe(batch)}
             batches_of_all = [answer["batch"] for answer in rounds.exchange(message)]
             if any(found != batches_of_all[0] for found in batches_of_all):
-                differences = ", ".join(
-                    f"process {i} is at its end"
-                    if found is None
-                    else f"process {i} has {found[0]} rows of {found[1]}"
-                    for i, found in zip(rounds.processes, batches_of_all, strict=True)
+                texts = (
+                    "no more batch" if found is None else f"{found[0]} rows of {found[1]}"
+                    for found in batches_of_all
                 )
+                found = dict(zip(rounds.processes, texts, strict=True))
                 raise ValueError(
-                    f"The processes differ in batch {index} of the dataset: {differences}. All "
-                    "must receive the same batches, from which each takes its own rows. If each "
-                    "process has its own data, use AutoShardPolicy.OFF, or "
-                    "distribute_datasets_from_function."
+                    f"The processes differ in batch {index} of the dataset: "
+                    f"{format_values('process', found)}. All must receive the same batches, from "
+                    "which each takes its own rows. If each process has its own data, use "
+                    "AutoShardPolicy.OFF, or distribute_datasets_from_function."
                 )
             if batch is None:
                 return

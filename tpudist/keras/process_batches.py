@@ -21,6 +21,7 @@ from keras import tree
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.keras import keras_internals
 from tpudist.keras.keras_internals import Batch
+from tpudist.options.member_names import format_values
 from tpudist.processes import process_agreement
 from tpudist.processes.process_agreement import Intention
 
@@ -41,7 +42,7 @@ def agree_on_seed(strategy: StrategyBase) -> None:
     answers = process_agreement.exchange(mesh, intention, f"{own} {secrets.randbits(31)}")
     seeds = [answer.split()[0] for answer in answers]
     if len(set(seeds)) > 1:
-        found = ", ".join(f"{s} in process {i}" for i, s in zip(mesh.processes, seeds, strict=True))
+        found = format_values("process", dict(zip(mesh.processes, seeds, strict=True)))
         raise ValueError(
             f"The processes have different Keras random seeds ({found}), and would make different "
             "models. Call keras.utils.set_random_seed with the same number in all processes, or in "

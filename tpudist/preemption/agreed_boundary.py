@@ -19,6 +19,7 @@ notice per run. Orbax calls it with the numbers of training steps, so it cannot 
 import json
 import logging
 
+from tpudist.options.member_names import format_members
 from tpudist.preemption.notice import Notice, look_interval_s
 from tpudist.processes.host import Event, this_host
 
@@ -101,14 +102,14 @@ class BoundaryAgreement:
             counts = self.notice.board.read_all("counts")
             ended = sorted(int(i) for i, count in counts.items() if count == _CLOSED)
             if ended:
-                why = f"process {_format_numbers(ended)} has finished its loops"
+                why = f"{format_members('process', ended)} finished the loops"
                 return self._decide(None, why)
             if len(counts) == num_processes:
                 return self._decide(max(map(int, counts.values())) + 1)
             if this_host().monotonic() > deadline:
                 absent = [i for i in range(num_processes) if str(i) not in counts]
-                late = f"process {_format_numbers(absent)} did not answer within {_PATIENCE_S:g} s"
-                return self._decide(None, late)
+                late = format_members("process", absent)
+                return self._decide(None, f"{late} did not answer within {_PATIENCE_S:g} s")
             this_host().sleep(_PAUSE_S)
 
     def _post_count(self, count: str) -> None:
@@ -117,7 +118,3 @@ class BoundaryAgreement:
     def _decide(self, act_at: int | None, why_not: str = "") -> None:
         # The board keeps the first decision, so all processes read the same one.
         self.notice.board.post("decision", json.dumps([act_at, why_not]))
-
-
-def _format_numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from tpudist.goodput import goodput
+from tpudist.options.member_names import format_members
 from tpudist.processes.host import this_host
 from tpudist.processes.reported_wait import ReportedWait
 
@@ -202,8 +203,8 @@ class Channel:
             # Only after a try: a process may have written its text in this round and then left.
             if gone := self._find_departed(client):
                 raise RuntimeError(
-                    f"Process {index} waits {purpose}, but process {gone} has left and will not "
-                    f"answer. All processes must do the same things in the same order. Find "
+                    f"Process {index} waits {purpose}, but {gone} left and will not answer. "
+                    f"All processes must do the same things in the same order. Find "
                     f"out why it left; it may have failed."
                 )
             if is_last_try:
@@ -245,14 +246,15 @@ class Channel:
 
     def _find_departed(self, client: KeyValueClient) -> str:
         left = client.key_value_dir_get(f"tpudist/{self.name}/left/")
-        return ", ".join(sorted(key.rsplit("/", 1)[-1] for key, _ in left))
+        numbers = [int(key.rsplit("/", 1)[-1]) for key, _ in left]
+        return format_members("process", numbers) if numbers else ""
 
     def _describe_missing(self, client: KeyValueClient, folder: str) -> str:
         """Returns the processes without a text; the leader if all texts but its answer exist."""
         present = {key.rsplit("/", 1)[-1] for key, _ in client.key_value_dir_get(f"{folder}/")}
-        absent = [str(i) for i in self._members if str(i) not in present]
+        absent = [i for i in self._members if str(i) not in present]
         leader = f"process {self._members[0]} to answer"
-        return f"process {', '.join(absent)}" if absent else leader
+        return format_members("process", absent) if absent else leader
 
     @property
     def _members(self) -> Sequence[int]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypedDict
 
 from tpudist.errors import ProcessesDifferError
+from tpudist.options.member_names import format_members
 from tpudist.processes import coordination, generations, process_watch, run_order
 from tpudist.processes.host import this_host
 from tpudist.processes.run_order import RunOrder
@@ -260,12 +261,12 @@ class _Agreement:
             digests: Digest of each process's description.
             values: Digest -> value of the processes that have it.
         """
-        groups: dict[str, list[str]] = {}
+        groups: dict[str, list[int]] = {}
         for process, digest in zip(self._processes, digests, strict=True):
-            groups.setdefault(values.get(digest, _NOT_DESCRIBED), []).append(str(process))
+            groups.setdefault(values.get(digest, _NOT_DESCRIBED), []).append(process)
         parts = [
-            f"{'Process' if len(group) == 1 else 'Processes'} {', '.join(group)}"
-            f"{' (this one)' if group == [str(this_host().process_index())] else ''}: "
+            f"{format_members('Process', group)}"
+            f"{' (this one)' if group == [this_host().process_index()] else ''}: "
             f"{value[:_MAX_CHARACTERS]}"
             for value, group in groups.items()
         ]

@@ -4,9 +4,10 @@ import contextlib
 import logging
 import selectors
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from tpudist.errors import StartupError
+from tpudist.options.member_names import format_members
 from tpudist.processes import rendezvous_messages
 from tpudist.processes.host import this_host
 from tpudist.processes.rendezvous_messages import Introduction, LineReader
@@ -44,12 +45,12 @@ def receive(host: str, port: int, num_processes: int, wait: ReportedWait) -> Non
                 _serve_guests(server, selector, guests)
                 wait.report(
                     lambda: (
-                        f"Process 0 at {host}:{port} waits for {_list_processes(guests.missing)} "
-                        f"of {num_processes}"
+                        f"Process 0 at {host}:{port} waits for "
+                        f"{format_members('process', guests.missing)} of {num_processes}"
                     )
                 )
                 if wait.is_over and guests.missing:
-                    missing = _list_processes(guests.missing)
+                    missing = format_members("process", guests.missing)
                     raise StartupError(
                         f"Of {num_processes} processes, {missing} did not connect to {host}:{port} "
                         f"within {wait.timeout_s:g} s. Check that it was started, that it "
@@ -220,9 +221,3 @@ class _Guests:
                 ):
                     pass
             connection.close()
-
-
-def _list_processes(numbers: Collection[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, sorted(numbers)[:most]))
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"process {shown}{more}"

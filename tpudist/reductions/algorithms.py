@@ -50,8 +50,8 @@ class ReductionToOneDevice(_BatchReduction):
         if self.reduce_to_device is not None and self._root not in devices:
             raise ValueError(
                 f"ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}): this is not "
-                f"one of the devices {', '.join(map(str, devices))}, whose values it combines. "
-                "Name one of them, or omit reduce_to_device."
+                f"one of the {len(devices)} devices from {devices[0]} to {devices[-1]}, whose "
+                "values it combines. Name one of them, or omit reduce_to_device."
             )
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from tpudist import context
 from tpudist.lowering import replica_parts
 from tpudist.options import shorten
+from tpudist.options.member_names import format_counts
 from tpudist.reductions import eager_programs
 from tpudist.values import gathered_rows, indexed_slices
 from tpudist.values.per_replica import LocalPart, PerReplica
@@ -81,7 +82,8 @@ def gather(mesh: ReplicaMesh, value: object, axis: int) -> jax.Array:
         if other != dim and len(set(rows)) > 1:
             raise ValueError(
                 f"gather along axis {axis} needs parts of equal shape in the other dims, but the "
-                f"replicas hold {rows} real rows along dim {other}. Gather along that dim."
+                f"replicas hold {format_counts(rows)} real rows along dim {other}. Gather along "
+                "that dim."
             )
     eager_programs.agree(mesh, "Strategy.gather", value.array, dim, tuple(extents.items()))
     return _gather(dim, tuple(extents.items()), mesh.replicated)(value.array)

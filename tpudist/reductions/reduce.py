@@ -17,6 +17,7 @@ from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.lowering import placement
 from tpudist.options import shorten
+from tpudist.options.member_names import format_counts
 from tpudist.reduce_op import ReduceOp
 from tpudist.reductions import cross_device_ops, eager_programs
 from tpudist.reductions.gather import capture_in_trace, gather
@@ -74,9 +75,9 @@ def _rows_first(
         )
     if axis is None or dim not in axis:
         raise ValueError(
-            f"Replicas hold {value.rows} real rows along dim {dim}, as in a partial batch, so "
-            "their values have no common shape. Also reduce over that dim: reduce(op, value, "
-            f"axis={dim})."
+            f"Replicas hold {format_counts(value.rows or ())} real rows along dim {dim}, as in a "
+            "partial batch, so their values have no common shape. Also reduce over that dim: "
+            f"reduce(op, value, axis={dim})."
         )
     if not dim:
         return value.array, axis

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpudist.lowering import compile
+from tpudist.options.member_names import format_counts
 from tpudist.programs import replica_agreement, replica_equality
 from tpudist.programs.jaxprs import ClosedJaxpr
 from tpudist.programs.rows import psum_numbers
@@ -382,7 +383,7 @@ class PartialBatch:
     def _make_error(
         self, error: RowsError, rows: Sequence[tuple[int, ...]] | None = None
     ) -> ValueError:
-        have = f" ({'; '.join(map(str, rows))} rows on the replicas)" if rows else ""
+        have = f" ({'; '.join(map(format_counts, rows))} rows on the replicas)" if rows else ""
         where = f" At {error.line}." if error.line else ""
         return ValueError(
             f"'{self._body.call.name}' received a partial batch{have}, and tpudist cannot follow "

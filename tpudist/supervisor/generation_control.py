@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tpudist.options.member_names import format_members
 from tpudist.processes import process_state
 from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
@@ -184,18 +185,16 @@ class GenerationControl:
             missing = [x.index for x in late]
         if not missing:
             return
-        numbers, generation = ", ".join(map(str, missing)), max(self._generation, 1)
+        processes, generation = format_members("process", missing), max(self._generation, 1)
         if not self._wait.is_over:
-            self._wait.report(
-                lambda: f"waiting for process(es) {numbers} to join generation {generation}"
-            )
+            self._wait.report(lambda: f"waiting for {processes} to join generation {generation}")
             return
         limit_s = self._limit_s
         for member in late:
             self._kill(member, f"It did not join the others within {limit_s:g} s.")
         if not late:
             self.gave_up = (
-                f"process(es) {numbers} did not call tpudist.experimental.survive within "
+                f"{processes} did not call tpudist.experimental.survive within "
                 f"{limit_s:g} s ({HANG_VARIABLE}), while the others waited: giving up."
             )
 
@@ -351,14 +350,14 @@ class GenerationControl:
             after = ""
             if self._changed_s is not None:
                 after = f" after {time.monotonic() - self._changed_s:.2f} s"
-            numbers = ", ".join(str(x.index) for x in self.members)
+            processes = format_members("process", (x.index for x in self.members))
             commit = max(x.commit for x in self.members)
             event = (
                 f"continue from commit {commit}{after}"
                 if commit >= 0
                 else f"start from scratch{after}: no remaining process has state in memory"
             )
-            self._report(f"generation {self._generation}: processes {numbers} {event}.")
+            self._report(f"generation {self._generation}: {processes} {event}.")
         self._drop_services()
         self._change_when_possible()  # processes may have joined, or want to leave, since the start
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tpudist.options.member_names import format_members
 from tpudist.processes import supervisor_variables
 from tpudist.processes.exit_codes import (
     EXIT_GAVE_UP,
@@ -233,10 +234,12 @@ class _Attempt:
             worker.send(number)
 
     def _kill_late(self) -> None:
-        for worker in self._workers:
-            if worker.exit_code is None:
-                self._launch.write(None, f"process {worker.index} does not end: killing it.")
-                worker.kill()
+        late = [worker for worker in self._workers if worker.exit_code is None]
+        if late:
+            processes = format_members("process", (worker.index for worker in late))
+            self._launch.write(None, f"killing {processes}, still running.")
+        for worker in late:
+            worker.kill()
 
     def _handle_loss(self, index: int, code: int) -> bool:
         """Returns whether the others continue without a process; may start a replacement."""

@@ -14,6 +14,7 @@ from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.context.weak_identity import WeakIdentityDict
 from tpudist.lowering import placement, replica_parts
+from tpudist.options.member_names import format_counts
 from tpudist.values.array_like import apply_operator
 from tpudist.xla import collectives
 from tpudist.xla.array_attributes import has_dtype
@@ -161,7 +162,7 @@ class PerReplica(DistributedValues):
         )
 
     def __repr__(self) -> str:
-        rows = "" if self.rows is None else f", rows={self.rows}"
+        rows = "" if self.rows is None else f", rows={format_counts(self.rows)}"
         rows += f" of dim {self.dim}" if self.dim else ""
         array = self.array
         if not has_dtype(array):  # a leaf that JAX has put in its place

@@ -10,6 +10,7 @@ import numpy as np
 
 from tpudist.array_types import PyTree
 from tpudist.lowering import placement
+from tpudist.options.member_names import format_values
 from tpudist.processes import process_agreement
 from tpudist.values.per_replica import PerReplica
 from tpudist.xla import integers, random_keys, tree_depth
@@ -97,7 +98,7 @@ def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> N
                 "continues without them. Correct the error in that process."
             )
     if any(x["structure"] != answers[0]["structure"] for x in answers):
-        each = ", ".join(f"{p}: {x['structure']}" for p, x in by_process.items())
+        each = format_values("process", {p: x["structure"] for p, x in by_process.items()})
         raise ValueError(
             f"The processes made values of different structures for their replicas: {each}. Return "
             "the same structure for every replica."
@@ -146,7 +147,7 @@ def _stack(
     # The last condition: the shapes of replicas of other processes are unknown (`stack_parts`), so
     # the padding could differ between processes.
     if len(ranks) > 1 or len(uneven) > 1 or len(shapes) < mesh.num_replicas:
-        each = ", ".join(f"{i}: {list(shape)}" for i, shape in sorted(shapes.items()))
+        each = format_values("replica", {i: list(shapes[i]) for i in sorted(shapes)})
         raise ValueError(
             f"The values for the replicas have different shapes ({each}). They may differ only in "
             "the size of one dim. Use the same shape for every replica, or put the differences in "
@@ -170,7 +171,7 @@ def _stack_keys(
 ) -> PerReplica:
     if len({(name, tuple(shape)) for name, shape in descriptions.values()}) > 1:
         keys = sorted(descriptions.items())
-        each = ", ".join(f"{i}: {name}{list(shape)}" for i, (name, shape) in keys)
+        each = format_values("replica", {i: f"{name}{list(shape)}" for i, (name, shape) in keys})
         raise ValueError(
             f"The random keys for the replicas have different kinds or shapes ({each}). Use keys "
             "of one kind and shape for every replica."

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from tpudist.options import shorten
+from tpudist.options.member_names import format_numbers
 
 
 def as_devices(
@@ -69,7 +70,8 @@ def _find(name: str) -> jax.Device:
     else:  # "gpu" means "gpu:0"; anything else is not found
         index = 0 if platform and not number else -1
     if not 0 <= index < len(candidates):
-        have = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.devices()))
+        local = jax.devices()
+        have = f"{local[0].platform}:{format_numbers(range(len(local)))}"
         raise ValueError(
             f"Device {name!r} does not exist. This run has {have}. (tpudist.emulate(n) makes n CPU "
             "devices; call it before the first array is made.)"

@@ -239,8 +239,8 @@ def test_a_missing_process_is_named_and_ends_the_wait(tmp_path):
     with Run(tmp_path, *options, env=env, program=file) as run:
         seen = run.wait()
     assert seen.code == 70, seen.output
-    assert "waiting for process(es) 1 to join generation 1: 5 s of 7." in seen.output
-    assert "process(es) 1 did not call tpudist.experimental.survive within 7 s" in seen.output
+    assert "waiting for process 1 to join generation 1: 5 s of 7." in seen.output
+    assert "process 1 did not call tpudist.experimental.survive within 7 s" in seen.output
 
 
 @pytest.mark.slow

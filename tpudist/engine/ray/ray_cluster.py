@@ -11,10 +11,11 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from tpudist.engine.ray.ray_session import import_ray
+from tpudist.options.member_names import format_members
 
 _REPORT_S = 10.0  # between two reports of missing machines
 _STEP_S = 1  # Ray waits for whole seconds, and Ctrl-C is noticed after a wait
@@ -78,14 +79,22 @@ class RayCluster:
             now = time.monotonic()
             if now - start > self.wait_s:
                 raise TimeoutError(
-                    f"{', '.join(sorted(missing))} of {len(groups)} servers did not join the "
+                    f"{_list_machines(missing)} of {len(groups)} servers did not join the "
                     f"program at {self.head} within {self.wait_s:g} s. Run "
                     f"tpudist.Server(cluster_spec, job_name, task_index).join() on each of them, "
                     f"with the same RAY_AUTH_TOKEN, and check that they can reach that address."
                 )
             if now - reported > _REPORT_S:
-                _log.warning("Waiting for servers to join: %s.", ", ".join(sorted(missing)))
+                _log.warning("Waiting for servers to join: %s.", _list_machines(missing))
                 reported = now
+
+
+def _list_machines(names: Iterable[str]) -> str:
+    """Returns the names of machines, such as "ps 0, workers 0-7"."""
+    numbers: dict[str, list[int]] = {}
+    for role, number in sorted(name.split() for name in names):
+        numbers.setdefault(role, []).append(int(number))
+    return ", ".join(format_members(role, x) for role, x in numbers.items())
 
 
 def name_resource(role: str, index: int) -> str:

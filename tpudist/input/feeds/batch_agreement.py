@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tpudist.errors import ProcessesDifferError
 from tpudist.input.process_rounds import Rounds
+from tpudist.options.member_names import format_ranges
 from tpudist.processes import generations, process_agreement
 from tpudist.xla.mesh import ReplicaMesh
 
@@ -91,5 +92,5 @@ def _exchange(
 # belong together.
 @generations.cache
 def _rounds(processes: tuple[int, ...]) -> Rounds:
-    name = f"batches/{'-'.join(map(str, processes))}"
+    name = f"batches/{format_ranges(processes)}"
     return Rounds(lambda: name, threading.Event(), processes, "call of distribute_batch")

@@ -4,6 +4,7 @@ It communicates nothing, and reads nothing except the first batch of an iterable
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,10 +14,12 @@ from tpudist.input.feeds.per_replica_batches import WholeBatches
 from tpudist.input.feeds.split_batches import SplitBatches
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.options import PartialBatch
+from tpudist.options.member_names import format_members, format_numbers
 from tpudist.xla.mesh import ReplicaMesh
 
 # A dataset with more examples has no column of files: finding the file of each takes too long.
 _MAX_EXAMPLES = 1_000_000
+_MAX_ROWS = 5  # of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +66,7 @@ class Explanation:
     @property
     def line(self) -> str:
         """The contents in one line."""
-        hosts = "; ".join(
-            f"process {host.process} has {_describe_host(host)}" for host in self.hosts
-        )
+        hosts = "; ".join(_describe_hosts(*group) for group in _group(self.hosts))
         return f"{self.source}: {self.policy} ({self.why}); {hosts}."
 
     def __str__(self) -> str:
@@ -78,19 +79,20 @@ class Explanation:
         facts = {
             "dataset": self.source,
             "sharding": f"{self.policy}: {self.why}",
-            "global batch": _cell(self.global_batch_size),
+            "global batch": _cell(self.global_batch_size, ""),
             "partial batch": self.partial_batch,
         }
         rows = [
             (
-                str(host.process),
-                _span(host.replicas),
-                _cell(host.files, "-"),
-                _cell(host.examples_per_step),
-                _cell(host.examples_per_epoch),
-                _cell(host.in_vain_per_step),
+                format_numbers(processes),
+                format_numbers(host.replicas),
+                _cell(host.files, each, "-"),
+                _cell(host.examples_per_step, each),
+                _cell(host.examples_per_epoch, each),
+                _cell(host.in_vain_per_step, each),
             )
-            for host in self.hosts
+            for processes, host in _group(self.hosts)
+            for each in [" each" if len(processes) > 1 else ""]
         ]
         width = max(map(len, facts)) + 2
         title = "\n".join(f"{name + ':':<{width}}{value}" for name, value in facts.items())
@@ -208,22 +210,43 @@ def _replicas(mesh: ReplicaMesh) -> dict[int, tuple[int, ...]]:
     return {process: tuple(replicas) for process, replicas in sorted(replicas_of.items())}
 
 
-def _cell(value: int | None, unknown: str = "?") -> str:
-    return unknown if value is None else str(value)
+def _cell(value: int | None, each: str, unknown: str = "?") -> str:
+    return unknown if value is None else f"{value}{each}"
 
 
-def _describe_host(host: Host) -> str:
+def _describe_hosts(processes: Sequence[int], host: Host) -> str:
+    is_one = len(processes) == 1
     numbers = (
         (host.examples_per_step, "examples of each step"),
         (host.examples_per_epoch, "of an epoch"),
         (host.files, "files"),
     )
-    known = [f"{number} {label}" for number, label in numbers if number is not None]
-    return ", ".join([f"replicas {_span(host.replicas)}", *known])
+    each = "" if is_one else "each "
+    known = [f"{each}{number} {label}" for number, label in numbers if number is not None]
+    start = f"{format_members('process', processes)} {'has' if is_one else 'have'}"
+    return ", ".join([f"{start} {format_members('replica', host.replicas)}", *known])
 
 
-def _span(replicas: tuple[int, ...]) -> str:
-    in_sequence = replicas == tuple(range(replicas[0], replicas[-1] + 1))
-    if len(replicas) > 2 and in_sequence:
-        return f"{replicas[0]}-{replicas[-1]}"
-    return ", ".join(map(str, replicas))
+def _group(hosts: Sequence[Host]) -> list[tuple[list[int], Host]]:
+    """Returns processes and what each of them reads, in at most `_MAX_ROWS` rows.
+
+    Of many processes, those that read the same numbers are in one row, with the replicas of all.
+    """
+    if len(hosts) <= _MAX_ROWS:
+        return [([host.process], host) for host in hosts]
+    groups: dict[Host, list[Host]] = {}
+    for host in hosts:
+        groups.setdefault(dataclasses.replace(host, process=0, replicas=()), []).append(host)
+    largest = sorted(groups.items(), key=lambda item: -len(item[1]))
+    rows, others = largest[:_MAX_ROWS], largest[_MAX_ROWS:]
+    if others:
+        # Their numbers differ, so the last row shows none.
+        rest = [host for _, members in [*rows[-1:], *others] for host in members]
+        rows = [*rows[:-1], (Host(0, ()), rest)]
+    return [
+        (
+            [x.process for x in members],
+            dataclasses.replace(host, replicas=tuple(i for x in members for i in x.replicas)),
+        )
+        for host, members in rows
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
+from tpudist.options.member_names import format_counts
 from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows import row_kernels, small_count_scalars, small_counts
 from tpudist.programs.rows.confirmation import find_deviation
@@ -170,7 +171,8 @@ class RowProgram:
             sizes = [size_at(size, point) for point in counts]
             if len(set(sizes)) > 1:
                 raise RowsError(
-                    f"{where} combines values of different shapes: replicas hold {sizes} rows. "
+                    f"{where} combines values of different shapes: replicas hold "
+                    f"{format_counts(sizes)} rows. "
                     "Join rows with all_gather or strategy.gather, and get the values of replicas "
                     "outside of the program"
                 )

@@ -13,6 +13,7 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.context.protocols import VariableLike
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.options.member_names import format_members
 from tpudist.programs import accumulation
 from tpudist.reduce_op import ReduceOp, VariableAggregation
 from tpudist.run.eager import host_values
@@ -250,8 +251,8 @@ def _describe_difference(parts: list[Any]) -> str:
         return "its values differ in the sign of zeros or the bits of NaNs"
     where = tuple(map(int, places[0]))
     at = f" at {list(where)}" if where else ""
-    others = [str(r) for r, p in differing if len(p)]
+    others = format_members("replica", (r for r, p in differing if len(p)))
     return (
         f"replica 0 has {first[where]}{at}, and replica {replica} has {hosts[replica][where]} "
-        f"(replicas that differ from replica 0: {', '.join(others)})"
+        f"(different from replica 0: {others})"
     )

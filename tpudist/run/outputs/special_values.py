@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpudist.options.member_names import format_members
 from tpudist.run.arguments.call_arguments import RunCall
 from tpudist.run.dispatch.step_plan import StateSlot
 from tpudist.run.outputs import state_collections
@@ -119,5 +120,4 @@ def _find(value: object, test: Callable[[np.ndarray], np.ndarray]) -> str | None
                 replicas.add(replica)
     if not replicas:
         return None
-    numbers = ", ".join(map(str, sorted(replicas)))
-    return f" on replica{'s' if len(replicas) > 1 else ''} {numbers}"
+    return f" on {format_members('replica', replicas)}"
