@@ -92,6 +92,11 @@ def make_more(candidate):
     return *make_step(candidate)[:3], 64
 
 
+def make_dict():
+    """A step of plain JAX with a dict in the place of a tuple."""
+    return jnp.sin, {"x": jax.ShapeDtypeStruct((8,), jnp.float32)}
+
+
 def make_odd_step(candidate):
     """A step whose shapes do not fit."""
     strategy, _, args, _ = make_step(candidate)

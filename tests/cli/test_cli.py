@@ -232,6 +232,10 @@ def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeyp
             "make_more",
             "make_more returned a int as its last element. It must be a dict of arguments",
         ),
+        (
+            "make_dict",
+            "make_dict returned a dict as the arguments of the step. They must be a tuple",
+        ),
         ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
         ("jitted_step", "jitted_step is a jitted function. The shapes of its arguments are not"),
         ("plain_step", "def make_step(): return plain_step, (params, batch)"),

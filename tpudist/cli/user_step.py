@@ -94,6 +94,12 @@ def _check(step: Any, name: str) -> tuple[Any, ...]:
     if len(parts) not in (3, 4):
         size = f" of {len(step)}" if isinstance(step, tuple | list) else ""
         raise WrongUse(f"{name} returned a {type(step).__name__}{size}. {RULE}")
+    if parts[0] is None and not isinstance(parts[2], tuple | list):
+        raise WrongUse(
+            f"{name} returned a {type(parts[2]).__name__} as the arguments of the step. They must "
+            "be a tuple, also if there is only one: return fn, (params,). Keyword arguments go "
+            'into a dict as the third element: return fn, (), {"kwargs": {"params": params}}.'
+        )
     if len(parts) == 4 and not isinstance(parts[3], Mapping):
         raise WrongUse(
             f"{name} returned a {type(parts[3]).__name__} as its last element. It must be a dict "
