@@ -178,7 +178,7 @@ def test_port_without_libcst_names_the_package_to_install(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_libcst_and_matplotlib_are_imported_only_when_needed():
-    modules = "tpudist, tpudist.cli, tpudist.planner.plan"
+    modules = "tpudist, tpudist.cli, tpudist.planner.plan_record"
     code = f"import sys, {modules}; assert not {{'libcst', 'matplotlib'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.memory import MemoryReport
 from tpudist.xla.estimate.refusal import Refusal

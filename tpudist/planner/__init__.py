@@ -6,7 +6,7 @@ from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.layout_search import search
 from tpudist.planner.layouts.search_result import SearchResult
 from tpudist.planner.plain_step import plan
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.xla.hardware.slices import parse as parse_topology
 from tpudist.xla.topology import devices
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from tpudist.array_types import PyTree, Shape
 from tpudist.planner import figure_checks, input_roles, plan_builder
 from tpudist.planner.calibration import Calibration, read_calibration
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.programs import jaxprs
 from tpudist.run.arguments import call_description

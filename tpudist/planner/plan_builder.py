@@ -17,7 +17,7 @@ from tpudist.options import RunOptions
 from tpudist.planner import compiler_query, input_roles, model_flops, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.calibration import Calibration
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress
 from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator

@@ -14,7 +14,7 @@ from tpudist.xla.hardware.chips import CHIPS
 
 @dataclasses.dataclass(frozen=True)
 class PlanFigures:
-    """The figures of a plan, for the modules that format it; `plan.Plan` documents the fields."""
+    """Figures of a plan, for modules that format it; `plan_record.Plan` documents the fields."""
 
     name: str
     topology: str

@@ -13,7 +13,7 @@ from tpudist.options import RunOptions
 from tpudist.planner import figure_checks, plan_builder, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.calibration import Calibration, read_calibration
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress, silent_progress
 from tpudist.run.arguments import call_description
 from tpudist.run.frame.trace_requests import MakesVariables

@@ -18,7 +18,7 @@ from jupyter_client.manager import start_new_kernel
 from rich.console import Console
 
 import plans
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 from tpudist.planner.show import advice, chart, formats, html, memory_text, progress, speed_text
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.terminal import TerminalReport

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.plan import Plan
+from tpudist.planner.plan_record import Plan
 
 FITS, TOO_LARGE, FAILED, NOT_REACHED = "fits", "too large", "failed", "not reached"
 """Statuses of a candidate. A status is a plain string because `to_json` writes it."""
