@@ -236,14 +236,14 @@ def test_process_0_does_not_look_at_all_processes_for_each_message(address, monk
     """It would spend time that grows with the square of their number."""
     monkeypatch.setattr(rendezvous_guest, "_SERVICE_S", 0.0)
     calls = collections.Counter()
-    for name in ("_list_processes", "_serve_guests"):
+    for name in ("format_members", "_serve_guests"):
         monkeypatch.setattr(rendezvous_host, name, count_calls(calls, rendezvous_host, name))
     for name in ("make_greeting", "introduce"):
         monkeypatch.setattr(
             rendezvous_messages, name, count_calls(calls, rendezvous_messages, name)
         )
     assert join(address, [(i, count, 0) for i in range(count)]) == ["met"] * count
-    assert calls["_list_processes"] == 0  # only for reports
+    assert calls["format_members"] == 0  # only for reports
     assert calls["make_greeting"] == 1  # it reads the version from the disk
     assert calls["introduce"] == count
     assert calls["_serve_guests"] <= 3 * count  # a guest is accepted, greeted and introduced

@@ -266,7 +266,7 @@ def test_a_process_that_leaves_is_named_in_the_others():
     first, none, second = run(3, program).results
     assert none is None
     # One of the others may have left for that reason before the last one looks.
-    assert all(re.search(r"process (0, )?1(, 2)? has left and", x) for x in (first, second))
+    assert all(re.search(r"process(es)? (0, )?1(, 2)? left and", x) for x in (first, second))
 
 
 def test_a_process_without_batches_pads_with_a_row_of_another_one():
