@@ -92,6 +92,11 @@ def make_more(candidate):
     return *make_step(candidate)[:3], 64
 
 
+def make_topology():
+    """A step of plain JAX with an argument that the command line passes."""
+    return plain_step, make_plain_step()[1], {"topology": "v5e-8"}
+
+
 def make_dict():
     """A step of plain JAX with a dict in the place of a tuple."""
     return jnp.sin, {"x": jax.ShapeDtypeStruct((8,), jnp.float32)}

@@ -233,6 +233,10 @@ def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeyp
             "make_more returned a int as its last element. It must be a dict of arguments",
         ),
         (
+            "make_topology",
+            "make_topology returned the argument 'topology' of a plan. Omit it there",
+        ),
+        (
             "make_dict",
             "make_dict returned a dict as the arguments of the step. They must be a tuple",
         ),

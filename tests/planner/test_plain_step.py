@@ -127,7 +127,7 @@ def test_numbers_of_numpy_may_be_static():
 
 
 class Trainer:
-    """Has a jitted method."""
+    """Object with a jitted method."""
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(self, params, x):
@@ -143,7 +143,7 @@ def test_a_jitted_method_receives_its_object():
     assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
 
 
-def test_the_state_of_a_batch_normalization_is_no_batch():
+def test_the_state_of_a_batch_normalization_is_not_a_batch():
     stats = {"batch_stats": jax.ShapeDtypeStruct((8,), jnp.float32)}
     plan = planner.plan(lambda stats, x: x.sum() + stats["batch_stats"], stats, X)
     assert plan.memory.categories["batch"] == 64 * 16 * 4
@@ -179,6 +179,13 @@ def test_a_pmap_keeps_its_devices():
     plan = planner.plan(step, jax.ShapeDtypeStruct((8, 4, 4), jnp.float32))
     assert plan.num_devices == 8
     assert plan.model_flops == 8 * 2 * 4**3
+
+
+def test_the_mesh_in_force_is_used():
+    with jax.set_mesh(data_mesh()):
+        plan = planner.plan(jnp.sin, X, in_shardings=P("data"))
+    assert plan.mesh == {"data": 8}
+    assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
 
 
 def on_other_devices():
@@ -224,6 +231,9 @@ def test_a_mesh_of_another_machine_is_moved_to_a_slice_or_explained():
         planner.plan(*on_other_devices(), topology="v5e-8")
     with pytest.raises(ValueError, match=r"mesh=.* has 4 devices, but the topology has 8"):
         planner.plan(step, *state, X, topology="v5e-8", mesh={"data": 4})
+    for sizes in ({"a": -8}, {"a": 0, "b": 8}, {"a": -2, "b": -4}):
+        with pytest.raises(ValueError, match=r"mesh=.*Each size must be at least 1"):
+            planner.plan(step, *state, X, topology="v5e-8", mesh=sizes)
     (note,) = planner.plan(jnp.sum, X, topology="v5e-8").notes
     assert "uses 1 of the 8 devices of v5e-8" in note
 
@@ -275,6 +285,20 @@ def test_the_first_axes_of_a_mesh_span_the_slices(sizes, spec, networks):
     )
     assert plan.mesh == sizes
     assert {x.network for x in plan.collectives} == networks
+
+
+@pytest.mark.libtpu
+def test_an_axis_of_a_mesh_may_be_a_part_of_an_axis_of_the_slice():
+    sizes = {"a": 2, "data": 8}  # v6e-16 has 4 x 4 chips
+    plan = planner.plan(jnp.sin, X, topology="v6e-16", mesh=sizes, in_shardings=P("data"))
+    assert (plan.mesh, plan.num_chips) == (sizes, 16)
+
+
+@pytest.mark.libtpu
+def test_the_mesh_in_force_is_moved_to_a_slice():
+    with jax.set_mesh(data_mesh()):
+        plan = planner.plan(jnp.sin, X, topology="v5e-8", in_shardings=P("data"))
+    assert (plan.mesh, plan.topology) == ({"data": 8}, "v5e-8")
 
 
 @pytest.mark.libtpu

@@ -106,6 +106,12 @@ def _check(step: Any, name: str) -> tuple[Any, ...]:
             f"of arguments of {'planner.plan' if parts[0] is None else 'Strategy.plan'}, such as "
             f'{{"tokens_per_step": 4096}}.'
         )
+    for option in ("topology", "cache"):
+        if len(parts) == 4 and option in parts[3]:
+            raise WrongUse(
+                f"{name} returned the argument {option!r} of a plan. Omit it there: the option "
+                f"--{option} of the command line decides."
+            )
     return parts
 
 

@@ -28,7 +28,6 @@ from tpudist.run.arguments import call_description
 from tpudist.xla import descriptions, topology as topologies
 from tpudist.xla.array_attributes import is_weakly_typed, sharding_of
 from tpudist.xla.compiler import compiler_process, lowered_program
-from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate.memory import InputLeaf
 from tpudist.xla.hardware import slices
 from tpudist.xla.mesh import arrange_slices
@@ -90,7 +89,7 @@ def plan(
             moved to a mesh of the same axes. Default: the devices of the shardings.
         mesh: Mesh for `in_shardings`, which is also in force while the step is traced; or sizes of
             its axes, such as {"data": 4, "model": 2}, on the devices of `topology`. The first axes
-            span its slices.
+            span its slices. Default: the mesh of `jax.set_mesh`.
         in_shardings: Placement of the arguments: a prefix of the tuple `args`, whose leaves are
             shardings, `PartitionSpec`s for `mesh`, or None.
         donate_argnums: Arguments whose memory the results may use; for a function that is not
@@ -157,7 +156,7 @@ class _Traced:
 
     Attributes:
         lowered: The program.
-        closed: Its jaxpr; None if it is not known.
+        closed: Jaxpr of the step; None if it is not known.
         name: Name of the step.
         arrays: Name and shape of each array among its arguments, in order; empty if the names in
             the program are those of the user.
@@ -187,7 +186,7 @@ class _PlacedCall:
 
 
 class _Placement:
-    """Where the arguments of a plan are placed."""
+    """Devices and mesh on which the arguments of a plan are placed."""
 
     def __init__(self, topology: str | None, mesh: MeshLike | None):
         self._devices = None if topology is None else list(topologies.devices(topology))
@@ -199,16 +198,16 @@ class _Placement:
                 f"planner.plan received mesh={dict(axes)!r} without devices. Pass topology=, such "
                 'as "v5e-8", or a jax.sharding.Mesh.'
             )
+        if any(size < 1 for size in axes.values()):
+            raise ValueError(f"mesh={dict(axes)!r} is not supported. Each size must be at least 1.")
         if math.prod(axes.values()) != len(self._devices):
             raise ValueError(
                 f"mesh={dict(axes)!r} has {math.prod(axes.values())} devices, but the topology has "
                 f"{len(self._devices)}. The product of the sizes must be the number of devices."
             )
         kinds = axis_types or (AxisType.Auto,) * len(axes)
-        shape, names = tuple(axes.values()), tuple(axes)
-        if len({slice_index(x) for x in self._devices}) > 1:
-            return Mesh(arrange_slices(self._devices, shape), names, axis_types=kinds)
-        return jax.make_mesh(shape, names, axis_types=kinds, devices=self._devices)
+        grid = arrange_slices(self._devices, tuple(axes.values()))
+        return Mesh(grid, tuple(axes), axis_types=kinds)
 
     def place(
         self, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
@@ -256,7 +255,7 @@ class _Placement:
                 f"in_shardings is not a prefix of the arguments ({len(args)} positional ones): "
                 f"{error}. Pass one sharding for all, or a tuple with one entry per argument."
             ) from error
-        # A None among the arguments is no leaf of them, unlike the None of an unknown sharding.
+        # None is not a leaf of the arguments, but it is a leaf of `wanted`: an unknown sharding.
         leaves = jax.tree.structure(args).flatten_up_to(wanted)
         return [self._read_sharding(x) for x in leaves]
 
@@ -264,11 +263,15 @@ class _Placement:
         if not isinstance(x, PartitionSpec):
             return x
         if self._mesh is None:
-            raise ValueError(
-                f"in_shardings has {x}, but there is no mesh. Pass mesh=, such as "
-                '{"data": 4, "model": 2} with topology="v5e-8", or a jax.sharding.Mesh; or pass '
-                "NamedShardings."
-            )
+            mesh = jax.sharding.get_mesh()  # that of `jax.set_mesh`, or an empty one
+            if mesh.empty:
+                raise ValueError(
+                    f"in_shardings has {x}, but there is no mesh. Pass mesh=, such as "
+                    '{"data": 4, "model": 2} with topology="v5e-8", or a jax.sharding.Mesh; or '
+                    "pass NamedShardings."
+                )
+            is_used = self._devices is None or _is_described(mesh)
+            self._mesh = mesh if is_used else self._make_mesh(mesh.shape, mesh.axis_types)
         return NamedSharding(self._mesh, x)
 
     def _move(self, x: Any) -> Sharding | None:
@@ -280,7 +283,7 @@ class _Placement:
         if self._devices is None or _is_described(mesh):
             return sharding
         if self._mesh is None and mesh.size == len(self._devices):
-            self._mesh = self._make_mesh(dict(mesh.shape), mesh.axis_types)
+            self._mesh = self._make_mesh(mesh.shape, mesh.axis_types)
         if self._mesh is None or self._mesh.axis_names != mesh.axis_names:
             own = "none" if self._mesh is None else dict(self._mesh.shape)
             raise ValueError(
@@ -300,7 +303,7 @@ def _trace(
     """Lowers a step for the arguments of a call."""
     jitted: Any = step
     if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
-        # `lower` of a bound method is that of the function, which must receive the object.
+        # A bound method has the `lower` of its function, which must receive the object.
         jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))
     elif not hasattr(step, "lower"):
         jitted = jax.jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums)

@@ -312,13 +312,11 @@ def _arrange(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> np.ndarr
     if devices[0].platform != "tpu":
         return _arrange_row_by_row(devices, shape)
     across = _slices_per_axis(axes, len(set(map(slice_index, devices))))
-    if math.prod(across) == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return _arrange_across(devices, shape, across)
 
 
 def arrange_slices(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
-    """Returns the devices of several slices in this shape; its first dims span the slices."""
+    """Returns the devices of one or more slices in this shape; its first dims span the slices."""
     across, left = [], len(set(map(slice_index, devices)))
     # It ends with 1: slices have equally many devices, so their number divides the product.
     for size in shape:
@@ -331,6 +329,8 @@ def arrange_slices(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.nd
 def _arrange_across(
     devices: Sequence[jax.Device], shape: Sequence[int], across: Sequence[int]
 ) -> np.ndarray:
+    if math.prod(across) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     within = [size // slices for size, slices in zip(shape, across, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(
         within, across, devices, allow_split_physical_axes=True
