@@ -1,4 +1,4 @@
-"""What a process remembers of its steps has the same size after 10,000 steps and after 100,000."""
+"""The memory of a process for past steps is constant from 10,000 to 100,000 steps."""
 
 import collections
 import gc

@@ -294,7 +294,7 @@ class CheckpointManager:
         self._on_disk.forget_damage()
 
     def _make_room(self, step: int) -> str:
-        """Removes what is in the way of a new step, in process 0; returns the problem or ""."""
+        """Removes files that block a new step, in process 0; returns the problem or ""."""
         try:
             if not self._is_clean:
                 self._files.remove_unfinished()

@@ -143,7 +143,7 @@ def guess_role(name: str) -> str:
     """Returns the role of an input with this name."""
     # Whole words of a path such as "opt_state[0].mu['kernel']", so that "nu" does not match "num".
     # The optimizer comes first, because its state repeats the names of the parameters.
-    # The state of a batch normalization is no batch.
+    # The state of a batch normalization is not a batch.
     text = re.sub(r"batch_?(norm|stats)", "", name.lower())
     words = set(re.split(r"[^a-z]+", text))
     if words & _OPTIMIZER_WORDS:

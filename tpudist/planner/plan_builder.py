@@ -114,10 +114,10 @@ def plan_lowered(
 
     Args:
         step: The step.
-        mesh: Its devices.
+        mesh: Devices of the step.
         num_replicas: Number of replicas that execute the jaxpr of the step.
         notes: Facts about the arguments.
-        request: What the caller asked for.
+        request: Options of the plan.
         report: Progress callback.
         trace_s: Seconds that tracing and lowering took.
     """
@@ -170,7 +170,7 @@ def _count_flops(
 ) -> tuple[float | None, dict[str, float], tuple[str, ...]]:
     """Returns the FLOPs that the caller counted, or else those of the jaxpr, with notes on them.
 
-    In between are those of narrow numbers, by kind.
+    The second result is the FLOPs of narrow numbers, by kind.
     """
     if request.model_flops is not None:
         return request.model_flops, {}, ()

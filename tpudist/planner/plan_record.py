@@ -33,7 +33,7 @@ class Plan(PlanFigures):
         collectives: Communication of a step.
         tokens_per_step: Tokens of all replicas in a step, if the caller passed them.
         model_flops: FLOPs of one step on all chips, without rematerialization; see `mfu`.
-        narrow_flops: Those of them that multiply narrow numbers, by kind: "int8", "fp8" or "int4".
+        narrow_flops: Part of `model_flops` on narrow numbers, by kind: "int8", "fp8" or "int4".
         trace_s: Seconds of tracing and lowering.
         compile_s: Seconds that the compiler took when it compiled this program.
         versions: Versions of jax, jaxlib, libtpu and tpudist.

@@ -1,4 +1,4 @@
-"""What a program that JAX has lowered knows of itself, and JAX does not say publicly."""
+"""Reads facts about a lowered program that JAX has, but does not make public."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,11 @@ class ProgramInput:
     """An array that a lowered program receives.
 
     Attributes:
-        number: Its number among all inputs of the function, also those that it does not use.
-        name: Its name and place in the function that was lowered, such as `params['kernel']`.
+        number: Number among all inputs of the function, including unused ones.
+        name: Name and place in the function that was lowered, such as `params['kernel']`.
         shape: Global shape.
-        dtype: Its dtype, which may be one of random keys.
-        sharding: Its placement; None if the compiler chooses it.
+        dtype: Dtype, which may be a type of random keys.
+        sharding: Placement; None if the compiler chooses it.
         donated: Whether an output may reuse its memory.
     """
 
@@ -45,9 +45,9 @@ def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
 
 
 def inputs_of(lowered: jax.stages.Lowered) -> list[ProgramInput]:
-    """Returns the inputs of a program in its order, without those that it does not use."""
-    lowering = _read_lowering(lowered)
+    """Returns the inputs of a program in its order, without unused ones."""
     try:
+        lowering = _read_lowering(lowered)
         facts = lowering.compile_args
         arrays, shardings = facts["global_in_avals"], facts["in_shardings"]
         everything, used = facts["all_args_info"], sorted(facts["kept_var_idx"])
