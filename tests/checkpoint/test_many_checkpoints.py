@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tpudist.checkpoint import Checkpoint, CheckpointError, CheckpointManager, latest_checkpoint
+from tpudist.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    latest_checkpoint,
+    steps_on_disk,
+)
 from tpudist.checkpoint.directory import Directory
 from tpudist.checkpoint.retention import Retention
 
@@ -139,3 +145,22 @@ def test_retention_searches_no_list_for_each_step():
     metrics = {step: {"loss": abs(step - 40.0)} for step in range(120)}
     removed = Retention(max_to_keep=5, best=("loss", "min")).steps_to_remove(steps, {}, metrics, 99)
     assert removed == [step for step in range(95) if step != 40]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_directory_that_process_0_cannot_read_is_an_error_in_all(process, monkeypatch):
+    """Otherwise the others would wait for process 0 until their time is over."""
+    sent = []
+
+    class Answers:
+        def combine(self, text, reduce, **_):
+            sent.append(text)
+            return reduce(sent)
+
+    def list_steps():
+        raise PermissionError("/checkpoints")
+
+    for i in range(process + 1):
+        monkeypatch.setattr(steps_on_disk.jax, "process_index", lambda i=i: i)
+        with pytest.raises(OSError, match="Process 0 cannot read the checkpoints: /checkpoints"):
+            steps_on_disk.agree(list_steps, Answers(), 1.0)

@@ -457,7 +457,7 @@ def test_nccl_is_refused_where_there_are_no_gpus():
 def test_invalid_cross_device_ops_are_rejected():
     with pytest.raises(ValueError, match="must not be of type str. Pass a tpud"):
         tpudist.MirroredStrategy(cross_device_ops="nccl")
-    with pytest.raises(ValueError, match="is not one of the devices .* omit reduce_to_device"):
+    with pytest.raises(ValueError, match="is not among those .* omit reduce_to_device"):
         tpudist.MirroredStrategy(["cpu:0"], tpudist.ReductionToOneDevice("cpu:1"))
 
 

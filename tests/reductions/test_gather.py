@@ -130,7 +130,7 @@ def test_parts_that_are_uneven_in_another_dim_are_not_gathered():
     def step(x):
         return tpudist.get_replica_context().all_gather(x * 2, axis=1)
 
-    with pytest.raises(ValueError, match=r"'step' received.*of different shapes.*\[1, 2\]"):
+    with pytest.raises(ValueError, match=r"'step' received.*of different shapes.*\(1, 2\)"):
         strategy.run(step, (uneven,))
     assert strategy.run(step, (even,)).tolist() == [[2, 2, 2, 2]]
     _, found = batches(strategy)

@@ -102,7 +102,7 @@ def test_devices_that_are_missing_from_a_box_are_named():
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ([(0, 0), (0, 0), (1, 0)], "of these 3 devices, the processes have 2, 1"),
+        ([(0, 0), (0, 0), (1, 0)], "of these 3 devices the processes .*task 0: 2; task 1: 1"),
         (
             [(0, 0), (0, 1)],
             "to one slice, but these 2 devices belong to 2 slices. Use TPUStrategy.replica_",

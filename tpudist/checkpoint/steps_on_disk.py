@@ -27,10 +27,24 @@ _OUTSIDE = 5  # stack levels from a warning in `choose` to the caller of `restor
 
 
 def agree(find: Callable[[], _T], channel: Channel, timeout_s: float) -> _T:
-    """Returns the result of `find`, in all processes; only process 0 calls it."""
-    # It travels as JSON, so callers must not rely on tuples: they arrive as lists.
-    own = "" if jax.process_index() else json.dumps(find())
-    return json.loads(channel.combine(own, lambda texts: texts[0], timeout_s=timeout_s))
+    """Returns the result of `find`, in all processes; only process 0 calls it.
+
+    Raises:
+        OSError: In all processes, if `find` raises it.
+    """
+    result, problem = None, ""
+    if jax.process_index() == 0:
+        try:
+            result = find()
+        except OSError as error:
+            problem = f"Process 0 cannot read the checkpoints: {error}"
+    # They travel as JSON, so callers must not rely on tuples: they arrive as lists.
+    own = json.dumps((result, problem))
+    answer = channel.combine(own, lambda texts: texts[0], timeout_s=timeout_s)
+    result, problem = json.loads(answer)
+    if problem:
+        raise OSError(problem)
+    return result
 
 
 def require_same(value: object, channel: Channel, timeout_s: float, difference: str) -> None:

@@ -49,9 +49,9 @@ class ReductionToOneDevice(_BatchReduction):
         """Raises ValueError if `reduce_to_device` is not one of the devices."""
         if self.reduce_to_device is not None and self._root not in devices:
             raise ValueError(
-                f"ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}): this is not "
-                f"one of the {len(devices)} devices from {devices[0]} to {devices[-1]}, whose "
-                "values it combines. Name one of them, or omit reduce_to_device."
+                f"ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}): this device is "
+                f"not among those whose values it combines ({len(devices)}, {devices[0]} to "
+                f"{devices[-1]}). Name one of them, or omit reduce_to_device."
             )
 
     @property
