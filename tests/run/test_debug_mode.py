@@ -672,8 +672,8 @@ def test_state_that_differs_raises_with_its_values(mirrored):
         with pytest.raises(ValueError, match="Variable 'table' would differ") as caught:
             mirrored.run(assign, (ids(mirrored),))
         assert (
-            "replica 0 has 4.0 at [1, 0], and replica 5 has 5.0 (different from replica 0: 5-7)."
-            in str(caught.value)
+            "replica 0 has 4.0 at [1, 0], and replica 5 has 5.0 (different from replica 0: "
+            "replicas 5-7)." in str(caught.value)
         )
         with pytest.raises(ValueError, match="Param 'bias' would differ .* replica 1 has 1.0"):
             mirrored.run(change, (model, ids(mirrored)))
