@@ -1,6 +1,8 @@
 """SystemConcurrency: conditions of real threads."""
 
+import signal
 import threading
+import time
 
 import pytest
 
@@ -124,4 +126,36 @@ def test_a_wait_ends_after_its_timeout(timeout_s):
         pass
     thread, outcome = start_waiting(condition, lambda: True)
     thread.join()
+    assert outcome == [True]
+
+
+def test_an_interrupt_while_another_thread_has_the_lock_breaks_nothing():
+    """Ctrl-C in a wait: later threads that wait for the condition must still be woken."""
+    condition, is_waiting = SystemConcurrency().condition(), threading.Event()
+    waiting = threading.main_thread()
+
+    def keep_lock():
+        is_waiting.wait()
+        with condition:  # free when the main thread waits, whose time is then over
+            time.sleep(0.05)
+            signal.pthread_kill(waiting.ident, signal.SIGINT)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=keep_lock)
+    thread.start()
+
+    def wait():
+        with condition:
+            is_waiting.set()
+            condition.wait_for(lambda: False, 0.02)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    thread.join()
+    ready = []
+    thread, outcome = start_waiting(condition, lambda: bool(ready))
+    with condition:
+        ready.append(0)
+        condition.notify_all()
+    thread.join(20)
     assert outcome == [True]

@@ -358,6 +358,10 @@ OF_OTHERS = {
     "_symbolic_build": "keras/keras_internals.py",
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
+    "_ls": "input/storage/filesystems.py",  # of fsspec
+    "_is_owned": "engine/concurrency.py",  # of `threading.RLock`, for `threading.Condition`
+    "_release_save": "engine/concurrency.py",
+    "_acquire_restore": "engine/concurrency.py",
     "_glob": "input/storage/filesystems.py",  # coroutines of fsspec
     "_info": "input/storage/filesystems.py",
     "_pipe_file": "input/storage/filesystems.py",

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 _MAX_WAIT_S = threading.TIMEOUT_MAX  # of one wait for a lock
 
@@ -202,31 +202,34 @@ def _may_hold(predicate: Callable[[], bool]) -> bool:
 class _SystemLock(Monitor):
     def __init__(self):
         super().__init__()
-        self._rlock = threading.RLock()
+        self._rlock: Any = threading.RLock()
 
     def enter(self) -> None:
         self._rlock.acquire()
         self.depth += 1
 
     def leave(self) -> None:
+        # A KeyboardInterrupt may end a wait between two lines, before the lock is taken back.
+        if not self._rlock._is_owned():
+            return
         self.depth -= 1
         if not self.depth and self.notified:
             self.wake_notified()
         self._rlock.release()
 
-    def leave_completely(self) -> int:
-        """Leaves the lock as often as it was entered; returns that number."""
+    def leave_completely(self) -> tuple[int, Any]:
+        """Leaves the lock as often as it was entered; returns what `return_to` needs."""
         depth, self.depth = self.depth, 0
         if self.notified:
             self.wake_notified()
-        for _ in range(depth):
-            self._rlock.release()
-        return depth
+        return depth, self._rlock._release_save()
 
-    def return_to(self, depth: int) -> None:
+    def return_to(self, entered: tuple[int, Any]) -> None:
         """Enters the lock as often as it was left."""
-        for _ in range(depth):
-            self._rlock.acquire()
+        # Not `acquire`, which a signal interrupts: the caller would be without the lock that it is
+        # about to leave. `threading.Condition` uses these methods, too.
+        depth, state = entered
+        self._rlock._acquire_restore(state)
         self.depth = depth
 
 
@@ -261,11 +264,11 @@ class _SystemCondition(Condition):
         try:
             while left_s is None or left_s > 0:
                 self._waiting.add(turn, predicate)
-                depth = self._lock.leave_completely()
+                entered = self._lock.leave_completely()
                 try:
                     turn.acquire(timeout=-1 if left_s is None else min(left_s, _MAX_WAIT_S))
                 finally:
-                    self._lock.return_to(depth)
+                    self._lock.return_to(entered)
                 if predicate():
                     return True
                 left_s = None if end_s is None else end_s - time.monotonic()

@@ -177,6 +177,28 @@ def test_every_position_resumes_bit_for_bit(dataset):
     assert [is_equal for _, is_equal in results[0]] == [True] * 6
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_a_resume_with_other_replicas_reads_each_example_once(before, after, monkeypatch):
+    """Replicas take batches in turn, so a step was another number of batches before."""
+    size, num_steps = 48, 3
+
+    def program(process, position=None):
+        elements = Pass(2, process, indexed(size, process), position, name=str(REPLICAS))
+        found = list(elements)
+        return [ids for _, ids, _ in found], [state.read() for _, _, state in found]
+
+    monkeypatch.setitem(globals(), "REPLICAS", before)
+    first = run(2, program).results
+    position = Position(0, num_steps, first[0][1][num_steps - 1], resumed=True)
+    monkeypatch.setitem(globals(), "REPLICAS", after)
+    later = run(2, lambda process: program(process, position)).results
+    for process in range(2):
+        steps = [*first[process][0][:num_steps], *later[process][0]]
+        ids = [x for step in steps for batch in step for x in batch]
+        assert ids == list(range(1000 * process, 1000 * process + size))
+    assert f'"batches": {num_steps * before + after}' in json.dumps(later[0][1][0])
+
+
 def test_positions_of_past_steps_are_removed():
     def program(process):
         taken = []

@@ -48,6 +48,43 @@ def test_text_and_tfrecord_objects_of_s3_are_read_in_the_sequence_of_their_names
     assert ids(dataset.batch(7)) == list(range(300))
 
 
+@pytest.mark.parametrize(
+    ("error", "num_failures", "message"),
+    [
+        (OSError("503 Slow Down"), 1, None),
+        (OSError("503 Slow Down"), 99, r"txt cannot be listed.*503 Slow Down"),
+        (PermissionError("Access Denied"), 99, r"txt cannot be listed.*Access Denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_listed_is_not_omitted(
+    tmp_path, moto, bucket, quick, monkeypatch, error, num_failures, message
+):
+    import s3fs
+
+    name, files = bucket
+    for folder in ("a", "b"):
+        files.pipe(f"{name}/{folder}/0.txt", LINES)
+    failures = iter([error] * num_failures)
+    list_folder = s3fs.S3FileSystem._ls
+
+    async def list_or_fail(self, path, *args, **kwargs):
+        if path.strip("/").endswith("/b") and (failure := next(failures, None)):
+            raise failure
+        return await list_folder(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_ls", list_or_fail)
+
+    def find():
+        remote = options(tmp_path, moto)
+        return from_files(f"s3://{name}/*/*.txt", parse=parse_line, remote=remote)
+
+    if message is None:
+        assert find().num_files == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        find()
+
+
 @pytest.mark.slow
 def test_a_pass_through_s3_resumes_and_reads_what_local_files_give(tmp_path, moto, bucket):
     name, files = bucket

@@ -158,12 +158,11 @@ def _agree_on_plan(
     Returns:
         The rows of all steps, if all processes read their data by number; else None.
     """
-    lengths = feed.lengths
     answer = rounds.combine(
         {
             "plan": [feed.plan, position.pass_number, position.step, position.version],
             "digest": _digest(first.step) if feed.must_differ else None,
-            "lengths": None if lengths is None else [lengths, len(mesh.local_replicas)],
+            "lengths": _lengths_of(feed, mesh, first, position.step),
             "needed": feed.open_passes.list_needed(),
         },
         _compare_plans,
@@ -190,6 +189,18 @@ def _agree_on_plan(
     kinds, owners = answer["lengths"]
     processes = [ProcessLengths([Length(*x) for x in lengths], n) for lengths, n in kinds]
     return StepCounts(order, [processes[i] for i in expand(owners)])
+
+
+def _lengths_of(
+    feed: ProcessFeed, mesh: ReplicaMesh, first: Read, step: int
+) -> ProcessLengths | None:
+    """Returns the lengths of this process's datasets, if they determine the positions."""
+    if feed.lengths is None:
+        return None
+    lengths = ProcessLengths(feed.lengths, len(mesh.local_replicas))
+    # After a resume with another number of replicas in this process, replicas that take batches in
+    # turn have taken another number of them than the number of the step says.
+    return lengths if lengths.states(step + 1) == first.states else None
 
 
 def _compare_plans(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,13 @@ from typing import Any
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp"}
 
 
+class FolderNotListed(Exception):
+    """A folder cannot be listed, for the reason that is the cause.
+
+    It is no OSError: fsspec omits the contents of a folder whose listing raises one.
+    """
+
+
 def make_filesystem(protocol: str, options: Mapping[str, Any]) -> Any:
     """Returns a file system of its own, which does not share its settings or its listings.
 
@@ -32,7 +39,19 @@ def make_filesystem(protocol: str, options: Mapping[str, Any]) -> Any:
         ) from error
     # Listings are read once, and must not be those of an earlier dataset.
     defaults = {"use_listings_cache": False, "skip_instance_cache": True}
-    return cls(**{**defaults, **options})
+    filesystem = cls(**{**defaults, **options})
+    list_folder = filesystem._ls
+
+    async def list_folder_or_raise(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await list_folder(*args, **kwargs)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise FolderNotListed from error
+
+    filesystem._ls = list_folder_or_raise
+    return filesystem
 
 
 async def find_matches(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:

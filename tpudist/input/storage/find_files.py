@@ -103,8 +103,9 @@ def _store_class(url: str) -> Callable[[RemoteOptions], ObjectStore]:
 
             return WebStore
     raise ValueError(
-        f"{url}: from_files reads local paths, gs://, s3://, https:// and http://. Mount the "
-        "store as a folder, or read it with tf.data or a Grain data source: from_records(source)."
+        f"{url.partition('?')[0]}: from_files reads local paths, gs://, s3://, https:// and "
+        "http://. Mount the store as a folder, or read it with tf.data or a Grain data source: "
+        "from_records(source)."
     )
 
 

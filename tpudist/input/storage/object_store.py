@@ -169,7 +169,9 @@ class ObjectStore(abc.ABC):
                 failure = self._cause(error)
                 if not failure.cause.may_pass or number == self.options.max_attempts:
                     access = self.access(to_list=to_list)
-                    raise make_error(failure, what, self.host(url), access, number) from error
+                    # Errors of libraries have the whole URL; a query may be a signature.
+                    cause = None if "?" in url else error
+                    raise make_error(failure, what, self.host(url), access, number) from cause
             # Random, so that the processes of a run do not come back at the same moment.
             delay_s = min(_FIRST_DELAY_S * 2 ** (number - 1), _MAX_DELAY_S)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
@@ -178,6 +180,8 @@ class ObjectStore(abc.ABC):
     def _cause(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
+        if isinstance(error, filesystems.FolderNotListed) and isinstance(error.__cause__, OSError):
+            error = error.__cause__
         # Libraries translate errors to those of Python, and keep the original as the cause.
         chain: list[Exception] = []
         found: BaseException | None = error

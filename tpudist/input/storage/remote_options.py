@@ -25,7 +25,8 @@ class RemoteOptions:
             0 to request the examples of a batch only when it is made.
     """
 
-    storage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # May have keys and tokens, so it is not shown.
+    storage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     index_folder: str | os.PathLike[str] | None = None
     max_requests: int = 64
     max_attempts: int = 8

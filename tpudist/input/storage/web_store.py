@@ -66,7 +66,9 @@ class WebStore(ObjectStore):
         if isinstance(error, aiohttp.ClientResponseError) and error.status:
             cause = cause_of_status(error.status)
             return StoreError(cause, f"HTTP {error.status}: {error.message}")
-        if isinstance(error, aiohttp.ClientSSLError | aiohttp.InvalidURL):
+        if isinstance(error, aiohttp.InvalidURL):  # its text has the URL, with the query
+            return StoreError(Cause.OTHER, "the URL is not valid")
+        if isinstance(error, aiohttp.ClientSSLError):
             return StoreError(Cause.OTHER, describe_connection(error))
         if isinstance(error, aiohttp.ClientError):
             return StoreError(Cause.UNREACHABLE, describe_connection(error))
