@@ -1,7 +1,5 @@
 """The control plane of many processes, simulated: its growth, and runs with faults from seeds."""
 
-import random
-
 import pytest
 
 from processes import run_processes
@@ -10,6 +8,7 @@ from simulation.faults import Kind
 from simulation.growth import OPERATIONS, exponent, measure
 from simulation.process import Process
 from simulation.simulation import Simulation
+from tpudist.processes.judge import process_judge
 
 # Exponents of messages and bytes at process 0, and of messages and bytes at any other process.
 EXPONENTS = {
@@ -145,9 +144,20 @@ def test_a_thousand_runs_end_well(part):
         assert not outcome.problems, f"seed {seed}: {outcome.fault}"
 
 
-def test_a_run_without_faults_is_not_disturbed():
-    fault = faults.draw(random.Random(0), 4, Kind.CLOCK_JUMP)
+def test_a_defect_of_the_judge_is_logged_once(monkeypatch):
+    """The thread that reports ignores errors of the service."""
+
+    def judge(self, reports):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(process_judge.Judge, "judge", judge)
+    _, (first, second) = faults.run(0, 2, Kind.CLOCK_JUMP)
+    assert "".join(first.logged).count("cannot compare the reports") == 1
+    assert "cannot compare" not in "".join(second.logged)
+
+
+def test_a_jump_of_a_clock_disturbs_no_process():
     outcome, processes = faults.run(0, 8, Kind.CLOCK_JUMP)
-    assert fault.kind is Kind.CLOCK_JUMP
+    assert outcome.fault.kind is Kind.CLOCK_JUMP
     assert outcome.cause == ""
     assert all(x.has_finished for x in processes)

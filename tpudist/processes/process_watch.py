@@ -105,6 +105,7 @@ class Watch:
         self._closing = this_host().event()
         # In every process, though only process 0 judges: a wrong setting raises in each of them.
         self._judge = Judge(self._count)
+        self._has_defect = False  # whether the judge has raised an exception
         self._peers = PeerConnections(self._index, self._on_lost)
         self._interval_s = report_interval_s(self._count)
         self._slice_s = max(_SLICE_S, self._interval_s)
@@ -168,11 +169,21 @@ class Watch:
     def _send(self, report: Report) -> None:
         """Sends the report of this process; in process 0, also judges the reports of all."""
         self._client.key_value_set(f"{_REPORTS}/{self._index}", report.encode(), True)
-        if self._index:
+        if self._index or self._has_defect:
             return
         texts = self._client.key_value_dir_get(f"{_REPORTS}/")
-        reports = {report.process: report for _, text in texts for report in [Report.decode(text)]}
-        verdict = self._judge.judge(reports)
+        try:
+            decoded = [Report.decode(text) for _, text in texts]
+            verdict = self._judge.judge({report.process: report for report in decoded})
+        except Exception:
+            # `_report_repeatedly` takes errors for those of the service, so it would hide this one.
+            self._has_defect = True
+            _log.exception(
+                "Process 0 cannot compare the reports of the processes, because of a defect in "
+                "tpudist. It no longer names processes that are lost, late or different. Please "
+                "report it."
+            )
+            return
         if verdict is not None and not self._ask_supervisor(verdict):
             self._pronounce(verdict)
 
