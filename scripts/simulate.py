@@ -34,7 +34,7 @@ def main() -> None:
     ends: collections.Counter[str] = collections.Counter()
     for seed in range(int(first), int(end or int(first) + 1)):
         outcome, processes = faults.run(seed, options.processes, kind)
-        ends["wrong" if outcome.problems else "all end" if outcome.cause else "all go on"] += 1
+        ends["wrong" if outcome.problems else "all end" if outcome.cause else "all continue"] += 1
         if outcome.problems or not end:
             print(f"seed {seed}: {outcome.fault} -> {outcome.cause or 'all go on'}")
             print("".join(f"  wrong: {x}\n" for x in outcome.problems), end="")

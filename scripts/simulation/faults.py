@@ -25,7 +25,7 @@ END_S = 1500.0
 
 
 class Kind(enum.Enum):
-    """What happens to one process, or to its host."""
+    """Kind of fault of one process, or of its host."""
 
     CRASH = "is killed"
     POWER_OFF = "loses its host"
@@ -45,9 +45,9 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: What happens.
-        process: To which process.
-        at_s: When.
+        kind: Kind.
+        process: Number of the process.
+        at_s: Virtual time at which it happens.
         seconds: How long it lasts, or by how much the clock jumps.
         slowness: Factor of a slow network.
     """
@@ -66,7 +66,7 @@ class Fault:
 
 @dataclasses.dataclass
 class Outcome:
-    """How a run with a fault has ended.
+    """Result of a run with a fault.
 
     Attributes:
         fault: The fault.

@@ -16,7 +16,7 @@ _LOCAL_S = 20e-6  # between two sockets of one host
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What messages of a host cost.
+    """Cost of the messages of a host.
 
     Attributes:
         latency_s: Seconds to another host, in one direction; each message takes 1 to 1.5 times as

@@ -1,4 +1,4 @@
-"""IdleWorkers: the workers that wait for a closure, of which each new one wakes a single worker."""
+"""IdleWorkers: the workers that wait for a closure. A new closure wakes one of them."""
 
 # Invariant: while a closure may start, a woken worker is on its way to take it, or no worker waits.
 # Each event that lets one closure start calls `wake_one`; an event that may let several start wakes

@@ -137,7 +137,7 @@ class Monitor:
 
 
 class Turn(Protocol):
-    """What one thread waits for; a `threading.Lock` is one."""
+    """The turn of a waiting thread; a `threading.Lock` is one."""
 
     def release(self) -> None:
         """Wakes the thread, or keeps it from waiting."""

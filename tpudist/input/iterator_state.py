@@ -15,7 +15,7 @@ from tpudist.array_types import PyTree
 State: TypeAlias = dict[str, Any]  # with values of JSON
 
 # Each version has the orders of shuffled rows of its releases. A state of an older version resumes
-# in its order, and so do all later passes of the dataset.
+# in its order, and all later passes of the dataset have this order, too.
 VERSION = 2  # `permutation.shuffle`
 ARRAYS_VERSION = 1  # `permutation.shuffle_in_memory`, for any number of rows
 _VERSIONS = ARRAYS_VERSION, VERSION

@@ -44,7 +44,7 @@ class Permutation:
     It is a Feistel network of two digits (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains"). With a = ceil(sqrt(n)) and b = ceil(n / a), position x has the digits x // b and
     x % b. A round adds a pseudorandom function of one digit to the other one, modulo a or b. So a
-    round has an inverse, and so has the network: it permutes 0..ab-1.
+    round has an inverse. Therefore the network has one, too: it permutes 0..ab-1.
 
     There, fewer than a numbers are n or more. A position whose result is one of these goes through
     the network again, until the result is less than n. That ends: the numbers through which it goes

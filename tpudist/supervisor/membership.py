@@ -129,14 +129,16 @@ class Membership:
             (hello["host"], hello["port"]),
             hello["allowed"],
         )
-        # `GenerationControl` needs JAX for a program that survives losses, and must not import it
-        # under the lock, which takes half a second.
-        importlib.import_module("tpudist.xla.internals")
+        # At once: if the process is lost from here on, the launcher must wait for the others.
         with self._lock:
             if not self.is_used:
                 self._control.restart_clock()  # nobody has waited so far
             self.is_used = True
             self._arrived.add(member.index)
+        # `GenerationControl` needs JAX for a program that survives losses, and must not import it
+        # under the lock, which takes half a second.
+        importlib.import_module("tpudist.xla.internals")
+        with self._lock:
             self._control.add(member)
         # The loop ends with the connection: after an exit, a kill, a network failure or `close` of
         # this side. So every loss of a process is handled at one place, `remove`.

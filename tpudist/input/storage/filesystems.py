@@ -13,7 +13,7 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp"}
 class FolderNotListed(Exception):
     """A folder cannot be listed, for the reason that is the cause.
 
-    It is no OSError: fsspec omits the contents of a folder whose listing raises one.
+    Not an OSError: fsspec leaves out a folder if its listing raises one.
     """
 
 

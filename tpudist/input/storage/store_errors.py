@@ -35,7 +35,7 @@ class StoreError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """What a request needs, for messages.
+    """Permission and credentials of a request, for messages.
 
     Attributes:
         permission: Permission for the request, as the store calls it.
