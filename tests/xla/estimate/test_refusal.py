@@ -37,6 +37,13 @@ HUNDREDTH = 0.01 * GIB  # the rounding of the compiler's messages
             34.82,
             33.74,
         ),
+        (  # libtpu 0.0.50
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (32.48G) exceeds available HBM (31.24G). HLO "
+            "module: jit_f.\nSee https://openxla.org/xla/errors/error_1000 for more details.",
+            32.48,
+            31.24,
+        ),
         ("RESOURCE_EXHAUSTED: Used 1.5T of 512.00M hbm. Exceeded", 1536, 0.5),
     ],
 )
@@ -49,6 +56,37 @@ def test_the_figures_in_a_message_are_parsed(text, needed, available):
     assert found.text == text
     share = (needed - available) / available
     assert f"({share:.1%}) too much" in str(found)
+
+
+TEMPORARIES = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "({}) exceeds available HBM (30.75G)."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "buffer_bytes", "needed", "over"),
+    [
+        # A later pass of the compiler needed 1.25 GiB more than the buffers that it wrote.
+        (TEMPORARIES.format("30.98G"), 29.73 * GIB, 30.98 * GIB, 0.23 * GIB),
+        (TEMPORARIES.format("30.98G"), 30.982 * GIB, 30.982 * GIB, 0.232 * GIB),
+        # Both figures round to the same number: first with buffers, then without.
+        (TEMPORARIES.format("30.75G"), 30.751 * GIB, 30.751 * GIB, 0.001 * GIB),
+        (TEMPORARIES.format("30.75G"), 0, 30.75 * GIB, HUNDREDTH),
+        (
+            "RESOURCE_EXHAUSTED: Used 15.75G of 15.75G hbm. Exceeded hbm capacity by 512.0K.",
+            0,
+            15.75 * GIB,
+            512 * 2**10,
+        ),
+    ],
+)
+def test_the_bytes_of_a_refusal_are_those_of_the_message(message, buffer_bytes, needed, over):
+    buffers = f"\nBufferAssignment:\nallocation 0: size {buffer_bytes:.0f}, preallocated-temp:\n"
+    found = refusal.explain(message + (buffers if buffer_bytes else ""))
+    assert found.needed_bytes == pytest.approx(needed, abs=2)
+    assert found.over_bytes == pytest.approx(over, abs=2)
+    assert ": 0 B (0.0%) too much" not in str(found)
 
 
 @pytest.mark.parametrize(

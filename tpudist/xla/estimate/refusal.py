@@ -18,6 +18,7 @@ _FORMS = (
     re.compile(rf"TensorCore Hbm usage: {_SIZE}.*?exceeding available bytes: {_SIZE}", re.S),
     re.compile(rf"{_SIZE}[^.]*?exceeds available HBM \({_SIZE}\)", re.S),
 )
+_EXCEEDED = re.compile(rf"Exceeded hbm capacity by {_SIZE}")
 _LISTED = re.compile(r"^ +\d+\. Size: (?P<size>.*?)$(?P<rest>.*?)(?=^ *=====|\Z)", re.S | re.M)
 _NUM_LARGEST = 10
 
@@ -28,10 +29,11 @@ class Refusal:
 
     Attributes:
         needed_bytes: Memory that the program needs, including arguments; 0 if the message has an
-            unknown form. Without the compiler's buffers it comes from the message, rounded to
-            hundredths of its unit.
+            unknown form. The exact sum of the compiler's buffers if that rounds to the figure of
+            the message; otherwise that figure, in hundredths of its unit.
         available_bytes: Memory that a program can use, from the message; 0 if `needed_bytes` is 0.
-        over_bytes: Bytes that do not fit.
+        over_bytes: Bytes that do not fit. If both figures round to the same number, it is that
+            rounding, which the excess does not exceed.
         largest: Largest allocations, largest first; empty if the compiler lists none.
         text: The compiler's message.
         argument_bytes: Part of `needed_bytes` for arguments and outputs; 0 if unknown.
@@ -75,11 +77,7 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
     """
     before_buffers, _, buffers = text.partition("\nBufferAssignment:")
     message, _, module = before_buffers.partition("\nHloModule ")
-    needed, available = _figures(message)
-    # The buffers are exact, while the message is rounded. But only the message says how much memory
-    # there is, so without it nothing is known about the excess.
-    if available:
-        needed = liveness.total_bytes(buffers) or needed
+    needed, available, over = _figures(message, liveness.total_bytes(buffers))
     parsed = hlo_module.parse(f"HloModule {module}") if "\nENTRY " in module else None
     arguments = liveness.arguments(buffers, parsed, names)
     largest = _parse_list(message) or arguments + liveness.largest(buffers, parsed, names)
@@ -87,23 +85,42 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
     return Refusal(
         needed,
         available,
-        max(needed - available, 0),
+        over,
         tuple(largest[:_NUM_LARGEST]),
         message,
         sum(x.num_bytes for x in arguments),
     )
 
 
-def _figures(message: str) -> tuple[int, int]:
-    """Returns the bytes needed and available; zeros for a message of an unknown form."""
-    for form in _FORMS:
-        if match := form.search(message):
-            needed, available = (
-                round(float(number) * _UNITS[unit])
-                for number, unit in (match.group(1, 2), match.group(3, 4))
-            )
-            return needed, available
-    return 0, 0
+def _figures(message: str, buffer_bytes: int) -> tuple[int, int, int]:
+    """Returns the bytes needed, available and missing; zeros for a message of an unknown form.
+
+    Args:
+        message: The compiler's message.
+        buffer_bytes: Sum of the compiler's buffers; 0 if they are unknown.
+    """
+    match = next((match for form in _FORMS if (match := form.search(message))), None)
+    if match is None:
+        return 0, 0, 0
+    needed, available = (
+        round(float(number) * _UNITS[unit])
+        for number, unit in (match.group(1, 2), match.group(3, 4))
+    )
+    rounding = max(_last_digit_bytes(*match.group(1, 2)), _last_digit_bytes(*match.group(3, 4)))
+    # The buffers are exact, while the message is rounded. But the compiler may write them before a
+    # last pass that needs more, such as another order of the program. Its message then decides.
+    if abs(buffer_bytes - needed) <= rounding:
+        needed = buffer_bytes
+    exceeded = _EXCEEDED.search(message)
+    over = needed - available
+    if over <= 0:
+        over = _bytes(exceeded.group(0).rpartition(" by ")[2]) if exceeded else rounding
+    return needed, available, over
+
+
+def _last_digit_bytes(number: str, unit: str) -> int:
+    """Returns the bytes of one unit of the last digit of a figure."""
+    return round(_UNITS[unit] / 10 ** len(number.partition(".")[2]))
 
 
 def _parse_list(message: str) -> list[Buffer]:
