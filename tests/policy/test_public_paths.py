@@ -29,7 +29,7 @@ PATHS = {
     "tpudist.models": ("ConvNet", "MLP", "Transformer", "TransformerConfig", "next_token_nats"),
     "tpudist.planner": ("GlobalBatch", "Plan", "devices", "parse_topology", "search"),
     "tpudist.pytest_plugin": ("pytest_configure",),
-    "tpudist.testing": ("assert_collectives",),
+    "tpudist.testing": ("assert_collectives", "assert_fits"),
     "tpudist.training": ("train", "evaluate", "make_train_step"),
     "tpudist.training.steps": ("make_train_step",),
     "tpudist.xla.topology": ("devices",),
