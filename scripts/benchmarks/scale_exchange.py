@@ -19,9 +19,11 @@ import numpy as np
 from benchmarks.counting_service import Run, exponent, run
 from benchmarks.figures import Figure, at_most
 from tpudist.input.feeds.batch import Batch
+from tpudist.input.feeds.equal_batches import EqualWindows, ReadBatch
 from tpudist.input.feeds.states_of_processes import PassStates
 from tpudist.input.feeds.step_counts import ReplicaOrder
-from tpudist.input.feeds.step_windows import MOST_AHEAD, Read, Windows
+from tpudist.input.feeds.step_windows import Read, Windows
+from tpudist.input.feeds.waiting_reads import MOST_AHEAD
 from tpudist.input.process_rounds import Rounds
 from tpudist.processes import process_agreement, process_watch
 from tpudist.processes.process_agreement import Intention
@@ -40,6 +42,7 @@ def figures() -> Iterator[Figure]:
     """Requests, bytes and CPU milliseconds of one agreement, and of one round about 64 steps."""
     yield from _figures_of("agree on a program", _agree, 1)
     yield from _figures_of(f"agree on {MOST_AHEAD} steps", _take_windows, _NUM_ROUNDS)
+    yield from _figures_of(f"compare {MOST_AHEAD} equal batches", _take_equal, _NUM_ROUNDS)
 
 
 def _figures_of(
@@ -99,10 +102,20 @@ def _take_windows(num_processes: int, process: int) -> int:
     states = PassStates("pass", process, num_processes, 0)
     order = ReplicaOrder(mesh)
     windows = Windows(feed, order, next(reads), rounds, states, 0)
-    windows.read_from(reads, lambda: 1, MOST_AHEAD)
+    windows.waiting.read_from(reads, lambda: 1, MOST_AHEAD)
     number, last = itertools.count(), None
     for window in itertools.islice(windows, _NUM_ROUNDS):
         for _ in window.rows:
             last = states.state_after(next(number), {})
     del last
     return next(number)
+
+
+def _take_equal(num_processes: int, process: int) -> int:
+    """Takes the windows of batches of an iterable that all processes have."""
+    del process
+    rounds = Rounds(lambda: "pass", threading.Event(), tuple(range(num_processes)))
+    windows = EqualWindows(rounds, 0)
+    read = ReadBatch(None, "8192 rows of uint8[rows,224,224,3], int32[rows]", 0)
+    windows.waiting.read_from(itertools.repeat(read), lambda: 1, MOST_AHEAD)
+    return sum(len(window.reads) for window in itertools.islice(windows, _NUM_ROUNDS))

@@ -10,7 +10,6 @@ from tpudist.checkpoint import one_save, steps_on_disk
 from tpudist.checkpoint.errors import CheckpointError
 from tpudist.cluster_resolver import TFConfigClusterResolver
 from tpudist.input.feeds.explain import Explanation, Host
-from tpudist.input.process_rounds import Rounds, iterate_in_step
 from tpudist.preemption import agreed_boundary
 from tpudist.processes.coordination import Channel
 from tpudist.processes.judge.process_difference import find_difference
@@ -76,24 +75,11 @@ def test_the_difference_of_shared_calls_names_two_processes():
     check(find_difference(list(map(report, ALL))), "Process 0: Strategy", "Process 17: other")
 
 
-def test_errors_of_values_and_batches_are_listed_by_value():
+def test_errors_of_values_are_listed_by_value():
     mesh = SimpleNamespace(processes=ALL)
     with pytest.raises(ValueError, match="different structures") as error:
         stacked_values._check_answers(mesh, [{"structure": x} for x in values("*", "{'a': *}")])
     check(str(error.value), "processes 17, 402: {'a': *}")
-
-    class Others(Rounds):
-        processes = tuple(ALL)
-
-        def __init__(self):
-            self.step, self._channel, self._subject = None, None, "dataset"
-
-        def exchange(self, message):
-            return [{"batch": x} for x in values([8, "float32[rows]"], None)]
-
-    with pytest.raises(ValueError, match="differ in batch 0") as error:
-        next(iterate_in_step(iter([1]), Others(), lambda _: (8, "float32[rows]"), 0))
-    check(str(error.value), "processes 0-4095 but 17, 402: 8 rows", "processes 17, 402: no more")
 
 
 def test_errors_of_checkpoints_are_listed_by_value():

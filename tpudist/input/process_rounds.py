@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from tpudist.options.member_names import format_members, format_values
+from tpudist.options.member_names import format_members
 from tpudist.processes.coordination import Channel
 
 _T = TypeVar("_T")
@@ -188,46 +188,3 @@ def _parse(texts: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the messages in texts; equal texts become one object."""
     messages = {text: json.loads(text) for text in dict.fromkeys(texts)}
     return [messages[text] for text in texts]
-
-
-def iterate_in_step(
-    batches: Iterator[_T],
-    rounds: Rounds,
-    describe: Callable[[_T], tuple[int, str]],
-    first_index: int,
-) -> Iterator[_T]:
-    """Yields the batches of an iterable, after comparing each with the batches of other processes.
-
-    Args:
-        batches: Batches of this process.
-        rounds: Channel for the comparison.
-        describe: Called with a batch; returns its number of rows, and a text with the dtypes and
-            shapes of its rows.
-        first_index: Number of the first of these batches in the pass.
-
-    Raises:
-        ValueError: If the batches of two processes differ in rows, shapes or dtypes, or one has
-            fewer batches.
-        RuntimeError: If the iterable of another process fails.
-    """
-    with rounds.leave_on_error():
-        for index in itertools.count(first_index):
-            rounds.step = index
-            batch = rounds.call_and_report(lambda: next(batches, None))
-            message = {"batch": None if batch is None else describe(batch)}
-            batches_of_all = [answer["batch"] for answer in rounds.exchange(message)]
-            if any(found != batches_of_all[0] for found in batches_of_all):
-                texts = (
-                    "no more batch" if found is None else f"{found[0]} rows of {found[1]}"
-                    for found in batches_of_all
-                )
-                found = dict(zip(rounds.processes, texts, strict=True))
-                raise ValueError(
-                    f"The processes differ in batch {index} of the dataset: "
-                    f"{format_values('process', found)}. All must receive the same batches, from "
-                    "which each takes its own rows. If each process has its own data, use "
-                    "AutoShardPolicy.OFF, or distribute_datasets_from_function."
-                )
-            if batch is None:
-                return
-            yield batch

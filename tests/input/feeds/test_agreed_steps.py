@@ -12,11 +12,12 @@ import pytest
 
 from benchmarks.counting_service import exponent, run
 from tpudist import NumpyDataset
-from tpudist.input.feeds import agreed_steps
+from tpudist.input.feeds import waiting_reads
 from tpudist.input.feeds.per_replica_batches import WholeBatches
 from tpudist.input.feeds.states_of_processes import PassStates
 from tpudist.input.feeds.step_counts import ReplicaOrder
-from tpudist.input.feeds.step_windows import MOST_AHEAD, Windows, read_steps
+from tpudist.input.feeds.step_windows import Windows, read_steps
+from tpudist.input.feeds.waiting_reads import MOST_AHEAD
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
 
@@ -109,7 +110,7 @@ def windows_of(num_processes, process, size, num_taken):
     rounds = Rounds(lambda: "pass", threading.Event(), mesh.processes)
     states = PassStates("pass", process, num_processes, 0)
     windows = Windows(feed, ReplicaOrder(mesh), next(reads), rounds, states, 0)
-    windows.read_from(reads, lambda: 1, MOST_AHEAD)
+    windows.waiting.read_from(reads, lambda: 1, MOST_AHEAD)
     found = []
     for window in windows:
         for read in window.reads:
@@ -305,7 +306,7 @@ def test_a_process_without_batches_pads_with_a_row_of_another_one():
 
 def test_large_batches_are_not_read_ahead(monkeypatch):
     """Reading ahead may take a limited number of bytes."""
-    monkeypatch.setattr(agreed_steps, "_MOST_BYTES_AHEAD", 100)
+    monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 100)
     num_read = [0, 0]
 
     def counted(process):
@@ -325,7 +326,7 @@ def test_large_batches_are_not_read_ahead(monkeypatch):
 
 def test_the_bytes_that_are_read_ahead_have_a_limit(monkeypatch):
     """Also in a process whose steps wait for a slower one."""
-    monkeypatch.setattr(agreed_steps, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 steps
+    monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 steps
     num_read = [0, 0]
 
     def counted(process):

@@ -5,9 +5,8 @@ step runs, each process must know the rows of all replicas. A process without da
 until no process has data.
 
 If all datasets are read by number, their lengths are exchanged once per pass, and nothing later.
-Otherwise each process reads ahead, and announces in one round all steps that it has read. A thread
-does that while the loop takes the steps of the round before. A slow dataset has read few steps by
-then, so its steps are not delayed, and a fast one has read many, so there are few rounds.
+Otherwise each process reads ahead, and announces in one round all steps that it has read; see
+`waiting_reads`.
 """
 
 import collections
@@ -24,18 +23,13 @@ from tpudist.input.feeds import step_announcements
 from tpudist.input.feeds.batch import Batch, Step, count_rows
 from tpudist.input.feeds.states_of_processes import OpenPasses, PassStates
 from tpudist.input.feeds.step_counts import Length, ProcessLengths, ReplicaOrder, StepCounts
-from tpudist.input.feeds.step_windows import MOST_AHEAD, Read, Window, Windows, read_steps
+from tpudist.input.feeds.step_windows import Read, Window, Windows, read_steps
+from tpudist.input.feeds.waiting_reads import take_windows
 from tpudist.input.iterator_state import HasState, Position, State
 from tpudist.input.process_rounds import Rounds, expand, group
 from tpudist.input.transfer.feed_ahead import PartsOfPass
-from tpudist.input.transfer.prefetch import Prefetcher
 from tpudist.input.transfer.to_devices import Parts
-from tpudist.processes.coordination import Cancelled
 from tpudist.xla.mesh import ReplicaMesh
-
-# Bytes of the batches in each of four places: read, announced, agreed, and taken by the loop. Steps
-# that are larger than half of it are read one by one.
-_MOST_BYTES_AHEAD = 16 << 20
 
 # A step of this process, the rows of all replicas in it, and an example that was sent for it.
 _Taken: TypeAlias = tuple[Read, tuple[int, ...], Batch | None]
@@ -264,34 +258,9 @@ def _take_ahead(
     windows: Windows, reads: Iterator[Read], rounds: Rounds
 ) -> Generator[_Taken, None, None]:
     """Yields steps that are agreed in windows; reads and agrees on the next ones meanwhile."""
-    first = next(windows)
-    num_ahead = min([MOST_AHEAD, *(_MOST_BYTES_AHEAD // max(1, x.num_bytes) for x in first.reads)])
-    if first.is_last or not rounds.reads_ahead or num_ahead < 2:
-        windows.read_from(reads)
-        for window in itertools.chain([first], windows):
+    with contextlib.closing(take_windows(windows, reads, rounds)) as taken:
+        for window in taken:
             yield from _steps_of(window)
-        return
-    # Two more threads: one reads, and one makes the round for the next window as soon as the steps
-    # of the last one are taken from it.
-    reader = Prefetcher(reads, num_ahead)
-    windows.read_from(reader, lambda: reader.num_ready, num_ahead)
-    agreed = Prefetcher(windows, 1)
-    wait_for_threads = False
-    try:
-        for window in itertools.chain([first], agreed):
-            yield from _steps_of(window)
-            if window.is_last:
-                return
-        raise Cancelled("the pass was closed")
-    except GeneratorExit:
-        # The dataset may be read again at once, so no thread may read it any more.
-        wait_for_threads = True
-        raise
-    finally:
-        for thread in (reader, agreed):
-            thread.close(0)
-        for thread in (reader, agreed) if wait_for_threads else ():
-            thread.close()
 
 
 def _steps_of(window: Window) -> Iterator[_Taken]:

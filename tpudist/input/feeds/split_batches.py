@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -9,8 +10,9 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree, Shape
-from tpudist.input import process_rounds
+from tpudist.input.feeds import equal_batches
 from tpudist.input.feeds.empty_pass import warn_of_empty_pass
+from tpudist.input.feeds.equal_batches import HostElement, ReadBatch
 from tpudist.input.feeds.full_sizes import FullSizes
 from tpudist.input.iterator_state import Position
 from tpudist.input.process_rounds import Rounds
@@ -148,34 +150,51 @@ class SplitBatches:
         copy: bool,
         rounds: Rounds | None,
     ) -> PartsOfPass:
-        checked = self._check_batches(batches, num_read)
+        # Lazily: each element is made before the next batch is read.
+        read = (
+            (batch, self._make_element(batches, batch, size, copy))
+            for batch, size in self._check_batches(batches, num_read)
+        )
+        elements = (element for _, element in read)
         if rounds is not None:
             rounds.require_same(self.plan | position._asdict())
             # Batches that are read by number are equal if the plans are. Others are compared.
             if not isinstance(self.source, IndexedDataset):
-                checked = process_rounds.iterate_in_step(
-                    checked,
-                    rounds,
-                    lambda pair: (pair[0].num_rows, _describe_rows(pair[0])),
-                    num_read,
-                )
+                described = itertools.starmap(self._describe, read)
+                elements = equal_batches.take_equal(described, rounds, num_read)
         num_elements, num_batches = position.step, num_read
-        for batch, size in checked:
-            num_batches += 1
-            if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
-                continue
-            # Before the next batch is read: the position after this one.
-            state = batches.get_state()
-            if self.source.global_batch_size is None:
-                state = {
-                    "global batch size": self._sizes.largest,
-                    **self._sizes.get_state(),
-                    "dataset": state,
-                }
-            yield self._take(batch, size, copy), state
-            num_elements += 1
+        with contextlib.closing(elements):
+            for element in elements:
+                num_batches += 1
+                if element is not None:
+                    yield element
+                    num_elements += 1
         if not num_elements:
             warn_of_empty_pass(self, self.source, num_dropped=num_batches)
+
+    def _make_element(
+        self, batches: SourcePass, batch: RowBatch, size: int, copy: bool
+    ) -> HostElement:
+        """Returns the parts of a batch, and the position after it; None if it is dropped."""
+        if batch.num_rows < size and self.partial_batch is PartialBatch.DROP:
+            return None
+        state = batches.get_state()
+        if self.source.global_batch_size is None:
+            state = {
+                "global batch size": self._sizes.largest,
+                **self._sizes.get_state(),
+                "dataset": state,
+            }
+        return self._take(batch, size, copy), state
+
+    def _describe(self, batch: RowBatch, element: HostElement) -> ReadBatch:
+        """Returns a batch with its description for other processes."""
+        assert isinstance(batch, HostBatch), batch  # of an iterable
+        # If the source owns the memory, the parts may be views of the whole batch.
+        parts = [] if element is None else element[0].leaves
+        leaves = batch.leaves if self.source.owns_memory else parts
+        description = f"{batch.num_rows} rows of {_describe_rows(batch)}"
+        return ReadBatch(element, description, sum(x.nbytes for x in leaves))
 
     def assignment(self, num_rows: int, size: int) -> Assignment:
         """Returns the split of a batch of `num_rows` rows; a full batch has `size` rows."""

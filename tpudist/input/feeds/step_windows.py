@@ -1,8 +1,7 @@
 """Windows of steps that all processes take, each agreed in one round of messages."""
 
-import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -13,13 +12,10 @@ from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.states_of_processes import PassStates
 from tpudist.input.feeds.step_announcements import Announcement, Verdict
 from tpudist.input.feeds.step_counts import ReplicaOrder
+from tpudist.input.feeds.waiting_reads import WaitingReads
 from tpudist.input.iterator_state import HasState, State
 from tpudist.input.process_rounds import Rounds
-from tpudist.processes.coordination import Cancelled
 from tpudist.xla.mesh import ReplicaMesh
-
-MOST_AHEAD = 64
-"""Most steps that a process reads before they are agreed."""
 
 
 class Read(NamedTuple):
@@ -39,6 +35,11 @@ class Read(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of its batches."""
         return sum(x.nbytes for batch in self.step if batch is not None for x in batch.leaves)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether this process has no more data."""
+        return self.example is None
 
 
 class Window(NamedTuple):
@@ -88,7 +89,7 @@ class Windows(Iterator[Window]):
     """The windows of one pass; each `next` is one round, of which all processes make the same.
 
     Invariants: All processes have the same `_number` and `_description` before a round, because
-    both follow from verdicts. `_waiting` has the steps from `_number` on that this process has
+    both follow from verdicts. `waiting` has the steps from `_number` on that this process has
     read. In each round it has at least one step, or the end, or an error to announce, so either a
     step is agreed, or the pass ends with an error in all processes.
 
@@ -99,6 +100,9 @@ class Windows(Iterator[Window]):
         rounds: Channel for the messages of the pass.
         states: Receives the positions of this process, unless it can compute them.
         number: Number of the first step.
+
+    Attributes:
+        waiting: Steps of this process that are not agreed.
     """
 
     def __init__(
@@ -110,9 +114,6 @@ class Windows(Iterator[Window]):
         states: PassStates,
         number: int,
     ):
-        self._reads: Iterator[Read] = iter(())
-        self._count_ready: Callable[[], int] = lambda: 0
-        self._most_waiting = 1
         self._feed = feed
         self._order = order
         self._rounds = rounds
@@ -120,28 +121,14 @@ class Windows(Iterator[Window]):
         self._number = number
         self._num_posted = number  # steps whose positions are posted
         self._description: str | None = None
-        self._waiting: collections.deque[Read] = collections.deque()
-        self._end: Read | None = None
-        self._failure: Exception | None = None
+        self.waiting = WaitingReads[Read]()
+        self.waiting.accept(first)
         self._is_over = False
-        self._accept(first)
-
-    def read_from(
-        self, reads: Iterator[Read], count_ready: Callable[[], int] = lambda: 0, most: int = 1
-    ) -> None:
-        """Reads later steps from an iterator.
-
-        Args:
-            reads: The steps, and the end.
-            count_ready: Returns how many of them need not be awaited.
-            most: Most steps that may wait to be agreed.
-        """
-        self._reads, self._count_ready, self._most_waiting = reads, count_ready, most
 
     def __next__(self) -> Window:
         if self._is_over:
             raise StopIteration
-        self._read_more()
+        self.waiting.read_more()
         rounds, number = self._rounds, self._number
         rounds.step = number
         if self._states.counts is None:
@@ -162,39 +149,16 @@ class Windows(Iterator[Window]):
         reads = [self._take() for _ in rows]
         return Window(reads, rows, example, verdict["drops"], self._is_over)
 
-    def _accept(self, read: Read) -> None:
-        if read.example is None:
-            self._end = read
-        else:
-            self._waiting.append(read)
-
-    def _read_more(self) -> None:
-        """Waits for a step if none is waiting, and takes those that are read already."""
-        while (
-            len(self._waiting) < self._most_waiting and self._end is None and self._failure is None
-        ):
-            if self._waiting and not self._count_ready():
-                return
-            try:
-                self._accept(next(self._reads))
-            except StopIteration:
-                # The reads end with an end. Without it, the thread that reads ahead was closed.
-                raise Cancelled("the pass was closed") from None
-            except Exception as error:
-                # It belongs to the step after those that wait. All processes raise it there.
-                self._failure = error
-
     def _announce(self) -> dict[str, Any]:
         steps: list[tuple[Sequence[int], str]] = []
-        for read in self._waiting:
+        for read in self.waiting.steps:
             assert read.example is not None, read
             steps.append((count_rows(read.step), read.example.description))
-        error = self._failure
         announcement: Announcement = {
             "runs": step_announcements.runs_of(steps),
             "replicas": self._order.count_replicas(self._position),
-            "ended": self._end is not None,
-            "failure": "" if error is None else f"{type(error).__name__}: {error}",
+            "ended": self.waiting.end is not None,
+            "failure": self.waiting.describe_failure(),
             "drops": self._feed.drops_incomplete_steps,
             "oldest": self._states.oldest,
         }
@@ -205,20 +169,20 @@ class Windows(Iterator[Window]):
         return self._rounds.processes.index(jax.process_index())
 
     def _post(self) -> None:
-        first, end = self._num_posted, self._number + len(self._waiting)
-        new = [read.states for read in self._waiting][first - self._number :]
-        self._num_posted = end
-        if self._end is not None:
-            new.append(self._end.states)
+        waiting, first = self.waiting, self._num_posted
+        new = [read.states for read in waiting.steps][first - self._number :]
+        self._num_posted = self._number + len(waiting.steps)
+        if waiting.end is not None:
+            new.append(waiting.end.states)
         if new:
-            self._states.post(first, new, ended=self._end is not None)
+            self._states.post(first, new, ended=waiting.end is not None)
 
     def _check(self, verdict: Verdict) -> None:
         """Raises the error of a verdict, if it has one."""
         processes = self._rounds.processes
         if "errors" in verdict:
-            if self._failure is not None and not self._waiting:
-                raise self._failure
+            if self.waiting.failure is not None and not self.waiting.steps:
+                raise self.waiting.failure
             self._rounds.raise_failure({processes[i]: text for i, text in verdict["errors"]})
         if "different" in verdict:
             difference = step_announcements.describe_difference(processes, verdict["different"])
@@ -233,12 +197,12 @@ class Windows(Iterator[Window]):
         if sender is None:
             return None
         is_sender = self._position == sender
-        own = self._waiting[0].example if is_sender else None
+        own = self.waiting.steps[0].example if is_sender else None
         encoded = None if own is None else padding_examples.encode_batch(own)
         answer = self._rounds.combine(
             {"example": encoded}, lambda messages: {"example": messages[sender]["example"]}
         )
-        if self._waiting:
+        if self.waiting.steps:
             return None
         example = padding_examples.decode_batch(answer["example"], self._rounds.processes[sender])
         if self._feed.example is None:
@@ -247,10 +211,7 @@ class Windows(Iterator[Window]):
 
     def _take(self) -> Read:
         self._number += 1
-        if self._waiting:
-            return self._waiting.popleft()
-        assert self._end is not None, "a step was agreed that this process has not read"
-        return self._end
+        return self.waiting.take()
 
 
 def _judge(description: str | None, messages: list[dict[str, Any]]) -> dict[str, Any]:

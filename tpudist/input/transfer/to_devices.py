@@ -30,6 +30,12 @@ class Parts(NamedTuple):
     rows: tuple[int, ...] | None
     borrowed: bool = False
 
+    def keep(self) -> "Parts":
+        """Returns the parts in memory that the source does not overwrite."""
+        if not self.borrowed:
+            return self
+        return self._replace(leaves=list(map(reused_memory.copy_of, self.leaves)), borrowed=False)
+
 
 def place(mesh: ReplicaMesh, parts: Parts) -> PyTree:
     """Returns the batch with PerReplica arrays; plain arrays for one replica without padding.
