@@ -17,8 +17,10 @@ import tomllib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import tpudist
 from experiment.config import ModelOptions
@@ -27,7 +29,7 @@ from tpudist import cli
 from tpudist.cli import reference, user_step
 from tpudist.models import TransformerConfig, read_config
 from tpudist.models.presets import PRESETS, make_transformer
-from tpudist.planner import Plan, SearchResult
+from tpudist.planner import Candidate, Plan, SearchResult
 from tpudist.xla import topology
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
 
@@ -522,11 +524,25 @@ def test_a_folder_without_a_supported_model_is_a_usage_error(capsys, tmp_path):
     assert "both choose a model" in said
 
 
+def test_weights_and_first_moments_have_the_dtypes_of_the_options():
+    options = reference.ReferenceOptions(param_dtype="bfloat16", num_layers=1)
+    moments = {}
+    for mu_dtype in (None, "float32"):
+        options = dataclasses.replace(options, mu_dtype=mu_dtype)
+        made = reference.make_reference(options, 1)
+        candidate = Candidate("v5e-1", {}, "full", 1, jax.devices()[:1])
+        _, _, (model, optimizer, _) = made.make_step(candidate)
+        assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
+        moments[mu_dtype] = [str(x.dtype) for x in jax.tree.leaves(optimizer.opt_state[0].mu)]
+    assert set(moments[None]) == {"bfloat16"}
+    assert set(moments["float32"]) == {"float32"}
+
+
 def test_every_preset_can_be_chosen_and_every_size_is_a_field_of_the_config():
     choices = reference.ReferenceOptions.__annotations__["preset"]
     assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
     own = {"preset", "hf", "batch_per_chip", "global_batch", "sequence_length"}
-    own |= {"optimizer", "optimizer_memory"}
+    own |= {"optimizer", "optimizer_memory", "mu_dtype"}
     sizes = set(reference.ReferenceOptions.__annotations__) - own
     assert sizes <= set(TransformerConfig.__dataclass_fields__)
 

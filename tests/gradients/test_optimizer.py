@@ -447,6 +447,58 @@ def test_gradients_that_are_not_reduced_have_no_dtype_to_travel_in():
         tpudist.Optimizer(optax.sgd(1.0), reduce_op=None, reduce_dtype="bfloat16")
 
 
+# First moments in another dtype.
+
+
+def two_updates(tx, **options):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = tpudist.Optimizer(tx, model, reduce_op=None, **options)
+    for scale in (1.0, -0.3):
+        grads = jax.tree.map(lambda x, s=scale: s * (x + 0.1), nnx.state(model))
+        optimizer.update(model, grads)
+    return jax.tree.leaves(nnx.state(model)), optimizer.opt_state
+
+
+@pytest.mark.parametrize(
+    ("tx", "same"),
+    [
+        (optax.adamw(0.1), optax.adamw(0.1, mu_dtype="bfloat16")),
+        (optax.lion(0.1), optax.lion(0.1, mu_dtype="bfloat16")),
+        (
+            optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)),
+            optax.sgd(0.1, momentum=0.9, accumulator_dtype="bfloat16"),
+        ),
+    ],
+)
+def test_first_moments_in_bfloat16_equal_those_of_optax(tx, same):
+    found, state = two_updates(tx, mu_dtype="bfloat16")
+    expected, expected_state = two_updates(same)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state)}
+    assert "bfloat16" in dtypes
+    assert dtypes == {str(x.dtype) for x in jax.tree.leaves(expected_state)}
+
+
+def test_equal_optimizers_with_narrow_moments_share_their_transformation():
+    """It is a part of compiled programs, which would otherwise be compiled again."""
+    tx = optax.adam(0.1)
+    a, b = (tpudist.Optimizer(tx, mu_dtype="bfloat16") for _ in range(2))
+    assert a.tx is b.tx
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "words"),
+    [
+        (optax.sgd(0.1), "bfloat16", "keeps no first moments.*mu, m, trace.*Omit mu_dtype"),
+        (optax.adam(0.1), "int8", r"mu_dtype='int8'\): mu_dtype must be a floating dtype"),
+    ],
+)
+def test_a_dtype_of_first_moments_that_cannot_be_used_is_rejected(tx, dtype, words):
+    with pytest.raises(ValueError, match=words):
+        tpudist.Optimizer(tx, nnx.Linear(1, 1, rngs=nnx.Rngs(0)), mu_dtype=dtype)
+
+
 @pytest.mark.libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2}])

@@ -77,11 +77,15 @@ class ReferenceOptions:
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
     """Attention algorithm; auto is Splash attention on TPUs."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the computation; parameters are float32."""
+    """Dtype of the computation."""
+    param_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the parameters and of the optimizer state (default: float32)."""
     loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of positions whose logits are in memory at a time; 0 for all."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
     """Optimizer; it determines the state of each parameter."""
+    mu_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the optimizer's first moments (default: --param-dtype)."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
     """Memory of the optimizer state between steps; pinned_host is the host's memory."""
 
@@ -96,6 +100,7 @@ class Reference:
         length: Tokens of a sequence.
         make_optimizer: Called without arguments; returns the Optax transformation.
         optimizer_memory: Memory kind of the optimizer state; None for device memory.
+        mu_dtype: Dtype of the first moments; None for the dtype of the parameters.
     """
 
     config: TransformerConfig
@@ -103,6 +108,7 @@ class Reference:
     length: int
     make_optimizer: Callable[[], optax.GradientTransformation]
     optimizer_memory: str | None = None
+    mu_dtype: str | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -121,7 +127,7 @@ class Reference:
         strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
         model = strategy.create_abstract(lambda: make_transformer(config))
         optimizer = strategy.create_abstract(
-            lambda model: Optimizer(self.make_optimizer(), model),
+            lambda model: Optimizer(self.make_optimizer(), model, mu_dtype=self.mu_dtype),
             model,
             memory_kind=self.optimizer_memory,
         )
@@ -173,7 +179,8 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
         per_chip = options.batch_per_chip
         batch = num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
     memory = None if options.optimizer_memory == "device" else options.optimizer_memory
-    return Reference(config, batch, length, OPTIMIZERS[options.optimizer], memory)
+    make_optimizer = OPTIMIZERS[options.optimizer]
+    return Reference(config, batch, length, make_optimizer, memory, options.mu_dtype)
 
 
 def _read_folder(options: ReferenceOptions) -> Preset:

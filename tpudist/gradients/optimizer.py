@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from tpudist import context
 from tpudist.array_types import PyTree
 from tpudist.gradients import hyperparameters
+from tpudist.gradients.first_moments import cast_first_moments
 from tpudist.gradients.gradient_checks import check_gradients
 from tpudist.gradients.slots import Slots, is_variable, unique_names
 from tpudist.options import shorten, warn_if_given
@@ -57,10 +58,14 @@ class Optimizer(nnx.Optimizer):
             afterwards they have the parameter's dtype again. Default: the gradient's own dtype.
             Communication within a replica of several devices does not change. On CPU, 16-bit
             floats are sent as float32.
+        mu_dtype: Floating dtype in which the first moments are kept (the means of gradients of
+            Adam, Lion or momentum), such as "bfloat16"; by default their own, usually that of the
+            parameters. Matches `mu_dtype` of `optax.adamw`, for any transformation.
 
     Raises:
         TypeError: If `tx` is not an Optax transformation, or `model` is not an NNX object.
-        ValueError: If `reduce_dtype` is not a floating dtype, or is given and `reduce_op` is None.
+        ValueError: If `reduce_dtype` or `mu_dtype` is not a floating dtype, `reduce_dtype` is given
+            and `reduce_op` is None, or `mu_dtype` is given and `tx` has no first moments.
     """
 
     def __init__(
@@ -71,11 +76,14 @@ class Optimizer(nnx.Optimizer):
         wrt: nnx.filterlib.Filter = nnx.Param,
         reduce_op: ReduceOp | str | None = ReduceOp.SUM,
         reduce_dtype: DTypeLike | None = None,
+        mu_dtype: DTypeLike | None = None,
     ):
         if isinstance(tx, nnx_contents.OBJECT_TYPES) and _is_transformation(model):
             tx, model = model, tx  # the order of nnx.Optimizer
         _check_transformation(tx)
         _check_filter(wrt)
+        if mu_dtype is not None:
+            tx = cast_first_moments(tx, _parse_float("mu_dtype", mu_dtype))
         try:
             super().__init__(nnx.State({}) if model is None else model, tx, wrt=wrt)
         except Exception as error:
@@ -334,19 +342,24 @@ def _parse_dtype(dtype: DTypeLike | None, reduce_op: ReduceOp | None) -> np.dtyp
     """Returns the dtype in which gradients are sent; None for their own."""
     if dtype is None:
         return None
+    parsed = _parse_float("reduce_dtype", dtype)
+    if reduce_op is None:
+        raise ValueError(
+            f"Optimizer(reduce_dtype={shorten(dtype)}, reduce_op=None): without reduce_op, the "
+            "optimizer reduces nothing. Omit one of them."
+        )
+    return parsed
+
+
+def _parse_float(name: str, dtype: DTypeLike) -> np.dtype:
     try:
         parsed = jnp.dtype(dtype)
     except TypeError:
         parsed = None
     if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise ValueError(
-            f"Optimizer(reduce_dtype={shorten(dtype)}): reduce_dtype must be a floating dtype, "
-            "such as 'bfloat16' or 'float32'."
-        )
-    if reduce_op is None:
-        raise ValueError(
-            f"Optimizer(reduce_dtype={shorten(dtype)}, reduce_op=None): without reduce_op, the "
-            "optimizer reduces nothing. Omit one of them."
+            f"Optimizer({name}={shorten(dtype)}): {name} must be a floating dtype, such as "
+            "'bfloat16' or 'float32'."
         )
     return parsed
 

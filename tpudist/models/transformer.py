@@ -2,8 +2,8 @@
 
 Pre-norm blocks (RMSNorm), rotary positions, causal attention, a gated or plain MLP. The layers'
 parameters are stacked `[layers, ...]` and applied by one `jax.lax.scan`, so that compile time does
-not grow with depth. Parameters are float32; matrix products and activations use
-`TransformerConfig.dtype`; norms, softmax and loss are computed in float32.
+not grow with depth. Parameters have `TransformerConfig.param_dtype`; matrix products and
+activations use `TransformerConfig.dtype`; norms, softmax and loss are computed in float32.
 
 Every dim of every parameter has a logical name (`layers`, `embed`, `heads`, `kv_heads`, `head_dim`,
 `mlp`, `vocab`, `expert`). Activations are constrained by `batch`, `sequence`, `heads`, `mlp`,
@@ -40,11 +40,11 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         vocab, embed = config.vocabulary, config.embed_dim
-        self.embedding = _weight(rngs, 1.0, vocab=vocab, embed=embed)
+        self.embedding = _weight(config, rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
         self.final_norm = _norm_scale(config, embed=embed)
         if not config.tied:
-            self.unembedding = _weight(rngs, embed**-0.5, embed=embed, vocab=vocab)
+            self.unembedding = _weight(config, rngs, embed**-0.5, embed=embed, vocab=vocab)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns float32 logits for integers in `[0, vocabulary)`, in sequences of any length."""
@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
         return _rms_norm(x, self.final_norm[...], self.config), routing
 
     def output_weight(self) -> jax.Array:
-        """Returns the float32 matrix `[embed, vocabulary]` from `hidden` to logits."""
+        """Returns the matrix `[embed, vocabulary]` from `hidden` to logits."""
         if not self.config.tied:
             return self.unembedding[...]
         scale = self.config.output_scale
@@ -106,24 +106,24 @@ class Blocks(nnx.Module):
         self.attention_norm = _norm_scale(config, layers=layers, embed=embed)
         if config.kv_heads == config.num_heads:
             self.attention_in = _weight(
-                rngs, std_into, layers=layers, embed=embed, query_key_value=3, **query
+                config, rngs, std_into, layers=layers, embed=embed, query_key_value=3, **query
             )
             if config.biased:
-                self.attention_bias = _zeros(layers=layers, query_key_value=3, **query)
+                self.attention_bias = _zeros(config, layers=layers, query_key_value=3, **query)
         else:
-            self.query_in = _weight(rngs, std_into, layers=layers, embed=embed, **query)
+            self.query_in = _weight(config, rngs, std_into, layers=layers, embed=embed, **query)
             self.key_value_in = _weight(
-                rngs, std_into, layers=layers, embed=embed, key_value=2, **key
+                config, rngs, std_into, layers=layers, embed=embed, key_value=2, **key
             )
             if config.biased:
-                self.query_bias = _zeros(layers=layers, **query)
-                self.key_value_bias = _zeros(layers=layers, key_value=2, **key)
+                self.query_bias = _zeros(config, layers=layers, **query)
+                self.key_value_bias = _zeros(config, layers=layers, key_value=2, **key)
         if config.norm_heads:
             self.query_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
             self.key_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
         from_heads = (config.num_heads * config.head_dim) ** -0.5
         self.attention_out = _weight(
-            rngs, std_back * from_heads, layers=layers, **query, embed=embed
+            config, rngs, std_back * from_heads, layers=layers, **query, embed=embed
         )
         if config.norm_outputs:
             self.attention_out_norm = _norm_scale(config, layers=layers, embed=embed)
@@ -135,12 +135,14 @@ class Blocks(nnx.Module):
         if config.num_experts:
             # `router`, not `expert`: the dim is small, and every device scores all experts for its
             # own tokens, so no rule must split it.
-            self.router = _weight(rngs, std_into, **outer, embed=embed, router=config.num_experts)
+            self.router = _weight(
+                config, rngs, std_into, **outer, embed=embed, router=config.num_experts
+            )
             outer["expert"] = config.num_experts
-            self.mlp_in = _weight(rngs, std_into, **outer, embed=embed, **branches, mlp=mlp)
+            self.mlp_in = _weight(config, rngs, std_into, **outer, embed=embed, **branches, mlp=mlp)
         else:
-            self.mlp_in = _weight(rngs, std_into, **outer, **branches, embed=embed, mlp=mlp)
-        self.mlp_out = _weight(rngs, std_back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
+            self.mlp_in = _weight(config, rngs, std_into, **outer, **branches, embed=embed, mlp=mlp)
+        self.mlp_out = _weight(config, rngs, std_back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
         self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
@@ -195,20 +197,21 @@ def _is_param(value: object) -> bool:
     return isinstance(value, nnx.Param)
 
 
-def _weight(rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
+def _weight(config: TransformerConfig, rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
     """Returns a normal parameter; `dims` has the logical names and sizes of its dims, in order."""
     value = jax.random.normal(rngs.params(), tuple(dims.values()), jnp.float32) * std
-    return nnx.Param(value, **axes(*dims))
+    return nnx.Param(value.astype(config.param_dtype), **axes(*dims))
 
 
 def _norm_scale(config: TransformerConfig, **dims: int) -> nnx.Param:
     if config.norm_offset:
-        return _zeros(**dims)
-    return nnx.Param(jnp.ones(tuple(dims.values()), jnp.float32), **axes(*dims))
+        return _zeros(config, **dims)
+    ones = jnp.ones(tuple(dims.values()), config.param_dtype)
+    return nnx.Param(ones, **axes(*dims))
 
 
-def _zeros(**dims: int) -> nnx.Param:
-    return nnx.Param(jnp.zeros(tuple(dims.values()), jnp.float32), **axes(*dims))
+def _zeros(config: TransformerConfig, **dims: int) -> nnx.Param:
+    return nnx.Param(jnp.zeros(tuple(dims.values()), config.param_dtype), **axes(*dims))
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:

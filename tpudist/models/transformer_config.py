@@ -39,7 +39,9 @@ class TransformerConfig:
     tied: bool = False
     """Whether logits use the transpose of the embedding instead of a separate matrix."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of matrix products and activations. Parameters are float32."""
+    """Dtype of matrix products and activations."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters, and so of their gradients and optimizer state."""
     attention: Literal["auto", "dot_product", "splash", "ring"] = "auto"
     """Method of attention (see `tpudist.models.parts.attention`); results are the same."""
     splash_block: int | None = None

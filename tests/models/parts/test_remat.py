@@ -25,6 +25,15 @@ SMALL = TransformerConfig(
 WRITTEN_OUT = "save:query,key+offload:mlp_in"
 
 
+def test_minimal_policies_keep_the_tensors_of_maxtext():
+    """By MaxText's names: query_proj, key_proj, value_proj, out_proj, mlpwi and mlpwo."""
+    tensors = {"query", "key", "value", "attention_out", "mlp_in", "mlp_out"}
+    assert set(remat.parse("minimal").saved) == tensors
+    assert set(remat.parse("minimal_offloaded").offloaded) == tensors
+    assert set(remat.parse("minimal_with_context").saved) == tensors | {"attention"}
+    assert not remat.parse("minimal").offloaded + remat.parse("minimal_offloaded").saved
+
+
 def test_a_policy_can_be_written_out():
     assert remat.parse("full") == remat.Policy()
     assert remat.parse(WRITTEN_OUT) == remat.Policy(("query", "key"), ("mlp_in",))
@@ -129,7 +138,8 @@ def compiled_for_a_tpu(policy: str) -> jax.stages.Compiled:
 @pytest.mark.parametrize(
     ("dear", "cheap"),
     [
-        ("none", "minimal"),
+        ("none", "minimal_with_context"),
+        ("minimal_with_context", "minimal"),
         ("minimal", "save_mlp"),
         ("save_mlp", "full"),
         ("minimal", "offload_qkv"),

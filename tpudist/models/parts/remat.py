@@ -1,8 +1,9 @@
 """Rematerialization: the tensors of a block that the backward pass keeps, recomputes or offloads.
 
 A block of the transformer names its tensors (`NAMES`), and a policy decides about each. `POLICIES`
-lists the named policies. Other policies are lists such as "save:query,key+offload:mlp_in"; tensors
-that a list does not mention are recomputed.
+lists the named policies; `minimal` and its variants keep the same tensors as in MaxText. Other
+policies are lists such as "save:query,key+offload:mlp_in"; tensors that a list does not mention are
+recomputed.
 
 Saved bytes per token and layer are the widths of the named tensors. Recomputing costs the products
 that made them. Offloading costs the transfers to the host and back; XLA overlaps a part of them
@@ -29,6 +30,12 @@ NAMES = (
 )
 """Tensors of a block, in order. `attention` is the output of the heads, before its projection."""
 
+# Outputs of the projections. MaxText calls them query_proj, key_proj, value_proj, out_proj, mlpwi
+# and mlpwo, and saves (`minimal`) or offloads (`minimal_offloaded`) them: `minimal_policy` in
+# maxtext/layers/decoders.py and `get_save_and_offload_names` in maxtext/utils/maxtext_utils.py. Its
+# `context` is `attention` here. The scan keeps the input of a layer anyway.
+_PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -48,7 +55,8 @@ POLICIES: dict[str, Policy] = {
     "none": Policy(everything=True),
     "full": Policy(),
     "dots": Policy(dots=True),
-    "minimal": Policy(saved=NAMES[1:]),  # all but the input, which the scan keeps anyway
+    "minimal": Policy(saved=_PRODUCTS),
+    "minimal_with_context": Policy(saved=(*_PRODUCTS, "attention")),
     "save_qkv": Policy(saved=("query", "key", "value")),
     "save_attention": Policy(saved=("attention",)),
     "save_projections": Policy(saved=("query", "key", "value", "attention_out")),
@@ -57,7 +65,7 @@ POLICIES: dict[str, Policy] = {
     "offload_projections": Policy(
         offloaded=("layer_input", "query", "key", "value", "attention_out")
     ),
-    "minimal_offloaded": Policy(offloaded=NAMES),
+    "minimal_offloaded": Policy(offloaded=_PRODUCTS),
 }
 
 
