@@ -63,6 +63,11 @@ def _everybody(size):
 # Routes over links.
 
 
+def _moving_s(route):
+    """Seconds in which the links are busy."""
+    return route.seconds - route.start_up_s
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "seconds"),
     [
@@ -86,14 +91,15 @@ def _everybody(size):
 def test_a_collective_over_all_chips_uses_all_axes(shape, kind, seconds):
     torus = _torus(V5E, *shape)
     route = torus.route(kind, BYTES, _everybody(np.prod(shape)))
-    assert route.seconds == pytest.approx(seconds * BYTES / LINK)
-    assert set(route.busy_s.values()) == {route.seconds}
+    assert _moving_s(route) == pytest.approx(seconds * BYTES / LINK)
+    (busy_s,) = set(route.busy_s.values())
+    assert busy_s == pytest.approx(_moving_s(route))
 
 
 def test_a_collective_over_rows_uses_only_the_links_of_its_axis():
     rows = tuple(tuple(range(4 * row, 4 * row + 4)) for row in range(4))
     route = _torus(V5E, 4, 4).route("all-gather", BYTES, rows)
-    assert route.seconds == pytest.approx(3 / 4 * BYTES / LINK)
+    assert _moving_s(route) == pytest.approx(3 / 4 * BYTES / LINK)
     assert set(route.busy_s) == {(1, 1), (1, -1)}
 
 
@@ -101,23 +107,47 @@ def test_interleaved_groups_share_their_links():
     apart = ((0, 2), (1, 3))
     beside = ((0, 1), (2, 3))
     torus = _torus(V5E, 4, 1)
-    assert torus.route("all-gather", BYTES, apart).seconds == pytest.approx(
-        2 * torus.route("all-gather", BYTES, beside).seconds
+    assert _moving_s(torus.route("all-gather", BYTES, apart)) == pytest.approx(
+        2 * _moving_s(torus.route("all-gather", BYTES, beside))
     )
 
 
 def test_a_slice_is_a_torus_if_it_consists_of_whole_cubes():
     quarter = V5P.ici_bytes_per_s
-    cube = _torus(V5P, 4, 4, 4).route("all-gather", BYTES, _everybody(64)).seconds
-    smaller = _torus(V5P, 2, 2, 2).route("all-gather", BYTES, _everybody(8)).seconds
+    cube = _moving_s(_torus(V5P, 4, 4, 4).route("all-gather", BYTES, _everybody(64)))
+    smaller = _moving_s(_torus(V5P, 2, 2, 2).route("all-gather", BYTES, _everybody(8)))
     assert cube == pytest.approx(63 / 64 * BYTES / (6 * quarter))
     assert smaller == pytest.approx(7 / 8 * BYTES / (3 * quarter))
 
 
-def test_small_collectives_take_the_latency_of_their_hops():
-    assert _torus(V5E, 16, 1).route("all-gather", 8, _everybody(16)).seconds == 8e-6
-    assert _torus(V5E, 4, 1).route("all-gather", 8, _everybody(4)).seconds == 3e-6
-    assert _torus(V5E, 4, 4).route("all-reduce", 8, _everybody(16)).seconds == 12e-6
+@pytest.mark.parametrize(
+    ("shape", "kind", "num_stages", "num_hops"),
+    [
+        ((16, 1), "all-gather", 1, 8),
+        ((4, 1), "all-gather", 1, 3),
+        ((4, 4), "all-gather", 2, 6),
+        ((4, 4), "all-reduce", 4, 12),
+    ],
+)
+def test_small_collectives_take_their_stages_and_hops(shape, kind, num_stages, num_hops):
+    route = _torus(V5E, *shape).route(kind, 8, _everybody(np.prod(shape)))
+    assert route.start_up_s == pytest.approx(num_stages * links.STAGE_S)
+    assert _moving_s(route) == pytest.approx(num_hops * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "measured_s"),
+    [(64, 21.9e-6), (256, 48.7e-6), (1024, 155.4e-6), (4096, 576e-6), (16384, 2252e-6)],
+)
+def test_estimated_small_all_gathers_match_measurements(num_rows, measured_s):
+    """f32[num_rows, 8, 128] of each of 4 chips of a tpu7x:2x2x1.
+
+    Source: AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md.
+    """
+    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+    num_bytes = 4 * 4 * num_rows * 8 * 128
+    route = _torus(V7, 2, 2, 1, cores=2).route("all-gather", num_bytes, groups)
+    assert route.seconds == pytest.approx(measured_s, rel=0.06)
 
 
 def test_a_permute_takes_the_shortest_path():
@@ -129,8 +159,10 @@ def test_a_permute_takes_the_shortest_path():
     route = line.route("collective-permute", BYTES, back)
     assert route.busy_s == {(0, 1): BYTES / LINK, (0, -1): BYTES / LINK}
     two_on = tuple((i, (i + 2) % 16) for i in range(16))
-    assert ring.route("collective-permute", BYTES, two_on).seconds == 2 * BYTES / LINK
-    assert ring.route("collective-permute", 8, two_on).seconds == 2e-6
+    far = ring.route("collective-permute", BYTES, two_on)
+    assert far.seconds == pytest.approx(links.STAGE_S + 2 * BYTES / LINK)
+    small = ring.route("collective-permute", 8, two_on)
+    assert small.seconds == pytest.approx(links.STAGE_S + 2e-6)
     assert ring.route("collective-permute", BYTES, ((3, 3),)).seconds == 0
 
 
@@ -138,13 +170,14 @@ def test_two_devices_of_a_chip_communicate_inside_it_and_share_its_links():
     torus = _torus(V7, 2, 2, 1, cores=2)
     link = V7.ici_bytes_per_s
     within = torus.route("all-gather", BYTES, ((0, 1), (2, 3), (4, 5), (6, 7)))
-    assert within.seconds == pytest.approx(BYTES / 2 / (6 * link))
-    together = torus.route("all-gather", BYTES, _everybody(8)).seconds
-    assert together == pytest.approx(7 / 8 * BYTES / (2 * link))
-    apart = torus.route("all-gather", BYTES, ((0, 2, 4, 6), (1, 3, 5, 7))).seconds
+    assert _moving_s(within) == pytest.approx(BYTES / 2 / (6 * link))
+    together = torus.route("all-gather", BYTES, _everybody(8))
+    assert _moving_s(together) == pytest.approx(7 / 8 * BYTES / (2 * link))
+    assert together.start_up_s == pytest.approx(3 * links.STAGE_S)  # two axes, and the chip
+    apart = _moving_s(torus.route("all-gather", BYTES, ((0, 2, 4, 6), (1, 3, 5, 7))))
     assert apart == pytest.approx(3 / 4 * BYTES / (2 * link / 2))
     swap = torus.route("collective-permute", BYTES, ((0, 1), (1, 0)))
-    assert swap.seconds == pytest.approx(BYTES / (6 * link))
+    assert _moving_s(swap) == pytest.approx(BYTES / (6 * link))
 
 
 def test_estimated_permutes_and_all_reduces_match_measurements():
@@ -154,16 +187,6 @@ def test_estimated_permutes_and_all_reduces_match_measurements():
     assert permute.seconds == pytest.approx(776.34e-6, rel=0.05)
     summed = _torus(v6e, 16, 16).route("all-reduce", 2 * 17408**2, _everybody(256))
     assert summed.seconds == pytest.approx(2 * 0.606076928 * 255 / 256 / 235.76, rel=0.05)
-
-
-def test_an_estimated_all_gather_matches_a_measurement():
-    """Measured on a tpu7x:2x2x1, f32[16384, 8, 128] per chip: 178.77 GB/s for 402.7 MB a chip.
-
-    Source: AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md.
-    """
-    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
-    route = _torus(V7, 2, 2, 1, cores=2).route("all-gather", 4 * 4 * 16384 * 8 * 128, groups)
-    assert route.seconds == pytest.approx(0.402653184 / 178.7714158, rel=0.02)
 
 
 def test_a_group_of_one_sends_nothing():
@@ -210,7 +233,7 @@ ENTRY %main (p: f32[128]) -> f32[128] {
   %p = f32[128]{0} parameter(0)
   %begin = (f32[128]{0}, f32[256]{0}, u32[]) fusion(%p), kind=kCustom, calls=%started
   %go = (f32[128]{0}, f32[256]{0}) fusion(%p, %p), kind=kLoop, calls=%continued, \
-backend_config={"estimated_cycles":"15030"}
+backend_config={"estimated_cycles":"45030"}
   %end = f32[256]{0} fusion(%p), kind=kCustom, calls=%finished
   %scattered = f32[32]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
   %sent = (f32[128]{0}, f32[128]{0}, u32[]) collective-permute-start(%p), channel_id=5, \
@@ -248,7 +271,7 @@ def test_every_transfer_has_its_network_axes_and_bytes():
 
 def test_computation_between_start_and_done_hides_a_collective():
     gather, scatter, shift, *_ = _uses(TEXT, _grid(4, 2), replica=4, tensor=2)
-    assert gather.seconds == pytest.approx(1e-6)
+    assert gather.seconds == pytest.approx(links.STAGE_S + 1e-6)
     assert gather.exposed_s == 0
     assert scatter.exposed_s == pytest.approx(scatter.seconds)
     assert shift.exposed_s == pytest.approx(shift.seconds)
@@ -310,9 +333,10 @@ ENTRY %main (p: f32[524288]) -> f32[1048576] {{
 }}
 """
     first, second = _uses(text, _grid(4, 2), replica=4, tensor=2)
-    assert first.seconds == second.seconds == pytest.approx(2 * 2**20 / LINK)
-    assert first.exposed_s == pytest.approx(first.seconds)
-    assert second.exposed_s == pytest.approx(second.seconds)
+    moving_s = 2 * 2**20 / LINK
+    assert first.seconds == second.seconds == pytest.approx(links.STAGE_S + moving_s)
+    assert first.exposed_s == pytest.approx(moving_s)
+    assert second.exposed_s == pytest.approx(second.seconds)  # starts up while the first moves
 
 
 @pytest.mark.parametrize(
@@ -347,7 +371,7 @@ def test_groups_that_span_slices_use_the_data_center_network():
     found = _uses(TEXT, _grid(2, 2, num_slices=2), replica=4, tensor=2)
     scatter = next(u for u in found if u.kind == "reduce-scatter")
     assert (scatter.network, scatter.axes) == ("dcn", ("replica",))
-    assert scatter.seconds == pytest.approx(384 / V5E.dcn_bytes_per_s)
+    assert scatter.seconds == pytest.approx(384 / (0.33 * V5E.dcn_bytes_per_s))
     assert {u.network for u in found if u.axes == ("tensor",)} == {"ici"}
 
 
@@ -372,7 +396,7 @@ frontend_attributes={{{names}}}
     (hidden,) = _uses(text.replace("COMPUTE", "99000000"), devices, replica=2, fsdp=4)
     assert (idle.kind, idle.network, idle.axes) == ("all-reduce", "dcn", ("replica",))
     assert idle.sent_bytes == 8192  # each of two slices sends half of the data and half of the sums
-    assert idle.seconds == pytest.approx(8192 / V5E.dcn_bytes_per_s)
+    assert idle.seconds == pytest.approx(8192 / (0.33 * V5E.dcn_bytes_per_s))
     assert idle.exposed_s == pytest.approx(idle.seconds, rel=0.1)
     assert hidden.exposed_s == 0
 

@@ -37,6 +37,7 @@ class Transfer:
         seconds: Seconds that it takes without other transfers.
         busy_s: Seconds for which it occupies each shared resource: a link of the slice, the
             network between slices, or a direction of a copy.
+        start_up_s: Part of `seconds` before the first byte is sent.
         op_name: Path of the JAX operation that communicates, or that computed the value.
         source: The user's line "file:line"; None if the compiler added it.
     """
@@ -50,6 +51,7 @@ class Transfer:
     busy_s: Mapping[Hashable, float]
     op_name: str
     source: str | None
+    start_up_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,17 +194,19 @@ class TransferFinder:
         size = max((len(group) for group in groups), default=1)
         sent = links.bytes_per_device(collective.kind, collective.num_bytes, size)
         if self._torus is None:
-            return _collective_transfer(collective, sent, "ici", axes, 0.0, {})
+            return _collective_transfer(collective, sent, "ici", axes, links.Route(0.0, {}))
         if self._torus.crosses_slices(groups):
             return self._transfer_over_dcn(collective, sent, axes)
         route = self._torus.route(collective.kind, collective.num_bytes, groups)
-        return _collective_transfer(collective, sent, "ici", axes, route.seconds, route.busy_s)
+        return _collective_transfer(collective, sent, "ici", axes, route)
 
     def _transfer_over_dcn(
         self, collective: collective_ops.Collective, sent: float, axes: tuple[str, ...]
     ) -> Transfer:
-        seconds = sent / self._dcn_bytes_per_s if self._dcn_bytes_per_s else 0.0
-        return _collective_transfer(collective, sent, "dcn", axes, seconds, {"dcn": seconds})
+        rate = self._dcn_bytes_per_s * links.dcn_share(collective.kind.removeprefix("dcn-"))
+        seconds = sent / rate if rate else 0.0
+        route = links.Route(seconds, {"dcn": seconds})
+        return _collective_transfer(collective, sent, "dcn", axes, route)
 
     def _role_of_copy(self, instruction: Instruction) -> Role | None:
         """Returns the role of a copy to or from the host, or an asynchronous one on the device."""
@@ -241,8 +245,7 @@ def _collective_transfer(
     sent_bytes: float,
     network: str,
     axes: tuple[str, ...],
-    seconds: float,
-    busy_s: Mapping[Hashable, float],
+    route: links.Route,
 ) -> Transfer:
     return Transfer(
         kind=collective.kind.removeprefix("dcn-"),
@@ -250,8 +253,9 @@ def _collective_transfer(
         sent_bytes=sent_bytes,
         network=network,
         axes=axes,
-        seconds=seconds,
-        busy_s=busy_s,
+        seconds=route.seconds,
+        busy_s=route.busy_s,
+        start_up_s=route.start_up_s,
         op_name=collective.op_name,
         source=collective.source,
     )

@@ -19,12 +19,17 @@ book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
    speed of a link (docs.cloud.google.com/tpu/docs/tpu7x).
 6. A hop takes 1 us (tpus, question 5). A transfer takes the time of its hops or of its bytes,
    whichever is longer. The longest path is half of a ring, or a complete line.
+7. Before that, each stage takes `STAGE_S`. A collective has a stage for each axis of the grid that
+   the group spans, and one for the devices of a chip; an all-reduce has them twice; a permute has
+   one. The links are free meanwhile.
+8. Between slices, a collective gets `DCN_SHARE` of the documented bandwidth of the data-center
+   network, and one that adds numbers `DCN_SUM_SHARE`, because the hosts add them.
 
-Comparison with other published measurements (measured, estimated): an all-gather over the 4 chips
-of a tpu7x:2x2x1, 268 MB in total, 2.25 and 2.24 ms (accelerator-microbenchmarks,
-Ironwood/guides/collectives); a reduce-scatter of 134 MB between two chips of a v2, 1.13 and 1.20 ms
-(scaling book, profiling); a permute of 64 MiB to the neighbor on v5p, 0.78 and 0.75 ms
-(marin-community/marin, issue 6736).
+Comparison with other published measurements (measured, estimated): a reduce-scatter of 134 MB
+between two chips of a v2, 1.13 and 1.21 ms (scaling book, profiling); a permute of 64 MiB to the
+neighbor on v5p, 0.78 and 0.75 ms (marin-community/marin, issue 6736); an all-gather of 34 MB over
+a line of 4 chips of v5e, 680 and 568 us (scaling book, sharding, pop quiz 2).
+`tpudist.xla.estimate.error_bar` has the spread of these rules.
 """
 
 import dataclasses
@@ -41,6 +46,20 @@ from tpudist.xla.hardware.chips import Chip
 
 HOP_S = 1e-6  # rule 6
 ALL_REDUCE_SHARE = 0.64  # rule 2
+STAGE_S = 6.2e-6
+"""Start-up of a stage (rule 7): the mean of the two published profiles of small all-gathers.
+
+- tpu7x, 2 axes: 1.05, 4.2, 17, 67 and 268 MB over the 4 chips of a 2x2x1 take 21.9, 48.7, 155, 576
+  and 2252 us, which is 14.7 us on average more than their bytes: 7.4 us per axis
+  (AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md).
+- v5e, 1 axis: 131 kB over a line of 4 chips take 8 us, of which 3 hops are 3 us: 5 us (scaling book,
+  sharding, pop quiz 2).
+"""
+DCN_SUM_SHARE = 0.33
+"""The only published measurement (rule 8): 4.11 of 12.5 GB/s per chip between slices of v6e-256
+(AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives, psum_dcn)."""
+DCN_SHARE = 0.57
+"""The geometric mean of that share and of 1, which is the documented bandwidth."""
 _WITHIN_CHIP = 6.0  # rule 5
 # Axis of the grid and direction (1 or -1), or `_INSIDE` a chip. Transfers with a common link
 # compete for it.
@@ -53,12 +72,14 @@ class Route:
     """The use of the links of a slice by one collective.
 
     Attributes:
-        seconds: Seconds without other transfers.
+        seconds: Seconds without other transfers, from the start on.
         busy_s: Seconds for which each `Link` is busy.
+        start_up_s: Part of `seconds` before the first byte is sent.
     """
 
     seconds: float
     busy_s: Mapping[Hashable, float]
+    start_up_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +147,7 @@ class Torus:
         if not spans:  # both devices of one chip
             rate = _WITHIN_CHIP * self._chip.ici_bytes_per_s
             seconds = bytes_per_device(kind, num_bytes, size) / rate
-            return Route(seconds, {_INSIDE: seconds})
+            return Route(_start_up_s(kind, 1) + seconds, {_INSIDE: seconds}, _start_up_s(kind, 1))
         # The devices of a chip share its links evenly. A group with both devices has both shares.
         share = group_devices_per_chip / self._chip.devices_per_chip
         bytes_per_s = self._chip.ici_bytes_per_s * share
@@ -141,7 +162,9 @@ class Torus:
             seconds = bytes_per_device(kind, num_bytes, size) / rate
         hops = sum(span.hops for span in spans) * _num_rounds(kind)
         seconds = max(seconds, hops * HOP_S)
-        return Route(seconds, {(span.axis, sign): seconds for span in spans for sign in (1, -1)})
+        start_up_s = _start_up_s(kind, len(spans) + (group_devices_per_chip > 1))
+        busy = {(span.axis, sign): seconds for span in spans for sign in (1, -1)}
+        return Route(start_up_s + seconds, busy, start_up_s)
 
     def _route_of_permute(self, num_bytes: float, pairs: tuple[tuple[int, ...], ...]) -> Route:
         loads, hops, inside = self._permute_loads(pairs)
@@ -151,7 +174,7 @@ class Torus:
             busy[_INSIDE] = num_bytes / (_WITHIN_CHIP * rate)
         if not busy:
             return Route(0.0, {})
-        return Route(max(*busy.values(), hops * HOP_S), busy)
+        return Route(STAGE_S + max(*busy.values(), hops * HOP_S), busy, STAGE_S)
 
     def _find_spans(self, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Span], int]:
         """Returns the axes that each group spans, and its devices per chip."""
@@ -203,6 +226,15 @@ def bytes_per_device(kind: str, num_bytes: float, group_size: int) -> float:
     if kind in ("collective-permute", "collective-broadcast", "send"):
         return num_bytes
     return _num_rounds(kind) * num_bytes * (group_size - 1) / group_size
+
+
+def dcn_share(kind: str) -> float:
+    """Returns the share of the data-center network's bandwidth that a collective gets (rule 8)."""
+    return DCN_SUM_SHARE if kind in ("all-reduce", "reduce-scatter") else DCN_SHARE
+
+
+def _start_up_s(kind: str, num_stages: int) -> float:
+    return _num_rounds(kind) * num_stages * STAGE_S
 
 
 def _num_rounds(kind: str) -> int:
