@@ -354,7 +354,7 @@ def test_exposed_times_add_up_to_the_wait_for_transfers_on_several_links(transfe
         busy_s = dict.fromkeys(link_names, float(seconds))
         transfer = Transfer("permute", 0, 0.0, "ici", (), seconds, busy_s, "", None)
         events.append(timeline.Event(instruction=None, count=1, transfer=transfer))
-        clock.begin(number, events[-1])
+        clock.begin(number, events[-1], seconds)
     clock.time = 5.0
     clock.wait(len(transfers) - 1)
     assert [event.exposed_s for event in events] == exposed_s

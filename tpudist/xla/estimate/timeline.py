@@ -8,7 +8,7 @@ for ends with the iteration, although the next iteration could hide it.
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from jax.sharding import Mesh
 
@@ -43,89 +43,190 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Run:
+    """Runs an instruction, begins its transfer, or both; `phase` and `key` are of its `Role`."""
+
+    event: Event
+    phase: str | None
+    key: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    """Waits for a transfer."""
+
+    key: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """Runs other actions several times."""
+
+    actions: "_Actions"
+    trips: float
+
+
+@dataclasses.dataclass
+class _Branches:
+    """Runs one of several lists of actions: the slowest, which the first simulation finds."""
+
+    branches: "list[_Actions]"
+    slowest: int | None = None
+
+
+_Actions = list[_Run | _Wait | _Loop | _Branches]
+SecondsOf = Callable[[Event], float]
+"""Returns the seconds of one run of an event: of its computation or of its transfer."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated step: its time, and the events that take time, in order."""
+    """A simulated step.
+
+    Attributes:
+        seconds: Time of the step.
+        events: Events that take time, in order.
+        num_slices: Number of slices that run the step.
+    """
 
     seconds: float
     events: tuple[Event, ...]
+    num_slices: int = 1
+    _actions: _Actions = dataclasses.field(default_factory=list, repr=False)
+
+    def replay(self, compute: SecondsOf, transfer: SecondsOf) -> float:
+        """Returns the time of the step with other times of its events, in the same schedule."""
+        return _Player(compute, transfer, is_first=False).play(self._actions)
 
 
 def simulate(module: Module, mesh: Mesh, chip: Chip | None) -> Timeline:
     """Simulates one step of `module` on the devices of `mesh`; without a chip, all times are 0."""
-    simulation = _Simulation(module, TransferFinder(module, mesh, chip), chip)
-    seconds = simulation.run(module.entry, 1.0)
-    return Timeline(seconds, tuple(simulation.events))
+    finder = TransferFinder(module, mesh, chip)
+    actions = _Reader(module, finder, chip).read(module.entry, 1.0)
+    seconds = _Player(compute_seconds, transfer_seconds, is_first=True).play(actions)
+    return Timeline(seconds, tuple(_events(actions)), finder.num_slices, actions)
 
 
-class _Simulation:
+def compute_seconds(event: Event) -> float:
+    """Returns the estimated seconds of the computation of an event."""
+    return event.price.seconds if event.price else 0.0
+
+
+def transfer_seconds(event: Event) -> float:
+    """Returns the estimated seconds of the transfer of an event."""
+    return event.transfer.seconds if event.transfer else 0.0
+
+
+def _events(actions: _Actions) -> Iterator[Event]:
+    """Yields the events that a step runs: of a conditional, those of its slowest branch."""
+    for action in actions:
+        if isinstance(action, _Run):
+            yield action.event
+        elif isinstance(action, _Loop):
+            yield from _events(action.actions)
+        elif isinstance(action, _Branches) and action.branches:
+            yield from _events(action.branches[action.slowest or 0])
+
+
+class _Reader:
+    """Reads a program into actions, so that it is simulated several times but priced once."""
+
     def __init__(self, module: Module, finder: TransferFinder, chip: Chip | None):
         self._module = module
         self._finder = finder
         self._rates = instruction_time.Rates.of(chip) if chip else None
-        self.events: list[Event] = []
 
-    def run(self, computation: Computation, count: float) -> float:
-        """Simulates a computation that runs `count` times per step; returns seconds per run."""
-        clock = _Clock()
+    def read(self, computation: Computation, count: float) -> _Actions:
+        """Returns the actions of a computation that runs `count` times per step."""
+        actions: _Actions = []
         for instruction in computation.instructions.values():
-            self._step(clock, instruction, count)
-        for key in list(clock.in_flight):  # transfers that nothing in this computation waits for
-            clock.wait(key)
-        return clock.time
+            role = self._finder.role(instruction)
+            if role is not None and role.phase == "done":
+                actions.append(_Wait(role.key))
+                continue
+            event = Event(instruction, count)
+            # The start of a transfer only begins it: the device continues with the next one.
+            if role is None or role.phase == "whole":
+                event.price = self._price(instruction)
+            if role is not None:
+                event.transfer, event.is_async = role.transfer, role.phase == "start"
+            if event.price is not None or event.transfer is not None:
+                phase, key = (role.phase, role.key) if role else (None, None)
+                actions.append(_Run(event, phase, key))
+            if role is None:
+                actions.extend(self._read_callees(instruction, count))
+        return actions
 
-    def _step(self, clock: "_Clock", instruction: Instruction, count: float) -> None:
-        role = self._finder.role(instruction)
-        if role is not None and role.phase == "done":
-            clock.wait(role.key)
-            return
-        event = Event(instruction, count)
-        # The start of a transfer only begins it: the device continues with the next instruction.
-        if role is None or role.phase == "whole":
-            clock.time += self._compute(event)
-        if role is not None and role.transfer is not None:
-            event.transfer = role.transfer
-            event.is_async = role.phase == "start"
-            clock.begin(role.key, event)
-            if role.phase == "whole":
-                clock.wait(role.key)
-        if event.price is not None or event.transfer is not None:
-            self.events.append(event)
-        if role is None:
-            clock.time += self._run_callees(instruction, count)
-
-    def _compute(self, event: Event) -> float:
+    def _price(self, instruction: Instruction) -> Price | None:
         if self._rates is None:
-            return 0.0
-        price = self._rates.price(self._module, event.instruction)
-        if price.seconds or price.flops or price.hbm_bytes:
-            event.price = price
-        return price.seconds
+            return None
+        price = self._rates.price(self._module, instruction)
+        return price if price.seconds or price.flops or price.hbm_bytes else None
 
-    def _run_callees(self, instruction: Instruction, count: float) -> float:
-        """Simulates the computations that an instruction calls; returns their seconds."""
+    def _read_callees(self, instruction: Instruction, count: float) -> _Actions:
+        """Returns the actions of the computations that an instruction calls."""
         opcode = instruction.opcode
         if opcode == "while":
             trips = self._module.trip_counts[instruction.name]
             trips = 1 if trips is None else trips
             body = self._module.computations[instruction.callee("body") or ""]
-            return trips * self.run(body, count * trips)
+            return [_Loop(self.read(body, count * trips), trips)]
         if opcode in ("call", "async-start", "call-start"):
             callees = self._module.callees_in_schedule(instruction, lambda _: 0.0)
-            return sum(self.run(callee, count) for callee in callees)
+            return [_Loop(self.read(callee, count), 1) for callee in callees]
         if opcode != "conditional":
-            return 0.0
-        return self._run_slowest_branch(instruction, count)
+            return []
+        branches = (self._module.computations.get(name) for _, name in instruction.called)
+        return [_Branches([self.read(branch, count) for branch in branches if branch])]
 
-    def _run_slowest_branch(self, conditional: Instruction, count: float) -> float:
-        """Simulates each branch, and keeps only the events of the slowest; returns its seconds."""
-        before, outcomes = self.events, []
-        for _, name in conditional.called:
-            if branch := self._module.computations.get(name):
-                self.events = []
-                outcomes.append((self.run(branch, count), self.events))
-        seconds, events = max(outcomes, key=lambda outcome: outcome[0], default=(0.0, []))
-        self.events = before + events
-        return seconds
+
+class _Player:
+    """Runs a clock over actions.
+
+    Args:
+        compute: Seconds of the computation of an event.
+        transfer: Seconds of the transfer of an event.
+        is_first: Whether to choose the slowest branches, and to record exposed times in the events.
+    """
+
+    def __init__(self, compute: SecondsOf, transfer: SecondsOf, *, is_first: bool):
+        self._compute = compute
+        self._transfer = transfer
+        self._is_first = is_first
+
+    def play(self, actions: _Actions) -> float:
+        """Returns the seconds of one run of a computation."""
+        clock = _Clock(records=self._is_first)
+        for action in actions:
+            if isinstance(action, _Run):
+                self._run(clock, action)
+            elif isinstance(action, _Wait):
+                clock.wait(action.key)
+            elif isinstance(action, _Loop):
+                clock.time += action.trips * self.play(action.actions)
+            else:
+                clock.time += self._run_slowest(action)
+        for key in list(clock.in_flight):  # transfers that nothing in this computation waits for
+            clock.wait(key)
+        return clock.time
+
+    def _run(self, clock: "_Clock", action: _Run) -> None:
+        event = action.event
+        if event.price is not None:
+            clock.time += self._compute(event)
+        if event.transfer is not None:
+            clock.begin(action.key, event, self._transfer(event))
+            if action.phase == "whole":
+                clock.wait(action.key)
+
+    def _run_slowest(self, action: _Branches) -> float:
+        if not action.branches:
+            return 0.0
+        if self._is_first:
+            seconds = [self.play(branch) for branch in action.branches]
+            action.slowest = seconds.index(max(seconds))
+            return max(seconds)
+        return self.play(action.branches[action.slowest or 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,23 +250,26 @@ class _Flight:
 class _Clock:
     """One run of one computation: the current time, and the transfers in flight."""
 
-    def __init__(self):
+    def __init__(self, *, records: bool = True):
         self.time = 0.0
+        self._records = records
         self.in_flight: dict[Hashable, _Flight] = {}
         # When each link is free again, and the transfer that uses it until then.
         self._last_use: dict[Hashable, tuple[float, _Flight]] = {}
 
-    def begin(self, key: Hashable, event: Event) -> None:
-        """Begins a transfer as soon as all its links are free."""
+    def begin(self, key: Hashable, event: Event, seconds: float) -> None:
+        """Begins a transfer of so many seconds as soon as all its links are free."""
         assert event.transfer is not None
         begin, blocker = self.time, None
         for link in event.transfer.busy_s:
             free_at, user = self._last_use.get(link, (0.0, None))
             if free_at > begin:
                 begin, blocker = free_at, user
-        flight = _Flight(event, begin, begin + event.transfer.seconds, blocker)
-        for link, seconds in event.transfer.busy_s.items():
-            self._last_use[link] = (begin + seconds, flight)
+        flight = _Flight(event, begin, begin + seconds, blocker)
+        estimated_s = event.transfer.seconds
+        factor = seconds / estimated_s if estimated_s else 1.0
+        for link, busy_s in event.transfer.busy_s.items():
+            self._last_use[link] = (begin + factor * busy_s, flight)
         self.in_flight[key] = flight
 
     def wait(self, key: Hashable) -> None:
@@ -180,5 +284,6 @@ class _Clock:
         # the link at the begin of the transfer that it blocks, so the parts add up to the wait.
         while flight is not None and end > start_of_wait:
             begin = max(flight.begin, start_of_wait)
-            flight.event.exposed_s += end - begin
+            if self._records:
+                flight.event.exposed_s += end - begin
             flight, end = flight.blocker, begin

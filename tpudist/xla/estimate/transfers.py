@@ -88,6 +88,7 @@ class TransferFinder:
         self._host_bytes_per_s = chip.host_bytes_per_s / chip.devices_per_chip if chip else 0.0
         self._dcn_bytes_per_s = chip.dcn_bytes_per_s / chip.devices_per_chip if chip else 0.0
         self._slices = np.vectorize(slice_index, otypes=[int])(mesh.devices)
+        self.num_slices = len(np.unique(self._slices))
 
     def role(self, instruction: Instruction) -> Role | None:
         """Returns the role of `instruction` in a transfer, or None."""
@@ -181,11 +182,10 @@ class TransferFinder:
             for dim, name in enumerate(self._mesh.axis_names)
             if (self._slices != np.take(self._slices, [0], dim)).any()
         )
-        num_slices = len(np.unique(self._slices))
         kind = collective.kind.removeprefix("dcn-")
         # The send has the operand, which for an all-gather is one part of the result.
-        complete = collective.num_bytes * (num_slices if kind == "all-gather" else 1)
-        sent = links.bytes_per_device(kind, complete, num_slices)
+        complete = collective.num_bytes * (self.num_slices if kind == "all-gather" else 1)
+        sent = links.bytes_per_device(kind, complete, self.num_slices)
         return Role("start", key, self._transfer_over_dcn(collective, sent, axes))
 
     def _transfer_of(self, collective: collective_ops.Collective) -> Transfer:

@@ -52,8 +52,8 @@ STAGE_S = 6.2e-6
 - tpu7x, 2 axes: 1.05, 4.2, 17, 67 and 268 MB over the 4 chips of a 2x2x1 take 21.9, 48.7, 155, 576
   and 2252 us, which is 14.7 us on average more than their bytes: 7.4 us per axis
   (AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md).
-- v5e, 1 axis: 131 kB over a line of 4 chips take 8 us, of which 3 hops are 3 us: 5 us (scaling book,
-  sharding, pop quiz 2).
+- v5e, 1 axis: 131 kB over a line of 4 chips take 8 us, of which 3 hops are 3 us: 5 us (scaling
+  book, sharding, pop quiz 2).
 """
 DCN_SUM_SHARE = 0.33
 """The only published measurement (rule 8): 4.11 of 12.5 GB/s per chip between slices of v6e-256
