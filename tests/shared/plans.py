@@ -4,6 +4,7 @@ import dataclasses
 
 from tpudist.planner.plan_record import Plan
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.error_bar import Cause
 from tpudist.xla.estimate.memory import MemoryReport
 from tpudist.xla.estimate.refusal import Refusal
 from tpudist.xla.estimate.step_time import OpTime, TimeEstimate
@@ -68,6 +69,10 @@ def fitting(**changes) -> Plan:
         flops=1.28e15,
         peak_bound_s=6.5,
         hbm_bytes=2.6e12,
+        low_s=9.31,
+        high_s=12.2,
+        causes=(Cause("matrix products", 0.9, 1.1), Cause("overlap", 0.42, 0.24)),
+        guessed_s=0.73,
         top=(
             OpTime(
                 "fusion.7",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpudist.xla.hardware.chips import CHIPS, Chip
+from tpudist.xla.hardware.chips import CALIBRATED, CHIPS, Chip
 
 _MAX_SHARE = 1.05
 """Largest share of a published peak that a measurement may have; a larger one is a mistake."""
@@ -85,7 +85,8 @@ class Calibration:
             changes["host_bytes_per_s"] = self.host_bytes_per_s * devices
         if self.ici_ratio:
             changes["ici_bytes_per_s"] = self.ici_ratio * chip.ici_bytes_per_s
-        return dataclasses.replace(chip, **changes)
+        sources = {**chip.sources, **dict.fromkeys(changes, CALIBRATED)}
+        return dataclasses.replace(chip, **changes, sources=sources)
 
 
 def read_calibration(report: str | Path | Mapping[str, Any] | Calibration) -> Calibration:

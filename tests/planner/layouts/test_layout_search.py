@@ -345,7 +345,8 @@ def _outcome(geometry, remat="none", number=1, *, step_s=None, over=0, tokens=No
         refusal = dataclasses.replace(plan.refusal, over_bytes=over)
         return Outcome(candidate, "too large", dataclasses.replace(plan, refusal=refusal))
     plan = plans.fitting()
-    time = dataclasses.replace(plan.time, step_s=step_s)
+    ends = {"low_s": 0.9 * step_s, "high_s": 1.15 * step_s}
+    time = dataclasses.replace(plan.time, step_s=step_s, **ends)
     plan = dataclasses.replace(plan, time=time, tokens_per_step=tokens)
     return Outcome(candidate, "fits", plan)
 
@@ -436,7 +437,7 @@ def test_a_result_shows_candidates_that_fit_and_changes_for_the_others(where):
         "best on v5e-256: fsdp=256 tensor=2, remat none, 4 microbatches",
         "5 candidates of 6 in 12.0 s",
         "Fits, the fastest first",
-        "fsdp=256 tensor=2 none 4 2.00 s 500",
+        "fsdp=256 tensor=2 none 4 2.00 s 1.80 s to 2.30 s 500",
         "Does not fit (2 of 6)",
         "fsdp=256, remat none: needs",
         "2.00 GiB too much. Biggest: ",
@@ -493,6 +494,20 @@ def test_a_step_without_estimated_time_is_shown_without_a_comparison():
     )
     for shown in _shown(result):
         assert "It fits with remat none -> full." in shown
+
+
+def test_candidates_within_the_error_bar_of_the_best_are_listed():
+    result = _result(
+        _outcome({"fsdp": 2}, step_s=2.0, tokens=100),
+        _outcome({"fsdp": 4}, step_s=1.1, tokens=50),  # 10 % slower per token
+        _outcome({"fsdp": 8}, step_s=2.4, tokens=100),
+    )
+    told = "theirs within its bar: fsdp=4, remat none. The slice may rank them differently."
+    for shown in _shown(result):
+        assert "Too close to the best to rank" in shown
+        assert told in shown
+    alone = _result(_outcome({"fsdp": 2}, step_s=2.0), _outcome({"fsdp": 4}, step_s=4.0))
+    assert not any("Too close" in shown for shown in _shown(alone))
 
 
 def test_names_of_operations_are_escaped_in_html():

@@ -23,6 +23,8 @@ from tpudist.planner.show.formats import (
     plural,
 )
 from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
+from tpudist.planner.show.speed_text import format_step
+from tpudist.xla.estimate.step_time import TimeEstimate
 
 _NUM_LARGEST = 2
 """Number of the largest buffers to name for a candidate that is too large."""
@@ -35,6 +37,8 @@ def describe_search(result: SearchOutcomes) -> Report:
     sections: list[TextTable | Lines] = []
     if fitting:
         sections.append(_table_of_fitting(fitting))
+    if close := _list_close_to_best(fitting):
+        sections.append(Lines("Too close to the best to rank", close))
     if too_large:
         title = f"Does not fit ({len(too_large)} of {num})"
         sections.append(Lines(title, tuple(_describe_too_large(x, fitting) for x in too_large)))
@@ -65,7 +69,7 @@ def _facts(result: SearchOutcomes) -> Iterable[tuple[str, str]]:
     if best and best.plan:
         if best.plan.time:
             mfu = "" if best.plan.mfu is None else f", MFU {best.plan.mfu:.1%}"
-            yield STEP_TIME, f"{format_seconds(best.plan.time.step_s)}{mfu} (an estimate)"
+            yield STEP_TIME, f"{format_step(best.plan.time)}{mfu} (an estimate)"
         if best.plan.tokens_per_s is not None:
             yield SPEED, f"{format_count(best.plan.tokens_per_s)} tokens/s"
         yield MEMORY, _memory(best)
@@ -80,6 +84,7 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
         Column("remat", is_short=True),
         Column("microbatches", is_number=True, only_wide=True),
         Column("step", is_number=True),
+        Column("low to high", is_number=True, only_wide=True),
         Column("tokens/s", is_number=True),
         Column("MFU", is_number=True),
         Column("memory", is_number=True),
@@ -104,6 +109,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         outcome.candidate.remat,
         str(outcome.candidate.microbatches),
         format_seconds(plan.time.step_s) if plan.time else "-",
+        _format_ends(plan.time),
         "-" if plan.tokens_per_s is None else format_count(plan.tokens_per_s),
         "-" if plan.mfu is None else f"{plan.mfu:.1%}",
         _memory(outcome),
@@ -111,6 +117,39 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         format_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
         f"the same program as {outcome.same_as}" if outcome.same_as else "",
     )
+
+
+def _format_ends(spent: TimeEstimate | None) -> str:
+    if spent is None or spent.low_s is None or spent.high_s is None:
+        return "-"
+    return f"{format_seconds(spent.low_s)} to {format_seconds(spent.high_s)}"
+
+
+def _list_close_to_best(fitting: tuple[Outcome, ...]) -> tuple[str, ...]:
+    """Returns a sentence on the candidates that may be as fast as the best."""
+    if not fitting or (best := _error_bar(fitting[0], fitting)) is None:
+        return ()
+    low, step, high = best
+    close = []
+    for outcome in fitting[1:]:
+        other = _error_bar(outcome, fitting)
+        if other and low <= other[1] <= high and other[0] <= step <= other[2]:
+            close.append(outcome.candidate.name)
+    if not close:
+        return ()
+    return (
+        f"The estimate of the best is within the error bar of these, and theirs within its bar: "
+        f"{'; '.join(close)}. The slice may rank them differently.",
+    )
+
+
+def _error_bar(outcome: Outcome, fitting: tuple[Outcome, ...]) -> tuple[float, float, float] | None:
+    """Returns low end, estimate and high end of a step, per token if candidates compare by it."""
+    plan = outcome.plan
+    if plan is None or plan.time is None or plan.time.low_s is None or plan.time.high_s is None:
+        return None
+    tokens = (plan.tokens_per_step or 1) if counts_tokens(fitting) else 1
+    return plan.time.low_s / tokens, plan.time.step_s / tokens, plan.time.high_s / tokens
 
 
 def _group_by_reason(outcomes: tuple[Outcome, ...]) -> Iterable[str]:

@@ -96,7 +96,13 @@ def _draw_bar(axes: Axes, bars: Bars) -> None:
     if bars.free:
         label = f"{bars.free.name} {bars.free.text}"
         axes.barh(0, bars.free.amount, left=begin, height=1, color="0.9", label=label)
-    axes.set_xlim(0, bars.whole or 1.0)
+    end = bars.whole or 1.0
+    if bars.error_bar:
+        low, high = bars.error_bar
+        to_ends = [[max(0.0, begin - low)], [max(0.0, high - begin)]]
+        axes.errorbar([begin], [0], xerr=to_ends, color="0.15", capsize=4, linewidth=1.2)
+        end = max(end, 1.01 * high)
+    axes.set_xlim(0, end)
     axes.set_ylim(-0.5, 0.5)
     if not bars.parts:
         return

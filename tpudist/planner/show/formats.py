@@ -19,15 +19,30 @@ def format_seconds(seconds: float) -> str:
     """Returns "12.3 ms" for `0.0123`."""
     if seconds < 0.05e-9:  # less than a cycle of any chip: the rounding error of a difference
         return "0 s"
+    unit, size = _unit_of(seconds)
+    return f"{format_three_digits(seconds / size)} {unit}"
+
+
+def format_range(seconds: float, low: float, high: float) -> str:
+    """Returns "4.20 s (3.60 to 4.90)", all in the unit of the first number."""
+    if seconds < 0.05e-9:
+        return format_seconds(seconds)
+    unit, size = _unit_of(seconds)
+    ends = " to ".join(format_three_digits(end / size) for end in (low, high))
+    return f"{format_three_digits(seconds / size)} {unit} ({ends})"
+
+
+def _unit_of(seconds: float) -> tuple[str, float]:
+    """Returns the unit to show a time in, and its seconds."""
     for unit, size in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
         # 999.5 would be rounded to "1000 ms", which is "1 s".
         if seconds < 999.5 * size:
-            return f"{format_three_digits(seconds / size)} {unit}"
+            return unit, size
     for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
         # Up to two minutes in seconds: "90 s" is easier to read than "1.5 min".
         if seconds < 120 * size:
-            return f"{format_three_digits(seconds / size)} {unit}"
-    return f"{format_three_digits(seconds / 86400)} days"
+            return unit, size
+    return "days", 86400
 
 
 def format_count(count: float) -> str:

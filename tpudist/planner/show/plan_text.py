@@ -20,7 +20,7 @@ from tpudist.planner.show.formats import (
 )
 from tpudist.planner.show.memory_text import list_replicated, memory_sections
 from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
-from tpudist.planner.show.speed_text import time_sections, traffic_sections
+from tpudist.planner.show.speed_text import format_step, time_sections, traffic_sections
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.mesh import REPLICA_AXIS
 
@@ -71,7 +71,7 @@ def _facts(
         yield MEMORY, f"{format_bytes(report.peak_bytes)}{of} per {chip}"
     if plan.time:
         mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-        yield STEP_TIME, f"{format_seconds(plan.time.step_s)}{mfu} (an estimate)"
+        yield STEP_TIME, f"{format_step(plan.time)}{mfu} (an estimate)"
         if plan.tokens_per_s is not None:
             per_chip = plan.tokens_per_s / plan.num_chips
             yield (

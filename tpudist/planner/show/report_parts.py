@@ -47,6 +47,7 @@ class Bars:
         parts: Parts from left to right.
         lines: Sentences below the bar.
         free: Rest of the bar, if it has a meaning; it is listed, but not drawn.
+        error_bar: Low and high end of the sum of the parts, if it is an estimate.
     """
 
     title: str
@@ -54,6 +55,7 @@ class Bars:
     parts: tuple[Part, ...]
     lines: tuple[str, ...] = ()
     free: Part | None = None
+    error_bar: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

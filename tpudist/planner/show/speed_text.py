@@ -13,6 +13,7 @@ from tpudist.planner.show.formats import (
     format_count,
     format_flops,
     format_op,
+    format_range,
     format_seconds,
     format_share,
 )
@@ -22,6 +23,7 @@ from tpudist.planner.show.report_parts import (
     NETWORK_COLORS,
     NUM_ROWS,
     PURPLE,
+    TEAL,
     Bars,
     Part,
 )
@@ -33,6 +35,17 @@ if TYPE_CHECKING:
 
 
 _MIN_SHARE = 1e-3  # a shorter part would be invisible in the bar
+_NUM_CAUSES = 4
+
+
+def format_step(spent: TimeEstimate) -> str:
+    """Returns the time of a step with its error bar: "4.20 s (3.60 to 4.90), 7% of it guessed"."""
+    if spent.low_s is None or spent.high_s is None:  # a plan of an older version
+        return format_seconds(spent.step_s)
+    text = format_range(spent.step_s, spent.low_s, spent.high_s)
+    if spent.guessed_s and spent.step_s:
+        text += f", {format_share(spent.guessed_s / spent.step_s)} of it guessed"
+    return text
 
 
 def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
@@ -46,6 +59,7 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
         ("waiting for ICI", spent.exposed_ici_s, NETWORK_COLORS["ici"]),
         ("waiting for DCN", spent.exposed_dcn_s, NETWORK_COLORS["dcn"]),
         ("waiting for the host", spent.exposed_host_s, NETWORK_COLORS["host"]),
+        ("waiting for the slowest slice", spent.slow_slices_s, TEAL),
     ]
     # The rest of the step. `step_s` is at least the time of all bytes through HBM, so a step bound
     # by memory is longer than the sum of its operations.
@@ -55,9 +69,11 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
         for name, seconds, color in parts
         if seconds > _MIN_SHARE * spent.step_s
     )
-    yield Bars(
-        "Time of a step: an estimate", spent.step_s, parts, tuple(_notes_on_time(plan, spent))
-    )
+    ends = None
+    if spent.low_s is not None and spent.high_s is not None:
+        ends = (spent.low_s, spent.high_s)
+    notes = tuple(_notes_on_time(plan, spent))
+    yield Bars("Time of a step: an estimate", spent.step_s, parts, notes, error_bar=ends)
     if spent.top:
         columns = (
             Column("time", is_number=True),
@@ -94,6 +110,12 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
                 f"{network} is busy for {format_seconds(whole)}; computation hides "
                 f"{format_seconds(hidden)} of it."
             )
+    if spent.causes:
+        causes = ", ".join(
+            f"{cause.name} -{format_seconds(cause.low_s)} +{format_seconds(cause.high_s)}"
+            for cause in spent.causes[:_NUM_CAUSES]
+        )
+        yield f"The error bar is the root of the sum of the squares of its causes: {causes}."
     bounds = []
     if spent.peak_bound_s:
         at_peak = format_seconds(spent.peak_bound_s)

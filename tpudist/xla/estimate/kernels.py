@@ -45,6 +45,12 @@ def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
     return shapes[0][-1] if shapes else None
 
 
+def attention_part(instruction: Instruction) -> str | None:
+    """Returns the part of an attention kernel, such as "fwd"; None for other instructions."""
+    match = _attention(instruction) if is_kernel(instruction) else None
+    return match["part"] if match else None
+
+
 def _attention(instruction: Instruction) -> re.Match | None:
     return _ATTENTION.search(instruction.name) or _ATTENTION.search(instruction.op_name)
 

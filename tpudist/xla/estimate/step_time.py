@@ -12,7 +12,8 @@ can be negative.
 import dataclasses
 from collections.abc import Callable
 
-from tpudist.xla.estimate import hbm_traffic, instruction_time, kernels, timeline
+from tpudist.xla.estimate import error_bar, hbm_traffic, instruction_time, kernels, timeline
+from tpudist.xla.estimate.error_bar import Cause
 from tpudist.xla.estimate.timeline import Event
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo.hlo_module import Module
@@ -47,7 +48,8 @@ class OpTime:
 class TimeEstimate:
     """Estimated seconds of a step on one device.
 
-    A step takes `compute_s + kernels_s` and the four `exposed_*_s`, but at least `memory_bound_s`.
+    A step takes `compute_s + kernels_s` and the four `exposed_*_s`, but at least `memory_bound_s`;
+    to this, several slices add `slow_slices_s`.
 
     Attributes:
         step_s: Complete step.
@@ -68,6 +70,11 @@ class TimeEstimate:
         unknown_trip_counts: Loops that count once because their trip count is unknown.
         unknown_kernels: Custom kernels that count only by their bytes because the number of their
             operations is unknown.
+        low_s: Low end of the error bar of `step_s`; None in plans of older versions.
+        high_s: High end.
+        causes: Causes of the error bar, largest first; see `error_bar`.
+        guessed_s: Part of `step_s` that no rule prices.
+        slow_slices_s: Part of `step_s` in which the slices wait for the slowest of them.
     """
 
     step_s: float
@@ -87,6 +94,11 @@ class TimeEstimate:
     peak_bound_s: float = 0.0
     unknown_trip_counts: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
+    low_s: float | None = None
+    high_s: float | None = None
+    causes: tuple[Cause, ...] = ()
+    guessed_s: float = 0.0
+    slow_slices_s: float = 0.0
 
 
 def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEstimate:
@@ -99,7 +111,11 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         lambda e: hbm_traffic.num_bytes(module, e.instruction),
     )
     memory_bound_s = hbm_bytes / instruction_time.Rates.of(chip).hbm_bytes_per_s
-    step_s = max(simulated.seconds, memory_bound_s)
+    one_slice_s = max(simulated.seconds, memory_bound_s)
+    slow_slices_s = error_bar.slowdown_of_slices(simulated.num_slices) * one_slice_s
+    step_s = one_slice_s + slow_slices_s
+    peak_bound_s = _per_step(events, lambda e: e.price.peak_s if e.price else 0.0)
+    bar = error_bar.estimate(module, chip, simulated, memory_bound_s, peak_bound_s)
 
     def sum_compute(*kinds: str) -> float:
         return _per_step(
@@ -127,7 +143,7 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         exposed_host_s=sum_exposed("host"),
         exposed_hbm_s=sum_exposed("hbm"),
         flops=_per_step(events, lambda e: e.price.flops if e.price else 0.0),
-        peak_bound_s=_per_step(events, lambda e: e.price.peak_s if e.price else 0.0),
+        peak_bound_s=peak_bound_s,
         hbm_bytes=hbm_bytes,
         top=_top(events, step_s),
         unknown_trip_counts=module.unknown_trip_counts,
@@ -139,6 +155,11 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
                 and kernels.flops(module, event.instruction) is None
             )
         ),
+        low_s=bar.low_s,
+        high_s=bar.high_s,
+        causes=bar.causes,
+        guessed_s=error_bar.guessed_seconds(module, simulated),
+        slow_slices_s=slow_slices_s,
     )
 
 

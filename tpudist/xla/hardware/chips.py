@@ -24,6 +24,8 @@ _USABLE_ICI = 0.9
 # `instruction_time.MATMULS`.
 _HBM_EFFICIENCY = 1360 / 1638
 _TPU_INFO = "jax, pallas/mosaic/tpu_info.py"
+CALIBRATED = "calibration"
+"""Source of a figure that the user measured."""
 _HOST_LINK = "PCIe: 15 GB/s per chip is typical, 32 for v6e (scaling-book)"
 
 

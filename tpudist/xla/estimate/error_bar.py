@@ -1,0 +1,265 @@
+"""Estimates how far the time of a step may be from its estimate, and why.
+
+The bar has a low and a high end. Each cause below has a range, in which the time of its
+instructions may be, relative to the estimate. The rules were fixed before any comparison with a
+training run, from published microbenchmarks:
+
+1. A cause is common to all its instructions, so its errors add up: the step is simulated again with
+   all of them at the low end of the range, and once at the high end. Hidden time stays hidden.
+2. Different causes are independent, so their errors do not add up: the ends of the bar are the
+   root of the sum of their squares from the estimate, for each end.
+3. A measured rate (`Calibration`) halves the range of its cause.
+4. A range without any measurement is twice that of the nearest measured one.
+5. No step is faster than its operations at the chip's peak.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from tpudist.xla.estimate import instruction_time, kernels, timeline
+from tpudist.xla.estimate.timeline import Event
+from tpudist.xla.hardware import links
+from tpudist.xla.hardware.chips import CALIBRATED, Chip
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A cause of the spread of an estimate.
+
+    Attributes:
+        name: Short name, such as "matrix products".
+        low_s: Seconds by which a step may be faster than its estimate.
+        high_s: Seconds by which it may be slower.
+    """
+
+    name: str
+    low_s: float
+    high_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorBar:
+    """The range of the time of a step, and its causes, largest first."""
+
+    low_s: float
+    high_s: float
+    causes: tuple[Cause, ...]
+
+
+PRODUCTS, CONVOLUTIONS, OTHERS = "matrix products", "convolutions", "other instructions"
+MEMORY, START_UP, ICI = "memory bandwidth", "start-up of transfers", "ICI bandwidth"
+ALL_TO_ALL, DCN, DCN_SUMS = "all-to-all", "DCN bandwidth", "sums over DCN"
+HOST, GUESSED, OVERLAP = "host bandwidth", "guessed instructions", "overlap"
+SLICES = "the slowest slice"
+_ATTENTION = "attention kernel"
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    # Largest distance of a measurement from XLA's cycles at the chip's mean rate: v5e, 11 %, and
+    # tpu7x, 12 % (`instruction_time.MATMULS`).
+    PRODUCTS: (1 / 1.12, 1.12),
+    # Not measured (rule 4).
+    CONVOLUTIONS: (1 / 1.24, 1.24),
+    OTHERS: (1 / 1.24, 1.24),
+    # From 95 % of the rate of a large product, at which it is estimated, to half of it: the best
+    # and the untuned block sizes of a kernel. Each kernel has its own.
+    _ATTENTION: (1.0, 1.9),
+    # 0.83 of the peak is estimated; a copy on v6e reaches 0.83 (tpu-recipes), an attention kernel
+    # that reads a cache on tpu7x 0.86 (arXiv:2604.15464), and the range is 0.82 to 0.87.
+    MEMORY: (0.83 / 0.87, 0.83 / 0.82),
+    # 5.0 us per stage on v5e; 10.5 us for an all-reduce of 2 to 8 MiB over a tpu7x:2x2x4
+    # (accelerator-microbenchmarks, issue 71).
+    START_UP: (5.0e-6 / links.STAGE_S, 10.5e-6 / links.STAGE_S),
+    # Measured over estimated: 0.93 (v2), 1.00 (tpu7x), 1.04 (v5p), 1.20 (v5e); see `links`.
+    ICI: (0.93, 1.20),
+    ALL_TO_ALL: (0.86, 1.40),
+    # From the documented bandwidth to a third of it (`links.DCN_SHARE`). Sums are estimated at the
+    # slow end, so they end where measurements of ICI do.
+    DCN: (links.DCN_SHARE, links.DCN_SHARE / links.DCN_SUM_SHARE),
+    DCN_SUMS: (links.DCN_SUM_SHARE / links.DCN_SHARE, 1.20),
+    HOST: (0.86, 1.40),
+    # Instructions without a rule. A factor of two each way is a guess, too.
+    GUESSED: (0.5, 2.0),
+}
+_CALIBRATED_BY = {
+    PRODUCTS: "matmul_share",
+    MEMORY: "hbm_efficiency",
+    ICI: "ici_bytes_per_s",
+    HOST: "host_bytes_per_s",
+}
+
+CONTENTION = 0.189
+"""Mean slow-down of computation while collectives run beside it (arXiv:2507.03114, on GPUs; on a
+TPU they share its memory). It is the high end of `OVERLAP`: 0.189 s per hidden second of a program
+that is not tuned."""
+LARGEST_GAIN = 1 - 1 / 1.38
+"""Largest share of a step that a tuned schedule hides: 1.38 times the throughput (Wang et al.,
+Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023, TPU v4). It is the
+low end of `OVERLAP`, if computation can cover that much of the waits."""
+SLICE_SLOWDOWN = 0.0115
+SLICE_RANGE = (0.004, 0.019)
+"""Share of a step by which it waits longer for the slowest of n slices, per log(n), which is how
+the largest of n random delays grows: 1 % for 12 slices of v6e, 6 % for 24, and their mean
+(cloud.google.com/blog/products/compute/trillium-tpu-is-ga)."""
+
+
+def slowdown_of_slices(num_slices: int) -> float:
+    """Returns the share of a step by which `num_slices` slices are slower than one."""
+    return SLICE_SLOWDOWN * math.log(num_slices)
+
+
+def guessed_seconds(module: Module, simulated: timeline.Timeline) -> float:
+    """Returns the seconds per step of computations that no rule prices."""
+    return sum(
+        event.count * timeline.compute_seconds(event)
+        for event in simulated.events
+        if event.price and _is_guessed(module, event.instruction)
+    )
+
+
+def estimate(
+    module: Module, chip: Chip, simulated: timeline.Timeline, memory_bound_s: float, floor_s: float
+) -> ErrorBar:
+    """Returns the error bar of a simulated step.
+
+    Args:
+        module: Compiled program.
+        chip: Chip of the devices.
+        simulated: Timeline of the step.
+        memory_bound_s: Time of all bytes to and from HBM.
+        floor_s: Time of all operations at the chip's peak.
+    """
+    spread = _Spread(module, chip, simulated, memory_bound_s)
+    causes = [spread.common(name) for name in spread.names()]
+    causes += [spread.overlap(), spread.slices()]
+    causes = [cause for cause in causes if cause.low_s > 0 or cause.high_s > 0]
+    causes.sort(key=lambda cause: -(cause.low_s + cause.high_s))
+    step_s = spread.step_s
+    low_s = step_s - math.hypot(*(cause.low_s for cause in causes))
+    high_s = step_s + math.hypot(*(cause.high_s for cause in causes))
+    return ErrorBar(min(step_s, max(low_s, floor_s)), high_s, tuple(causes))
+
+
+class _Spread:
+    def __init__(
+        self, module: Module, chip: Chip, simulated: timeline.Timeline, memory_bound_s: float
+    ):
+        self._chip = chip
+        self._simulated = simulated
+        self._memory_bound_s = memory_bound_s
+        self._slices = 1 + slowdown_of_slices(simulated.num_slices)
+        self.step_s = max(simulated.seconds, memory_bound_s) * self._slices
+        rates = instruction_time.Rates.of(chip)
+        self._compute_causes = {
+            id(event): _cause_of_compute(module, rates, event)
+            for event in simulated.events
+            if event.price
+        }
+
+    def names(self) -> list[str]:
+        """Returns the causes that the step has, each once."""
+        names = list(self._compute_causes.values())
+        for event in self._simulated.events:
+            if event.transfer:
+                names += [_cause_of_transfer(event)] + [START_UP] * bool(event.transfer.start_up_s)
+        return list(dict.fromkeys(names))
+
+    def common(self, name: str) -> Cause:
+        """Returns the effect of a cause on all its instructions at once."""
+        key = _ATTENTION if name.startswith(_ATTENTION) else name
+        low, high = RANGES[key]
+        if self._chip.sources.get(_CALIBRATED_BY.get(name, "")) == CALIBRATED:
+            low, high = math.sqrt(low), math.sqrt(high)
+        return Cause(
+            name,
+            max(0.0, self.step_s - self._step_s(name, low)),
+            max(0.0, self._step_s(name, high) - self.step_s),
+        )
+
+    def _step_s(self, name: str, factor: float) -> float:
+        """Returns the time of the step with instructions of a cause at `factor` times theirs."""
+
+        def compute(event: Event) -> float:
+            seconds = timeline.compute_seconds(event)
+            return seconds * factor if self._compute_causes[id(event)] == name else seconds
+
+        def transfer(event: Event) -> float:
+            assert event.transfer is not None
+            start_up_s = event.transfer.start_up_s
+            moving_s = event.transfer.seconds - start_up_s
+            if name == START_UP:
+                return start_up_s * factor + moving_s
+            return start_up_s + moving_s * (factor if _cause_of_transfer(event) == name else 1.0)
+
+        memory_bound_s = self._memory_bound_s * (factor if name == MEMORY else 1.0)
+        return max(self._simulated.replay(compute, transfer), memory_bound_s) * self._slices
+
+    def overlap(self) -> Cause:
+        """Returns the effect of a schedule that hides more, or that hides at a price."""
+
+        def per_step(seconds: Callable[[Event], float]) -> float:
+            return sum(event.count * seconds(event) for event in self._simulated.events)
+
+        compute_s = per_step(timeline.compute_seconds)
+        moved_s = [event for event in self._simulated.events if _is_on_network(event)]
+        exposed_s = sum(event.count * event.exposed_s for event in moved_s)
+        hidden_s = sum(
+            event.count * max(0.0, timeline.transfer_seconds(event) - event.exposed_s)
+            for event in moved_s
+            if event.is_async
+        )
+        hidden_s = min(hidden_s, compute_s)
+        low_s = min(exposed_s, compute_s - hidden_s, LARGEST_GAIN * self.step_s)
+        return Cause(OVERLAP, low_s, CONTENTION * hidden_s)
+
+    def slices(self) -> Cause:
+        """Returns the effect of faster or slower slices."""
+        alone_s = self.step_s / self._slices
+        low, high = (abs(x - SLICE_SLOWDOWN) * alone_s for x in SLICE_RANGE)
+        logarithm = math.log(self._simulated.num_slices)
+        return Cause(SLICES, low * logarithm, high * logarithm)
+
+
+def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Event) -> str:
+    price, instruction = event.price, event.instruction
+    assert price is not None
+    if _is_guessed(module, instruction):
+        return GUESSED
+    if price.hbm_bytes / rates.hbm_bytes_per_s >= 0.999 * price.seconds:
+        return MEMORY
+    if price.kind == "kernel":
+        part = kernels.attention_part(instruction)
+        return f"{_ATTENTION} ({part})" if part else PRODUCTS
+    if price.kind == "matmul":
+        return CONVOLUTIONS if _is_convolution(module, instruction) else PRODUCTS
+    return OTHERS
+
+
+def _is_guessed(module: Module, instruction: Instruction) -> bool:
+    return kernels.is_kernel(instruction) and kernels.flops(module, instruction) is None
+
+
+def _is_convolution(module: Module, instruction: Instruction) -> bool:
+    """Returns whether the user convolves: XLA writes each product as a convolution, too."""
+    if "conv_general_dilated" in instruction.op_name:
+        return True
+    if instruction.opcode != "fusion":
+        return False
+    inside = module.contents_of(instruction).instructions.values()
+    return any(_is_convolution(module, inner) for inner in inside)
+
+
+def _cause_of_transfer(event: Event) -> str:
+    assert event.transfer is not None
+    network, kind = event.transfer.network, event.transfer.kind
+    if network == "dcn":
+        return DCN_SUMS if links.dcn_share(kind) == links.DCN_SUM_SHARE else DCN
+    if network == "ici":
+        return ALL_TO_ALL if kind in ("all-to-all", "ragged-all-to-all") else ICI
+    return HOST if network == "host" else MEMORY
+
+
+def _is_on_network(event: Event) -> bool:
+    return event.transfer is not None and event.transfer.network != "hbm"
