@@ -69,7 +69,7 @@ def _facts(result: SearchOutcomes) -> Iterable[tuple[str, str]]:
     if best and best.plan:
         if best.plan.time:
             mfu = "" if best.plan.mfu is None else f", MFU {best.plan.mfu:.1%}"
-            yield STEP_TIME, f"{format_step(best.plan.time)}{mfu} (an estimate)"
+            yield STEP_TIME, f"{format_step(best.plan.time)}{mfu}"
         if best.plan.tokens_per_s is not None:
             yield SPEED, f"{format_count(best.plan.tokens_per_s)} tokens/s"
         yield MEMORY, _memory(best)

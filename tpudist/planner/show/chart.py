@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NUM_COLLECTIVES = 6
 # Inches. A SECTION is a bar with its heading and its legend; a ROW is one collective.
-WIDTH, MARGIN, TOP, SECTION, BAR, ROW = 9.0, 0.3, 0.95, 1.25, 0.36, 0.27
+WIDTH, MARGIN, TOP, SECTION, BAR, ROW = 9.0, 0.3, 1.1, 1.25, 0.36, 0.27
 TITLE_TOP, FACTS_TOP = 0.2, 0.53
 HEADING = 0.24  # from a heading to its bar
 SPACE = 0.5  # for the heading and the margin of the collectives
@@ -72,8 +72,10 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
 
     color = GREEN if report.fits else RED
     write(report.title, TITLE_TOP, fontsize=14, fontweight="bold", color=color)
-    facts = [value for name, value in report.facts if name in (MEMORY, STEP_TIME, SPEED)]
-    write("   |   ".join(facts), FACTS_TOP, fontsize=9.5, color="0.25")
+    facts = dict(report.facts)
+    lines = ([MEMORY], [STEP_TIME, SPEED])
+    text = "\n".join("   |   ".join(facts[x] for x in names if x in facts) for names in lines)
+    write(text, FACTS_TOP, fontsize=9.5, color="0.25")
     for i, section in enumerate(bars):
         top = TOP + SECTION * i
         write(section.title, top, fontsize=9.5, fontweight="bold", color="0.15")

@@ -71,7 +71,7 @@ def _facts(
         yield MEMORY, f"{format_bytes(report.peak_bytes)}{of} per {chip}"
     if plan.time:
         mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-        yield STEP_TIME, f"{format_step(plan.time)}{mfu} (an estimate)"
+        yield STEP_TIME, f"{format_step(plan.time)}{mfu}"
         if plan.tokens_per_s is not None:
             per_chip = plan.tokens_per_s / plan.num_chips
             yield (

@@ -41,7 +41,7 @@ _NUM_CAUSES = 4
 def format_step(spent: TimeEstimate) -> str:
     """Returns the time of a step with its error bar: "4.20 s (3.60 to 4.90), 7% of it guessed"."""
     if spent.low_s is None or spent.high_s is None:  # a plan of an older version
-        return format_seconds(spent.step_s)
+        return f"{format_seconds(spent.step_s)} (an estimate)"
     text = format_range(spent.step_s, spent.low_s, spent.high_s)
     if spent.guessed_s and spent.step_s:
         text += f", {format_share(spent.guessed_s / spent.step_s)} of it guessed"

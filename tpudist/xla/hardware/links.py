@@ -163,7 +163,9 @@ class Torus:
         hops = sum(span.hops for span in spans) * _num_rounds(kind)
         seconds = max(seconds, hops * HOP_S)
         start_up_s = _start_up_s(kind, len(spans) + (group_devices_per_chip > 1))
-        busy = {(span.axis, sign): seconds for span in spans for sign in (1, -1)}
+        busy: dict[Hashable, float] = {
+            (span.axis, sign): seconds for span in spans for sign in (1, -1)
+        }
         return Route(start_up_s + seconds, busy, start_up_s)
 
     def _route_of_permute(self, num_bytes: float, pairs: tuple[tuple[int, ...], ...]) -> Route:
