@@ -110,7 +110,7 @@ def slowdown_of_slices(num_slices: int) -> float:
     return SLICE_SLOWDOWN * math.log(num_slices)
 
 
-def guessed_seconds(module: Module, simulated: timeline.Timeline) -> float:
+def sum_guesses(module: Module, simulated: timeline.Timeline) -> float:
     """Returns the seconds per step of computations that no rule prices."""
     return sum(
         event.count * timeline.compute_seconds(event)

@@ -158,7 +158,7 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         low_s=bar.low_s,
         high_s=bar.high_s,
         causes=bar.causes,
-        guessed_s=error_bar.guessed_seconds(module, simulated),
+        guessed_s=error_bar.sum_guesses(module, simulated),
         slow_slices_s=slow_slices_s,
     )
 
