@@ -47,6 +47,7 @@ def alone(monkeypatch, tmp_path, kept):
     """Simulates a user with an empty home directory, a wide terminal and no TPU."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
 
@@ -342,6 +343,28 @@ def test_plan_saves_a_program_for_the_slice(capsys):
     assert "Wrote program" in capsys.readouterr().err
     assert Path("program").stat().st_mode & 0o777 == 0o700
     assert any(Path("program").iterdir())
+
+
+@pytest.mark.libtpu
+def test_rates_that_a_user_keeps_are_used_by_later_plans(capsys, tmp_path):
+    rates = {"generation": "v5e", "matmul_flops_per_s": 98.5e12}
+    (tmp_path / "report.json").write_text(json.dumps({"calibration": rates}))
+
+    def notes(*options):
+        assert plan("--json", "plan.json", *options) == 0
+        return " ".join(Plan.from_json(Path("plan.json").read_text()).notes)
+
+    used = "v5e, from report.json: matrix products 98.5 TFLOP/s (50% of the peak)."
+    assert used in notes("--calibration", "report.json")
+    assert "measured rates" not in notes()  # it was not kept
+    assert used in notes("--calibrate", "report.json")
+    assert f"Rates of {used} Kept in " in capsys.readouterr().err
+    assert used in notes()
+    assert "measured rates" not in notes("--calibration", "published")
+    capsys.readouterr()
+    told = refusal(capsys, "--calibrate", "report.json", "--calibration", "report.json")
+    assert "pass one" in told
+    assert "plan.json is not a report" in refusal(capsys, "--calibrate", "plan.json")
 
 
 @pytest.mark.libtpu

@@ -14,9 +14,9 @@ from rich.console import RenderableType
 
 from tpudist import planner
 from tpudist.cli import reference, user_step
+from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse
-from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.layouts import search_outcomes
 from tpudist.planner.layouts.layout_search import MakeStep
 from tpudist.planner.show.formats import format_error, format_seconds, plural
@@ -89,10 +89,11 @@ class Options:
     """Draw the plan to this file (.png, .svg or .pdf; needs matplotlib)."""
     save: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Save the compiled program, for Strategy.load_plan on the slice."""
-    calibration: Annotated[Path | None, tyro.conf.arg(metavar="REPORT", help_behavior_hint="")] = (
-        None
-    )
-    """Report of tpudist doctor --accelerator; its rates replace the published ones."""
+    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Report of tpudist doctor --accelerator, or profiler trace, whose rates replace the published
+    ones; "published" also ignores the rates that you kept (default: the rates that you kept)."""
+    calibrate: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Same as --calibration, and keeps the rates for your later plans of this generation."""
     cache: bool = True
     """Whether to use the result of an earlier plan of the same program."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
@@ -118,7 +119,9 @@ class _StepSource:
 
     def __init__(self, options: Options, slice_: Slice):
         self._user_step = options.step
-        self.calibration = _read_calibration(options.calibration)
+        self.calibration = find_calibration(
+            options.calibration, options.calibrate, slice_.generation
+        )
         if options.step is not None:
             if options.model != reference.ReferenceOptions():
                 raise WrongUse(
@@ -160,13 +163,6 @@ class _StepSource:
             if isinstance(error, ValueError | RuntimeError):
                 raise WrongUse(str(error)) from error
             raise
-
-
-def _read_calibration(path: Path | None) -> Calibration | None:
-    try:
-        return None if path is None else read_calibration(path)
-    except (OSError, ValueError) as error:
-        raise WrongUse(str(error)) from error
 
 
 def _override_tokens(make_step: MakeStep, tokens_per_step: int | None) -> MakeStep:

@@ -314,7 +314,9 @@ def _read_figures(
 def _notes_on_rates(request: PlanRequest) -> list[str]:
     if request.calibration is None:
         return []
-    return ["Times use the measured rates of the calibration, not the published rates."]
+    return [
+        f"Times use measured rates of {request.calibration.describe()}. Other rates are published."
+    ]
 
 
 def _notes_on_cache(answer: compiler_query.Answer) -> list[str]:
