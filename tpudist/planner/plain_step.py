@@ -100,7 +100,7 @@ def plan(
         model_flops: FLOPs of a step on all chips, for the MFU.
         cache: Whether to use a stored answer of the compiler, or a directory for answers.
         in_process: Whether to compile again in this process, so that `Plan.save` has an executable.
-        calibration: Report of `tpudist doctor --accelerator`: its path or content.
+        calibration: Measured rates, as in `read_calibration`.
         progress: Called with the current activity and its seconds.
 
     Raises:

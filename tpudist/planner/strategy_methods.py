@@ -131,8 +131,8 @@ class PlanMethods(StrategyBase):
                 same program; or a directory for the answers.
             in_process: Whether to compile again in this process, so that `Plan.save` has an
                 executable. An abort of the TPU compiler would then end the process.
-            calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation: its
-                path or content. Its measured rates replace the published ones.
+            calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation, or a
+                profiler trace: its path or content. Its rates replace the published ones.
             progress: Called with the current activity and its seconds. By default a terminal or a
                 notebook shows them.
 

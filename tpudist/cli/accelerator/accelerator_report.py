@@ -95,7 +95,9 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines += [f"  {section['problem']}"] if section["problem"] else []
     lines += ["", *_format_plans(report["planner"])]
     if report["calibration"]:
-        lines.append("tpudist plan --calibration FILE.json uses the measured rates.")
+        lines.append(
+            "tpudist plan --calibrate FILE.json uses the measured rates, now and in later plans."
+        )
     problems = list(_problems(report["sections"]))
     lines += ["", "All checks passed." if report["ok"] else f"{len(problems)} problem(s):"]
     return "\n".join([*lines, *(f"- {x}" for x in problems)])
