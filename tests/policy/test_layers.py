@@ -48,6 +48,7 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     assert found["packages (entries at the top)"] <= 42
     assert found["layers"] <= 17
     # Messages shorten text and name processes and replicas with `options`, checkpoints open objects
-    # of libraries, and nine packages draw their tables with `display`.
-    assert found["imports between packages"] <= 259  # of the 861 pairs of 42 packages
+    # of libraries, nine packages draw their tables with `display`, and the planner reads traces of
+    # the profiler, which are protocol buffers.
+    assert found["imports between packages"] <= 260  # of the 861 pairs of 42 packages
     assert int(found["files in the largest folder"].split()[0]) <= 25
