@@ -21,7 +21,6 @@ INTERNAL = {
     "CannotPort": "WrongUse",
     "Died": "CompilerDied",
     "FailedElsewhere": "the cause of a CheckpointError",
-    "FolderNotListed": "CannotRead",
     "GenerationEnded": "ends a thread that was left behind",
     "HbmExceeded": "`plan.refusal`",
     "LargeConstantError": "the operation of the library stays",

@@ -2,9 +2,11 @@
 
 A `WebServer` has its own objects, or passes requests on to another server. It counts requests, and
 each request takes the next fault of its list: a status, `CUT` (the connection ends in the middle of
-the answer), `STALL` (the answer stops in the middle), `None`.
+the answer), `STALL` (the answer stops in the middle), `None`. Requests for ranges and for listings
+have a list each.
 """
 
+import base64
 import collections
 import contextlib
 import hashlib
@@ -66,7 +68,12 @@ class WebServer:
         self.faults: collections.deque[object] = collections.deque()  # of requests with a range
         self.ranges: list[tuple[str, str]] = []  # path and range of each such request
         self.headers: list[dict[str, str]] = []
-        self.has_ranges = self.has_etags = True
+        self.listings: list[str] = []  # path and query of each request for a listing
+        self.listing_faults: collections.deque[object] = collections.deque()
+        self.num_per_page = 1000  # objects in a page of a listing
+        self.has_ranges = self.has_etags = self.has_conditions = True
+        self.put_status: int | None = None  # of requests to write
+        self.generation = 0  # of objects of GCS: changes with each copy of the same bytes
         self.delay_s = 0.0
         self.now = self.most = 0  # requests at a time
         self.lock = threading.Lock()
@@ -102,6 +109,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = None
         has_range = "Range" in self.headers
+        is_listing = "list-type=2" in self.path or urlsplit(self.path).path.endswith(("/o", "/"))
         with self.owner.lock:
             self.owner.now += 1
             self.owner.most = max(self.owner.most, self.owner.now)
@@ -109,9 +117,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.owner.ranges.append((self.path, self.headers["Range"]))
                 self.owner.headers.append(dict(self.headers))
                 fault = self.owner.faults.popleft() if self.owner.faults else None
+            elif is_listing and self.command == "GET":
+                self.owner.listings.append(self.path)
+                faults = self.owner.listing_faults
+                fault = faults.popleft() if faults else None
         try:
             if has_range and self.owner.delay_s:
                 time.sleep(self.owner.delay_s)
+            if self.command == "PUT" and self.owner.put_status is not None:
+                fault = self.owner.put_status
             if isinstance(fault, int):
                 self._answer(fault, {}, b"fault")
             elif self.owner.upstream is not None:
@@ -130,7 +144,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         assert self.owner.upstream is not None
         connection = http.client.HTTPConnection(urlsplit(self.owner.upstream).netloc)
         try:
-            connection.request(self.command, self.path, body, dict(self.headers))
+            path = self.path
+            if "list-type=2" in path:
+                path += f"&max-keys={self.owner.num_per_page}"
+            headers = dict(self.headers)
+            if not self.owner.has_ranges:
+                headers.pop("Range", None)
+            connection.request(self.command, path, body, headers)
             response = connection.getresponse()
             data = response.read()
             headers = {
@@ -163,6 +183,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found is None or not self.owner.has_ranges:
             return 200, headers, data
         start, last = map(int, found.groups())
+        condition = self.headers.get("If-Range", headers.get("ETag"))
+        if self.owner.has_conditions and condition != headers.get("ETag"):
+            return 200, headers, data
         if start >= len(data):
             return 416, {**headers, "Content-Range": f"bytes */{len(data)}"}, b""
         part = data[start : last + 1]
@@ -178,16 +201,31 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
         def about(key: str) -> dict[str, str]:
             data = self.owner.objects[key]
-            names = {"bucket": bucket, "name": key.removeprefix(f"/{bucket}/")}
-            generation = str(int(hashlib.md5(data).hexdigest()[:12], 16))
+            checksum = base64.b64encode(hashlib.md5(data).digest()[:4]).decode()
+            names = {"crc32c": checksum} | {
+                "bucket": bucket,
+                "name": key.removeprefix(f"/{bucket}/"),
+            }
+            generation = str(int(hashlib.md5(data).hexdigest()[:12], 16) + self.owner.generation)
             return {"kind": "storage#object", "size": str(len(data)), "generation": generation} | (
                 names | {"updated": "2026-01-01T00:00:00Z", "timeCreated": "2026-01-01T00:00:00Z"}
             )
 
         if not name:
             prefix = f"/{bucket}/{query.get('prefix', [''])[0]}"
-            items = [about(x) for x in sorted(self.owner.objects) if x.startswith(prefix)]
-            return 200, {}, json.dumps({"kind": "storage#objects", "items": items}).encode()
+            names = [x for x in sorted(self.owner.objects) if x.startswith(prefix)]
+            rests = {x: x.removeprefix(prefix).partition("/") for x in names}
+            folders = {prefix + a + "/" for a, slash, _ in rests.values() if slash}
+            if "delimiter" in query:
+                names = [x for x in names if not rests[x][1]]
+            first = int(query.get("pageToken", ["0"])[0])
+            end = first + self.owner.num_per_page
+            page = {"kind": "storage#objects", "items": [about(x) for x in names[first:end]]}
+            if "delimiter" in query and not first:
+                page["prefixes"] = sorted(x.removeprefix(f"/{bucket}/") for x in folders)
+            if end < len(names):
+                page["nextPageToken"] = str(end)
+            return 200, {}, json.dumps(page).encode()
         key = f"/{bucket}/{name}"
         if self.command == "GET" and key not in self.owner.objects:
             return 404, {}, b'{"error": {"code": 404, "message": "No such object"}}'
@@ -215,5 +253,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data[: len(data) // 2])
         self.wfile.flush()
         if fault == STALL:
-            self.owner.stopped.wait(30)
+            self.owner.stopped.wait(300)
         self.close_connection = True

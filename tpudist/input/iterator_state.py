@@ -20,6 +20,10 @@ VERSION = 2  # `permutation.shuffle`
 ARRAYS_VERSION = 1  # `permutation.shuffle_in_memory`, for any number of rows
 _VERSIONS = ARRAYS_VERSION, VERSION
 _BYTES = "bytes in base64"
+HOST = "host"
+"""Key of the server of some values of a plan."""
+_NOTHING = "nothing"  # in place of a value that a plan does not have
+_MAX_DIFFERENCES = 12  # that an error lists
 
 
 class HasState(Protocol):
@@ -141,18 +145,49 @@ def require_plan(stored: object, plan: dict[str, Any]) -> None:
         ValueError: If the plans differ; the message lists every difference.
     """
     stored = stored if isinstance(stored, dict) else {"kind": stored}
-    current = json.loads(json.dumps(plan))  # tuples as lists, as in a state that was read
-    different = [
-        f"{key}: {stored.get(key, 'nothing')!r} in the state, {current.get(key, 'nothing')!r} here"
-        for key in {**current, **stored}
-        if stored.get(key, "nothing") != current.get(key, "nothing")
-    ]
+    different = list_differences(stored, plan, "in the state", "here")
     if different:
         raise ValueError(
             "The state belongs to different data than this dataset, so its position is unknown "
             f"here: {'; '.join(different)}. Make the dataset as it was when the state was taken, "
             "or start again without the state."
         )
+
+
+def list_differences(
+    first: dict[str, Any], second: dict[str, Any], first_place: str, second_place: str
+) -> list[str]:
+    """Returns texts about the differences of two plans, which are in places such as "here".
+
+    Values that are dicts, such as the versions of objects, are compared as far as both have the
+    same keys: a plan of an earlier release has none, and the objects may have been moved. `HOST` in
+    them is only shown.
+    """
+    first, second = json.loads(json.dumps([first, second]))  # tuples as lists
+    texts: list[str] = []
+    for key in {**second, **first}:
+        a, b = first.get(key, _NOTHING), second.get(key, _NOTHING)
+        if isinstance(a, dict) and isinstance(b, dict):
+            common = [x for x in b if x in a and x != HOST]
+            parts = [{x: values[x] for x in common} for values in (a, b)]
+            name = f"{key} at {b[HOST]}" if HOST in b else key
+            nested = list_differences(*parts, first_place, second_place)
+            texts += [f"{name}: {text}" for text in nested]
+        elif a != b and not isinstance(a, dict) and not isinstance(b, dict):
+            texts.append(f"{key}: {a!r} {first_place}, {b!r} {second_place}")
+    if len(texts) > _MAX_DIFFERENCES:
+        num_more = len(texts) - _MAX_DIFFERENCES
+        texts[_MAX_DIFFERENCES:] = [f"and {num_more} more"]
+    return texts
+
+
+def without_hosts(table: dict[str, Any]) -> dict[str, Any]:
+    """Returns a value of a plan without the entries that are only shown."""
+    return {
+        key: without_hosts(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if key != HOST
+    }
 
 
 def read_count(state: object, key: str) -> int:

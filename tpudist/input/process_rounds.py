@@ -6,6 +6,7 @@ prepares batches does that; no device takes part.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import threading
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
+from tpudist.input.iterator_state import list_differences, without_hosts
 from tpudist.options.member_names import format_members
 from tpudist.processes.coordination import Channel
 
@@ -144,26 +146,63 @@ class Rounds:
                 error.add_note(f"The other processes could not be notified: {other}")
             raise
 
-    def require_same(self, plan: dict[str, Any]) -> None:
-        """Checks in one round that all processes have the same plan of the data.
+    def require_same(self, plan: dict[str, Any], position: dict[str, Any]) -> None:
+        """Checks that all processes have the same plan of the data, and the same position in it.
+
+        Makes one round. If tables of the plans differ, such as the versions of all files, a second
+        one compares those of a few processes.
 
         Raises:
-            ValueError: If the plans differ; the message lists every difference.
+            ValueError: If the plans differ; the message lists the differences.
         """
-        plans = [message["plan"] for message in self.exchange({"plan": plan})]
-        for other, other_plan in zip(self.processes, plans, strict=True):
-            different = [
-                f"{key}: {plans[0].get(key, 'nothing')!r} in process {self.processes[0]}, "
-                f"{other_plan.get(key, 'nothing')!r} in process {other}"
-                for key in {**plans[0], **other_plan}
-                if plans[0].get(key, "nothing") != other_plan.get(key, "nothing")
-            ]
-            if different:
-                raise ValueError(
-                    f"The processes received different datasets: {'; '.join(different)}. Each "
-                    "reads its own rows of the same batches, so all must receive the same dataset. "
-                    "If each process has its own data, use AutoShardPolicy.OFF."
+        tables = {key: value for key, value in plan.items() if isinstance(value, dict)}
+        facts = {key: value for key, value in plan.items() if key not in tables}
+        # A position is compared as a whole.
+        facts |= {k: json.dumps(v) if isinstance(v, dict) else v for k, v in position.items()}
+        messages = self.exchange({"facts": facts, "tables": _digest(tables)})
+        # All processes have the same messages here, so all make the second round, or none does.
+        kinds, owners = group(messages)
+        if len(kinds) == 1:
+            return
+        numbers = expand(owners)
+        examples = [numbers.index(i) for i in range(len(kinds))]  # a process of each kind
+        different = self._first_difference([x["facts"] for x in kinds], examples)
+        if different:
+            raise ValueError(
+                f"The processes received different datasets: {different}. Each reads its own rows "
+                "of the same batches, so all must receive the same dataset. If each process has "
+                "its own data, use AutoShardPolicy.OFF."
+            )
+        is_example = self.processes.index(jax.process_index()) in examples
+        answer = self.combine(
+            {"tables": tables if is_example else {}},
+            lambda found: {
+                "different": self._first_difference(
+                    [found[i]["tables"] for i in examples], examples
                 )
+            },
+        )
+        if answer["different"]:
+            raise ValueError(
+                "A file was replaced while the processes began to read: "
+                f"{answer['different']}. Each reads its own rows of the same files, so all must "
+                "read the same versions. Start the run again, and do not write to files that are "
+                "being read."
+            )
+
+    def _first_difference(self, plans: Sequence[dict[str, Any]], members: Sequence[int]) -> str:
+        """Returns the differences of the first plan that differs from that of the first member."""
+        places = [f"in process {self.processes[i]}" for i in members]
+        for plan, place in zip(plans[1:], places[1:], strict=True):
+            if found := list_differences(plans[0], plan, places[0], place):
+                return "; ".join(found)
+        return ""
+
+
+def _digest(tables: dict[str, Any]) -> str:
+    # Processes may reach the same objects at several hosts.
+    text = json.dumps(without_hosts(tables), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def group(values: Sequence[_T]) -> tuple[list[_T], list[tuple[int, int]]]:

@@ -324,6 +324,26 @@ def test_large_batches_are_not_read_ahead(monkeypatch):
     assert run(2, program).results == [0, 0]
 
 
+def test_later_steps_may_be_larger_than_the_first(monkeypatch):
+    """The limit is of bytes, and not of as many steps as the first one allows."""
+    monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 large steps
+    num_read = [0, 0]
+
+    def counted(process):
+        for i in range(200):
+            num_read[process] += 1
+            yield np.zeros(1 if i < REPLICAS else 100)
+
+    def program(process):
+        most = 0
+        for number, _ in enumerate(Pass(2, process, lambda: counted(process)).parts, 1):
+            most = max(most, num_read[process] - number * REPLICAS)
+        return most
+
+    # In four places, each with one step more, and one that is being read.
+    assert max(run(2, program).results) <= (4 * 5 + 1) * REPLICAS
+
+
 def test_the_bytes_that_are_read_ahead_have_a_limit(monkeypatch):
     """Also in a process whose steps wait for a slower one."""
     monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 steps

@@ -14,8 +14,9 @@ import tpudist
 from processes import run_processes
 from tpudist import InputOptions
 from tpudist.input import AutoShardPolicy, explain, from_files, parse_example, permutation
-from tpudist.input.file_formats import open_files, tfrecord
+from tpudist.input.file_formats import open_files, parquet as parquet_files, tfrecord
 from tpudist.input.file_formats.file_order import SegmentOrder
+from tpudist.input.file_formats.recent import Recent
 from tpudist.input.storage.local_file import LocalFile
 
 FILE = AutoShardPolicy.FILE
@@ -613,3 +614,64 @@ def test_two_processes_read_the_order_of_one_and_by_files_each_reads_its_own(tmp
     # the first file too, to know the structure of all records.
     assert [x.result["one pass"]["files"] for x in two] == [[4, 4]] * 2
     assert [x.result["one pass"]["read"] for x in two] == [4, 5]
+
+
+def test_a_file_that_shrinks_while_it_is_read_raises_an_error(tmp_path):
+    """A map of such a file would end the program with a signal."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * (1 << 20))
+    chunks = LocalFile(path).chunks()
+    assert next(chunks)[0] == 0
+    path.write_bytes(b"")
+    assert list(chunks) == []
+    write_tfrecord(tmp_path / "a.tfrecord", [b"x" * (1 << 19)] * 3)
+    file = LocalFile(tmp_path / "a.tfrecord")
+    file.size = lambda: 3 * ((1 << 19) + 16)
+    os.truncate(file.path, 1 << 20)
+    with pytest.raises(ValueError, match=r"a.tfrecord ends within record"):
+        tfrecord.TFRecordFile(file)
+
+
+def test_only_the_headers_of_large_records_are_read(tmp_path):
+    write_tfrecord(tmp_path / "a.tfrecord", [b"x" * (1 << 20)] * 8)
+    file = LocalFile(tmp_path / "a.tfrecord")
+    num_bytes, chunks = [], file.chunks
+
+    def count(first_needed):
+        for start, chunk in chunks(first_needed):
+            num_bytes.append(len(chunk))
+            yield start, chunk
+
+    file.chunks = count
+    assert tfrecord.TFRecordFile(file).num_records == 8
+    assert sum(num_bytes) < 2 << 20
+
+
+def test_the_metadata_of_many_parquet_files_has_a_limit(tmp_path, monkeypatch):
+    """It has gigabytes for thousands of files with thousands of groups and columns."""
+    metadata = Recent(30_000)
+    monkeypatch.setattr(parquet_files, "_metadata", metadata)
+    pattern = folder(tmp_path, "parquet", [30] * 12)
+    dataset = from_files(pattern, columns=["id", "x"]).shuffle(0).batch(8)
+    assert 0 < metadata.num_bytes <= 30_000
+    assert len(metadata._values) < 6
+    assert sorted(np.concatenate([x["id"] for x in dataset]).tolist()) == list(range(360))
+    assert metadata.num_bytes <= 30_000
+    write_parquet(tmp_path / "part-00.parquet", [record(i + 1) for i in range(30)])
+    parquet_files._groups._values.clear()
+    with pytest.raises(ValueError, match=r"part-00.parquet has changed since it was first read"):
+        list(dataset)
+
+
+def test_the_orders_of_files_and_of_their_blocks_share_a_limit(tmp_path):
+    """Each file with its own would take gigabytes for many files with many blocks."""
+    pattern = folder(tmp_path, "parquet", [3000] * 8)
+    dataset = from_files(pattern, columns=["id"]).shuffle(0).batch(16).with_order_by_files()
+    # As of more than 65,536 examples.
+    object.__setattr__(dataset._settings, "has_order_in_memory", lambda num_examples: False)
+    found = dataset._order(0)
+    orders = found._rows_of_lanes._orders
+    orders.max_bytes = 200_000
+    rows = np.concatenate([found[i : i + 16] for i in range(0, 24_000, 16)])
+    assert sorted(rows.tolist()) == list(range(24_000))
+    assert orders.num_bytes <= 200_000

@@ -10,7 +10,7 @@ from tpudist.input.storage import object_store
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def moto():
     pytest.importorskip("moto", reason="the server of S3 is moto's")
     with start_moto() as url:

@@ -1,12 +1,14 @@
 """Files on web servers and in GCS, and requests ahead of the loop."""
 
+import os
 import subprocess
 import sys
 import traceback
 
 import pytest
 
-from object_servers import WebServer
+from object_servers import CUT, STALL, WebServer
+from places import PYTHONPATH
 from remote_files import HALF, LINES, ids, options, parse_line
 from tpudist.input import RemoteOptions, from_files
 
@@ -57,19 +59,24 @@ def test_a_web_server_without_ranges_is_named(tmp_path):
     with WebServer() as server:
         server.objects["/a.txt"] = LINES
         server.has_ranges = False
-        with pytest.raises(ValueError, match=r"a range request with HTTP 200.*supports range req"):
+        with pytest.raises(ValueError, match=r"from byte 0 with the whole file. Use a server"):
             from_files(f"{server.url}/a.txt", parse=parse_line, remote=options(tmp_path))
 
 
 def test_nothing_is_stored_for_files_whose_changes_would_not_be_noticed(tmp_path):
     with WebServer() as server:
         server.has_etags = False
-        server.objects["/a.txt"] = LINES
-        url = f"{server.url}/a.txt"
-        dataset = from_files(url, parse=parse_line, remote=options(tmp_path))
+        urls = []
+        for name in ("a", "b"):
+            server.objects[f"/{name}.txt"] = LINES
+            urls.append(f"{server.url}/{name}.txt")
+        with pytest.warns(UserWarning, match=r"127.*neither an ETag nor .*/.\.txt") as found:
+            dataset = from_files(urls, parse=parse_line, remote=options(tmp_path))
+        assert len(ids(dataset.batch(500))) == 1000  # without another warning
+        assert len(found) == 1
         assert list(tmp_path.iterdir()) == []
-        server.objects["/a.txt"] = LINES[:10]
-        with pytest.raises(ValueError, match=r"it has 10 bytes, fewer than .*It was replaced"):
+        server.objects["/a.txt"] = LINES + b"500\n"  # also if the range is still in the file
+        with pytest.raises(ValueError, match=r"1894 bytes, no version now, but had 1890 bytes"):
             ids(dataset.batch(500))
 
 
@@ -78,7 +85,7 @@ def test_a_web_page_that_changes_is_noticed_by_its_etag(tmp_path):
         server.objects["/a.txt"] = LINES
         dataset = from_files(f"{server.url}/a.txt", parse=parse_line, remote=options(tmp_path))
         server.objects["/a.txt"] = LINES[::-1]
-        with pytest.raises(ValueError, match=r"its version is .* not .*It was replaced"):
+        with pytest.raises(ValueError, match=r"version .* now, but had .*It was replaced"):
             ids(dataset.batch(500))
 
 
@@ -99,8 +106,44 @@ def test_objects_of_gcs_are_read_with_their_generation(tmp_path):
         with pytest.raises(ValueError, match=r"gs://bkt/none.txt cannot be read from 127.*exist"):
             from_files("gs://bkt/none.txt", parse=parse_line, remote=remote)
         server.objects["/bkt/d/a.txt"] = LINES[: HALF - 2] + b"0\n"
-        with pytest.raises(ValueError, match=r"a.txt cannot be read .*412.*It was replaced"):
+        with pytest.raises(ValueError, match=r"a.txt cannot be read .*now, but had.*It was"):
             ids(dataset.batch(500))
+
+
+def gcs_options(folder, server, **changes):
+    storage = {"endpoint_url": server.url, "token": "anon"}
+    return options(folder, storage_options=storage, **changes)
+
+
+def test_requests_to_gcs_that_fail_are_repeated_by_tpudist_only(tmp_path, quick):
+    """gcsfs would repeat each of them six times, with waits of a minute in all."""
+    pytest.importorskip("gcsfs", reason="needs the extra `remote`")
+    with WebServer() as server:
+        for i in range(3):
+            server.objects[f"/bkt/d/{i}.txt"] = LINES
+        server.num_per_page = 1
+        server.listing_faults.extend([503, 429, None, CUT, 500])
+        server.faults.extend([503, 502, CUT, 429, None, 500, STALL])
+        remote = gcs_options(tmp_path, server, timeout_s=1.0)
+        dataset = from_files("gs://bkt/*/*.txt", parse=parse_line, remote=remote)
+        assert sorted(ids(dataset.batch(100))) == sorted([*range(500)] * 3)
+        assert not server.faults
+        assert not server.listing_faults
+        for status, complaint in (
+            (503, r"a.txt cannot be read from 127.* in 3 attempts: HTTP 503.*Try again later"),
+            (502, r"in 3 attempts: HTTP 502.*Try again later"),
+            (403, r"a.txt cannot be read from 127.*: HTTP 403.*need storage.objects.get in the"),
+            (401, r"HTTP 401.*The request needs storage.objects.get.*gcloud auth"),
+        ):
+            server.objects["/bkt/a.txt"] = LINES
+            remote = gcs_options(tmp_path / "x", server, max_attempts=3)
+            server.faults.clear()
+            server.faults.extend([status] * 99)
+            server.ranges.clear()
+            with pytest.raises(ValueError, match=complaint):
+                from_files("gs://bkt/a.txt", parse=parse_line, remote=remote)
+            # The chunks of the file, each of them once or three times.
+            assert len(server.ranges) == (3 if status > 500 else 1)
 
 
 # Options.
@@ -120,6 +163,34 @@ def test_options_and_urls_must_be_valid(tmp_path):
         from_files(
             "s3://x/a.txt", parse=len, remote=options(tmp_path, storage_options={"wrong": 1})
         )
+
+
+PROGRAM = """
+import sys
+import tpudist
+from remote_files import options, parse_line
+from tpudist.input import from_files
+dataset = from_files(sys.argv[1], parse=parse_line, num_records=[500], remote=options(sys.argv[2]))
+batches = iter(tpudist.MirroredStrategy().experimental_distribute_dataset(dataset.batch(10)))
+next(batches)
+print("first batch", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_while_a_server_does_not_answer(tmp_path):
+    """The server answers later batches never, and each request may take minutes."""
+    with WebServer() as server:
+        server.objects["/a.txt"] = LINES
+        # The first byte, the file for its index, the first example and the first batch.
+        server.faults.extend([None] * 4 + [STALL] * 100)
+        command = [sys.executable, "-c", PROGRAM, f"{server.url}/a.txt", str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "first batch\n"), done.stderr
+        assert len(server.ranges) > 4
 
 
 @pytest.mark.slow

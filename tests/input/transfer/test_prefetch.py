@@ -136,3 +136,21 @@ def test_an_unreferenced_prefetcher_ends_its_thread():
     del prefetcher
     assert gone() is None
     wait_until(lambda: threading.active_count() <= before)
+
+
+def test_items_have_a_limit_of_bytes():
+    """Items may become larger than the first one."""
+    made = []
+
+    def items():
+        for i in range(20):
+            made.append(i)
+            yield bytes(1 if i < 4 else 100)
+
+    prefetcher = Prefetcher(items(), 8, max_bytes=150, count_bytes=len)
+    most = 0
+    for number, _ in enumerate(prefetcher, 1):
+        # Those that wait, and one that is being made.
+        most = max(most, sum(1 if i < 4 else 100 for i in made[number:]))
+    assert len(made) == 20
+    assert 0 < most <= 150 + 2 * 100

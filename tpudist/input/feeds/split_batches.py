@@ -157,7 +157,9 @@ class SplitBatches:
         )
         elements = (element for _, element in read)
         if rounds is not None:
-            rounds.require_same(self.plan | position._asdict())
+            # It may ask a store for the versions of files.
+            plan = rounds.call_and_report(lambda: self.plan)
+            rounds.require_same(plan, position._asdict())
             # Batches that are read by number are equal if the plans are. Others are compared.
             if not isinstance(self.source, IndexedDataset):
                 described = itertools.starmap(self._describe, read)

@@ -16,8 +16,8 @@ from tpudist.processes.coordination import Cancelled
 
 MOST_AHEAD = 64
 """Most steps that a process reads before they are agreed."""
-# Bytes of the batches in each of four places: read, announced, agreed, and taken by the loop. Steps
-# that are larger than half of it are read one by one.
+# Bytes of the batches in each of four places, and at most one step more: read, announced, agreed,
+# and taken by the loop. If the first steps are larger than half of it, all are read one by one.
 _MOST_BYTES_AHEAD = 16 << 20
 
 
@@ -54,9 +54,14 @@ class WaitingReads(Generic[_Read]):
         self._reads: Iterator[_Read] = iter(())
         self._count_ready: Callable[[], int] = lambda: 0
         self._most_waiting = 1
+        self._most_bytes: int | None = None
 
     def read_from(
-        self, reads: Iterator[_Read], count_ready: Callable[[], int] = lambda: 0, most: int = 1
+        self,
+        reads: Iterator[_Read],
+        count_ready: Callable[[], int] = lambda: 0,
+        most: int = 1,
+        most_bytes: int | None = None,
     ) -> None:
         """Reads later steps from an iterator.
 
@@ -64,8 +69,10 @@ class WaitingReads(Generic[_Read]):
             reads: The steps, and the end.
             count_ready: Returns how many of them need not be awaited.
             most: Most steps that may wait.
+            most_bytes: Bytes of such steps after which no other one is taken; None for no limit.
         """
-        self._reads, self._count_ready, self._most_waiting = reads, count_ready, most
+        self._reads, self._count_ready = reads, count_ready
+        self._most_waiting, self._most_bytes = most, most_bytes
 
     def accept(self, read: _Read) -> None:
         """Adds a step, or the end."""
@@ -77,7 +84,7 @@ class WaitingReads(Generic[_Read]):
     def read_more(self) -> None:
         """Waits for a step if none is waiting, and takes those that are read already."""
         while len(self.steps) < self._most_waiting and self.end is None and self.failure is None:
-            if self.steps and not self._count_ready():
+            if self.steps and (self._has_enough_bytes() or not self._count_ready()):
                 return
             try:
                 self.accept(next(self._reads))
@@ -86,6 +93,10 @@ class WaitingReads(Generic[_Read]):
                 raise Cancelled("the pass was closed") from None
             except Exception as error:
                 self.failure = error
+
+    def _has_enough_bytes(self) -> bool:
+        most = self._most_bytes
+        return most is not None and sum(x.num_bytes for x in self.steps) >= most
 
     def describe_failure(self) -> str:
         """Returns the text of `failure`; empty if there is none."""
@@ -149,8 +160,8 @@ def take_windows(
     """
     windows.waiting.read_from(reads)
     first = next(windows)
-    num_ahead = min([MOST_AHEAD, *(_MOST_BYTES_AHEAD // max(1, x.num_bytes) for x in first.reads)])
-    if first.is_last or not rounds.reads_ahead or num_ahead < 2:
+    is_large = any(2 * x.num_bytes > _MOST_BYTES_AHEAD for x in first.reads)
+    if first.is_last or not rounds.reads_ahead or is_large:
         yield first
         yield from windows
         return
@@ -158,8 +169,16 @@ def take_windows(
         first.reads[i] = keep(read)
     # Two more threads: one reads, and one makes the round for the next window as soon as the steps
     # of the last one are taken from it.
-    reader = Prefetcher(map(keep, reads), num_ahead)
-    windows.waiting.read_from(reader, lambda: reader.num_ready, num_ahead)
+    # Later steps may have more rows than the first, so their bytes are counted, too.
+    reader = Prefetcher(
+        map(keep, reads),
+        MOST_AHEAD,
+        max_bytes=_MOST_BYTES_AHEAD,
+        count_bytes=lambda read: read.num_bytes,
+    )
+    windows.waiting.read_from(
+        reader, lambda: reader.num_ready, MOST_AHEAD, most_bytes=_MOST_BYTES_AHEAD
+    )
     agreed = Prefetcher(windows, 1)
     wait_for_threads = False
     try:

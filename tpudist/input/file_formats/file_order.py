@@ -7,17 +7,18 @@ with another number. It is computed for the rows that are read, in memory for ea
 each row. Nothing here reads files.
 """
 
-import collections
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tpudist.input.file_formats.recent import Recent
 from tpudist.input.permutation import Order
 
-# Segments whose orders are kept: 64 KiB each, and 64 MiB in all.
-_MAX_ORDERS = 1024
+# Bytes of the orders of segments that are kept, of all files and of the blocks in them.
+MAX_ORDER_BYTES = 1 << 26
+_ORDER_BYTES = 1 << 16  # most bytes of an order that is computed
 
 
 def num_lanes(num_files: int, global_batch_size: int) -> int:
@@ -33,6 +34,9 @@ class SegmentOrder:
         sizes: Number of rows of each segment. Rows count on from segment to segment.
         sequence: The segments in the order in which they are read.
         order_of_rows: Called with a segment; returns the order of its rows. None for ascending.
+        orders: Keeps the orders of recent segments. Orders within orders share it, so that memory
+            does not grow with the number of files times that of their blocks.
+        name: Name of this object in `orders`.
     """
 
     def __init__(
@@ -40,13 +44,20 @@ class SegmentOrder:
         sizes: np.ndarray,
         sequence: np.ndarray,
         order_of_rows: Callable[[int], Order] | None,
+        orders: Recent[Order],
+        name: tuple[int, ...] = (),
     ):
         self._first_rows = np.cumsum(sizes) - sizes
         self._sequence = sequence
         self._ends = np.cumsum(sizes[sequence])
         self._starts = self._ends - sizes[sequence]
         self._order_of_rows = order_of_rows
-        self._orders: collections.OrderedDict[int, Order] = collections.OrderedDict()
+        self._orders, self._name = orders, name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return 4 * self._ends.nbytes
 
     def __getitem__(self, positions: slice | np.ndarray) -> np.ndarray:
         """Returns the rows at `positions`; a slice has no step."""
@@ -61,18 +72,18 @@ class SegmentOrder:
         """Replaces the rows of each segment by those in its order."""
         by_segment = np.argsort(segments, kind="stable")
         ends = np.flatnonzero(np.diff(segments[by_segment])) + 1
-        groups = np.split(by_segment, ends)
-        for group in groups:
+        for group in np.split(by_segment, ends):
             rows[group] = self._order_of(int(segments[group[0]]))[rows[group]]
-        while len(self._orders) > max(_MAX_ORDERS, len(groups)):
-            self._orders.popitem(last=False)
 
     def _order_of(self, segment: int) -> Order:
-        if segment not in self._orders:
+        key = (*self._name, segment)
+        order = self._orders.get(key)
+        if order is None:
             assert self._order_of_rows is not None, segment
-            self._orders[segment] = self._order_of_rows(segment)
-        self._orders.move_to_end(segment)
-        return self._orders[segment]
+            order = self._order_of_rows(segment)
+            has_arrays = isinstance(order, np.ndarray | SegmentOrder)
+            self._orders.put(key, order, order.nbytes if has_arrays else _ORDER_BYTES)
+        return order
 
 
 class FileOrder:
@@ -97,13 +108,16 @@ class FileOrder:
         global_batch_size: int,
         order_of_files: Order | None,
         order_of_rows: Callable[[int], Order] | None,
+        orders: Recent[Order] | None = None,
     ):
         files, numbers = np.flatnonzero(num_rows), np.arange(np.count_nonzero(num_rows))
         order = numbers if order_of_files is None else order_of_files[numbers]
         lane_count = num_lanes(len(files), global_batch_size)
         lanes = _balance(num_rows[files].tolist(), order.tolist(), lane_count)
         sequence = files[np.fromiter(itertools.chain.from_iterable(lanes), np.int64, len(files))]
-        self._rows_of_lanes = SegmentOrder(num_rows, sequence, order_of_rows)
+        self._rows_of_lanes = SegmentOrder(
+            num_rows, sequence, order_of_rows, orders or Recent(MAX_ORDER_BYTES)
+        )
         self._batch_size, self._rows_per_batch = global_batch_size, global_batch_size // lane_count
         self._num_rows = int(num_rows.sum())
         num_batches = self._num_rows // global_batch_size

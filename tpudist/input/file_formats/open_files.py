@@ -1,16 +1,19 @@
 """The files of a dataset: their numbers of records, and a bounded number of open readers."""
 
 import collections
-import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from tpudist.input import iterator_state
+from tpudist.input.daemon_threads import DaemonThreads
 from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.storage.data_file import CannotRead, DataFile
 
+_T = TypeVar("_T")
 # Systems often allow a process 1,024 open files, and the program needs some itself.
 _MAX_OPEN = 128
 # Indexing waits for the disk or the network, so more threads than processors help.
@@ -47,12 +50,12 @@ class OpenFiles:
         self._num_users: collections.Counter[int] = collections.Counter()
         self._by_last_use: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._files_read: set[int] = set()
+        self._versions: dict[str, dict[str, Any]] | None = None
         if num_records is not None:
             self.num_records = [int(x) for x in num_records]
             return
         # Not bounded by `_MAX_OPEN`: no reader keeps its file open before its first `read`.
-        with concurrent.futures.ThreadPoolExecutor(_INDEXING_THREADS) as threads:
-            readers = list(threads.map(open_file, self.files))
+        readers = _map(open_file, self.files)
         self._readers = dict(enumerate(readers))
         self.num_records = [reader.num_records for reader in readers]
 
@@ -61,6 +64,29 @@ class OpenFiles:
         """Paths of the files from which records have been read."""
         with self._lock:
             return tuple(str(self.files[i]) for i in sorted(self._files_read))
+
+    def versions(self) -> dict[str, dict[str, Any]]:
+        """Returns the versions of objects: folder -> its host, and name -> version.
+
+        Requests those that no listing and no earlier read had. All reads of this process see them.
+        """
+        if self._versions is None:
+            versions: dict[str, dict[str, Any]] = {}
+            counts: collections.Counter[tuple[str, str]] = collections.Counter()
+            remote = [file for file in self.files if file.is_remote]
+            for file, version in zip(remote, _map(lambda x: x.version(), remote), strict=True):
+                if version is None:
+                    continue
+                folder = versions.setdefault(
+                    version.folder, {iterator_state.HOST: version.host, "versions": {}}
+                )
+                # URLs with other queries may have the same name.
+                number = counts[version.folder, file.name]
+                counts[version.folder, file.name] += 1
+                name = f"{file.name} ({number + 1})" if number else file.name
+                folder["versions"][name] = version.text
+            self._versions = versions
+        return self._versions
 
     def block_ends(self, file: int) -> np.ndarray | None:
         """Returns the ends of a file's blocks; see `RecordFile`."""
@@ -102,3 +128,10 @@ class OpenFiles:
                     )
                 self._readers[file] = reader
             return self._readers[file]
+
+
+def _map(function: Callable[[DataFile], _T], files: Sequence[DataFile]) -> list[_T]:
+    """Returns the results for some files, several of which are used at a time."""
+    threads = DaemonThreads(_INDEXING_THREADS, "tpudist-index")
+    futures = [threads.submit(function, file) for file in files]
+    return [future.result() for future in futures]

@@ -1,23 +1,25 @@
 """Reads Parquet files with pyarrow, one row group at a time.
 
 A row group is the unit of compression, so reading one row costs as much as reading its group. A
-cache keeps recent groups, and `file_order` keeps the rows of a group together.
+cache keeps recent groups, and `file_order` keeps the rows of a group together. Another cache keeps
+the metadata of recent files: of many files with many groups and columns, they would need gigabytes.
 """
 
-import collections
-import threading
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tpudist.input.file_formats.recent import Recent
 from tpudist.input.storage.data_file import CannotRead, DataFile
 
 if TYPE_CHECKING:
     import pyarrow
 
-# Bytes of cached row groups, over all files of the process.
-_MAX_CACHED_BYTES = 1 << 29
+# Bytes of cached row groups, and of metadata, over all files of the process.
+_groups: Recent[dict[str, np.ndarray]] = Recent(1 << 29)
+_metadata: Recent[Any] = Recent(1 << 28)
+_METADATA_RATIO = 8  # bytes in memory for each byte in the file, measured with 5,000 columns
 
 
 class ParquetFile:
@@ -33,30 +35,50 @@ class ParquetFile:
     """
 
     def __init__(self, file: DataFile, columns: Sequence[str] | None = None):
-        parquet, arrow = _import_pyarrow()
         self._file = file
         self._columns = None if columns is None else list(columns)
-        try:
-            with file.open() as opened:
-                self._metadata = parquet.ParquetFile(opened).metadata
-                identity = file.identity(opened)
-        except arrow.ArrowInvalid as error:
-            raise CannotRead(
-                f"{file} is not a complete Parquet file: {error}. Write it again."
-            ) from error
-        names = self._metadata.schema.to_arrow_schema().names
+        self._identity: Hashable = None  # of the file as it was first read
+        metadata = self._read_metadata()
+        names = metadata.schema.to_arrow_schema().names
         missing = [name for name in columns or () if name not in names]
         if missing:
             raise CannotRead(
                 f"The Parquet file {file} has no column {', '.join(map(repr, missing))}. It has "
                 f"{', '.join(map(repr, names))}."
             )
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self.block_ends = np.cumsum(rows, dtype=np.int64)
+        self.num_records = metadata.num_rows
+
+    def _read_metadata(self) -> Any:
+        """Returns the metadata at the end of the file. pyarrow has no types."""
+        parquet, arrow = _import_pyarrow()
+        try:
+            with self._file.open() as opened:
+                metadata = parquet.ParquetFile(opened).metadata
+                identity = self._file.identity(opened)
+        except arrow.ArrowInvalid as error:
+            raise CannotRead(
+                f"{self._file} is not a complete Parquet file: {error}. Write it again."
+            ) from error
+        if self._identity not in (None, identity):
+            raise CannotRead(
+                f"The file {self._file} has changed since it was first read. Do not write to files "
+                "that are being read; start again to read the new one."
+            )
         # It tells the file from an earlier one with the same path, whose groups may still be in the
         # cache.
-        self._key = (identity, tuple(columns or ()))
-        rows = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
-        self.block_ends = np.cumsum(rows, dtype=np.int64)
-        self.num_records = self._metadata.num_rows
+        self._identity = identity
+        _metadata.put(identity, metadata, _METADATA_RATIO * metadata.serialized_size)
+        return metadata
+
+    @property
+    def _key(self) -> tuple[Hashable, ...]:
+        return (self._identity, tuple(self._columns or ()))
+
+    def _get_metadata(self) -> Any:
+        found = _metadata.get(self._identity)
+        return self._read_metadata() if found is None else found
 
     def read(self, numbers: np.ndarray) -> list[dict[str, Any]]:
         """Returns the rows with these numbers."""
@@ -90,13 +112,13 @@ class ParquetFile:
 
     def _group(self, group: int) -> dict[str, np.ndarray]:
         key = (*self._key, group)
-        columns = _cache.get(key)
+        columns = _groups.get(key)
         if columns is None:
             parquet, arrow = _import_pyarrow()
             try:
                 with self._file.open(*self._ranges_of_group(group)) as opened:
                     reader = parquet.ParquetFile(
-                        opened, metadata=self._metadata, page_checksum_verification=True
+                        opened, metadata=self._get_metadata(), page_checksum_verification=True
                     )
                     # The threads of the dataset read several groups at a time already.
                     table = reader.read_row_group(group, columns=self._columns, use_threads=False)
@@ -109,20 +131,20 @@ class ParquetFile:
                 name: self._column_to_numpy(name, column.combine_chunks(), group)
                 for name, column in zip(table.column_names, table.columns, strict=True)
             }
-            _cache.put(key, columns)
+            _groups.put(key, columns, sum(x.nbytes for x in columns.values()))
         return columns
 
     def ranges(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ranges of the columns of the groups that are not in the cache."""
         groups = np.unique(np.searchsorted(self.block_ends, numbers, side="right")).tolist()
-        found = [self._ranges_of_group(x) for x in groups if _cache.get((*self._key, x)) is None]
+        found = [self._ranges_of_group(x) for x in groups if _groups.get((*self._key, x)) is None]
         if not found:
             return numbers[:0], numbers[:0]
         starts, ends = zip(*found, strict=True)
         return np.concatenate(starts), np.concatenate(ends)
 
     def _ranges_of_group(self, group: int) -> tuple[np.ndarray, np.ndarray]:
-        about = self._metadata.row_group(group)
+        about = self._get_metadata().row_group(group)
         columns = [about.column(i) for i in range(about.num_columns)]
         if self._columns is not None:  # a path is `name`, or `name.list.element` of a list
             names = set(self._columns)
@@ -179,43 +201,6 @@ class ParquetFile:
 
     def close(self) -> None:
         """Does nothing: each `read` opens the file."""
-
-
-class _Cache:
-    """The most recently used row groups, up to `_MAX_CACHED_BYTES` and at least one.
-
-    The last one stays even if it is larger, because the next rows are usually in it. Two threads
-    may read the same group at once; the second result replaces the first.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: collections.OrderedDict[Hashable, dict[str, np.ndarray]] = (
-            collections.OrderedDict()
-        )
-        self._num_bytes = 0
-
-    def get(self, key: Hashable) -> dict[str, np.ndarray] | None:
-        with self._lock:
-            if key in self._groups:
-                self._groups.move_to_end(key)
-            return self._groups.get(key)
-
-    def put(self, key: Hashable, columns: dict[str, np.ndarray]) -> None:
-        with self._lock:
-            if key not in self._groups:
-                self._num_bytes += _size(columns)
-            self._groups[key] = columns
-            while self._num_bytes > _MAX_CACHED_BYTES and len(self._groups) > 1:
-                _, old = self._groups.popitem(last=False)
-                self._num_bytes -= _size(old)
-
-
-_cache = _Cache()
-
-
-def _size(columns: dict[str, np.ndarray]) -> int:
-    return sum(x.nbytes for x in columns.values())
 
 
 def _import_pyarrow() -> tuple[Any, Any]:

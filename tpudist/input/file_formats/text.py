@@ -25,7 +25,7 @@ class TextFile:
 
     def _find_lines(self) -> np.ndarray:
         found, size = [np.zeros(1, np.int64)], 0
-        for chunk in self._file.chunks():
+        for _, chunk in self._file.chunks():
             found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + size + 1)
             size += len(chunk)
         starts = np.concatenate(found)

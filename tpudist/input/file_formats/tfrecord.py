@@ -42,14 +42,18 @@ class TFRecordFile:
     def _find_records(self) -> np.ndarray:
         """Returns the start of each header and the end of the file, after checking the headers."""
         bounds = [0]
-        size, carried = 0, b""  # the bytes of a header that began in an earlier chunk
-        for chunk in self._file.chunks():
-            start, size = size - len(carried), size + len(chunk)
-            if bounds[-1] >= size:  # a record goes on behind this chunk, which is not looked at
-                carried = b""
+        size, carried = self._file.size(), b""  # the bytes of a header that began earlier
+
+        def first_needed() -> int:
+            return bounds[-1] + len(carried)
+
+        for start, chunk in self._file.chunks(first_needed):
+            end = start + len(chunk)
+            if bounds[-1] >= end:  # a record goes on behind this chunk, which is not looked at
                 continue
+            start -= len(carried)
             data = carried + bytes(chunk) if carried else chunk
-            while bounds[-1] + _HEADER <= size:
+            while bounds[-1] + _HEADER <= end:
                 header = bytes(data[bounds[-1] - start : bounds[-1] - start + _HEADER])
                 bounds.append(bounds[-1] + self._record_size(header, len(bounds) - 1))
             carried = bytes(data[max(bounds[-1] - start, 0) :])

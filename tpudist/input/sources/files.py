@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,9 +15,11 @@ from tpudist.input.file_formats.file import RecordFile
 from tpudist.input.file_formats.file_order import FileOrder, SegmentOrder
 from tpudist.input.file_formats.open_files import OpenFiles
 from tpudist.input.file_formats.parquet import ParquetFile
+from tpudist.input.file_formats.recent import Recent
 from tpudist.input.iterator_state import State
 from tpudist.input.permutation import Order
 from tpudist.input.sources.dataset_settings import BatchPlace
+from tpudist.input.sources.file_requests import FileRequests
 from tpudist.input.sources.indexed_dataset import IndexedPass
 from tpudist.input.sources.read_ahead import AheadPass
 from tpudist.input.sources.records import RandomTransform, RecordDataset
@@ -118,19 +120,21 @@ class FileDataset(RecordDataset):
         """Returns the numbers of the examples of some rows of a batch."""
         return self._numbers(place, rows)
 
-    def requests(self) -> "_FileRequests":
+    def requests(self) -> FileRequests:
         """Returns an object for requests of the bytes of examples."""
-        return _FileRequests(self._files, self._group_by_file)
+        return FileRequests(self._files, self._group_by_file)
 
     @property
     def plan(self) -> dict[str, Any]:
-        """See `IndexedDataset.plan`; includes the names and numbers of records of the files."""
+        """See `IndexedDataset.plan`; includes the names, numbers of records and versions."""
         # Names without folders, so that a run resumes after the folder was moved.
         listed = zip(self._files.files, self._files.num_records, strict=True)
         text = "\n".join(f"{file.name} {count}" for file, count in listed)
         digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
         order = "by files" if self._is_ordered_by_files else "as they are"
-        return super().plan | {"files": f"{self.num_files}, sha256 {digest}", "order": order}
+        plan = super().plan | {"files": f"{self.num_files}, sha256 {digest}", "order": order}
+        versions = self._files.versions()
+        return plan | {"objects": versions} if versions else plan
 
     def with_order_by_files(self) -> Self:
         """Returns the dataset in the order of `file_order.FileOrder`.
@@ -158,8 +162,9 @@ class FileDataset(RecordDataset):
             arrays = [self._shuffle_in_memory(i, n, rng) for i, n in enumerate(num_rows.tolist())]
             return FileOrder(num_rows, size, rng.permutation(num_files), arrays.__getitem__)
         order_of_files = permutation.shuffle_part(num_files, seed, epoch, (_OF_FILES,))
-        order_of_rows = functools.partial(self._order_of_file, num_rows, seed, epoch)
-        return FileOrder(num_rows, size, order_of_files, order_of_rows)
+        orders: Recent[Order] = Recent(file_order.MAX_ORDER_BYTES)
+        order_of_rows = functools.partial(self._order_of_file, num_rows, seed, epoch, orders)
+        return FileOrder(num_rows, size, order_of_files, order_of_rows, orders)
 
     def _count_in_shard(self, ends: np.ndarray) -> np.ndarray:
         """Returns how many examples of this shard have numbers below each of `ends`."""
@@ -174,7 +179,9 @@ class FileDataset(RecordDataset):
         ends = self._count_in_shard(np.concatenate([[first], first + ends]))
         return np.diff(ends) if len(ends) > 2 else None
 
-    def _order_of_file(self, num_rows: np.ndarray, seed: int, epoch: int, file: int) -> Order:
+    def _order_of_file(
+        self, num_rows: np.ndarray, seed: int, epoch: int, orders: Recent[Order], file: int
+    ) -> Order:
         """Returns the order of the rows of a file, in which the rows of a block stay together."""
         if (sizes := self._block_sizes(file)) is None:
             return permutation.shuffle_part(int(num_rows[file]), seed, epoch, (_IN_FILE, file))
@@ -185,6 +192,8 @@ class FileDataset(RecordDataset):
             lambda block: permutation.shuffle_part(
                 int(sizes[block]), seed, epoch, (_IN_BLOCK, file, block)
             ),
+            orders,
+            (file,),
         )
 
     def _shuffle_in_memory(self, file: int, num_rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -193,39 +202,6 @@ class FileDataset(RecordDataset):
         if not num_rows or (sizes := self._block_sizes(file)) is None:
             return rng.permutation(rows)
         return file_order.shuffle_in_blocks(rows, np.cumsum(sizes), rng)
-
-
-class _FileRequests:
-    """The ranges of bytes of some examples, by file; see `read_ahead.Requests`."""
-
-    def __init__(
-        self,
-        files: OpenFiles,
-        group_by_file: Callable[[np.ndarray], Iterable[tuple[int, np.ndarray, np.ndarray]]],
-    ):
-        self._files, self._group_by_file = files, group_by_file
-        self._ranges: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._num_bytes: dict[int, int] = {}
-
-    def add(self, numbers: np.ndarray) -> int:
-        """Adds examples; returns the number of bytes of all that were added."""
-        for file, _, file_numbers in self._group_by_file(numbers):
-            ranges = self._ranges.setdefault(file, [])
-            ranges.append(self._files.get(file).ranges(file_numbers))
-            self._num_bytes[file] = self._files.files[file].count_bytes(*_concatenate(ranges))
-        return sum(self._num_bytes.values())
-
-    def begin(self) -> list[object]:
-        """Begins to read; the bytes are kept as long as the result is referenced."""
-        parts: list[object] = []
-        for file, ranges in self._ranges.items():
-            parts += self._files.files[file].prefetch(*_concatenate(ranges))
-        return parts
-
-
-def _concatenate(ranges: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    starts, ends = zip(*ranges, strict=True)
-    return np.concatenate(starts), np.concatenate(ends)
 
 
 def from_files(

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tpudist.input.daemon_threads import DaemonThreads
 from tpudist.input.iterator_state import State
 from tpudist.input.sources.dataset_settings import BatchPlace
 from tpudist.input.sources.indexed_dataset import IndexedDataset, IndexedPass
@@ -30,8 +31,11 @@ _NUM_WINDOWS = 2  # that share the bytes: one is used, one arrives
 class Requests(Protocol):
     """Requests for the bytes of examples."""
 
-    def add(self, numbers: np.ndarray) -> int:
-        """Adds examples; returns the number of bytes of all that were added."""
+    def add(self, numbers: np.ndarray, max_bytes: int, *, in_part: bool) -> bool:
+        """Adds examples if the bytes of all that were added fit; returns whether they do.
+
+        If `in_part`, adds those that fit, and returns True.
+        """
         ...
 
     def begin(self) -> list[object]:
@@ -59,7 +63,7 @@ class AheadPass(IndexedPass):
         ahead: The dataset.
         pass_number: Number of the pass.
         state: Position at which it begins; None for the start.
-        max_bytes: Bytes that may be requested and not used yet.
+        max_bytes: Bytes that may be requested ahead. A batch that needs more is requested in part.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class _Windows:
         dataset: The dataset.
         scout: A pass at the same position, which runs ahead.
         first: Number of its first batch.
-        max_bytes: Bytes of a window, which has at least one batch.
+        max_bytes: Bytes of a window, which has at least a part of one batch.
     """
 
     def __init__(self, dataset: AheadDataset, scout: IndexedPass, first: int, max_bytes: int):
@@ -116,10 +120,9 @@ class _Windows:
         self._windows: collections.deque[tuple[int, list[object]]] = collections.deque()
         self._index, self._rows, self._end = first, np.zeros(0, np.int64), first
         self._num_batches, self._is_at_end = 1, False
+        self._place: BatchPlace | None = None  # of a batch that did not fit into the last window
         self._next: concurrent.futures.Future[None] | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="tpudist-read-ahead"
-        )
+        self._thread = DaemonThreads(1, "tpudist-read-ahead")
 
     def prepare(self, index: int, rows: np.ndarray) -> None:
         """Waits until the bytes of a batch are requested, and starts the next window."""
@@ -144,16 +147,18 @@ class _Windows:
 
     def _request(self, rows: np.ndarray) -> None:
         """Requests the next window. Only one call runs at a time."""
-        requests, num_batches, num_bytes = self._dataset.requests(), 0, 0
-        with contextlib.suppress(CannotRead):  # the read of the batch raises it
-            while num_batches < self._num_batches and num_bytes < self._max_bytes:
-                place = self._scout.advance()
-                if place is None:
-                    self._is_at_end = True
+        requests, num_batches = self._dataset.requests(), 0
+        while num_batches < self._num_batches:
+            self._place = self._place or self._scout.advance()
+            if self._place is None:
+                self._is_at_end = True
+                break
+            numbers = self._dataset.numbers_of(self._place, rows[rows < self._place.num_rows])
+            with contextlib.suppress(CannotRead):  # the read of the batch raises it
+                if not requests.add(numbers, self._max_bytes, in_part=not num_batches):
                     break
-                num_batches += 1
-                numbers = self._dataset.numbers_of(place, rows[rows < place.num_rows])
-                num_bytes = requests.add(numbers)
+            self._place = None
+            num_batches += 1
         parts: list[object] = []
         with contextlib.suppress(CannotRead):
             parts = requests.begin()

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
+from tpudist.input.daemon_threads import DaemonThreads
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch, reused_memory
 
@@ -211,7 +212,7 @@ class _Threads:
 
     def __init__(self, num_threads: int):
         self.num_threads = num_threads
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._threads = DaemonThreads(num_threads, "tpudist-read")
 
     def run(self, function: Callable[[int, int], None], count: int) -> None:
         """Calls `function(start, end)` for parts of `range(count)`, in several threads."""
@@ -219,12 +220,8 @@ class _Threads:
         if self.num_threads == 1 or count <= chunk:
             function(0, count)
             return
-        if self._executor is None:  # two passes at once may make two; the replaced one is unused
-            self._executor = concurrent.futures.ThreadPoolExecutor(
-                self.num_threads, thread_name_prefix="tpudist-read"
-            )
         starts = range(0, count, chunk)
-        parts = [self._executor.submit(function, i, min(i + chunk, count)) for i in starts]
+        parts = [self._threads.submit(function, i, min(i + chunk, count)) for i in starts]
         # All parts end before an error is raised: their memory is reused for the next batch.
         concurrent.futures.wait(parts)
         for part in parts:

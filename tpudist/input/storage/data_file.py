@@ -1,7 +1,7 @@
 """Interface of a file of bytes, on a disk or in an object store, and the error of all of them."""
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,6 +11,20 @@ class CannotRead(ValueError):
 
     Remedy: restore the file, allow it to be read, or leave it out of the list of files.
     """
+
+
+class Version(NamedTuple):
+    """The version of a file.
+
+    Attributes:
+        folder: URL of the folder, without secrets.
+        host: Host that was asked.
+        text: Text that changes with the bytes of the file.
+    """
+
+    folder: str
+    host: str
+    text: str
 
 
 class DataFile(Protocol):
@@ -38,12 +52,22 @@ class DataFile(Protocol):
         """Starts to read ranges; `read` uses the bytes as long as the result is referenced."""
         ...
 
-    def count_bytes(self, starts: np.ndarray, ends: np.ndarray) -> int:
-        """Returns the bytes that `prefetch` reads for these ranges, with those between them."""
+    def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Returns the bytes that `prefetch` reads for each of these ranges, by ascending starts.
+
+        They include the bytes between ranges. Those of several ranges count once.
+        """
         ...
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields the bytes of the file, from its start to its end."""
+    def chunks(
+        self, first_needed: Callable[[], int] = lambda: 0
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yields parts of the file, from its start to its end, each with its position.
+
+        Args:
+            first_needed: Called before a part; returns the first position that is needed. Parts
+                before it may be left out.
+        """
         ...
 
     def size(self) -> int:
@@ -58,6 +82,13 @@ class DataFile(Protocol):
         """Returns a value that differs from that of an earlier file with the same path."""
         ...
 
+    def version(self) -> Version | None:
+        """Returns the version that all reads of this file see.
+
+        None for a file on a disk: copies of it on several hosts are equal, but have other times.
+        """
+        ...
+
     def index(self, reader: str, build: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the ascending positions of the records, stored by an earlier run or built now.
 
@@ -66,6 +97,18 @@ class DataFile(Protocol):
             build: Reads the file and returns the positions.
         """
         ...
+
+
+def costs_of_ranges(starts: np.ndarray, ends: np.ndarray, *, max_gap: int) -> np.ndarray:
+    """Returns the bytes that each range adds to those before it, by ascending starts.
+
+    Gaps of at most `max_gap` bytes before a range are read too.
+    """
+    by_position = np.argsort(starts, kind="stable")
+    starts, ends = starts[by_position], ends[by_position]
+    before = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
+    is_near = starts - before <= max_gap
+    return np.maximum(ends - np.where(is_near, before, starts), 0)
 
 
 def find_groups(

@@ -3,18 +3,13 @@
 fsspec calls its coroutines by private names: they are the interface for programs with a loop.
 """
 
+import inspect
+import types
 from collections.abc import Mapping
 from typing import Any
 
 # Of the option `remote`: protocol -> the packages that its file system needs.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp"}
-
-
-class FolderNotListed(Exception):
-    """A folder cannot be listed, for the reason that is the cause.
-
-    Not an OSError: fsspec leaves out a folder if its listing raises one.
-    """
 
 
 def make_filesystem(protocol: str, options: Mapping[str, Any]) -> Any:
@@ -40,28 +35,10 @@ def make_filesystem(protocol: str, options: Mapping[str, Any]) -> Any:
     # Listings are read once, and must not be those of an earlier dataset.
     defaults = {"use_listings_cache": False, "skip_instance_cache": True}
     filesystem = cls(**{**defaults, **options})
-    list_folder = filesystem._ls
-
-    async def list_folder_or_raise(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await list_folder(*args, **kwargs)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise FolderNotListed from error
-
-    filesystem._ls = list_folder_or_raise
+    if protocol == "gs":
+        # Without the retries of gcsfs: `ObjectStore` retries, and has the limits of the user.
+        filesystem._request = types.MethodType(inspect.unwrap(cls._request), filesystem)
     return filesystem
-
-
-async def find_matches(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:
-    """Returns the objects that match a pattern: name -> facts."""
-    return await filesystem._glob(pattern, detail=True)
-
-
-async def read_facts(filesystem: Any, url: str) -> dict[str, Any]:
-    """Returns the facts about an object."""
-    return await filesystem._info(url)
 
 
 async def write_object(filesystem: Any, url: str, data: bytes) -> None:
@@ -86,3 +63,13 @@ async def get_from_gcs(filesystem: Any, url: str, **arguments: Any) -> tuple[Any
     Arguments that gcsfs does not know go into the query.
     """
     return await filesystem._call("GET", filesystem.url(url), **arguments)
+
+
+async def get_json_from_gcs(filesystem: Any, path: str, *names: str, **query: Any) -> Any:
+    """Returns a JSON answer of Google Cloud Storage. `names` replace `{}` in the path."""
+    return await filesystem._call("GET", path, *names, json_out=True, **query)
+
+
+async def read_links(filesystem: Any, url: str) -> list[str]:
+    """Returns the links on a web page that lead to files and folders below it."""
+    return await filesystem._ls_real(url, detail=False)

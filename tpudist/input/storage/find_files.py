@@ -40,13 +40,15 @@ def find_files(
     for item in items:
         text = os.fspath(item)
         found += stores.find(text) if "://" in text else _local_files(text)
-    # Compares paths as they are written: a file and a link to it count as two.
-    counts = collections.Counter(map(str, found))
-    repeated = [name for name, count in counts.items() if count > 1]
+    # Compares paths and URLs as they are written: a file and a link to it count as two, and so do
+    # URLs with other queries, which may choose the file.
+    keys = [x.url if isinstance(x, RemoteFile) else str(x) for x in found]
+    counts = collections.Counter(keys)
+    repeated = {str(x): 0 for x, key in zip(found, keys, strict=True) if counts[key] > 1}
     if repeated:
         raise ValueError(
-            f"The files contain {', '.join(repeated[:_MAX_NAMES])} twice, so its examples would be "
-            "read twice in an epoch. Pass each file once."
+            f"The files contain {', '.join(list(repeated)[:_MAX_NAMES])} twice, so its examples "
+            "would be read twice in an epoch. Pass each file once."
         )
     return found
 

@@ -7,8 +7,9 @@ object it belongs to, and the distances of the positions, compressed.
      "crc32": 1234567890}
     ...
 
-Its name depends on the URL and the reader. So the index of an object that has changed is replaced,
-and many versions leave one index.
+Its name depends on the URL, without a signature, and on the reader. So the index of an object that
+has changed is replaced, and many versions and signatures leave one index. Indexes in the cache of a
+machine that nobody has used for a long time are removed.
 """
 
 import contextlib
@@ -16,12 +17,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
+import re
+import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import numpy as np
 
@@ -30,6 +34,17 @@ from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
 
 _FORMAT = 1
 _DIGEST_LENGTH = 16  # 64 bits in hexadecimal: enough to tell URLs apart
+_SUFFIX = ".index"
+_MAX_AGE_S = 90 * 24 * 3600.0  # of an index that is not used
+_OWN_NAME = re.compile(r"[0-9a-f]{16}\.index(\.\d+-\d+)?")
+# Names in the queries of signed URLs, in lower case: of Amazon, Google, CloudFront and Azure. They
+# permit a request. Without a signature, the same names may choose the file.
+_SIGNATURES = {"x-amz-signature", "x-goog-signature", "signature", "sig"}
+_SIGNED = _SIGNATURES | set(
+    "awsaccesskeyid googleaccessid expires policy key-pair-id "
+    "se si sip sp spr sr st sv sdd skoid sktid skt ske sks skv".split()
+)
+_SIGNED_PREFIXES = ("x-amz-", "x-goog-")
 
 
 class IndexFolder(Protocol):
@@ -50,6 +65,7 @@ class LocalIndexes:
     def __init__(self, folder: Path | None):
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self._folder = Path(base, "tpudist", "indexes") if folder is None else folder
+        self._has_cleaned = False
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -57,22 +73,37 @@ class LocalIndexes:
     def read(self, name: str) -> bytes | None:
         """See `IndexFolder`."""
         try:
-            return (self._folder / name).read_bytes()
+            data = (self._folder / name).read_bytes()
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # the folder may be read-only, or of another user
+            os.utime(self._folder / name)
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         """See `IndexFolder`."""
-        # Other programs may read or write the same index: a rename shows them a whole file.
         self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=name, delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                os.replace(file.name, self._folder / name)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        if not self._has_cleaned:
+            self._has_cleaned = True
+            self._remove_unused()
+        # Other programs may read or write the same index: a rename shows them a whole file. It has
+        # the permissions of a new file, since other users may share the folder.
+        temporary = self._folder / f"{name}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(self._folder / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _remove_unused(self) -> None:
+        oldest = time.time() - _MAX_AGE_S
+        for path in self._folder.iterdir():
+            # Also a file of a program that was killed while it wrote.
+            if _OWN_NAME.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # another program may have removed it
+                    if path.stat().st_mtime < oldest:
+                        path.unlink()
 
 
 class StoredIndexes:
@@ -117,9 +148,8 @@ def load_or_build(
     if facts.version is None:  # the object might change unnoticed
         return build()
     about = {"format": _FORMAT, "reader": reader, "url": shown_url, **dataclasses.asdict(facts)}
-    # The whole URL, also a query: it may choose one of several files.
-    digest = hashlib.sha256(f"{reader}\n{url}".encode()).hexdigest()[:_DIGEST_LENGTH]
-    name = f"{digest}.index"
+    text = f"{reader}\n{without_signature(url)}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH] + _SUFFIX
     data = folder.read(name)
     positions = None if data is None else _unpack(data, about)
     if positions is None:
@@ -134,6 +164,20 @@ def load_or_build(
                 stacklevel=2,
             )
     return positions
+
+
+def without_signature(url: str) -> str:
+    """Returns a URL without the parts of its query that permit the request."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    if not any(name.lower() in _SIGNATURES for name, _ in query):
+        return url
+    kept = [
+        f"{name}={value}"
+        for name, value in query
+        if name.lower() not in _SIGNED and not name.lower().startswith(_SIGNED_PREFIXES)
+    ]
+    return urlunsplit(parts._replace(query="&".join(kept)))
 
 
 def _pack(positions: np.ndarray, about: dict[str, object]) -> bytes:

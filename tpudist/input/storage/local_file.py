@@ -1,6 +1,5 @@
 """Files on the disks of this machine, with one system call for ranges that are close together."""
 
-import mmap
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from tpudist.input.storage.data_file import CannotRead, find_groups
 _MAX_GAP_BYTES = 4096
 # Bounds the memory for one read: the parts of a batch may be all over a large file.
 _MAX_READ_BYTES = 1 << 24
-_CHUNK_BYTES = 1 << 22
+# Parts of the file between headers of records that are larger than this are not read.
+_CHUNK_BYTES = 1 << 17
 
 
 class LocalFile:
@@ -55,24 +55,20 @@ class LocalFile:
         del starts, ends
         return []
 
-    def count_bytes(self, starts: np.ndarray, ends: np.ndarray) -> int:
-        """Returns 0; see `prefetch`."""
-        del starts, ends
-        return 0
+    def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Returns zeros; see `prefetch`."""
+        del ends
+        return np.zeros(len(starts), np.int64)
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields parts of a map of the file: a part that is not looked at is not read."""
-        with explain_errors(self.path), self.path.open("rb") as file:
-            size = file.seek(0, 2)
-            if not size:  # an empty file cannot be mapped
-                return
-            with (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-                memoryview(mapped) as data,
-            ):
-                for start in range(0, size, _CHUNK_BYTES):
-                    with data[start : start + _CHUNK_BYTES] as chunk:
-                        yield chunk
+    def chunks(
+        self, first_needed: Callable[[], int] = lambda: 0
+    ) -> Iterator[tuple[int, memoryview]]:
+        """See `DataFile`. The file is not mapped: a map of a file that shrinks ends the program."""
+        start = 0
+        with explain_errors(self.path), self.path.open("rb", buffering=0) as file:
+            while data := _pread(file.fileno(), start, _CHUNK_BYTES):
+                yield start, memoryview(data)
+                start = max(start + len(data), first_needed())
 
     def size(self) -> int:
         """See `DataFile`."""
@@ -89,6 +85,10 @@ class LocalFile:
         """Returns the path, the size and the time of the last change."""
         stat = os.fstat(opened.fileno())
         return (str(self.path), stat.st_size, stat.st_mtime_ns)
+
+    def version(self) -> None:
+        """See `DataFile`."""
+        return None
 
     def index(self, reader: str, build: Callable[[], np.ndarray]) -> np.ndarray:
         """Builds the index: reading a local file costs about as much as reading a stored index."""

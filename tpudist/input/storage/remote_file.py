@@ -5,14 +5,14 @@ import concurrent.futures
 import io
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from tpudist.input.storage import index_files
-from tpudist.input.storage.data_file import find_groups
+from tpudist.input.storage.data_file import Version, costs_of_ranges, find_groups
 from tpudist.input.storage.index_files import IndexFolder
 from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
 
@@ -20,6 +20,9 @@ from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
 _MAX_GAP_BYTES = 1 << 15
 # Larger reads are split, since one connection is slower than several.
 _MAX_REQUEST_BYTES = 1 << 22
+# Of one `read`, which requests a turn while it uses the one before: a batch of small records that
+# are far apart would need many times its size.
+_MAX_TURN_BYTES = 1 << 24
 _NUM_CHUNKS_AHEAD = 4  # of one file; `OpenFiles` reads several files at a time
 _MIN_PARTS = 64  # fewer are not looked through for those that nobody refers to
 
@@ -71,6 +74,11 @@ class RemoteFile:
         return self._store.public_url(self._url)
 
     @property
+    def url(self) -> str:
+        """The whole URL, which may have secrets."""
+        return self._url
+
+    @property
     def name(self) -> str:
         """See `DataFile`."""
         return urlsplit(self._url).path.rpartition("/")[2]
@@ -80,7 +88,14 @@ class RemoteFile:
         with self._facts_lock:
             if self._facts is None:
                 self._facts = self._store.facts(self._url)
+            if self._facts.version is None:
+                self._store.warn_of_changes(self._url)
             return self._facts
+
+    def version(self) -> Version:
+        """See `DataFile`."""
+        text = self.facts().contents  # a request, after which the store knows its host
+        return Version(str(self).rpartition("/")[0], self._store.host(self._url), text)
 
     def size(self) -> int:
         """See `DataFile`."""
@@ -88,8 +103,27 @@ class RemoteFile:
 
     def read(self, starts: np.ndarray, ends: np.ndarray) -> list[memoryview]:
         """See `DataFile`."""
-        parts = self._request(starts, ends)
-        return [self._slice(parts, *x) for x in zip(starts.tolist(), ends.tolist(), strict=True)]
+        found: list[memoryview] = [memoryview(b"")] * len(starts)
+        turns = self._turns(starts, ends)
+        parts = [self._request(starts[x], ends[x]) for x in turns[:1]]
+        for i, turn in enumerate(turns):
+            parts += [self._request(starts[x], ends[x]) for x in turns[i + 1 : i + 2]]
+            present, num_bytes = parts.pop(0), int((ends[turn] - starts[turn]).sum())
+            # A view keeps its whole part, so one of a part that is mostly gaps is copied.
+            is_wasteful = sum(x.end - x.start for x in present) > 2 * num_bytes
+            for k in turn.tolist():
+                view = self._slice(present, int(starts[k]), int(ends[k]))
+                found[k] = memoryview(bytes(view)) if is_wasteful else view
+            del present  # before the next request
+        return found
+
+    def _turns(self, starts: np.ndarray, ends: np.ndarray) -> Sequence[np.ndarray]:
+        """Returns the indices of the ranges of each turn, by their positions."""
+        if not len(starts):
+            return []
+        turns = np.cumsum(self.costs(starts, ends)) // _MAX_TURN_BYTES
+        by_position = np.argsort(starts, kind="stable")
+        return np.split(by_position, np.flatnonzero(np.diff(turns)) + 1)
 
     def _slice(self, parts: list[Part], start: int, end: int) -> memoryview:
         if start == end:
@@ -106,14 +140,14 @@ class RemoteFile:
 
     def _request(self, starts: np.ndarray, ends: np.ndarray) -> list[Part]:
         """Returns parts that contain the ranges, by their starts; requests those that are new."""
-        version = self.facts().version
+        facts = self.facts()
         is_empty = starts == ends
         starts, ends = starts[~is_empty], ends[~is_empty]
         with self._parts_lock:
             parts, is_new = self._find_parts(starts, ends)
             limits = {"max_gap": _MAX_GAP_BYTES, "max_bytes": _MAX_REQUEST_BYTES}
             for start, end, _ in find_groups(starts[is_new], ends[is_new], **limits):
-                part = Part(start, end, self._store.get(self._url, start, end, version))
+                part = Part(start, end, self._store.get(self._url, start, end, facts))
                 bisect.insort(self._parts, (start, end, weakref.ref(part)), key=lambda x: x[:2])
                 parts.append(part)
         return sorted(parts, key=lambda part: (part.start, part.end))
@@ -142,23 +176,25 @@ class RemoteFile:
                     return part
         return None
 
-    def count_bytes(self, starts: np.ndarray, ends: np.ndarray) -> int:
+    def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """See `DataFile`."""
-        starts, ends = np.sort(starts), np.sort(ends)
-        gaps = starts[1:] - ends[:-1]
-        return int((ends - starts).sum() + gaps[gaps <= _MAX_GAP_BYTES].sum())
+        return costs_of_ranges(starts, ends, max_gap=_MAX_GAP_BYTES)
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields parts of a few MiB, which are requested ahead."""
+    def chunks(
+        self, first_needed: Callable[[], int] = lambda: 0
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yields all parts, of a few MiB, which are requested ahead."""
+        del first_needed
         size = self.size()
-        waiting: list[list[Part]] = []
+        waiting: list[tuple[int, list[Part]]] = []
         for start in range(0, size, _MAX_REQUEST_BYTES):
             end = min(start + _MAX_REQUEST_BYTES, size)
-            waiting.append(self._request(np.array([start]), np.array([end])))
+            waiting.append((start, self._request(np.array([start]), np.array([end]))))
             if len(waiting) == _NUM_CHUNKS_AHEAD:
-                yield waiting.pop(0)[0].read()
-        while waiting:
-            yield waiting.pop(0)[0].read()
+                first, parts = waiting.pop(0)
+                yield first, parts[0].read()
+        for first, parts in waiting:
+            yield first, parts[0].read()
 
     def open(self, starts: np.ndarray | None = None, ends: np.ndarray | None = None) -> BinaryIO:
         """See `DataFile`."""

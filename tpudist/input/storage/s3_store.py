@@ -3,9 +3,11 @@
 from typing import Any
 
 from tpudist.input.storage import filesystems
-from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
+from tpudist.input.storage.object_pages import Page
+from tpudist.input.storage.object_store import ObjectFacts, ObjectStore, size_in_range
 from tpudist.input.storage.store_errors import (
     Access,
+    Action,
     Cause,
     StoreError,
     cause_of_status,
@@ -45,9 +47,9 @@ class S3Store(ObjectStore):
             arguments["IfMatch"] = version
         response = await filesystems.call_s3(self._filesystem, "get_object", **arguments)
         async with response["Body"] as body:
+            size = size_in_range(response.get("ContentRange", ""), start)
             data = await body.read()
-        size = int(response["ContentRange"].rpartition("/")[2])
-        return data, ObjectFacts(size, response["ETag"])
+        return data, ObjectFacts(size, response.get("ETag"))
 
     async def _facts(self, url: str) -> ObjectFacts:
         bucket, _, key = url.removeprefix(_PREFIX).partition("/")
@@ -61,15 +63,25 @@ class S3Store(ObjectStore):
         response = await filesystems.call_s3(
             self._filesystem, "head_object", Bucket=bucket, Key=key
         )
-        return ObjectFacts(response["ContentLength"], response["ETag"])
+        return ObjectFacts(response["ContentLength"], response.get("ETag"))
 
-    async def _match(self, pattern: str) -> dict[str, ObjectFacts | None]:
-        found = await filesystems.find_matches(self._filesystem, pattern)
-        return {
-            _PREFIX + name: ObjectFacts(x["size"], x["ETag"]) if "ETag" in x else None
-            for name, x in found.items()
-            if x["type"] == "file"
-        }
+    async def _list(self, start: str, is_deep: bool, token: str | None) -> Page[ObjectFacts | None]:
+        bucket, _, prefix = start.removeprefix(_PREFIX).partition("/")
+        arguments = {"Bucket": bucket, "Prefix": prefix}
+        if not is_deep:
+            arguments["Delimiter"] = "/"
+        if token is not None:
+            arguments["ContinuationToken"] = token
+        page = await filesystems.call_s3(self._filesystem, "list_objects_v2", **arguments)
+        root = f"{_PREFIX}{bucket}/"
+        return Page(
+            {
+                root + x["Key"]: ObjectFacts(x["Size"], x["ETag"]) if "ETag" in x else None
+                for x in page.get("Contents", [])
+            },
+            [root + x["Prefix"] for x in page.get("CommonPrefixes", [])],
+            page.get("NextContinuationToken") if page.get("IsTruncated") else None,
+        )
 
     def _classify(self, error: Exception) -> StoreError | None:
         import aiohttp
@@ -92,9 +104,13 @@ class S3Store(ObjectStore):
         """See `ObjectStore`."""
         return filesystems.endpoint_of_s3(self._filesystem) or "S3"
 
-    def access(self, *, to_list: bool) -> Access:
+    def access(self, action: Action) -> Access:
         """See `ObjectStore`."""
-        permission = "s3:ListBucket for the bucket" if to_list else "s3:GetObject for the object"
+        permission = {
+            Action.READ: "s3:GetObject for the object",
+            Action.LIST: "s3:ListBucket for the bucket",
+            Action.WRITE: "s3:PutObject for the object",
+        }[action]
         return Access(
             permission,
             "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "

@@ -33,6 +33,18 @@ class StoreError(Exception):
         self.cause = cause
 
 
+class Action(enum.Enum):
+    """What a request does."""
+
+    READ = "read"
+    LIST = "listed"
+    WRITE = "written"
+
+    def fails(self, url: str) -> str:
+        """Returns the beginning of an error."""
+        return f"{url} cannot be {self.value}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Access:
     """Permission and credentials of a request, for messages.

@@ -4,9 +4,11 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tpudist.input.storage import filesystems
-from tpudist.input.storage.object_store import ObjectFacts, ObjectStore
+from tpudist.input.storage.object_pages import Page
+from tpudist.input.storage.object_store import ObjectFacts, ObjectStore, size_in_range
 from tpudist.input.storage.store_errors import (
     Access,
+    Action,
     Cause,
     StoreError,
     cause_of_status,
@@ -23,42 +25,44 @@ class WebStore(ObjectStore):
     async def _get(
         self, url: str, start: int, end: int, version: str | None
     ) -> tuple[bytes, ObjectFacts]:
-        del version  # `ObjectStore` compares it: many servers ignore conditions
-        return await self._request(url, start, end)
-
-    async def _facts(self, url: str) -> ObjectFacts:
-        # Not HEAD: a signed URL permits GET only.
-        return (await self._request(url, 0, 1))[1]
-
-    async def _request(self, url: str, start: int, end: int) -> tuple[bytes, ObjectFacts]:
+        headers = {"Range": f"bytes={start}-{end - 1}"}
+        # A range if the file has this version, else the whole file, which is not read. Servers that
+        # ignore the condition, as some do, send their version, which `ObjectStore` compares.
+        if version is not None and not version.startswith("W/"):  # a weak ETag is no condition
+            headers["If-Range"] = version
         arguments = dict(self._filesystem.kwargs)
         headers = {
             **arguments.pop("headers", {}),
-            "Range": f"bytes={start}-{end - 1}",
+            **headers,
             "Accept-Encoding": "identity",  # a range of the file, not of its compressed form
         }
         session = await self._filesystem.set_session()
         target = self._filesystem.encode_url(url)
         async with session.get(target, headers=headers, **arguments) as response:
-            version = response.headers.get("ETag") or response.headers.get("Last-Modified")
-            size = response.headers.get("Content-Range", "").rpartition("/")[2]
-            if response.status == 416 and size == "0":
-                return b"", ObjectFacts(0, version)
+            found = response.headers.get("ETag") or response.headers.get("Last-Modified")
+            content_range = response.headers.get("Content-Range", "")
+            if response.status == 416 and content_range.endswith("/0"):
+                return b"", ObjectFacts(0, found)
             if response.status == 200 and response.content_length == 0:
-                return b"", ObjectFacts(0, version)
+                return b"", ObjectFacts(0, found)
             response.raise_for_status()
-            if response.status != 206 or not size.isdecimal():
-                raise StoreError(
-                    Cause.NO_RANGES,
-                    f"the server answers a range request with HTTP {response.status}, without the "
-                    "size of the file",
-                )
-            return await response.read(), ObjectFacts(int(size), version)
+            if response.status == 200 and version is not None and found != version:
+                raise StoreError(Cause.CHANGED, f"its version is {found}, not {version}")
+            size = size_in_range(content_range, start)
+            return await response.read(), ObjectFacts(size, found)
 
-    async def _match(self, pattern: str) -> dict[str, ObjectFacts | None]:
-        # The links on the page of a folder. A page has no sizes.
-        found = await filesystems.find_matches(self._filesystem, pattern)
-        return {url: None for url, x in found.items() if x["type"] == "file"}
+    async def _facts(self, url: str) -> ObjectFacts:
+        # Not HEAD: a signed URL permits GET only.
+        return (await self._get(url, 0, 1, None))[1]
+
+    async def _list(self, start: str, is_deep: bool, token: str | None) -> Page[ObjectFacts | None]:
+        # The links on the page of a folder. A page has no sizes, and is not divided.
+        del is_deep, token
+        links = await filesystems.read_links(self._filesystem, start[: start.rindex("/") + 1])
+        # Links with a query sort the page, or lead elsewhere.
+        links = [x for x in links if x.startswith(start) and "?" not in x]
+        folders = [x for x in links if x.endswith("/")]
+        return Page(dict.fromkeys(x for x in links if not x.endswith("/")), folders, None)
 
     def _classify(self, error: Exception) -> StoreError | None:
         import aiohttp
@@ -78,11 +82,11 @@ class WebStore(ObjectStore):
         """See `ObjectStore`."""
         return urlsplit(self.public_url(url)).netloc
 
-    def access(self, *, to_list: bool) -> Access:
+    def access(self, action: Action) -> Access:
         """See `ObjectStore`."""
-        what = "the page that lists the folder" if to_list else "the file"
+        name = "the page that lists the folder" if action is Action.LIST else "the file"
         return Access(
-            f"permission of the server for {what}",
+            f"permission of the server for {name}",
             "pass RemoteOptions(storage_options={'headers': {'Authorization': ...}})",
         )
 

@@ -45,12 +45,22 @@ class Prefetcher(Iterator[_T], Generic[_T]):
         may_run_in_loop: Whether `iterator` may also run in the thread that calls `next`. It does
             so for a loop that always waits for the next item, where another thread would only add
             delay.
+        max_bytes: Bytes of items after which no other item is made ahead; None for no limit.
+        count_bytes: Called with an item; returns its bytes.
     """
 
-    def __init__(self, iterator: Iterator[_T], buffer_size: int, *, may_run_in_loop: bool = False):
+    def __init__(
+        self,
+        iterator: Iterator[_T],
+        buffer_size: int,
+        *,
+        may_run_in_loop: bool = False,
+        max_bytes: int | None = None,
+        count_bytes: Callable[[_T], int] = lambda item: 0,
+    ):
         assert buffer_size > 0, buffer_size
         make = _bind_context(iterator)
-        self._buffer = _Buffer(buffer_size)
+        self._buffer = _Buffer(buffer_size, max_bytes, count_bytes)
         self._make_in_loop = make if may_run_in_loop else None
         self._turns = Turns()
         # The thread must have no reference to this object, or it would never be collected.
@@ -105,8 +115,9 @@ class _Buffer(Generic[_T]):
     for `_AWAY_S`. Once closed, the queue accepts no items, and `get` returns StopIteration.
     """
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, size: int, max_bytes: int | None, count_bytes: Callable[[_T], int]):
+        self._size, self._max_bytes, self._count_bytes = size, max_bytes, count_bytes
+        self._num_bytes = 0  # of the items
         self._items: collections.deque[tuple[_T | None, BaseException | None]] = collections.deque()
         self._is_closed = False
         self._is_making = False  # whether the thread or a loop makes the next item now
@@ -125,7 +136,7 @@ class _Buffer(Generic[_T]):
         """Waits until the thread may make an item, and there is room; False if it must end."""
         with self._lock:
             while not self._is_closed:
-                if len(self._items) >= self._size:
+                if self._is_full():
                     self._changed.wait()
                 elif self._is_making or self._num_loop_turns:
                     before = self._num_loop_turns
@@ -138,12 +149,18 @@ class _Buffer(Generic[_T]):
                     return True
             return False
 
+    def _is_full(self) -> bool:
+        if self._max_bytes is not None and self._num_bytes >= self._max_bytes and self._items:
+            return True
+        return len(self._items) >= self._size
+
     def put(self, item: _T | None, error: BaseException | None = None) -> None:
         """Appends an item, or the error in its place. Call it after `wait_for_room`."""
         with self._lock:
             self._is_making = False
             if not self._is_closed:
                 self._items.append((item, error))
+                self._num_bytes += 0 if item is None else self._count_bytes(item)
             self._changed.notify_all()
 
     def get(self) -> tuple[_T | None, BaseException | None]:
@@ -190,6 +207,7 @@ class _Buffer(Generic[_T]):
         if self._is_closed:
             return None, StopIteration()
         pair = self._items.popleft()
+        self._num_bytes -= 0 if pair[0] is None else self._count_bytes(pair[0])
         self._changed.notify_all()
         return pair
 
