@@ -72,6 +72,12 @@ class ReferenceOptions:
     """Number of distinct tokens."""
     num_experts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of experts per block; 0 for a plain MLP."""
+    expert_method: Literal["dispatch", "grouped"] | None = None
+    """Experts by an einsum over slots, or by grouped products without dropped tokens."""
+    expert_capacity: Annotated[
+        float | None, tyro.conf.arg(metavar="FACTOR", help_behavior_hint="")
+    ] = None
+    """Slots of an expert, as a multiple of its equal share of the tokens."""
     pipeline_stages: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of pipeline stages."""
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None

@@ -88,8 +88,16 @@ class TransformerConfig:
     """Experts per block (`tpudist.models.parts.experts`) in place of its MLP; 0 for a plain MLP."""
     experts_per_token: int = 2
     """Number of experts per token."""
+    expert_method: Literal["dispatch", "grouped"] = "dispatch"
+    """How experts compute: by an einsum over slots, or by grouped products without dropped tokens.
+    """
     expert_capacity: float = 1.25
-    """Maximum number of tokens of an expert, as a multiple of its equal share."""
+    """Maximum number of tokens of an expert, as a multiple of its equal share; with grouped
+    products, of the experts of a device, and only if a mesh axis splits the experts."""
+    normalize_shares: bool = True
+    """Whether the weights of a token's experts sum to 1; otherwise they are its probabilities."""
+    swiglu_limit: float | None = None
+    """Bound of the inputs of the experts' activation, which then is the activation of gpt-oss."""
     expert_balance: float = 0.01
     """Weight of the experts' imbalance in `next_token_loss`."""
     pipeline_stages: int = 1
@@ -124,7 +132,7 @@ class TransformerConfig:
                 f"{self.num_kv_heads} keys and values equally. Use one of {fits}."
             )
         _check_window(self)
-        for name in ("attention_cap", "output_cap", "norm_epsilon"):
+        for name in ("attention_cap", "output_cap", "norm_epsilon", "swiglu_limit"):
             value = values[name]
             if value is not None and not value > 0:
                 raise ValueError(f"A transformer needs {name} > 0; got {value}.")

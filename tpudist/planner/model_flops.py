@@ -142,4 +142,19 @@ def _convolution(eqn: Any) -> float:
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * window
 
 
-_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution}
+def _group_dot(eqn: Any) -> float:
+    # Every row of the operand belongs to one group. If rows are contracted (the gradient of the
+    # matrices), each row contributes to the result of one group only.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    left = eqn.invars[0].aval.shape
+    products = math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    is_contracted = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+    return 2.0 * products / (eqn.invars[2].aval.shape[-1] if is_contracted else 1)
+
+
+_PRODUCTS = {
+    "dot_general": _dot,
+    "ragged_dot_general": _group_dot,
+    "conv_general_dilated": _convolution,
+}

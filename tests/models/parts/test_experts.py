@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType
 
 from geometry_program import CONFIG, batches
 from model_programs import sent_by_step, sent_by_step_on_tpu
 from tpudist.models import Transformer, TransformerConfig, next_token_loss, next_token_nats
-from tpudist.models.parts import experts
+from tpudist.models.parts import expert_groups, experts
+from tpudist.planner import model_flops
 
 ROOMY = dataclasses.replace(CONFIG, num_experts=4, expert_capacity=2.0, expert_balance=0.5)
 
@@ -101,30 +103,115 @@ def normal(rng, std, *shape):
 def by_token(x, weights, config):
     """Computes the same token by token, without capacity limits."""
 
+    def bias(name, *chosen):
+        return weights[name][chosen] if name in weights else 0
+
     def of_token(token):
-        probabilities = jax.nn.softmax(token @ weights["router"])
-        shares, chosen = experts.choose(probabilities, config.experts_per_token)
+        probabilities = jax.nn.softmax(token @ weights["router"] + bias("router_bias"))
+        shares, chosen = jax.lax.top_k(probabilities, config.experts_per_token)
+        if config.normalize_shares:
+            shares = shares / shares.sum()
         hidden = jnp.einsum("e,kefm->kfm", token, weights["mlp_in"][chosen])
-        hidden = jax.nn.silu(hidden[:, 0]) * hidden[:, 1]
-        return shares @ jnp.einsum("km,kme->ke", hidden, weights["mlp_out"][chosen])
+        gate, up = jnp.moveaxis(hidden + bias("mlp_in_bias", chosen), 1, 0)
+        if (limit := config.swiglu_limit) is None:
+            hidden = jax.nn.silu(gate) * up
+        else:  # as in the package `transformers`, modeling_gpt_oss.py
+            gate, up = gate.clip(max=limit), up.clip(-limit, limit)
+            hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        out = jnp.einsum("km,kme->ke", hidden, weights["mlp_out"][chosen])
+        return shares @ (out + bias("mlp_out_bias", chosen))
 
     return jax.vmap(jax.vmap(of_token))(x)
 
 
-@pytest.mark.slow
-def test_each_token_is_computed_by_its_own_experts_if_capacity_suffices():
+def assert_equal_by_token(weights, x, config):
     """Checks values and gradients; the gathers that send tokens have custom gradients."""
-    weights, x = weights_and_rows()
 
     def value_of(f):
         summed = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), argnums=(0, 1))
         return jax.jit(summed)(x, weights)
 
-    got = value_of(lambda x, w: experts.mlp(x, w, ROOMY)[0])
-    want = value_of(lambda x, w: by_token(x, w, ROOMY))
+    got = value_of(lambda x, w: experts.mlp(x, w, config)[0])
+    want = value_of(lambda x, w: by_token(x, w, config))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_token_is_computed_by_its_own_experts_if_capacity_suffices():
+    weights, x = weights_and_rows()
+    assert_equal_by_token(weights, x, ROOMY)
     np.testing.assert_array_equal(MLP(x, weights, ROOMY)[1].dropped, 0)
+
+
+GROUPED = dataclasses.replace(ROOMY, expert_method="grouped")
+
+
+def weights_of_gpt_oss():
+    weights, x = weights_and_rows()
+    rng = np.random.default_rng(1)
+    for name, dims in (("router", (0,)), ("mlp_in", (1,)), ("mlp_out", (1,))):
+        shape = np.delete(weights[name].shape, dims)
+        weights[f"{name}_bias"] = normal(rng, 0.3, *shape)
+    # Large inputs, so that the bound matters.
+    return weights, 3 * x
+
+
+@pytest.mark.parametrize("method", ["dispatch", "grouped"])
+def test_experts_have_the_biases_and_the_activation_of_gpt_oss(method):
+    config = dataclasses.replace(
+        ROOMY, expert_method=method, normalize_shares=False, swiglu_limit=1.0
+    )
+    assert_equal_by_token(*weights_of_gpt_oss(), config)
+
+
+def test_grouped_experts_drop_no_choice():
+    weights, x = weights_and_rows()
+    x = np.broadcast_to(x[:, :1], x.shape)  # all tokens of a row choose the same experts
+    config = dataclasses.replace(GROUPED, expert_capacity=0.1)
+    y, routing = MLP(x, weights, config)
+    np.testing.assert_allclose(y, by_token(x, weights, config), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(routing.dropped, 0)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        pytest.param({"fsdp": 4, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_grouped_experts_equal_a_loop_on_any_mesh(axes):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    known = {
+        "batch": ("fsdp", "expert"),
+        "expert_batch": ("fsdp",),
+        **{"expert": "expert", "embed": "fsdp", "mlp": "tensor", "sequence": "sequence"},
+    }
+    rules = [
+        (name, tuple(a for a in ((of,) if isinstance(of, str) else of) if a in axes))
+        for name, of in known.items()
+    ]
+    weights, x = weights_of_gpt_oss()
+    config = dataclasses.replace(GROUPED, swiglu_limit=1.0)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        assert_equal_by_token(weights, jnp.concatenate([x, x[:1]]), config)
+
+
+def test_model_flops_count_each_choice_once():
+    """Both passes of the experts' products, and not more for more experts."""
+    weights, x = weights_and_rows()
+    del weights["router"]
+    shares, chosen = jnp.ones((3, 1, 8, 2)), jnp.zeros((3, 1, 8, 2), jnp.int32)
+
+    def loss(x, w):
+        return expert_groups.apply(x[:, None], chosen, shares, w, None).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weights)
+    products = 3 * 8 * 2 * 3 * ROOMY.embed_dim * ROOMY.mlp_dim
+    weighted_sums = 3 * 3 * 8 * 2 * ROOMY.embed_dim
+    [flops] = model_flops.model_flops(jaxpr, 1)[0].values()
+    assert flops == pytest.approx(2 * (3 * products + weighted_sums), rel=0.01)
 
 
 def test_the_capacity_has_no_slot_more_because_of_rounding():

@@ -20,13 +20,20 @@ from tpudist.models.parts.logical import constrain
 _MAX_PIECE, _MIN_PIECE = 128, 16
 
 
-def activate(gate: jax.Array, *up: jax.Array, gelu: bool = False) -> jax.Array:
+def activate(
+    gate: jax.Array, *up: jax.Array, gelu: bool = False, limit: float | None = None
+) -> jax.Array:
     """Returns SwiGLU of two branches `[..., mlp]` (GeGLU with `gelu`), or GELU of one branch.
 
-    GELU is the approximation by a tanh.
+    GELU is the approximation by a tanh. With a `limit`, the result is the SwiGLU of gpt-oss: inputs
+    are clamped (the gate only from above), the sigmoid is of 1.702 times the gate, and the other
+    branch gets an offset of 1.
     """
     if not up:
         return jax.nn.gelu(gate)
+    if limit is not None:
+        gate, value = jnp.minimum(gate, limit), jnp.clip(up[0], -limit, limit)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (value + 1)
     return (jax.nn.gelu(gate) if gelu else jax.nn.silu(gate)) * up[0]
 
 

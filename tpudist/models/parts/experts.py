@@ -1,9 +1,13 @@
 """A mixture of experts instead of the MLP of a transformer: few of many experts compute each token.
 
 A router scores the experts for each token. The best `experts_per_token` of them compute it, and
-their outputs are added with weights that sum to 1. Each expert has room for `expert_capacity` times
-its equal share of the tokens of a row. A choice whose expert is full is dropped and counted; the
-token keeps the residual stream and the outputs of its other experts.
+their outputs are added with weights, which usually sum to 1. There are two methods:
+
+- `dispatch`: each expert has room for `expert_capacity` times its equal share of the tokens of a
+  row, and one einsum computes all slots. A choice whose expert is full is dropped and counted; the
+  token keeps the residual stream and the outputs of its other experts.
+- `grouped`: grouped products (`expert_groups`) without slots. Only if a mesh axis splits the
+  experts, each device of it has slots: `expert_capacity` times its share of the tokens of a row.
 
 Rows are routed one by one, and tokens get slots in order of position. So results do not depend on
 how rows are spread over devices, and no token depends on later tokens.
@@ -18,14 +22,16 @@ Sources: GShard (arXiv 2006.16668) for capacity, Mixtral (2401.04088) for the we
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tpudist.models.parts import expert_groups
 from tpudist.models.parts.activation import activate
 from tpudist.models.parts.logical import constrain
+from tpudist.models.parts.row_moves import move, take
 
 
 class ExpertSettings(Protocol):
@@ -44,6 +50,21 @@ class ExpertSettings(Protocol):
     @property
     def expert_capacity(self) -> float:
         """Slots of an expert, as a multiple of its equal share of the tokens of a row."""
+        ...
+
+    @property
+    def expert_method(self) -> Literal["dispatch", "grouped"]:
+        """How experts compute their tokens."""
+        ...
+
+    @property
+    def normalize_shares(self) -> bool:
+        """Whether the weights of the outputs of a token sum to 1."""
+        ...
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """Bound of the inputs of the activation; see `activate`."""
         ...
 
 
@@ -90,13 +111,21 @@ def check(config: ExpertSettings) -> None:
         )
 
 
-def capacity(length: int, config: ExpertSettings) -> int:
-    """Returns the number of slots of each expert for a row of `length` tokens."""
-    share = length * config.experts_per_token / config.num_experts
+def capacity(length: int, config: ExpertSettings, num_groups: int | None = None) -> int:
+    """Returns the number of slots of each group of experts for a row of `length` tokens.
+
+    Args:
+        length: Tokens of a row.
+        config: Number of experts, choices per token, and capacity.
+        num_groups: Number of equal groups of experts; by default each expert is one.
+    """
+    num_groups = num_groups or config.num_experts
+    share = length * config.experts_per_token / num_groups
+    # A token chooses an expert at most once, so more slots than that would stay empty.
+    most = length * min(config.experts_per_token, config.num_experts // num_groups)
     # Rounded up, so that a capacity of 1 has a slot for every choice of evenly spread tokens; but
-    # 1.1 * 50 is 55.00000000000001 in floating point. And a token chooses an expert at most once,
-    # so more slots than tokens would stay empty.
-    return min(length, math.ceil(round(config.expert_capacity * share, 6)))
+    # 1.1 * 50 is 55.00000000000001 in floating point.
+    return min(most, math.ceil(round(config.expert_capacity * share, 6)))
 
 
 def mlp(
@@ -106,49 +135,89 @@ def mlp(
 
     Args:
         x: `[batch, length, embed]`.
-        weights: `router` `[embed, expert]`, `mlp_in` `[expert, embed, branches, mlp]` and `mlp_out`
-            `[expert, mlp, embed]`.
-        config: Number of experts, choices per token, and capacity.
+        weights: `router` `[embed, expert]`, `mlp_in` `[expert, embed, branches, mlp]`, `mlp_out`
+            `[expert, mlp, embed]`, and perhaps biases with the same dims, except the first of
+            those that a product contracts.
+        config: Number of experts, choices per token, method and capacity.
 
-    Cost: two all-to-alls over the axis `expert`, of the tokens in slots and of their outputs.
+    Cost: with an axis `expert`, two all-to-alls over it, of the tokens in slots and of their
+    outputs. With grouped products, also see `expert_groups.apply`.
+    """
+    is_grouped = config.expert_method == "grouped"
+    num_groups = expert_groups.num_groups(config.num_experts) if is_grouped else None
+    if num_groups != 1:  # slots are for complete rows
+        x = constrain(x, "batch", None, None)
+    scores = x.astype(jnp.float32) @ weights["router"].astype(jnp.float32)
+    if (bias := weights.get("router_bias")) is not None:
+        scores += bias.astype(jnp.float32)
+    probabilities = jax.nn.softmax(scores)
+    shares, chosen = choose(probabilities, config.experts_per_token, config.normalize_shares)
+    if num_groups == 1:
+        rows = (x[:, None], chosen[:, None], shares[:, None])
+        out = expert_groups.apply(*rows, weights, config.swiglu_limit)[:, 0]
+        kept = jnp.ones_like(shares)
+    else:
+        out, kept = _send(x, shares, chosen, weights, config, num_groups)
+    if (bias := weights.get("mlp_out_bias")) is not None:
+        one_hot = jax.nn.one_hot(chosen, config.num_experts, dtype=x.dtype)
+        share_of_expert = jnp.einsum("blks,blk->bls", one_hot, (shares * kept).astype(x.dtype))
+        with jax.named_scope("in_place_of_scatter"):  # planner/model_flops.py does not count it
+            out += jnp.einsum("bls,se->ble", share_of_expert, bias.astype(x.dtype))
+    routing = Routing(imbalance(probabilities, chosen), 1 - kept.mean(axis=(1, 2)))
+    return out, routing
+
+
+def _send(
+    x: jax.Array,
+    shares: jax.Array,
+    chosen: jax.Array,
+    weights: dict[str, jax.Array],
+    config: ExpertSettings,
+    num_groups: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends tokens to slots of groups of experts; returns the weighted sums of their outputs.
+
+    The second result is 1 for each choice that had a slot, and 0 for the others.
     """
     batch, length, embed = x.shape
-    num_choices, slots_per_expert = config.experts_per_token, capacity(length, config)
-    x = constrain(x, "batch", None, None)
-    probabilities = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"].astype(jnp.float32))
-    shares, chosen = choose(probabilities, num_choices)
-    slot_of_choice, choice_of_slot = assign(
-        chosen.reshape(batch, -1), config.num_experts, slots_per_expert
-    )
-
+    num_choices = config.experts_per_token
+    slots = capacity(length, config, num_groups)
+    groups = num_groups or config.num_experts
+    per_group = config.num_experts // groups
+    slot_of_choice, choice_of_slot = assign((chosen // per_group).reshape(batch, -1), groups, slots)
     # The choices of a token are neighbors. An empty slot has the number of choices, and so the
-    # number of tokens here, which `_take` reads as none.
+    # number of tokens here, which `take` reads as none.
     token_of_slot = choice_of_slot // num_choices
-    sent = _move(x, token_of_slot, slot_of_choice.reshape(batch, length, num_choices))
-    sent = sent.reshape(batch, config.num_experts, slots_per_expert, embed)
+    sent = move(x, token_of_slot, slot_of_choice.reshape(batch, length, num_choices))
     # These two pairs of constraints make XLA emit the all-to-alls: the same array, first split over
     # its rows, then over its experts.
-    sent = constrain(sent, "batch", None, None, None)
-    out = _apply(constrain(sent, "expert_batch", "expert", "sequence", None), weights)
+    sent = constrain(sent.reshape(batch, groups, slots, embed), "batch", None, None, None)
+    sent = constrain(sent, "expert_batch", "expert", "sequence", None)
+    if num_groups is None:
+        out = _apply(sent, weights, config.swiglu_limit)
+    else:
+        flat = (chosen % per_group).reshape(batch, -1)
+        expert_of_slot = take(flat, choice_of_slot, per_group).reshape(batch, groups, slots, 1)
+        alone = jnp.ones_like(expert_of_slot, shares.dtype)
+        out = expert_groups.apply(sent, expert_of_slot, alone, weights, config.swiglu_limit)
     out = constrain(out, "expert_batch", "expert", "sequence", None)
     out = constrain(out, "batch", None, None, None)
-    received = _move(out.reshape(batch, -1, embed), slot_of_choice, choice_of_slot[..., None])
+    received = move(out.reshape(batch, -1, embed), slot_of_choice, choice_of_slot[..., None])
     received = received.reshape(batch, length, num_choices, embed)
     y = jnp.einsum("blke,blk->ble", received, shares.astype(x.dtype))
-
-    dropped = jnp.mean(
-        slot_of_choice == config.num_experts * slots_per_expert, axis=-1, dtype=jnp.float32
-    )
-    routing = Routing(imbalance(probabilities, chosen), dropped)
-    return constrain(y, "batch", None, None), routing
+    kept = (slot_of_choice < groups * slots).reshape(shares.shape).astype(jnp.float32)
+    return constrain(y, "batch", None, None), kept
 
 
-def choose(probabilities: jax.Array, num_choices: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the shares, which sum to 1, and the numbers of the likeliest experts of each token.
+def choose(
+    probabilities: jax.Array, num_choices: int, normalize: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the shares and the numbers of the likeliest experts of each token.
 
     Args:
         probabilities: `[..., expert]`, positive.
         num_choices: Number of experts per token.
+        normalize: Whether the shares of a token sum to 1; otherwise they are the probabilities.
 
     Returns:
         Shares and experts `[..., choice]`, the likeliest first, and the first of equal ones.
@@ -158,7 +227,9 @@ def choose(probabilities: jax.Array, num_choices: int) -> tuple[jax.Array, jax.A
     # A product with one-hot rows, because the gradient of indexing would be a scatter.
     one_hot = jax.nn.one_hot(chosen, probabilities.shape[-1], dtype=probabilities.dtype)
     likeliest = jnp.sum(one_hot * probabilities[..., None, :], axis=-1)
-    return likeliest / likeliest.sum(axis=-1, keepdims=True), chosen
+    if normalize:
+        likeliest = likeliest / likeliest.sum(axis=-1, keepdims=True)
+    return likeliest, chosen
 
 
 def assign(chosen: jax.Array, num_experts: int, slots_per_expert: int) -> Assignment:
@@ -186,7 +257,7 @@ def assign(chosen: jax.Array, num_experts: int, slots_per_expert: int) -> Assign
     first = jnp.cumsum(count, axis=-1) - count
     nth = jnp.arange(slots_per_expert)
     sorted_index = jnp.where(nth < count[..., None], first[..., None] + nth, num_choices)
-    choice_of_slot = _take(in_order, sorted_index.reshape(len(chosen), -1), num_choices)
+    choice_of_slot = take(in_order, sorted_index.reshape(len(chosen), -1), num_choices)
     return Assignment(slot_of_choice, choice_of_slot)
 
 
@@ -204,41 +275,14 @@ def imbalance(probabilities: jax.Array, chosen: jax.Array) -> jax.Array:
     return num_experts * jnp.sum(share * probabilities.mean(axis=1), axis=-1)
 
 
-def _apply(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+def _apply(x: jax.Array, weights: dict[str, jax.Array], limit: float | None) -> jax.Array:
     """Applies the MLP of each expert to its slots `[batch, expert, slot, embed]`."""
     # In these products: x batch, s expert, c slot, e embed, f branch, m mlp.
     into, back = weights["mlp_in"].astype(x.dtype), weights["mlp_out"].astype(x.dtype)
     hidden = jnp.einsum("xsce,sefm->xscfm", x, into)
+    if (bias := weights.get("mlp_in_bias")) is not None:
+        hidden += bias.astype(x.dtype)[:, None]
     hidden = constrain(hidden, "expert_batch", "expert", "sequence", None, "mlp")
     hidden = checkpoint_name(hidden, "mlp_in")
-    hidden = activate(*(hidden[..., branch, :] for branch in range(hidden.shape[3])))
-    return jnp.einsum("xscm,sme->xsce", hidden, back)
-
-
-@jax.custom_vjp
-def _move(values: jax.Array, source: jax.Array, uses: jax.Array) -> jax.Array:
-    """Returns `values[b, source[b, i]]` as `[batch, i, embed]`, or 0 without a source.
-
-    Args:
-        values: `[batch, j, embed]`.
-        source: `[batch, i]`; the size of `j` for no source.
-        uses: Inverse of `source`, `[batch, j, use]`; the size of `i` for an unused value. It makes
-            the gradient a gather too, where JAX would scatter.
-    """
-    return _take(values, source, 0)
-
-
-def _move_forward(values, source, uses):
-    return _move(values, source, uses), uses
-
-
-def _move_backward(uses, gradient):
-    return sum(_take(gradient, uses[..., i], 0) for i in range(uses.shape[-1])), None, None
-
-
-_move.defvjp(_move_forward, _move_backward)
-
-
-def _take(values: jax.Array, index: jax.Array, fill: int) -> jax.Array:
-    """Returns `values[b, index[b, i]]`, or `fill` if the index is out of range."""
-    return jax.vmap(lambda row, i: row.at[i].get(mode="fill", fill_value=fill))(values, index)
+    branches = (hidden[..., branch, :] for branch in range(hidden.shape[3]))
+    return jnp.einsum("xscm,sme->xsce", activate(*branches, limit=limit), back)
