@@ -1,9 +1,7 @@
 """`planner.plan`: steps that know nothing of tpudist."""
 
 import dataclasses
-import functools
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -67,19 +65,6 @@ def of_haiku():
     return jax.jit(step, donate_argnums=(0, 1)), params, jax.eval_shape(TX.init, params)
 
 
-def of_equinox():
-    model = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
-    opt = eqx.filter_eval_shape(lambda m: TX.init(eqx.filter(m, eqx.is_array)), model)
-
-    @eqx.filter_jit(donate="all")
-    def step(model, opt, x):
-        grads = eqx.filter_grad(lambda m: jnp.square(jax.vmap(m)(x)).mean())(model)
-        updates, opt = TX.update(grads, opt, model)
-        return eqx.apply_updates(model, updates), opt
-
-    return step, model, opt
-
-
 def of_nnx():
     model = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     optimizer = nnx.eval_shape(lambda m: nnx.Optimizer(m, TX, wrt=nnx.Param), model)
@@ -126,23 +111,6 @@ def test_numbers_of_numpy_may_be_static():
     assert plan.memory.categories["batch"] == 64 * 16 * 4
 
 
-class Trainer:
-    """Object with a jitted method."""
-
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def step(self, params, x):
-        return params - (x @ params).mean()
-
-
-def test_a_jitted_method_receives_its_object():
-    params = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    shardings = (None, P("data"))
-    plan = planner.plan(Trainer().step, params, X, mesh=data_mesh(), in_shardings=shardings)
-    assert plan.model_flops == 2 * 64 * 16 * 16
-    assert plan.memory.donated_bytes == 16 * 16 * 4
-    assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
-
-
 def test_the_state_of_a_batch_normalization_is_not_a_batch():
     stats = {"batch_stats": jax.ShapeDtypeStruct((8,), jnp.float32)}
     plan = planner.plan(lambda stats, x: x.sum() + stats["batch_stats"], stats, X)
@@ -150,35 +118,14 @@ def test_the_state_of_a_batch_normalization_is_not_a_batch():
     assert plan.memory.categories["other arguments"] == 8 * 4
 
 
-def test_equinox_finds_the_arrays_among_abstract_arguments():
-    step, model, opt = of_equinox()
-    plan = planner.plan(step, model, opt, X, mesh=data_mesh(), in_shardings=(None, None, P("data")))
-    assert plan.model_flops == 2 * 2 * 64 * 16 * 16
-    assert plan.memory.donated_bytes >= 3 * (16 * 16 + 16) * 4
-    assert plan.memory.categories["optimizer state"] >= 2 * (16 * 16 + 16) * 4  # names are known
-
-
-def test_a_lowered_program_and_a_shard_map_keep_their_devices():
-    mesh = data_mesh()
-    mapped = jax.shard_map(
-        lambda w, x: jax.lax.psum((x @ w).sum(), "data"),
-        mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
-    )  # fmt: skip
-    w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    plan = planner.plan(mapped, w, X)
-    lowered = planner.plan(jax.jit(mapped).lower(w, X))
-    assert plan.num_devices == lowered.num_devices == 8
-    assert plan.collectives == lowered.collectives
-    assert plan.model_flops == 2 * 64 * 16 * 16
-    assert lowered.model_flops is None
-    assert "no MFU" in lowered.notes[0]
-
-
-def test_a_pmap_keeps_its_devices():
-    step = jax.pmap(lambda x: jax.lax.psum(x @ x.T, "i"), axis_name="i")
-    plan = planner.plan(step, jax.ShapeDtypeStruct((8, 4, 4), jnp.float32))
-    assert plan.num_devices == 8
-    assert plan.model_flops == 8 * 2 * 4**3
+def test_abstract_shardings_use_the_mesh_in_force():
+    """So are the arrays of `nnx.eval_shape` under `jax.set_mesh` placed."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices()[::-1])
+    with jax.set_mesh(mesh):
+        kernel = jax.eval_shape(lambda: jnp.zeros((16, 16), out_sharding=P(None, "model")))
+        rows = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+        plan = planner.plan(lambda w, x: (x @ w).sum(), kernel, rows)
+    assert plan.mesh == {"data": 4, "model": 2}
 
 
 def test_the_mesh_in_force_is_used():
@@ -210,6 +157,13 @@ def on_other_devices():
             lambda: planner.plan(jnp.sin, X, mesh=data_mesh(), in_shardings=(P(), P())),
             ValueError,
             "not a prefix of the arguments",
+        ),
+        (
+            lambda: planner.plan(
+                jnp.dot, X, kwargs={"b": X}, mesh=data_mesh(), in_shardings=(P(), P())
+            ),
+            ValueError,
+            "pass 'b' by position, or give its arrays shardings",
         ),
     ],
 )
@@ -268,6 +222,13 @@ def test_a_moved_array_keeps_its_memory_and_the_types_of_its_axes():
     abstract = NamedSharding(mesh.abstract_mesh, P("data"))
     rows = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=abstract)
     assert planner.plan(jnp.sum, rows, topology="v5e-8").mesh == {"data": 8}
+
+
+@pytest.mark.libtpu
+def test_two_questions_for_a_slice_have_the_same_devices():
+    """Arrays on two meshes of them meet in one program."""
+    assert planner.devices("v5e-4") == planner.devices("v5e:2x2")
+    assert planner.devices("2xv5e-4") == planner.devices("2xv5e-4")
 
 
 @pytest.mark.libtpu

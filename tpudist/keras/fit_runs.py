@@ -4,9 +4,7 @@ All runs start from copies of one state in host memory, so the model does not ch
 """
 
 import contextlib
-import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +25,7 @@ from tpudist.lowering import placement
 from tpudist.lowering.array_copies import fetch, put
 from tpudist.programs import operations, program_digest, rounding_errors, user_lines
 from tpudist.programs.jaxprs import ClosedJaxpr
+from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.mesh import ReplicaMesh
 
 _verified: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
@@ -221,35 +220,11 @@ class FitRuns:
             self._twin._use_mesh(),
             context.enter(Mode(ContextKind.SCOPE, self._twin)),
             current_distribution.use(self._twin),
-            _show_one_device(self._one_device.mesh.devices.flat[0]),
+            # Layers and losses may ask JAX for the number of devices. A difference between the two
+            # runs then shows that the result depends on it.
+            show_devices([*self._one_device.mesh.devices.flat]),
         ):
             yield
-
-
-@contextlib.contextmanager
-def _show_one_device(device: jax.Device) -> Iterator[None]:
-    """Makes JAX report a single device in this thread."""
-    # Layers and losses may ask JAX for the number of devices. A difference between the two runs
-    # then shows that the result depends on it. Other threads, for example of the input, see all
-    # devices.
-    thread = threading.get_ident()
-    answers = {"device_count": 1, "local_device_count": 1}
-    answers |= {"devices": [device], "local_devices": [device]}
-
-    def replace(plain: Callable[..., Any], answer: object) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def ask(*args, **kwargs):
-            return answer if threading.get_ident() == thread else plain(*args, **kwargs)
-
-        return ask
-
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            # A function of the module jax.
-            plain = getattr(jax, name)
-            stack.callback(setattr, jax, name, plain)
-            setattr(jax, name, replace(plain, answer))
-        yield
 
 
 def _fetch_rows(x: Any) -> Any:

@@ -3,6 +3,7 @@
 `Strategy.plan` checks its arguments and moves them to the devices of the plan first.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress
 from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
+from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -197,7 +199,10 @@ def lower(
     started = time.monotonic()
     # Not `twin.scope()`: `Strategy.plan` runs in the scope of the strategy, which stays the current
     # one.
-    with twin._use_mesh():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(twin._use_mesh())
+        if compiler_query.is_described(twin.mesh):
+            stack.enter_context(show_devices([*twin.mesh.devices.flat]))
 
         def report_lowering() -> None:
             report("lowering", time.monotonic() - started)

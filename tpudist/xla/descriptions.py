@@ -19,10 +19,15 @@ _MAX_CHANGES = 3  # in the text of a difference
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Returns the name of a function, or of the function of a `functools.partial`."""
+    """Returns the name of a function, or of the function that a `functools.partial` or wrapper has.
+
+    An object with `__call__` has no `__name__`.
+    """
     while isinstance(function, functools.partial):
         function = function.func
-    # An object with `__call__` has no `__name__`.
+    wrapped = getattr(function, "__wrapped__", None)
+    if not hasattr(function, "__name__") and wrapped is not None:
+        return name_of(wrapped)
     return getattr(function, "__name__", type(function).__name__)
 
 

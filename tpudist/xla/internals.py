@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, distributed, mesh, sharding_impls
+from jax._src import config, core, distributed, mesh, sharding_impls, xla_bridge
 from jax._src.interpreters import pxla
 from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -167,6 +167,21 @@ def settings_of_traces() -> tuple[Any, ...]:
 def is_described(device: jax.Device) -> bool:
     """Whether a device belongs to a described topology (`xla.topology`) and cannot run programs."""
     return type(device.client).__name__ == "CompileOnlyPyClient"  # the class is not public
+
+
+def replace_devices(
+    show: Callable[[Callable[..., Any]], Callable[..., Any]],
+    hide: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replaces the functions with which JAX itself finds devices, for example in `jax.pmap`.
+
+    Args:
+        show: Returns the replacement of a function that returns devices.
+        hide: Returns the replacement of a function whose answers JAX stores forever.
+    """
+    xla_bridge.devices = show(xla_bridge.devices)
+    for name in ("local_devices", "process_count"):
+        setattr(xla_bridge, name, hide(vars(xla_bridge)[name]))
 
 
 def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], Any]) -> Any:

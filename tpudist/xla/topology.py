@@ -5,6 +5,7 @@ is the program that the slice would run, with the same collectives, FLOPs and me
 cannot run it.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -33,7 +34,8 @@ NO_TPU_HERE = {
 def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     """Returns described devices of the TPU slice `name`. This needs libtpu, but no TPU.
 
-    Sets environment variables of this process for libtpu, if it has no TPU.
+    Each call for a slice returns the same devices, so that arrays on two meshes of them can meet
+    in one program. Sets environment variables of this process for libtpu, if it has no TPU.
 
     Args:
         name: Name of the slice: "v5e-256", "v5p-128", "2xv5e-256" (two slices) or, with the shape
@@ -63,16 +65,22 @@ def devices(name: str, *, num_slices: int | None = None) -> list[jax.Device]:
     options = dict(_OPTIONS.get(tpu_slice.generation, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
-    shape, libtpu_name = tpu_slice.shape, tpu_slice.libtpu_name
+    shape = tpu_slice.shape
     if min(shape[:2]) < 2:  # libtpu's default is 2 x 2 chips per host
-        options["chips_per_host_bounds"] = [min(2, shape[0]), min(2, shape[1]), 1]
+        options["chips_per_host_bounds"] = (min(2, shape[0]), min(2, shape[1]), 1)
+    return list(_describe(tpu_slice.libtpu_name, tuple(options.items())))
+
+
+@functools.cache
+def _describe(libtpu_name: str, options: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
+    arguments = {name: list(x) if isinstance(x, tuple) else x for name, x in options}
     try:
         described = topologies.get_topology_desc(
-            platform="tpu", topology_name=libtpu_name, **options
+            platform="tpu", topology_name=libtpu_name, **arguments
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f'libtpu has no TPU slice "{libtpu_name}": {error}') from error
-    return list(described.devices)
+    return tuple(described.devices)
 
 
 def require_libtpu(name: str) -> None:

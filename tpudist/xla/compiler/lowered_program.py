@@ -1,10 +1,18 @@
 """Reads facts about a lowered program that JAX has, but does not make public."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+# Such as `sdy.mesh @mesh = <["data"=4, "model"=2]>`. A mesh that has the devices of the program in
+# another order has their numbers, too.
+_MESH = re.compile(r"sdy\.mesh @\w+ = <\[([^\]]+)\]>")
+_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"=(\d+)')
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,19 @@ def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
         return list(_read_lowering(lowered)._device_list)
     except AttributeError as error:
         raise _unknown_version("does not know its devices") from error
+
+
+def mesh_of(lowered: jax.stages.Lowered) -> Mesh:
+    """Returns the mesh of a program; one axis "devices" if it names no mesh of all its devices."""
+    devices = np.array(devices_of(lowered))
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    for operation in module.body.operations:
+        if match := _MESH.match(str(operation) if operation.name == "sdy.mesh" else ""):
+            axes = {name: int(size) for name, size in _AXIS.findall(match[1])}
+            if math.prod(axes.values()) == devices.size:
+                return Mesh(devices.reshape(*axes.values()), tuple(axes))
+    return Mesh(devices, ("devices",))
 
 
 def inputs_of(lowered: jax.stages.Lowered) -> list[ProgramInput]:

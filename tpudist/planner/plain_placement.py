@@ -1,0 +1,254 @@
+"""Places the arguments of a step of plain JAX on the devices of a plan, without their data."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+from jax.ref import AbstractRef, Ref
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from tpudist.array_types import PyTree, Shape
+from tpudist.run.arguments import call_description
+from tpudist.xla import topology as topologies
+from tpudist.xla.array_attributes import is_weakly_typed, shape_of, sharding_of
+from tpudist.xla.compiler import compiler_process
+from tpudist.xla.compiler.visible_devices import show_devices
+from tpudist.xla.mesh import arrange_slices
+
+# A mesh, or the sizes of its axes.
+MeshLike = Mesh | Mapping[str, int]
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_REFS = (Ref, AbstractRef)
+
+
+class _AbstractArray(jax.ShapeDtypeStruct):
+    """An array without data that looks like an array.
+
+    Equinox's `filter_jit` and others find the arrays among the arguments by `isinstance`.
+    """
+
+    __class__ = property(lambda self: jax.Array)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class _PlacedRef(AbstractRef):
+    """A reference without data, whose array has a sharding."""
+
+    def __init__(self, array: jax.ShapeDtypeStruct):
+        super().__init__(jax.typeof(array))
+        self._sharding = array.sharding
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Placement of the array."""
+        return self._sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafFacts:
+    """A leaf of the arguments.
+
+    Attributes:
+        name: The user's name.
+        shape: Its shape; None if it is neither an array nor a number.
+        is_array: Whether it is an array.
+    """
+
+    name: str
+    shape: Shape | None
+    is_array: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedCall:
+    """A call without data.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        leaves: The leaves of the arguments, in order.
+        surroundings: Makes a context in which the step is traced.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    leaves: Sequence[LeafFacts]
+    surroundings: Callable[[], AbstractContextManager]
+
+
+class Placement:
+    """Devices and mesh on which the arguments of a plan are placed.
+
+    Args:
+        topology: Slice of the plan; None for the devices of the shardings.
+        mesh: Mesh of the plan, or the sizes of its axes on the slice; None for that of
+            `jax.set_mesh`, or of the shardings.
+    """
+
+    def __init__(self, topology: str | None, mesh: MeshLike | None):
+        self._devices = None if topology is None else list(topologies.devices(topology))
+        self._mesh = mesh if mesh is None or isinstance(mesh, Mesh) else self._make_mesh(mesh)
+
+    def place(
+        self, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
+    ) -> PlacedCall:
+        """Returns the arguments without data, on the devices of the plan."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        if self._mesh is None:
+            specs = jax.tree.leaves(in_shardings, is_leaf=_is_sharding)
+            self._mesh = self._find_mesh(leaves, specs)
+        wanted = self._read_shardings(args, kwargs, in_shardings)
+        named = call_description.names_of_leaves(step, args, kwargs)
+        # Objects of tpudist and of Flax are one leaf there.
+        names = named if len(named) == len(leaves) else [""] * len(leaves)
+        placed, facts = [], []
+        for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
+            sharding = wanted[i] if i < len(wanted) else None
+            placed.append(self._place_leaf(x, sharding))
+            is_array = isinstance(x, (*_ARRAYS, *_REFS, np.generic))
+            shape = () if isinstance(x, bool | int | float | complex) else None
+            facts.append(LeafFacts(name, tuple(shape_of(x)) if is_array else shape, is_array))
+        own_args, own_kwargs = treedef.unflatten(placed)
+        return PlacedCall(own_args, own_kwargs, facts, self._surroundings)
+
+    def _place_leaf(self, x: Any, sharding: Sharding | None) -> Any:
+        if not isinstance(x, (*_ARRAYS, *_REFS)):
+            return x  # a number of NumPy, too, because it may be a static argument
+        if sharding is None:
+            sharding = sharding_of(x)
+            if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+                sharding = self._move(sharding)
+            else:
+                sharding = (
+                    None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+                )
+        facts = {"sharding": sharding, "weak_type": is_weakly_typed(x)}
+        if isinstance(x, _REFS):
+            return _PlacedRef(jax.ShapeDtypeStruct(x.shape, x.dtype, **facts))
+        return _AbstractArray(x.shape, x.dtype, **facts)
+
+    def _surroundings(self) -> AbstractContextManager:
+        stack = ExitStack()
+        if self._devices is not None:
+            stack.enter_context(show_devices(self._devices))
+        if self._mesh is not None:
+            stack.enter_context(jax.set_mesh(self._mesh))
+        elif self._devices is not None:
+            # A step without shardings uses the default device.
+            stack.enter_context(jax.default_device(self._devices[0]))
+        return stack
+
+    def _make_mesh(self, axes: Mapping[str, int], axis_types: tuple[AxisType, ...] = ()) -> Mesh:
+        if self._devices is None:
+            raise ValueError(
+                f"planner.plan received mesh={dict(axes)!r} without devices. Pass topology=, such "
+                'as "v5e-8", or a jax.sharding.Mesh.'
+            )
+        if any(size < 1 for size in axes.values()):
+            raise ValueError(f"mesh={dict(axes)!r} is not supported. Each size must be at least 1.")
+        if math.prod(axes.values()) != len(self._devices):
+            raise ValueError(
+                f"mesh={dict(axes)!r} has {math.prod(axes.values())} devices, but the topology has "
+                f"{len(self._devices)}. The product of the sizes must be the number of devices."
+            )
+        kinds = axis_types or (AxisType.Auto,) * len(axes)
+        grid = arrange_slices(self._devices, tuple(axes.values()))
+        return Mesh(grid, tuple(axes), axis_types=kinds)
+
+    def _use_or_copy(self, mesh: Mesh | AbstractMesh) -> Mesh | None:
+        """Returns a mesh with these axes on the devices of the plan; None if there is none."""
+        if self._is_final(mesh):
+            return mesh
+        if self._devices is None or mesh.size != len(self._devices):
+            return None
+        return self._make_mesh(mesh.shape, mesh.axis_types)
+
+    def _find_mesh(self, values: Sequence[Any], specs: Sequence[Any]) -> Mesh | None:
+        """Returns the mesh of the plan if the shardings of the arguments do not suffice.
+
+        Args:
+            values: Leaves of the arguments.
+            specs: Leaves of `in_shardings`.
+        """
+        shardings = [*map(sharding_of, values), *specs]
+        meshes = [jax.sharding.get_mesh()]  # that of `jax.set_mesh`, or an empty one
+        meshes += [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        meshes = [mesh for mesh in meshes if not mesh.empty]
+        final = [mesh for mesh in meshes if self._is_final(mesh)]
+        incomplete = [mesh for mesh in meshes if not self._is_final(mesh)]
+        if not incomplete and not any(isinstance(x, PartitionSpec) for x in specs):
+            return None
+        return self._use_or_copy([*final, *incomplete][0]) if meshes else None
+
+    def _is_final(self, mesh: Mesh | AbstractMesh) -> TypeGuard[Mesh]:
+        """Returns whether a mesh has the devices of the plan, as far as it can know."""
+        return isinstance(mesh, Mesh) and (self._devices is None or _is_described(mesh))
+
+    def _read_shardings(
+        self, args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
+    ) -> list[Sharding | None]:
+        """Returns the requested sharding of each leaf of `args`."""
+        if in_shardings is None:
+            return []
+
+        if isinstance(in_shardings, list):
+            in_shardings = tuple(in_shardings)
+        try:
+            wanted = jax.tree.broadcast(in_shardings, args, is_leaf=_is_sharding)
+        except ValueError as error:
+            raise ValueError(
+                f"in_shardings is not a prefix of the arguments ({len(args)} positional ones): "
+                f"{error}. Pass one sharding for all, or a tuple with one entry per argument."
+                f"{_advise_on_keywords(kwargs)}"
+            ) from error
+        # None is not a leaf of the arguments, but it is a leaf of `wanted`: an unknown sharding.
+        leaves = jax.tree.structure(args).flatten_up_to(wanted)
+        return [self._read_sharding(x) for x in leaves]
+
+    def _read_sharding(self, x: PartitionSpec | Sharding | None) -> Sharding | None:
+        if not isinstance(x, PartitionSpec):
+            return self._move(x) if isinstance(x, NamedSharding) else x
+        if self._mesh is None:
+            raise ValueError(
+                f"in_shardings has {x}, but there is no mesh. Pass mesh=, such as "
+                '{"data": 4, "model": 2} with topology="v5e-8", or a jax.sharding.Mesh; or '
+                "pass NamedShardings."
+            )
+        return NamedSharding(self._mesh, x)
+
+    def _move(self, sharding: NamedSharding) -> NamedSharding:
+        """Returns a sharding on the devices of the plan."""
+        mesh = sharding.mesh
+        if self._is_final(mesh):
+            return sharding
+        if self._mesh is None or self._mesh.axis_names != mesh.axis_names:
+            own = "none" if self._mesh is None else dict(self._mesh.shape)
+            number = "no devices" if self._devices is None else f"{len(self._devices)}"
+            raise ValueError(
+                f"An argument is on a mesh of {mesh.size} devices, {dict(mesh.shape)}, but the "
+                f"topology has {number}, and the mesh of the plan is {own}. Pass mesh= "
+                "with the same axes, or arguments without shardings and in_shardings."
+            )
+        return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _advise_on_keywords(kwargs: Mapping[str, Any]) -> str:
+    if not kwargs:
+        return ""
+    name = next(iter(kwargs))
+    return (
+        f" As in jax.jit, in_shardings is for positional arguments: pass {name!r} by position, or "
+        f"give its arrays shardings: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding("
+        f"mesh, P(...)))."
+    )
+
+
+def _is_sharding(x: object) -> bool:
+    return x is None or isinstance(x, PartitionSpec | Sharding)
+
+
+def _is_described(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, Mesh) and compiler_process.slice_of([*mesh.devices.flat]) is not None

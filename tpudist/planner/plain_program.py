@@ -1,0 +1,154 @@
+"""Lowers a step of plain JAX, whatever has compiled it: `jax.jit`, `pmap`, Equinox or Flax."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpudist.planner import input_roles
+from tpudist.planner.plain_placement import LeafFacts, PlacedCall
+from tpudist.programs import jaxprs
+from tpudist.xla import descriptions
+from tpudist.xla.compiler import lowered_program
+from tpudist.xla.compiler.only_call import jit_only_call
+from tpudist.xla.estimate.memory import InputLeaf
+
+Step = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered
+_JITTED = type(jax.jit(lambda: None))  # JAX does not name the class
+DEVICES_RULE = (
+    "The program is compiled for the devices of its shardings. Make its mesh of "
+    'tpudist.planner.devices("v5e-8"), and lower the step for arguments on that mesh; or pass '
+    "arguments without shardings, and in_shardings."
+)
+# What to do about errors of JAX.
+_RULES = {
+    "incompatible devices": DEVICES_RULE,
+    "does not match the sharding on the respective arg": "Pass the same in_shardings to plan().",
+}
+# The names that Equinox's `filter_jit` gives to its arrays: number of a leaf of the first argument,
+# or of the others.
+_EQUINOX = re.compile(r"dynamic_(?:no)?donate\['(first|rest)'\]\[(\d+)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredCall:
+    """A lowered step.
+
+    Attributes:
+        name: Name of the step.
+        lowered: The program.
+        closed: Jaxpr of the step; None if it is not known.
+        leaves: Leaves of the arguments; empty if the names in the program are those of the user.
+        num_first: Number of leaves of the first argument.
+    """
+
+    name: str
+    lowered: jax.stages.Lowered
+    closed: jaxprs.ClosedJaxpr | None = None
+    leaves: Sequence[LeafFacts] = ()
+    num_first: int = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the program."""
+        return lowered_program.mesh_of(self.lowered)
+
+    def inputs(self, mesh: Mesh) -> list[InputLeaf]:
+        """Returns the inputs of the program, with the names of the user if they are known."""
+        inputs = lowered_program.inputs_of(self.lowered)
+        whole = NamedSharding(mesh, PartitionSpec())
+        names = self._name_inputs(inputs)
+        return [
+            InputLeaf(
+                name,
+                input_roles.guess_role(name),
+                x.shape,
+                x.dtype,
+                whole if x.sharding is None else x.sharding,
+                x.donated,
+            )
+            for x, name in zip(inputs, names, strict=True)
+        ]
+
+    def _name_inputs(self, inputs: Sequence[lowered_program.ProgramInput]) -> list[str]:
+        own = [x.name for x in inputs]
+        places = [x.number for x in inputs]
+        matches = [_EQUINOX.fullmatch(name) for name in own]
+        if all(matches):
+            places = [int(m[2]) + (self.num_first if m[1] == "rest" else 0) for m in matches if m]
+        arrays = [x for x in self.leaves if x.is_array]
+        # Python numbers are inputs of a program or not; those of Equinox have a place nevertheless.
+        for leaves in (self.leaves, arrays, [x for x in self.leaves if x.shape is not None]):
+            found = [leaves[i] for i in places if i < len(leaves)]
+            if [x.shape for x in found] == [x.shape for x in inputs]:
+                return [leaf.name or name for leaf, name in zip(found, own, strict=True)]
+        return own  # a wrapper has changed the order
+
+
+def lower_program(program: jax.stages.Traced | jax.stages.Lowered) -> LoweredCall:
+    """Returns a program that has its shapes and shardings."""
+    if isinstance(program, jax.stages.Lowered):
+        return LoweredCall("lowered program", program)
+    return LoweredCall(program.fun_name, program.lower(), program.jaxpr)
+
+
+def lower_call(
+    step: Callable[..., Any],
+    call: PlacedCall,
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> LoweredCall:
+    """Lowers a step for the arguments of a call.
+
+    Raises:
+        ValueError: If the step and its arguments are on different devices.
+    """
+    jitted: Any = step
+    has_own_lower = hasattr(step, "lower")
+    if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
+        # A bound method has the `lower` of its function, which must receive the object.
+        jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))
+    elif not has_own_lower:
+        jitted = jax.jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    name = descriptions.name_of(step)
+    with call.surroundings():
+        try:
+            if isinstance(jitted, _JITTED):
+                traced = jitted.trace(*call.args, **call.kwargs)
+                is_own = has_own_lower or donate_argnums not in ((), [])
+                inner = None if is_own else jit_only_call(traced)
+                if inner is None:
+                    return LoweredCall(name, traced.lower(), traced.jaxpr)
+                static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
+                args = tuple(x for i, x in enumerate(call.args) if i not in static)
+                lowered = inner.lower(*jax.tree.leaves((args, call.kwargs)))
+                return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
+            lowered = jitted.lower(*call.args, **call.kwargs)
+        except ValueError as error:
+            for problem, rule in _RULES.items():
+                if problem in str(error):
+                    raise ValueError(f"{error}\n{rule}") from error
+            raise
+        # Equinox and Flax wrap the program of JAX.
+        lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
+        num_first = len(jax.tree.leaves(call.args[:1]))
+        return LoweredCall(name, lowered, _jaxpr_of(jitted, call), call.leaves, num_first)
+
+
+def _jaxpr_of(step: Callable[..., Any], call: PlacedCall) -> jaxprs.ClosedJaxpr:
+    """Returns the jaxpr of a step whose `lower` does not keep it, by another trace."""
+    leaves, treedef = jax.tree.flatten((call.args, call.kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def call_with(arrays: list[jax.Array]) -> list[jax.Array]:
+        full = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            full[i] = x
+        args, kwargs = treedef.unflatten(full)
+        return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, jax.Array)]
+
+    return jax.make_jaxpr(call_with)([leaves[i] for i in places])
