@@ -108,7 +108,7 @@ def test_the_cost_of_a_run_is_shown_if_its_length_and_a_price_are_given():
     (text, page) = everywhere(plans.fitting(), num_steps=10_000, price=1.2)
     for said in (text, page):
         assert "10,000 steps" in said
-        assert "28.9 h, 7,410 chip-hours, 8,891.73 at 1.2 per chip-hour" in said
+        assert "28.9 h (25.9 to 33.9), 7,410 chip-hours, 8,891.73 at 1.2 per chip-hour" in said
     assert "chip-hours" in shown(plans.fitting(), num_steps=10)
     assert "at 1.2" not in shown(plans.fitting(), num_steps=10)
     assert "chip-hours" not in shown(plans.refused(), num_steps=10, price=1.0)

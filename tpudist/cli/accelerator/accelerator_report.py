@@ -13,8 +13,9 @@ from tpudist.cli.accelerator.item import FAILED, OK
 from tpudist.cli.console import hide_home
 
 FORMAT = 1  # raise it if a field changes its meaning; `planner.read_calibration` reads the file
-LARGE_BYTES = 2**20
-"""Collectives of at least this size are compared with their estimate for the calibration."""
+LARGE_BYTES = 2**24
+"""Collectives of at least this size are compared with their estimate for the calibration: smaller
+ones also measure their start-up."""
 # Columns of the text, and lengths at which messages of errors are cut.
 _NAME_WIDTH = 44
 _MAX_STATUS, _MAX_PROBLEM = 200, 300

@@ -20,7 +20,12 @@ from tpudist.planner.show.formats import (
 )
 from tpudist.planner.show.memory_text import list_replicated, memory_sections
 from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, Report
-from tpudist.planner.show.speed_text import format_step, time_sections, traffic_sections
+from tpudist.planner.show.speed_text import (
+    format_step,
+    format_steps,
+    time_sections,
+    traffic_sections,
+)
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.mesh import REPLICA_AXIS
 
@@ -95,4 +100,5 @@ def _format_run(
 ) -> str:
     hours = plan.chip_hours(num_steps) or 0.0
     cost = "" if price is None else f", {hours * price:,.2f} at {price:g} per chip-hour"
-    return f"{format_seconds(estimate.step_s * num_steps)}, {format_count(hours)} chip-hours{cost}"
+    time = format_steps(estimate, num_steps)
+    return f"{time}, {format_count(hours)} chip-hours{cost}"

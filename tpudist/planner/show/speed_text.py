@@ -38,11 +38,17 @@ _MIN_SHARE = 1e-3  # a shorter part would be invisible in the bar
 _NUM_CAUSES = 4
 
 
-def format_step(spent: TimeEstimate) -> str:
-    """Returns the time of a step with its error bar: "4.20 s (3.60 to 4.90), 7% of it guessed"."""
+def format_steps(spent: TimeEstimate, num_steps: int) -> str:
+    """Returns the time of several steps with its error bar: "4.20 h (3.60 to 4.90)"."""
+    seconds = num_steps * spent.step_s
     if spent.low_s is None or spent.high_s is None:  # a plan of an older version
-        return f"{format_seconds(spent.step_s)} (an estimate)"
-    text = format_range(spent.step_s, spent.low_s, spent.high_s)
+        return f"{format_seconds(seconds)} (an estimate)"
+    return format_range(seconds, num_steps * spent.low_s, num_steps * spent.high_s)
+
+
+def format_step(spent: TimeEstimate) -> str:
+    """Returns the time of a step, such as "4.20 s (3.60 to 4.90), 7% of it guessed"."""
+    text = format_steps(spent, 1)
     if spent.guessed_s and spent.step_s:
         text += f", {format_share(spent.guessed_s / spent.step_s)} of it guessed"
     return text
