@@ -67,14 +67,24 @@ def draw(facts: Facts, palette: Palette) -> Canvas:
 def _draw_bars(canvas: Canvas, y: float, bars: Bars, hues: tuple[str, ...]) -> float:
     """One bar and its legend; returns where the next one begins."""
     canvas.text(10, y, bars.title, bold=True)
-    canvas.rect(10, y + 10, 740, 28, "none", radius=2)
+    _, high = bars.error_bar or (0.0, 0.0)
+    scale = 740 / max(bars.whole, high)
+    canvas.rect(10, y + 10, scale * bars.whole, 28, "none", radius=2)
     x, entries = 10.0, []
     parts = [part for part in bars.parts if part.amount / bars.whole >= 0.01]
     for part, hue in zip(parts, hues, strict=False):
-        width = 740 * part.amount / bars.whole
+        width = scale * part.amount
         canvas.rect(x, y + 10, width, 28, f"{hue}-fill", hue, radius=2)
         entries.append((f"{part.name} {part.text}", f"{hue}-fill", hue))
         x += width
+    if bars.error_bar:
+        low_x, high_x = (10 + scale * end for end in bars.error_bar)
+        for begin, end in (
+            ((low_x, y + 24), (high_x, y + 24)),
+            ((low_x, y + 18), (low_x, y + 30)),
+            ((high_x, y + 18), (high_x, y + 30)),
+        ):
+            canvas.line(begin, end, color="ink")
     if bars.free:
         entries.append((f"{bars.free.name} {bars.free.text}", "none", "muted"))
     left, top = 10.0, y + 52

@@ -20,15 +20,16 @@ book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
 6. A hop takes 1 us (tpus, question 5). A transfer takes the time of its hops or of its bytes,
    whichever is longer. The longest path is half of a ring, or a complete line.
 7. Before that, each stage takes `STAGE_S`. A collective has a stage for each axis of the grid that
-   the group spans, and one for the devices of a chip; an all-reduce has them twice; a permute has
-   one. The links are free meanwhile.
+   the group spans, and one for the devices of a chip; an all-reduce has them twice. A permute takes
+   `SEND_S` instead. The links are free meanwhile.
 8. Between slices, a collective gets `DCN_SHARE` of the documented bandwidth of the data-center
    network, and one that adds numbers `DCN_SUM_SHARE`, because the hosts add them.
 
 Comparison with other published measurements (measured, estimated): a reduce-scatter of 134 MB
-between two chips of a v2, 1.13 and 1.21 ms (scaling book, profiling); a permute of 64 MiB to the
-neighbor on v5p, 0.78 and 0.75 ms (marin-community/marin, issue 6736); an all-gather of 34 MB over
-a line of 4 chips of v5e, 680 and 568 us (scaling book, sharding, pop quiz 2).
+between two chips of a v2, 1.13 and 1.21 ms (scaling book, profiling); permutes of 1 and 64 MiB to
+the neighbor on v5p, 16.9 and 782 us, 16.1 and 750 us (marin-community/marin, issue 6736); an
+all-gather of 34 MB over a line of 4 chips of v5e, 680 and 568 us (scaling book, sharding, pop
+quiz 2).
 `tpudist.xla.estimate.error_bar` has the spread of these rules.
 """
 
@@ -55,6 +56,9 @@ STAGE_S = 6.2e-6
 - v5e, 1 axis: 131 kB over a line of 4 chips take 8 us, of which 3 hops are 3 us: 5 us (scaling
   book, sharding, pop quiz 2).
 """
+SEND_S = 4.4e-6
+"""Start-up of a permute to a neighbor (rule 7): 1 to 16 KiB take 4.5 to 5.5 us on v5p and 5.6 to
+5.9 us on v6e, of which the hop is 1 us (marin-community/marin, issue 6736)."""
 DCN_SUM_SHARE = 0.33
 """The only published measurement (rule 8): 4.11 of 12.5 GB/s per chip between slices of v6e-256
 (AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives, psum_dcn)."""
@@ -176,7 +180,7 @@ class Torus:
             busy[_INSIDE] = num_bytes / (_WITHIN_CHIP * rate)
         if not busy:
             return Route(0.0, {})
-        return Route(STAGE_S + max(*busy.values(), hops * HOP_S), busy, STAGE_S)
+        return Route(SEND_S + max(*busy.values(), hops * HOP_S), busy, SEND_S)
 
     def _find_spans(self, groups: tuple[tuple[int, ...], ...]) -> tuple[list[_Span], int]:
         """Returns the axes that each group spans, and its devices per chip."""
