@@ -151,13 +151,14 @@ class Blocks(nnx.Module):
         The second result is the spread of the tokens over the experts, as a mean over the layers.
         """
         config, adapter_scale = self.config, self.adapter_scale or 0.0
+        order = _ring_order(x.shape[1], config)
 
         # `weights` belong to one layer: the scan removes the dim `layers`.
         def block(state, weights, rotations):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
             out = _rms_norm(x, weights["attention_norm"], config)
-            out = _attention(out, weights, rotations, config, adapter_scale)
+            out = _attention(out, weights, rotations, config, adapter_scale, order is not None)
             if config.norm_outputs:
                 out = _rms_norm(out, weights["attention_out_norm"], config)
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
@@ -172,6 +173,8 @@ class Blocks(nnx.Module):
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
+        if order is not None:
+            x = constrain_residual(order.into(x))
         # Means over the layers, added up in the carry, so they start at 0.
         zeros = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
@@ -179,7 +182,9 @@ class Blocks(nnx.Module):
         if config.layers_with_window is not None:
             # A value per layer, so the scan gives each block its own, like a weight.
             weights["has_window"] = jnp.asarray(config.layers_with_window)
-        return pipeline.apply(block, state, weights, _rotations(x.shape[1], config), config)
+        rotations = _rotations(x.shape[1], config, order)
+        x, routing = pipeline.apply(block, state, weights, rotations, config)
+        return x if order is None else constrain_residual(order.out_of(x)), routing
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
@@ -245,13 +250,27 @@ def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = F
     return out.reshape(*leading, *weight.shape[num_dims:])
 
 
-def _rotations(length: int, config: TransformerConfig) -> tuple[rotary.Rotation, ...]:
+def _rotations(
+    length: int, config: TransformerConfig, order: attention.RingOrder | None
+) -> tuple[rotary.Rotation, ...]:
     """Returns the rotation for layers without a window, and for layers with one if it differs."""
     width, local = config.head_dim, config.local_rotary_base
-    usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling)
+    positions = None if order is None else order.positions(length)
+    usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling, positions)
+    if order is not None:  # tables of a long sequence are split as the sequence is
+        usual = jax.tree.map(lambda table: constrain(table, "sequence", None, None), usual)
     if local is None:
         return (usual,)
-    return usual, rotary.rotation(length, width, local)
+    return usual, rotary.rotation(length, width, local, positions=positions)
+
+
+def _ring_order(length: int, config: TransformerConfig) -> attention.RingOrder | None:
+    """Returns the order of the sequence inside the blocks; None for the usual order."""
+    if config.num_experts:  # an expert that has too many tokens drops the last ones
+        return None
+    return attention.choose_ring_order(
+        length, config.attention, config.splash_block, config.splash_backward_block
+    )
 
 
 def _rotation_of_layer(
@@ -289,6 +308,7 @@ def _attention(
     rotations: tuple[rotary.Rotation, ...],
     config: TransformerConfig,
     adapter_scale: float,
+    is_in_ring_order: bool,
 ) -> jax.Array:
     query, key, value = _query_key_value(x, weights, config)
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
@@ -311,6 +331,7 @@ def _attention(
         splash_backward_block=config.splash_backward_block,
         scores=attention.Scores(config.query_scale, config.attention_cap, config.attention_window),
         has_window=has_window,
+        is_in_ring_order=is_in_ring_order,
     )
     out = _project(attended, weights["attention_out"], num_dims=2, heads=True)
     return adapt(out, attended, name="o_proj", num_dims=2)

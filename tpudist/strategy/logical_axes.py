@@ -19,14 +19,17 @@ _DEFAULT: tuple[tuple[str, tuple[str, ...]], ...] = (
     # The dim of tokens after they were sent to their experts: there, the axis "expert" splits the
     # dim of experts, so it cannot split the tokens as well.
     ("expert_batch", tuple(axis for axis in BATCH_AXES if axis != "expert")),
-    ("embed", ("fsdp",)),
+    # Before "embed", so that an activation with both names is split along its length.
+    ("sequence", ("sequence",)),
+    # Devices that share a sequence share the weights too, as in MaxText (`embed` in its base.yml).
+    # Otherwise each would keep a whole copy of weights and optimizer state.
+    ("embed", ("fsdp", "sequence")),
     ("conv_out", ("fsdp",)),
     ("mlp", ("tensor",)),
     ("heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     ("vocab", ("tensor",)),
     ("expert", ("expert",)),
-    ("sequence", ("sequence",)),
     # The activations between blocks are whole by default. A rule ("residual", "tensor") splits
     # them: that saves memory, but each use must gather them.
     ("residual", ()),

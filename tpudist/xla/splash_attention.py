@@ -1,19 +1,23 @@
-"""Causal attention with JAX's Splash kernel, which never stores all scores of a sequence.
+"""Attention with JAX's Splash kernel, which never stores all scores of a sequence.
 
 The kernel is for TPUs. `interpret=True` computes the same result on other devices, slowly.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
     splash_attention_mask as masks,
+    splash_attention_mask_info as mask_info,
 )
 
-_LANES = 128  # tiles of the kernel are multiples of this
+LANES = 128
+"""Number of which the tiles of the kernel are multiples."""
 # MaxText's default (`sa_block_q` in its base.yml). The scores of such a tile take 1 MiB. Much
 # larger tiles exceed the 16 MiB of VMEM that XLA gives a kernel by default.
 _BLOCK = 512
@@ -22,6 +26,8 @@ _BLOCK = 512
 # 2048 keys per part (MaxText's recipes for v6e) keys, values and their gradients fit into VMEM.
 _BACKWARD_PARTS = 4
 _LARGEST_PART = 2048
+_NO_MASK = mask_info.MaskInfo(None, None, None, None, None)
+_LAYOUT = splash.QKVLayout.HEAD_DIM_MINOR
 
 
 def causal_attention(
@@ -60,7 +66,7 @@ def causal_attention(
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a position attends at least to itself. Use at least 1.")
     length, heads = query.shape[1:3]
-    block, backward_block = _block_sizes(length, block, backward_block)
+    block, backward_block = _block_sizes(length, block, backward_block, _BACKWARD_PARTS)
     # Padding is at the end, and no position attends to a later one.
     padding = -length % backward_block
     pads = ((0, 0), (0, padding), (0, 0), (0, 0))
@@ -75,18 +81,107 @@ def causal_attention(
     return out[:, :length] if padding else out
 
 
-def _block_sizes(length: int, block: int | None, backward_block: int | None) -> tuple[int, int]:
+@dataclasses.dataclass(frozen=True)
+class SplashBlocks:
+    """Attention of some queries to some keys, for `models.parts.ring_attention`.
+
+    The lengths of queries and keys are equal, and multiples of 128 and of the tiles.
+    """
+
+    block: int | None = None
+    """Rows and columns of a tile; see `causal_attention`."""
+    backward_block: int | None = None
+    """Keys per part of the backward pass; see `causal_attention`."""
+    interpret: bool = False
+    """Whether to interpret the kernel."""
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the result, and the logarithms of the sums of the weights.
+
+        See `models.parts.attention_tiles.forward`.
+        """
+        options = self._options(query, is_causal)
+        if is_causal:
+            kernel = _kernel(query.shape[2], options, save_residuals=True)
+        else:
+            kernel = _kernel_without_mask(options)
+        out, (log_weight,) = jax.vmap(kernel)(query, key, value)
+        return out, log_weight
+
+    def backward(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        log_weight: jax.Array,
+        out_dot_d_out: jax.Array,
+        d_out: jax.Array,
+        is_causal: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of queries, keys and values.
+
+        See `models.parts.attention_tiles.backward`.
+        """
+        options = self._options(query, is_causal)
+        mask, mask_function = _NO_MASK, None
+        if is_causal:
+            kernel = _kernel(query.shape[2], options)
+            assert kernel.dkv_mask_info is not None, "its block sizes have a backward pass"
+            mask, mask_function = kernel.dkv_mask_info, kernel.kwargs["mask_function"]
+
+        # JAX's public function computes the sums of weights again, of only these keys, and does not
+        # accept those of all keys.
+        def run(
+            query: jax.Array,
+            key: jax.Array,
+            value: jax.Array,
+            log_weight: jax.Array,
+            product: jax.Array,
+            d_out: jax.Array,
+        ) -> Any:
+            return splash._splash_attention_bwd_dkv(
+                query, key, value, None, None, log_weight, d_out, product,
+                bq=options.block,
+                bkv=options.backward_block,
+                bkv_compute=options.block,
+                is_mqa=False,
+                mask_info=mask,
+                mask_value=splash.DEFAULT_MASK_VALUE,
+                attn_logits_soft_cap=None,
+                use_fused_bwd_kernel=True,
+                q_layout=_LAYOUT,
+                k_layout=_LAYOUT,
+                v_layout=_LAYOUT,
+                mask_function=mask_function,
+                interpret=self.interpret,
+            )  # fmt: skip
+
+        return jax.vmap(run)(query, key, value, log_weight, out_dot_d_out, d_out)
+
+    def _options(self, query: jax.Array, is_causal: bool) -> "_Options":
+        heads, length = query.shape[1:3]
+        # Without a mask there is nothing to skip, so few parts are best.
+        parts = _BACKWARD_PARTS if is_causal else 1
+        sizes = _block_sizes(length, self.block, self.backward_block, parts)
+        return _Options(heads, *sizes, None, self.interpret, None, None)
+
+
+def _block_sizes(
+    length: int, block: int | None, backward_block: int | None, parts: int
+) -> tuple[int, int]:
     if block is None:  # the largest tile that needs the least padding
-        padded = -(-length // _LANES) * _LANES
-        block = next(size for size in range(_BLOCK, 0, -_LANES) if padded % size == 0)
-    if block < 1 or block % _LANES:
+        padded = -(-length // LANES) * LANES
+        block = next(size for size in range(_BLOCK, 0, -LANES) if padded % size == 0)
+    if block < 1 or block % LANES:
         raise ValueError(
-            f"A tile of Splash attention must have a multiple of {_LANES} rows; got {block}. Use "
-            f"{max(1, -(-block // _LANES)) * _LANES}."
+            f"A tile of Splash attention must have a multiple of {LANES} rows; got {block}. Use "
+            f"{max(1, -(-block // LANES)) * LANES}."
         )
     if backward_block is None:  # a divisor of the length, in tiles
         tiles = -(-length // block)
-        largest = max(1, min(tiles // _BACKWARD_PARTS, _LARGEST_PART // block))
+        largest = max(1, min(tiles // parts, _LARGEST_PART // block))
         backward_block = block * next(n for n in range(largest, 0, -1) if tiles % n == 0)
     if backward_block % block:
         raise ValueError(
@@ -107,13 +202,46 @@ class _Options:
     window: int | None
 
 
-def _kernel(length: int, options: _Options) -> splash.SplashAttentionKernel:
-    size, block = (length, length), options.block
+def _kernel(
+    length: int, options: _Options, save_residuals: bool = False
+) -> splash.SplashAttentionKernel:
+    size = (length, length)
     if options.window is None:
-        mask = masks.CausalMask(size)
+        mask = _CausalMask(size)
     else:
-        mask = masks.LocalMask(size, (options.window - 1, 0), 0)
-    sizes = splash.BlockSizes(
+        mask = _LocalMask(size, (options.window - 1, 0), 0)
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * options.heads),
+        block_sizes=_splash_sizes(options),
+        save_residuals=save_residuals,
+        attn_logits_soft_cap=options.cap,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=options.name,
+        interpret=options.interpret,
+    )
+
+
+def _kernel_without_mask(options: _Options) -> splash.SplashAttentionKernel:
+    # Not of `masks.FullMask`, which gives a kernel tables of its blocks and a masked block's work.
+    return splash.SplashAttentionKernel(
+        _NO_MASK,
+        None,
+        None,
+        block_sizes=_splash_sizes(options),
+        is_mqa=False,
+        save_residuals=True,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        mask_function=None,
+        interpret=options.interpret,
+    )
+
+
+def _splash_sizes(options: _Options) -> splash.BlockSizes:
+    block = options.block
+    return splash.BlockSizes(
         block_q=block,
         block_kv=block,
         block_kv_compute=block,
@@ -122,12 +250,36 @@ def _kernel(length: int, options: _Options) -> splash.SplashAttentionKernel:
         block_kv_dkv_compute=block,
         use_fused_bwd_kernel=True,
     )
-    return splash.make_splash_mha(
-        masks.MultiHeadMask([mask] * options.heads),
-        block_sizes=sizes,
-        attn_logits_soft_cap=options.cap,
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=options.name,
-        interpret=options.interpret,
-    )
+
+
+class _LazyTiles(masks.Mask):
+    """Tiles of a mask that are computed only on its edges.
+
+    JAX asks for all tiles of a mask, to see which are empty and which are full. Elementwise, that
+    takes minutes at 131,072 positions. A tile that is empty or full has one element here.
+    """
+
+    def _window(self) -> float:
+        return math.inf
+
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = idx
+        farthest, nearest = rows.stop - 1 - columns.start, rows.start - (columns.stop - 1)
+        window = self._window()
+        if farthest < 0 or nearest >= window:
+            return np.zeros((1, 1), bool)
+        if nearest >= 0 and farthest < window:
+            return np.ones((1, 1), bool)
+        return super().__getitem__(idx)
+
+
+class _CausalMask(_LazyTiles, masks.CausalMask):
+    """Mask that keeps all keys up to the position of a query."""
+
+
+class _LocalMask(_LazyTiles, masks.LocalMask):
+    """Mask that keeps the last keys up to the position of a query."""
+
+    def _window(self) -> float:
+        before, _ = self.window_size
+        return math.inf if before is None else before + 1

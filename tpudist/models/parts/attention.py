@@ -1,7 +1,8 @@
 """Causal attention, by the method that suits the devices; all methods have the same results.
 
 `auto` chooses ring attention if a mesh axis splits the sequence, Splash attention (a kernel that
-never keeps the scores of a sequence) on TPUs, and `jax.nn.dot_product_attention` elsewhere.
+never keeps the scores of a sequence) on TPUs, and `jax.nn.dot_product_attention` elsewhere. On
+TPUs, ring attention runs the kernel for each of its blocks.
 
 XLA cannot partition kernels. So they run in a `jax.shard_map` over the axes inside a replica: the
 logical-axis rules of the strategy split batch and heads, and each device computes its share.
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from tpudist.models.parts import ring_attention
+from tpudist.models.parts import attention_tiles, ring_attention
 from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
 from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla import splash_attention
@@ -55,6 +56,7 @@ def attend(
     splash_backward_block: int | None = None,
     scores: Scores = Scores(),
     has_window: jax.Array | None = None,
+    is_in_ring_order: bool = False,
 ) -> jax.Array:
     """Returns causal attention `[batch, length, heads, width]`.
 
@@ -68,6 +70,7 @@ def attend(
         scores: Options of the scores.
         has_window: Boolean `[]`, perhaps traced by a scan over layers: whether the window of
             `scores` applies. None means that it applies.
+        is_in_ring_order: Whether the positions have the order of `choose_ring_order`.
 
     Raises:
         ValueError: If the method is unknown or does not support these scores.
@@ -82,7 +85,7 @@ def attend(
     # the result here would save it a second time.
     if method == "ring":
         _check_ring(scores)
-        return _ring(query, key, value)
+        return _ring(query, key, value, splash_block, splash_backward_block, is_in_ring_order)
     if method == "splash":
         run = functools.partial(_splash, block=splash_block, backward_block=splash_backward_block)
         windowed = functools.partial(run, scores=scores)
@@ -178,19 +181,110 @@ def _check_ring(scores: Scores) -> None:
         )
 
 
-def _ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    over = split_over("sequence", query.shape[1])
+def _ring(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block: int | None,
+    backward_block: int | None,
+    is_in_ring_order: bool,
+) -> jax.Array:
+    length = query.shape[1]
+    over = _ring_axes(length)
+    axis = over[0] if over else None
+    blocks: ring_attention.Blocks = attention_tiles
+    if platform() == "tpu":
+        blocks = splash_attention.SplashBlocks(block, backward_block)
+
+    def kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        arrays = (query, key, value)
+        if axis is None or is_in_ring_order:
+            return ring_attention.causal_attention(*arrays, axis, _NAME, blocks)
+        arrays = (ring_attention.into_ring_order(x, axis) for x in arrays)
+        out = ring_attention.causal_attention(*arrays, axis, _NAME, blocks)
+        return ring_attention.out_of_ring_order(out, axis)
+
+    # Padding is at the end, and no position attends to a later one.
+    padding = -length % _ring_multiple(length, block, backward_block)
+    arrays = (query, key, value)
+    if padding:
+        arrays = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in arrays)
+    out = _run_on_each_device(kernel, *arrays, sequence=over)
+    return out[:, :length] if padding else out
+
+
+def _ring_axes(length: int) -> tuple[str, ...]:
+    """Returns the mesh axis of the ring, or no axis."""
+    over = split_over("sequence", length)
     if len(over) > 1:
         raise ValueError(
             "Ring attention uses one mesh axis, but the logical-axis rules split 'sequence' over "
             f"{over}. Map it to one of them."
         )
-    axis = over[0] if over else None
+    return over
 
-    def kernel(query, key, value):
-        return ring_attention.causal_attention(query, key, value, axis, _NAME)
 
-    return _run_on_each_device(kernel, query, key, value, sequence=over)
+def _ring_multiple(length: int, block: int | None, backward_block: int | None) -> int:
+    """Returns the divisor that ring attention needs in a length: two chunks per device."""
+    over, inner = _ring_axes(length), inner_axes()
+    num_chunks = 2 * inner[over[0]] if over else 1
+    is_kernel = platform() == "tpu"
+    return num_chunks * (backward_block or block or splash_attention.LANES if is_kernel else 1)
+
+
+@dataclass(frozen=True)
+class RingOrder:
+    """Order of a sequence in which ring attention needs no exchange of its own.
+
+    A model moves its activations into this order once, and not at each layer.
+    """
+
+    axis: str
+    size: int
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """Returns the residual stream `x` `[batch, length, width]` in this order."""
+        return self._exchange(x, ring_attention.into_ring_order)
+
+    def out_of(self, x: jax.Array) -> jax.Array:
+        """Returns the residual stream `x` in the order of the sequence."""
+        return self._exchange(x, ring_attention.out_of_ring_order)
+
+    def positions(self, length: int) -> jax.Array:
+        """Returns the position in the sequence of each element, `[length]`."""
+        return ring_attention.ring_positions(length, self.size)
+
+    def _exchange(self, x: jax.Array, exchange: Callable[..., jax.Array]) -> jax.Array:
+        run = functools.partial(_exchange_shares, exchange, self.axis)
+        return rowwise(run)(x)
+
+
+def _exchange_shares(exchange: Callable[..., jax.Array], axis: str, x: jax.Array) -> jax.Array:
+    # As in `_run_on_each_share`, all axes are manual and in the spec, also axes of size 1.
+    single = tuple(name for name in automatic_axes() if name not in inner_axes())
+    spec = PartitionSpec(
+        (*split_over("batch", x.shape[0]), *single) or None,
+        axis,
+        split_over("residual", x.shape[2]) or None,
+    )
+    return jax.shard_map(
+        functools.partial(exchange, axis=axis),
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=set(automatic_axes()),
+        check_vma=False,
+    )(x)
+
+
+def choose_ring_order(
+    length: int, method: str, block: int | None, backward_block: int | None
+) -> RingOrder | None:
+    """Returns the order for a model with these options of `attend`; None for the usual order."""
+    method = choose_method(length) if method == "auto" else method
+    over = _ring_axes(length) if method == "ring" else ()
+    if not over or length % _ring_multiple(length, block, backward_block):
+        return None
+    return RingOrder(over[0], inner_axes()[over[0]])
 
 
 def _run_on_each_device(

@@ -1,219 +1,258 @@
 """Causal attention over a sequence that is split over devices: keys and values go around a ring.
 
 Each device keeps the queries of its part of the sequence. In n - 1 turns it receives the keys and
-values of every other part, and folds them into a running softmax (Liu et al. 2023, arXiv
-2310.01889). In the backward pass they go around again, and the gradients of keys and values follow
-them. All communication is permutes between neighbors, which overlap with computation. Scores exist
-for `_TILE` keys at a time, in float32, so memory is proportional to a device's part.
+values of every other part, and merges its attention to them (Liu et al. 2023, arXiv 2310.01889). In
+the backward pass they go around again, and the gradients of keys and values follow them. All
+communication is permutes between neighbors, which overlap with computation.
 
-The parts are in order, so device i computes i + 1 of n turns, and the last device determines the
-time. Striped parts would balance this, but need another order of the tokens.
+The parts are in ring order, "zigzag": the sequence has 2n chunks, and device i has the chunks i
+("low") and 2n - 1 - i ("high"). Then no device computes a masked block, and all have the same work
+(Brandon et al. 2023, arXiv 2311.09431, and the zigzag order of the library ring-flash-attention).
+At each turn, device i has the keys of device j:
+
+- Its high queries see the low keys of every device.
+- If j < i, its low queries see the low keys too. If j > i, its high queries see the high keys too.
+
+So each turn is two blocks of chunk x chunk without a mask. Only the first block, the attention of a
+device's part to itself, is causal: in ring order, positions on a device still ascend.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-_TILE = 512  # keys whose scores exist at a time
-_MASKED = -1e30  # score of a masked key; finite, because exp(-inf - -inf) would be NaN
+from tpudist.models.parts import attention_tiles
+
+_NOTHING = -1e30  # logarithm of the weight of a block that does not count
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+class Blocks(Protocol):
+    """Attention of some queries to some keys on one device; see `attention_tiles`. Hashable."""
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the result, and the logarithms of the sums of the weights."""
+        ...
+
+    def backward(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        log_weight: jax.Array,
+        out_dot_d_out: jax.Array,
+        d_out: jax.Array,
+        is_causal: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of queries, keys and values."""
+        ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def causal_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     axis: str | None,
     name: str | None = None,
+    blocks: Blocks = attention_tiles,
 ) -> jax.Array:
     """Returns causal attention `[batch, part, heads, width]`. The mesh axis `axis` must be manual.
 
     Args:
-        query: Part of the sequence on this device, `[batch, part, heads, width]`.
+        query: Part of the sequence on this device, in ring order, `[batch, part, heads, width]`.
         key: `[batch, part, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
         value: Same shape as `key`.
-        axis: Mesh axis that splits the sequence, in order; None if the sequence is not split.
+        axis: Mesh axis that splits the sequence; None if the sequence is not split. `part` must be
+            even if the axis has more than one device.
         name: Name, for `remat` policies, of the tensors that the backward pass needs: the result
             and the sums of the softmax.
+        blocks: Implementation of attention on one device.
     """
-    return _forward(query, key, value, axis, name)[0]
+    return _forward(query, key, value, axis, name, blocks)[0]
 
 
-def _fold_tile(grouped, first_position, state, tile):
-    """Folds the scores of one tile of keys into the running softmax of the queries `grouped`.
-
-    The state has the sum of weighted values, the largest score and the sum of weights, per query.
-    """
-    key, value, positions = tile
-    scores = _scores(grouped, key, first_position, positions)
-    total, largest, weight = state
-    # Sums are in units of exp(largest), where `largest` is the largest score so far, so they cannot
-    # overflow. A larger score changes the unit, and the earlier sums shrink.
-    new_largest = jnp.maximum(largest, scores.max(axis=-1))
-    shrink = jnp.exp(largest - new_largest)
-    share = jnp.exp(scores - new_largest[..., None])
-    new = _einsum("bkgqs,bskd->bkgqd", share.astype(value.dtype), value)
-    total = total * shrink[..., None] + new
-    return (total, new_largest, weight * shrink + share.sum(axis=-1)), None
+def into_ring_order(x: jax.Array, axis: str, dim: int = 1) -> jax.Array:
+    """Returns a device's part of `x` in ring order; before, the parts are in order."""
+    size, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    first, second = jnp.split(x, 2, axis=dim)  # chunks 2 i and 2 i + 1
+    even = jax.lax.ppermute(first, axis, [(i, _owner(2 * i, size)) for i in range(size)])
+    odd = jax.lax.ppermute(second, axis, [(i, _owner(2 * i + 1, size)) for i in range(size)])
+    # The low chunk of device i is chunk i. Its high chunk has the other parity.
+    is_even = here % 2 == 0
+    low, high = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
+    return jnp.concatenate((low, high), axis=dim)
 
 
-def _forward(query, key, value, axis, name):
-    grouped = _group(query, key.shape[2])
-    shape = grouped.shape
-    state = (
-        jnp.zeros(shape, jnp.float32),
-        jnp.full(shape[:-1], _MASKED, jnp.float32),
-        jnp.zeros(shape[:-1], jnp.float32),
-    )
-    here = _index(axis)
+def out_of_ring_order(x: jax.Array, axis: str, dim: int = 1) -> jax.Array:
+    """Returns the inverse of `into_ring_order`."""
+    size, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    low, high = jnp.split(x, 2, axis=dim)
+    is_even = here % 2 == 0
+    even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+    first = jax.lax.ppermute(even, axis, [(_owner(2 * i, size), i) for i in range(size)])
+    second = jax.lax.ppermute(odd, axis, [(_owner(2 * i + 1, size), i) for i in range(size)])
+    return jnp.concatenate((first, second), axis=dim)
 
-    def fold(state, key, value, source):
-        tile = functools.partial(_fold_tile, grouped, here * grouped.shape[3])
-        return jax.lax.scan(tile, state, _tiles(key, value, source))[0]
 
-    def fold_if_earlier(state, key, value, step):
-        # Device i has the keys of device i - step now. A negative number wraps around to a later
-        # part of the sequence, which these queries must not see.
-        source = here - step
-        return jax.lax.cond(source >= 0, fold, lambda state, *_: state, state, key, value, source)
+def ring_positions(length: int, size: int) -> jax.Array:
+    """Returns the position in the sequence of each element in ring order, on `size` devices."""
+    part = length // size
+    chunk = part // 2
+    device, offset = jnp.divmod(jnp.arange(length), part)
+    low = device * chunk + offset
+    return jnp.where(offset < chunk, low, (2 * size - 2 - device) * chunk + offset)
 
-    def turn(carry, step):
-        state, key, value = carry
-        upcoming = _pass_on((key, value), axis)  # runs while these are folded
-        return (fold_if_earlier(state, key, value, step), *upcoming), None
 
-    # The last turn is outside of the scan, because it passes nothing on.
-    last = _size(axis) - 1
-    carry, _ = jax.lax.scan(turn, (state, key, value), jnp.arange(last))
-    total, largest, weight = fold_if_earlier(*carry, last)
-    out = _ungroup(total / weight[..., None]).astype(query.dtype)
-    log_weight = largest + jnp.log(weight)
+def _owner(chunk: int, size: int) -> int:
+    """Returns the device that has a chunk in ring order."""
+    return min(chunk, 2 * size - 1 - chunk)
+
+
+def _forward(query, key, value, axis, name, blocks):
+    arrays = _heads_first(_scale(query), key, value)
+    query_, key_, value_ = arrays
+    out, log_weight = blocks.forward(query_, key_, value_, True)
+    if _size(axis) > 1:
+        out, log_weight = _forward_turns(arrays, (out, log_weight), axis, blocks)
+    (out,) = _heads_last(out.astype(query.dtype))
     if name is not None:
         out, log_weight = (checkpoint_name(x, name) for x in (out, log_weight))
     return out, (query, key, value, out, log_weight)
 
 
-def _fold_tile_back(queries, first_position, scale, d_query, tile):
-    """Adds the gradients of one tile of keys: to `d_query`, and new ones of the keys and values.
+def _forward_turns(arrays, own, axis, blocks):
+    """Merges the attention to the keys of all other devices into that to a device's own keys."""
+    queries, *keys = map(_halves, arrays)
+    here, last = _index(axis), _size(axis) - 1
+    low, high = zip(*(_halves(x) for x in (own[0].astype(jnp.float32), own[1])), strict=True)
 
-    `queries` has the queries, the gradient of the result, the logarithms of the sums of weights,
-    and `out_dot_d_out` of `_backward`, all in groups.
-    """
-    grouped, upstream, log_weight, out_dot_d_out = queries
-    key, value, positions = tile
-    scores = _scores(grouped, key, first_position, positions)
-    # The forward pass saved the sums of its softmax, so the shares need no second running softmax.
-    share = jnp.exp(scores - log_weight[..., None])
-    d_value = _einsum("bkgqs,bkgqd->bskd", share.astype(grouped.dtype), upstream)
-    d_share = _einsum("bkgqd,bskd->bkgqs", upstream, value)
-    d_scores = (share * (d_share - out_dot_d_out[..., None]) * scale).astype(grouped.dtype)
-    d_query = d_query + _einsum("bkgqs,bskd->bkgqd", d_scores, key)
-    return d_query, (_einsum("bkgqs,bkgqd->bskd", d_scores, grouped), d_value)
+    def turn(state, keys, step):
+        low, high = state
+        is_earlier = step <= here  # the keys of device `here - step`, or of a later one
+        (key, _), (value, _) = keys
+        high = _merge(high, *blocks.forward(queries[1], key, value, False))
+        query, key, value = (_select(is_earlier, x) for x in (queries, *keys))
+        out, log_weight = blocks.forward(query, key, value, False)
+        low = _merge(low, out, jnp.where(is_earlier, log_weight, _NOTHING))
+        high = _merge(high, out, jnp.where(is_earlier, _NOTHING, log_weight))
+        return low, high
+
+    def turn_and_pass_on(carry, step):
+        state, keys = carry
+        upcoming = _pass_on(keys, axis)  # runs while these are merged
+        return (turn(state, keys, step), upcoming), None
+
+    # The last turn is outside of the scan, because it passes nothing on.
+    carry = ((low, high), _pass_on(keys, axis))
+    (state, keys), _ = jax.lax.scan(turn_and_pass_on, carry, jnp.arange(1, last))
+    low, high = turn(state, keys, last)
+    out, log_weight = (jnp.concatenate(x, axis=2) for x in zip(low, high, strict=True))
+    return out, log_weight
 
 
-def _backward(axis, _name, saved, cotangent):
+def _merge(state, out, log_weight):
+    """Returns attention to the keys of two disjoint blocks, from the attention to each."""
+    total, old = state
+    new = jnp.logaddexp(old, log_weight)
+    shares = (jnp.exp(x - new)[..., None] for x in (old, log_weight))
+    return sum(a * b.astype(jnp.float32) for a, b in zip(shares, (total, out), strict=True)), new
+
+
+def _backward(axis, _name, blocks, saved, cotangent):
     query, key, value, out, log_weight = saved
-    kv_heads = key.shape[2]
-    grouped, upstream = _group(query, kv_heads), _group(cotangent, kv_heads)
-    scale = query.shape[-1] ** -0.5
     # The gradient of a softmax is share * (d_share - sum of share * d_share). The sum is over all
     # keys, most of them on other devices. But it equals the product of the result and its gradient.
     product = cotangent.astype(jnp.float32) * out.astype(jnp.float32)
-    out_dot_d_out = _group(product, kv_heads).sum(-1)
-    here = _index(axis)
-    queries = (grouped, upstream, log_weight, out_dot_d_out)
-    tile = functools.partial(_fold_tile_back, queries, here * grouped.shape[3], scale)
+    out_dot_d_out = jnp.moveaxis(product.sum(-1), 2, 1)
+    scaled, *keys, d_out = _heads_first(_scale(query), key, value, cotangent)
+    queries = (scaled, log_weight, out_dot_d_out, d_out)
+    own = _block_gradients(blocks, queries, keys, True)
+    if _size(axis) > 1:
+        own = _backward_turns(queries, keys, own, axis, blocks)
+    d_query, d_key, d_value = _heads_last(*own)
+    d_query = d_query * query.shape[-1] ** -0.5
+    return tuple(x.astype(y.dtype) for x, y in zip((d_query, d_key, d_value), saved, strict=False))
 
-    def fold(d_query, key, value, source):
-        d_query, new = jax.lax.scan(tile, d_query, _tiles(key, value, source))
-        return d_query, *(_untile(x, key.shape[1]) for x in new)
 
-    # For keys of a later part, which these queries do not see. `cond` needs the same shapes and
-    # dtypes.
-    def skip(d_query, key, value, source):
-        return d_query, *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+def _block_gradients(blocks, queries, keys, is_causal):
+    scaled, *others = queries
+    found = blocks.backward(scaled, *keys, *others, is_causal)
+    return [x.astype(jnp.float32) for x in found]
+
+
+def _backward_turns(queries, keys, own, axis, blocks):
+    """Adds the gradients for the keys of all other devices to those for a device's own keys."""
+    queries, keys = (tuple(map(_halves, x)) for x in (queries, keys))
+    high_queries = tuple(high for _, high in queries)
+    d_query, *gradients = map(_halves, own)
+    here, size = _index(axis), _size(axis)
 
     def turn(carry, step, is_last=False):
-        d_query, key, value, *gradients = carry
-        # These transfers run while the current keys are folded. No device needs keys after the last
-        # turn.
-        upcoming = (key, value) if is_last else _pass_on((key, value), axis)
-        # The previous device had these keys one turn ago, and sends their gradients so far.
+        d_query, keys, gradients = carry
+        # These transfers run while the current keys are used. No device needs keys after the last
+        # turn. The previous device had these keys one turn ago, and sends their gradients so far.
+        upcoming = keys if is_last else _pass_on(keys, axis)
         arrived = _pass_on(gradients, axis)
-        source = here - step
-        d_query, *new = jax.lax.cond(source >= 0, fold, skip, d_query, key, value, source)
-        return (d_query, *upcoming, *(a + b for a, b in zip(arrived, new, strict=True))), None
+        is_earlier = step <= here
+        low_keys = tuple(low for low, _ in keys)
+        d_high, *for_low = _block_gradients(blocks, high_queries, low_keys, False)
+        selected, selected_keys = (
+            tuple(_select(is_earlier, x) for x in y) for y in (queries, keys)
+        )
+        d_selected, *for_selected = _block_gradients(blocks, selected, selected_keys, False)
+        d_query = _add(_add(d_query, (0, d_high)), _split(is_earlier, d_selected))
+        gradients = [
+            _add(_add(old, (low, 0)), _split(is_earlier, new))
+            for old, low, new in zip(arrived, for_low, for_selected, strict=True)
+        ]
+        return (d_query, upcoming, gradients), None
 
-    size = _size(axis)
-    d_query, *gradients = fold(jnp.zeros(grouped.shape, jnp.float32), key, value, here)
-    if size > 1:
-        carry = (d_query, *_pass_on((key, value), axis), *gradients)
-        carry, _ = jax.lax.scan(turn, carry, jnp.arange(1, size - 1))
-        (d_query, _, _, *gradients), _ = turn(carry, size - 1, is_last=True)
+    carry = (d_query, _pass_on(keys, axis), gradients)
+    carry, _ = jax.lax.scan(turn, carry, jnp.arange(1, size - 1))
+    (d_query, _, gradients), _ = turn(carry, size - 1, is_last=True)
     # After n - 1 turns a device has the keys of the next device. One more transfer returns the
     # gradients to the owners of the keys.
-    d_key, d_value = _pass_on(gradients, axis)
-    return (
-        _ungroup(d_query).astype(query.dtype),
-        d_key.astype(key.dtype),
-        d_value.astype(value.dtype),
-    )
+    return [jnp.concatenate(x, axis=2) for x in (d_query, *_pass_on(gradients, axis))]
 
 
 causal_attention.defvjp(_forward, _backward)
 
 
-def _scores(query, key, first_position, positions):
-    """Returns scores `[batch, kv_heads, group, part, tile]`; later and padded keys are masked."""
-    scores = _einsum("bkgqd,bskd->bkgqs", query, key) * query.shape[-1] ** -0.5
-    rows = first_position + jnp.arange(query.shape[3])
-    return jnp.where(positions[None, :] <= rows[:, None], scores, _MASKED)
+def _halves(x):
+    """Returns the low and the high chunk of `[batch, heads, part, ...]`."""
+    return tuple(jnp.split(x, 2, axis=2))
 
 
-def _tiles(key, value, source):
-    """Returns keys and values `[tiles, batch, tile, ...]`, and positions `[tiles, tile]`.
-
-    Padding has positions after all others, so that the causal mask removes it.
-    """
-    length = key.shape[1]
-    tile = min(_TILE, length)
-    padding = -length % tile
-    positions = source * length + jnp.arange(length)
-    if padding:
-        pads = ((0, 0), (0, padding), (0, 0), (0, 0))
-        key, value = jnp.pad(key, pads), jnp.pad(value, pads)
-        positions = jnp.pad(positions, (0, padding), constant_values=jnp.iinfo(jnp.int32).max)
-    key, value = (
-        jnp.moveaxis(x.reshape(x.shape[0], -1, tile, *x.shape[2:]), 1, 0) for x in (key, value)
-    )
-    return key, value, positions.reshape(-1, tile)
+def _select(is_low, halves):
+    return jnp.where(is_low, *halves)
 
 
-def _untile(x, length):
-    """Returns `[batch, length, ...]` for `[tiles, batch, tile, ...]`."""
-    tiles, batch, tile = x.shape[:3]
-    return jnp.moveaxis(x, 0, 1).reshape(batch, tiles * tile, *x.shape[3:])[:, :length]
+def _split(is_low, x):
+    """Returns low and high chunks of which one is `x`, and the other is 0."""
+    return jnp.where(is_low, x, 0), jnp.where(is_low, 0, x)
 
 
-def _group(x, kv_heads):
-    """Returns `[batch, kv_heads, group, part, ...]` for `[batch, part, heads, ...]`."""
-    batch, part, heads = x.shape[:3]
-    x = x.reshape(batch, part, kv_heads, heads // kv_heads, *x.shape[3:])
-    return jnp.moveaxis(x, 1, 3)
+def _add(a, b):
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _ungroup(x):
-    """Returns the inverse of `_group`."""
-    batch, kv_heads, group, part = x.shape[:4]
-    return jnp.moveaxis(x, 3, 1).reshape(batch, part, kv_heads * group, *x.shape[4:])
+def _scale(query):
+    return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 
-def _einsum(spec, a, b):
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _heads_first(*arrays):
+    return tuple(jnp.moveaxis(x, 2, 1) for x in arrays)
+
+
+def _heads_last(*arrays):
+    return tuple(jnp.moveaxis(x, 1, 2) for x in arrays)
 
 
 def _index(axis):
@@ -226,8 +265,6 @@ def _size(axis):
 
 def _pass_on(values, axis):
     """Sends each value to the next device of the ring."""
-    if axis is None:
-        return values
     size = jax.lax.axis_size(axis)
     ring = [(i, (i + 1) % size) for i in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), values)

@@ -16,7 +16,11 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 def rotation(
-    length: int, width: int, base: float, scaling: RotaryScaling | None = None
+    length: int,
+    width: int,
+    base: float,
+    scaling: RotaryScaling | None = None,
+    positions: jax.Array | None = None,
 ) -> Rotation:
     """Returns float32 cosines and sines `[length, 1, width]` of the angle of each position and dim.
 
@@ -25,6 +29,7 @@ def rotation(
         width: Width of a head; even.
         base: Ratio of the longest to the shortest wavelength.
         scaling: Stretching for longer sequences; None for none.
+        positions: Position of each element `[length]`; None for an ascending order.
     """
     half = width // 2
     # In float32 even for bfloat16 models: positions in the thousands times small angles need the
@@ -32,7 +37,9 @@ def rotation(
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
         frequencies = scale_frequencies(scaling, frequencies, base, length)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequencies
+    if positions is None:
+        positions = jnp.arange(length)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     angles = jnp.concatenate((angles, angles), axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling is None or scaling.magnitude == 1:
