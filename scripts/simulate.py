@@ -3,6 +3,7 @@
     python scripts/simulate.py --seeds 7                 # what each process printed
     python scripts/simulate.py --seeds 0:1000            # only what is wrong
     python scripts/simulate.py --seeds 0:100 --processes 64 --kind SPLIT
+    python scripts/simulate.py --run survival --seeds 7  # under supervisors, with survivors
     python scripts/simulate.py --growth                  # what each operation costs, 16 to 4,096
 
 A fault that a test found is replayed with its seed, as long as the code sends the same messages.
@@ -13,30 +14,41 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import os
 
-from simulation import faults, growth
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported, which looks for TPUs
+
+from simulation import growth, outcomes, survival
+from simulation.faults import Kind
+from simulation.operations import MEASURES
 from simulation.process import Process
+
+RUNS = {"training": outcomes.run, "survival": survival.run}
 
 
 def main() -> None:
     """Runs what the options say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="seed, or first:end")
-    parser.add_argument("--processes", type=int, help="number of processes; default: random, to 16")
-    parser.add_argument("--kind", choices=[x.name for x in faults.Kind], help="default: random")
+    parser.add_argument("--run", choices=RUNS, default="training", help="default: training")
+    parser.add_argument("--processes", type=int, help="number of processes, or of hosts")
+    parser.add_argument("--kind", choices=[x.name for x in Kind], help="kind of all faults")
+    parser.add_argument("--faults", type=int, help="number of faults; default: random, 0 to 3")
     parser.add_argument("--growth", action="store_true", help="measure operations, without faults")
     options = parser.parse_args()
     if options.growth:
         print_growth()
         return
     first, _, end = options.seeds.partition(":")
-    kind = faults.Kind[options.kind] if options.kind else None
+    kind = Kind[options.kind] if options.kind else None
     ends: collections.Counter[str] = collections.Counter()
     for seed in range(int(first), int(end or int(first) + 1)):
-        outcome, processes = faults.run(seed, options.processes, kind)
+        run = RUNS[options.run]
+        outcome, processes = run(seed, options.processes, kind, options.faults)
         ends["wrong" if outcome.problems else "all end" if outcome.cause else "all continue"] += 1
         if outcome.problems or not end:
-            print(f"seed {seed}: {outcome.fault} -> {outcome.cause or 'all go on'}")
+            faults = ", ".join(map(str, outcome.faults)) or "no fault"
+            print(f"seed {seed}: {faults} -> {outcome.cause or 'all continue'}")
             print("".join(f"  wrong: {x}\n" for x in outcome.problems), end="")
         if not end:
             for process in processes:
@@ -53,9 +65,9 @@ def print_process(process: Process) -> None:
 
 def print_growth() -> None:
     """Prints the costs of all operations."""
-    for operation in growth.OPERATIONS:
-        costs = {n: growth.measure(operation, n) for n in growth.COUNTS}
-        print(operation.name)
+    for name, measure in MEASURES.items():
+        costs = {n: measure(n) for n in growth.COUNTS}
+        print(name)
         for field in dataclasses.fields(growth.Cost):
             values = {n: getattr(cost, field.name) for n, cost in costs.items()}
             numbers = ", ".join(f"{x:.3g}" for x in values.values())

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.figures import Figure
-from simulation.growth import COUNTS, OPERATIONS, exponent, measure
+from simulation.growth import COUNTS, exponent
+from simulation.operations import MEASURES
 
 SUITE = "control plane, simulated"
 _MOST = 1024
@@ -25,18 +26,16 @@ _QUADRATIC = "exchange of 100 bytes"
 def figures() -> Iterator[Figure]:
     """Messages and bytes of each operation for the largest number of processes, and exponents."""
     counts = [n for n in COUNTS if n <= _MOST]
-    for operation in OPERATIONS:
-        costs = {n: measure(operation, n, measures_cpu=False) for n in counts}
+    for subject, measure in MEASURES.items():
+        costs = {n: measure(n, measures_cpu=False) for n in counts}
         for name, (quantity, most) in _QUANTITIES.items():
             values = {n: getattr(cost, name) for n, cost in costs.items()}
-            yield Figure(
-                SUITE, f"{operation.name}, {_MOST} processes", quantity, values[_MOST], None
-            )
+            yield Figure(SUITE, f"{subject}, {_MOST} processes", quantity, values[_MOST], None)
             growth = exponent(values)
-            is_expected = operation.name == _QUADRATIC
+            is_expected = subject == _QUADRATIC
             yield Figure(
                 SUITE,
-                f"{operation.name}, {counts[0]} to {_MOST} processes",
+                f"{subject}, {counts[0]} to {_MOST} processes",
                 f"exponent of {quantity}",
                 growth,
                 None,

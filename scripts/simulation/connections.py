@@ -25,12 +25,12 @@ _SETTINGS = b"\x00\x00\x12\x04\x00\x00\x00\x00\x00"  # the first frame of a gRPC
 
 
 def address_of(index: int) -> str:
-    """Returns the address of the host of a process."""
+    """Returns the address of a host."""
     return f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
 
 
 def index_of(address: str) -> int:
-    """Returns the process whose host has an address."""
+    """Returns the host that has an address."""
     _, a, b, c = map(int, address.split("."))
     return a << 16 | b << 8 | c
 
@@ -52,12 +52,12 @@ class Sockets:
 
     def listen(self, process: "Process", address: str, port: int) -> "SimulatedSocket":
         """Returns a socket that listens."""
-        if index_of(address) != process.index:
+        if index_of(address) != process.place:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         if not port:
             self._next_port += 1
             port = self._next_port
-        place = process.index, port
+        place = process.place, port
         if place in self._listeners or place in self._grpc_ports:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         listener = SimulatedSocket(self, process)
@@ -69,9 +69,13 @@ class Sockets:
         """Lets JAX's service listen at a port: it greets each connection with a frame."""
         self._grpc_ports.add((index, port))
 
+    def close_grpc_port(self, index: int, port: int) -> None:
+        """Closes it, as the kernel does when the process of the service has ended."""
+        self._grpc_ports.discard((index, port))
+
     def forget(self, listener: "SimulatedSocket") -> None:
         """Stops listening."""
-        place = listener.process.index, listener.port
+        place = listener.process.place, listener.port
         if self._listeners.get(place) is listener:
             del self._listeners[place]
 
@@ -93,18 +97,18 @@ class Sockets:
             listener = self._listeners.get((target, port))
             if listener is None and (target, port) not in self._grpc_ports:
                 self.network.send(
-                    target, process.index, TCP, _PACKET_BYTES, lambda: arrive("refused")
+                    target, process.place, TCP, _PACKET_BYTES, lambda: arrive("refused")
                 )
                 return
             far = SimulatedSocket(self, listener.process if listener else None, target)
             near.peer, far.peer = far, near
             if listener:
                 listener.accept_later(far)
-            self.network.send(target, process.index, TCP, _PACKET_BYTES, lambda: arrive("accepted"))
+            self.network.send(target, process.place, TCP, _PACKET_BYTES, lambda: arrive("accepted"))
             if listener is None:
-                self.network.send(target, process.index, TCP, 80, lambda: near.deliver(_SETTINGS))
+                self.network.send(target, process.place, TCP, 80, lambda: near.deliver(_SETTINGS))
 
-        self.network.send(process.index, target, TCP, _PACKET_BYTES, accept)
+        self.network.send(process.place, target, TCP, _PACKET_BYTES, accept)
         process.wait(timeout_s)
         if not answers:
             answers.append("late")
@@ -123,7 +127,7 @@ class SimulatedSocket(socket.socket):
 
     def __init__(self, sockets: Sockets, process: "Process | None", host: int | None = None):
         self.sockets, self.process = sockets, process
-        self.host = process.index if process is not None else host
+        self.host = process.place if process is not None else host
         self.peer: SimulatedSocket | None = None
         self.port = 0
         self._data, self._is_at_end = bytearray(), False
@@ -197,6 +201,10 @@ class SimulatedSocket(socket.socket):
         del self._data[:bufsize]
         return data
 
+    def makefile(self, *_: Any, **__: Any) -> Any:
+        """Returns a file that reads."""
+        return _Reader(self)
+
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Sends data."""
         if self._is_closed or self._error is not None:
@@ -267,6 +275,31 @@ class SimulatedSocket(socket.socket):
         self.close()
 
     __hash__ = object.__hash__
+
+
+class _Reader:
+    """The file of a socket, for reading."""
+
+    def __init__(self, source: SimulatedSocket):
+        self._source, self._text = source, bytearray()
+
+    def readline(self) -> bytes:
+        """Returns a line, or the rest at the end."""
+        while b"\n" not in self._text and (data := self._source.recv(65536)):
+            self._text += data
+        end = self._text.find(b"\n") + 1 or len(self._text)
+        return self._take(end)
+
+    def read(self, count: int) -> bytes:
+        """Returns so many bytes, or fewer at the end."""
+        while len(self._text) < count and (data := self._source.recv(65536)):
+            self._text += data
+        return self._take(count)
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._text[:count])
+        del self._text[:count]
+        return taken
 
 
 class Selector(selectors.BaseSelector):

@@ -104,7 +104,7 @@ def _meet(process: Process, mesh: Mesh) -> Callable[[], object]:
         rendezvous.join(f"{address_of(0)}:{PORT}", process.count, process.index)
         if not process.index:
             process.sleep(SERVICE_STARTS_S)
-            process.simulation.sockets.open_grpc_port(0, PORT)
+            process.simulation.sockets.open_grpc_port(process.place, PORT)
 
     return meet
 

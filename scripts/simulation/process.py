@@ -1,21 +1,23 @@
 """Process: the host of a simulated process, in which the real code of tpudist runs.
 
-It answers what tpudist asks of its host. The model leaves out three things: computation takes no
-time, `stack_of` knows no stack, and each process is alone on its host, so no other process finds
-its state in `/proc`.
+It answers what tpudist asks of its host. The model leaves out two things: computation takes no
+time, and `stack_of` knows no stack.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import signal
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from simulation.connections import Selector, SimulatedSocket, address_of
-from simulation.scheduler import Killed, Task, Waker, current_task
+from simulation.runtime import Runtime
+from simulation.scheduler import Killed, Task, current_task
+from simulation.threads import Condition, Event, Lock, Queue, Thread
 from tpudist.processes import host
 from tpudist.processes.host import ExceptionHook
 
@@ -29,12 +31,16 @@ class Process(host.Host):
 
     Args:
         simulation: The run.
-        index: Number of the process and of its host.
+        index: Number of the process.
         count: Number of processes that it expects.
+        place: Number of its host.
+        parent: Process that has started it, and with which it ends.
 
     Attributes:
         sockets: Open sockets.
-        client: Client of the coordination service, once JAX has connected.
+        runtime: JAX's runtime, once it has connected.
+        client: Client of the coordination service of that.
+        rank: Number of the process in the runtime.
         printed: Lines of its error output.
         logged: Warnings.
         defects: Exceptions of its threads that nobody handled.
@@ -42,22 +48,43 @@ class Process(host.Host):
         ended_s: When it ended.
         progress: Number of steps that its program has run.
         has_finished: Whether its program has done all its work.
+        result: Result of its program, if it has one.
+        is_stopped: Whether a signal has stopped it.
+        ended: Called when it has ended.
     """
 
-    def __init__(self, simulation: Simulation, index: int, count: int):
-        self.simulation, self.index, self.count = simulation, index, count
+    def __init__(
+        self,
+        simulation: Simulation,
+        index: int,
+        count: int,
+        place: int,
+        parent: Process | None = None,
+    ):
+        self.simulation, self.index, self.count, self.place = simulation, index, count, place
         self.memory = {}  # type: ignore[misc]
+        self.environ: dict[str, str] = {}
         self.sockets: set[SimulatedSocket] = set()
+        self.runtime: Runtime | None = None
         self.client: Client | None = None
+        self.rank, self.is_stopped = index, False
+        self.children: list[Process] = []
+        self.ended: Callable[[], None] = lambda: None
+        if parent is not None:
+            parent.children.append(self)
+        self._pid = simulation.add(self)
         self.printed: list[str] = []
         self.logged: list[str] = []
         self.defects: list[str] = []
         self.exit_code: int | None = None
         self.ended_s, self.progress, self.has_finished = 0.0, 0, False
+        self.result: object = None
         self.clock_offset_s = 0.0
         self.tasks: list[Task] = []
-        self._program: Task | None = None
-        self._pending: type[BaseException] | None = None
+        self._program = Thread(lambda: self._start(self._run))
+        self._run: Callable[[], None] = lambda: None
+        self._pending: dict[Task, type[BaseException]] = {}
+        self._handlers: dict[int, Any] = {}
         self._exit_calls: list[Callable[[], None]] = []
         self._hook: ExceptionHook = self._print_exception
         self._frozen: list[Callable[[], None]] | None = None
@@ -71,16 +98,19 @@ class Process(host.Host):
             code = 0
             try:
                 program(self)
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 0
             except Exception as error:
                 code = 1
                 self._hook(type(error), error, error.__traceback__)
             for call in reversed(self._exit_calls):
                 call()
-            if self.client is not None:
-                self.simulation.disconnect_jax(self)
+            if self.runtime is not None:
+                self.runtime.disconnect(self)
             self.exit(code)
 
-        self._program = self._start(run)
+        self._run = run
+        self._program.start()
 
     def exit(self, code: int) -> NoReturn:
         """Ends the process, as one of its tasks."""
@@ -94,9 +124,12 @@ class Process(host.Host):
         self.exit_code, self.ended_s = code, self.simulation.scheduler.now_s
         for task in self.tasks:
             task.kill()
+        for child in self.children:
+            child.end(-signal.SIGKILL)
         for connection in list(self.sockets):
             connection.close()
         self.simulation.on_end(self)
+        self.ended()
 
     def freeze(self) -> None:
         """Stops all Python threads."""
@@ -123,10 +156,17 @@ class Process(host.Host):
         """Waits until the task is resumed; returns False after the timeout."""
         task = current_task()
         woken = task.wait(timeout_s)
-        if task is self._program and self._pending is not None:
-            pending, self._pending = self._pending, None
+        if pending := self._pending.pop(task, None):
             raise pending()
         return woken
+
+    def send_signal(self, number: int) -> None:
+        """Calls the handler of a signal, or ends the process."""
+        handler = self._handlers.get(number, signal.SIG_DFL)
+        if callable(handler):
+            self._start(lambda: handler(number, None))
+        else:
+            self.end(-number)
 
     def signal_at(self, when_s: float, handle: Callable[[], None]) -> None:
         """Calls a signal handler at a time, unless the process has ended."""
@@ -174,41 +214,96 @@ class Process(host.Host):
         """Returns a lock."""
         return Lock(self)
 
-    def start_thread(self, run: Callable[..., None], *args: object, name: str) -> Thread:
-        """Starts a thread."""
-        return Thread(self._start(lambda: run(*args)))
+    def condition(self) -> Condition:
+        """Returns a condition."""
+        return Condition(self)
+
+    def queue(self) -> Queue:
+        """Returns a queue."""
+        return Queue(self)
+
+    def thread(self, run: Callable[..., None], *args: object, name: str) -> Thread:
+        """Returns a thread."""
+        return Thread(lambda: self._start(lambda: run(*args)))
+
+    def main_thread(self) -> Thread:
+        """Returns the thread of the program."""
+        return self._program
 
     def is_current(self, thread: object) -> bool:
         """Whether a thread calls this."""
         return isinstance(thread, Thread) and thread.task is current_task()
 
     def process_index(self) -> int:
-        """Returns its number."""
-        return self.index
+        """Returns its number in the runtime."""
+        return self.rank
 
     def process_count(self) -> int:
-        """Returns the number of processes."""
-        return self.count
+        """Returns the number of processes in the runtime."""
+        return self.count if self.runtime is None else self.runtime.count
 
     def coordination_client(self) -> Any:
         """Returns the client."""
         return self.client
 
     def coordinator_host(self) -> str:
-        """Returns the address of process 0."""
-        return address_of(0)
+        """Returns the address of the coordination service."""
+        assert self.runtime is not None
+        return address_of(self.runtime.service.place)
+
+    def initialize_jax(
+        self, address: str, num_processes: int, process_id: int, **arguments: Any
+    ) -> None:
+        """Connects to the runtime of the run."""
+        self.simulation.connect_jax(self)
+
+    def start_coordination_service(self, address: str, num_processes: int) -> Runtime:
+        """Returns a runtime, whose service is in this process."""
+        runtime = self.simulation.add_runtime(num_processes, self, is_supervised=True)
+        self.simulation.runtimes_by_address[address] = weakref.ref(runtime)
+        return runtime
+
+    def connect_coordination_service(
+        self, address: str, num_processes: int, process_id: int
+    ) -> Callable[[], None]:
+        """Connects to a runtime."""
+        return self.simulation.connect_to_address(self, address, process_id)
+
+    def leave_runtime(self, keep: bool) -> None:
+        """Leaves the runtime; its service still knows the process."""
+        self.runtime = self.client = None
+        self.rank = self.index
 
     def name(self) -> str:
-        """Returns the name of the host, which is different for each process."""
-        return f"host{self.index}"
+        """Returns the name of the host."""
+        return f"host{self.place}"
 
     def pid(self) -> int:
-        """Returns a number."""
-        return 1000 + self.index
+        """Returns a number that no other process has."""
+        return self._pid
 
     def namespace(self) -> str:
-        """Returns a text that no other process has, so nobody looks for its state in /proc."""
-        return f"simulated{self.index}"
+        """Returns a text that the processes of a host share."""
+        return f"simulated{self.place}"
+
+    def state_of(self, pid: int) -> str:
+        """Returns the state of a process of this host, as proc(5) does."""
+        process = self.simulation.find(self.place, pid)
+        if process is None:
+            raise FileNotFoundError(pid)
+        return "T" if process.is_stopped else "S"
+
+    def kill(self, pid: int) -> None:
+        """Kills a process of this host."""
+        process = self.simulation.find(self.place, pid)
+        if process is not None:
+            process.end(-signal.SIGKILL)
+
+    def set_signal_handler(self, number: int, handler: Any) -> Any:
+        """Sets the handler of a signal."""
+        before = self._handlers.get(number, signal.SIG_DFL)
+        self._handlers[number] = handler
+        return before
 
     def connect(self, address: str, port: int, timeout_s: float) -> SimulatedSocket:
         """Returns a connection."""
@@ -238,12 +333,14 @@ class Process(host.Host):
         """Replaces the hook."""
         self._hook = hook
 
-    def stack_of(self, thread: threading.Thread) -> None:
+    def stack_of(self, thread: object) -> None:
         """Returns that the stack is unknown."""
 
-    def raise_in(self, thread: threading.Thread, error: type[BaseException]) -> None:
-        """Raises in the program when it next runs Python, so not in a collective."""
-        self._pending = error
+    def raise_in(self, thread: object, error: type[BaseException]) -> None:
+        """Raises in a thread when it next runs Python, so not in a collective."""
+        assert isinstance(thread, Thread)
+        assert thread.task is not None
+        self._pending[thread.task] = error
 
     def print_error(self, text: str) -> None:
         """Keeps a line."""
@@ -256,68 +353,6 @@ class Process(host.Host):
         self, kind: type[BaseException], error: BaseException, where: object
     ) -> None:
         self.printed.append(f"{kind.__name__}: {error}")
-
-
-class Thread:
-    """A thread that tpudist has started."""
-
-    def __init__(self, task: Task):
-        self.task = task
-
-    def join(self, timeout: float | None = None) -> None:
-        """Waits for its end."""
-        current_task().join(self.task, timeout)
-
-
-class Event:
-    """An event of a process."""
-
-    def __init__(self, process: Process):
-        self._process, self._is_set = process, False
-        self._waiting: list[Waker] = []
-
-    def is_set(self) -> bool:
-        """Whether it was set."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Sets it."""
-        self._is_set = True
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake(0.0)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is set."""
-        if not self._is_set:
-            wake = current_task().waker()
-            self._waiting.append(wake)
-            try:
-                self._process.wait(timeout)
-            finally:
-                if wake in self._waiting:
-                    self._waiting.remove(wake)
-        return self._is_set
-
-
-class Lock(contextlib.AbstractContextManager):
-    """A lock of a process."""
-
-    def __init__(self, process: Process):
-        self._process, self._is_taken = process, False
-        self._waiting: list[Waker] = []
-
-    def __enter__(self) -> None:
-        while self._is_taken:
-            self._waiting.append(current_task().waker())
-            self._process.wait()
-        self._is_taken = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_taken = False
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake(0.0)
 
 
 class KeepLogs(logging.Handler):

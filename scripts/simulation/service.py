@@ -1,8 +1,8 @@
 """Service and Client: JAX's coordination service in memory, with the methods that tpudist calls.
 
-The service answers one request after the other, on the host of process 0. A request and its answer
-are messages of the network; their purpose is the start of the key, such as "tpudist/watch". Errors
-contain the text by which tpudist recognizes the real ones.
+The service answers one request after the other, on the host of its process. A request and its
+answer are messages of the network; their purpose is the start of the key, such as "tpudist/watch".
+Errors contain the text by which tpudist recognizes the real ones.
 """
 
 import bisect
@@ -41,14 +41,17 @@ class Service:
     Args:
         scheduler: Time.
         network: Carries requests and answers.
+        place: Number of the host of its process.
         seconds_per_request: Time that the service needs for one request; it has one queue.
 
     Attributes:
-        is_gone: Whether process 0 has ended.
+        is_gone: Whether its process has ended.
     """
 
-    def __init__(self, scheduler: Scheduler, network: Network, seconds_per_request: float):
-        self._scheduler, self._network = scheduler, network
+    def __init__(
+        self, scheduler: Scheduler, network: Network, place: int, seconds_per_request: float
+    ):
+        self._scheduler, self._network, self.place = scheduler, network, place
         self._seconds_per_request = seconds_per_request
         self._free_s = 0.0
         self._texts: dict[str, str] = {}
@@ -224,14 +227,16 @@ class Client:
 
         def answer(content: object) -> None:
             size = REQUEST_BYTES + _size_of(content)
-            self._network.send(0, self._process.index, folder, size, lambda: arrive(content))
+            self._network.send(
+                self._service.place, self._process.place, folder, size, lambda: arrive(content)
+            )
 
         size = REQUEST_BYTES + len(key) + num_bytes
         request = Request(self._process, answer)
         self._waiting[task] = arrive
         self._network.send(
-            self._process.index,
-            0,
+            self._process.place,
+            self._service.place,
             folder,
             size,
             lambda: self._service.receive(lambda: handle(request)),

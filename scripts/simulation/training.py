@@ -9,7 +9,7 @@ from simulation.connections import address_of
 from simulation.process import Process
 from simulation.simulation import PORT
 from tpudist.preemption.agreed_boundary import BoundaryAgreement
-from tpudist.processes import process_agreement, rendezvous
+from tpudist.processes import connection, process_agreement, rendezvous
 from tpudist.processes.coordination import Channel
 from tpudist.processes.process_agreement import Intention
 
@@ -25,9 +25,10 @@ class Mesh:
 
 def start(process: Process, *, meet: bool = False) -> None:
     """Starts a process as strategies do: rendezvous, JAX."""
+    address = f"{address_of(0)}:{PORT}"
     if meet:
-        rendezvous.join(f"{address_of(0)}:{PORT}", process.count, process.index)
-    process.simulation.connect_jax(process)
+        rendezvous.join(address, process.count, process.index)
+    connection.initialize(address, process.count, process.index)
 
 
 def training(
@@ -64,7 +65,8 @@ def training(
             process_agreement.agree_once(
                 mesh, "train", lambda: Intention("Strategy.run of 'train'")
             )
-            process.simulation.collectives.run(process, step)
+            assert process.runtime is not None
+            process.runtime.collectives.run(process, step)
             process.sleep(step_s)
             process.progress += 1
             is_last = boundary.reach_boundary()

@@ -3,9 +3,11 @@
 import pytest
 
 from processes import run_processes
-from simulation import faults, growth
-from simulation.faults import Kind
-from simulation.growth import OPERATIONS, exponent, measure
+from simulation import growth, outcomes
+from simulation.faults import KINDS, Fault, Kind
+from simulation.growth import exponent
+from simulation.operations import MEASURES
+from simulation.outcomes import run_with
 from simulation.process import Process
 from simulation.simulation import Simulation
 from tpudist.processes.judge import process_judge
@@ -18,6 +20,7 @@ EXPONENTS = {
     "watch, for a minute": (1, 1, 0, 0),
     "notice of the end, until all stop": (1, 1, 0, 0),
 }
+LARGEST = 256
 # What the service answers: the same from JAX's service and from the simulated one.
 SCENARIO = """
 def scenario(client):
@@ -94,8 +97,8 @@ jax.distributed.shutdown()
 
 def test_one_seed_gives_one_run():
     """A seed that fails can be replayed."""
-    first = [faults.run(seed) for seed in range(5)]
-    again = [faults.run(seed) for seed in range(5)]
+    first = [outcomes.run(seed) for seed in range(5)]
+    again = [outcomes.run(seed) for seed in range(5)]
     assert [x.fingerprint for x, _ in first] == [x.fingerprint for x, _ in again]
     texts = [[x.printed + x.logged for x in processes] for _, processes in first]
     assert texts == [[x.printed + x.logged for x in processes] for _, processes in again]
@@ -103,8 +106,7 @@ def test_one_seed_gives_one_run():
 
 
 def check_exponents(name, counts):
-    operation = next(x for x in OPERATIONS if x.name == name)
-    costs = {n: measure(operation, n, measures_cpu=False) for n in counts}
+    costs = {n: MEASURES[name](n, measures_cpu=False) for n in counts}
     for quantity, bound in zip(
         ("messages_0", "bytes_0", "messages", "bytes"), EXPONENTS[name], strict=True
     ):
@@ -128,11 +130,17 @@ def test_the_exponent_of_a_power_is_its_exponent():
     assert exponent({n: 5.0 for n in (16, 64, 256)}) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_go_on_or_all_end_and_name_the_process(kind):
     for seed in range(3):
-        outcome, _ = faults.run(seed, kind=kind)
-        assert not outcome.problems, f"seed {seed}: {outcome.fault}"
+        outcome, _ = outcomes.run(seed, kind=kind, num_faults=1)
+        assert not outcome.problems, f"seed {seed}: {outcome.faults}"
+
+
+def test_runs_with_several_faults_end_well():
+    for seed in range(5):
+        outcome, _ = outcomes.run(seed, num_faults=3)
+        assert not outcome.problems, f"seed {seed}: {outcome.faults}"
 
 
 @pytest.mark.exhaustive
@@ -140,8 +148,62 @@ def test_all_go_on_or_all_end_and_name_the_process(kind):
 def test_a_thousand_runs_end_well(part):
     """`python scripts/simulate.py --seeds N` shows the run of a seed that fails."""
     for seed in range(100 * part, 100 * part + 100):
-        outcome, _ = faults.run(seed)
-        assert not outcome.problems, f"seed {seed}: {outcome.fault}"
+        outcome, _ = outcomes.run(seed)
+        assert not outcome.problems, f"seed {seed}: {outcome.faults}"
+
+
+@pytest.mark.exhaustive
+def test_large_runs_end_well():
+    for seed in range(5):
+        outcome, _ = outcomes.run(seed, LARGEST, num_faults=2)
+        assert not outcome.problems, f"seed {seed}: {outcome.faults}"
+
+
+def test_runs_without_a_fault_finish():
+    for count, per_host in ((1, 1), (3, 1), (8, 4), (16, 16)):
+        outcome, processes = run_with(Simulation(count, per_host=per_host), [])
+        assert not outcome.problems
+        assert all(x.has_finished and not x.printed for x in processes)
+
+
+@pytest.mark.parametrize("process", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [(Kind.STOP, 14), (Kind.BUSY, 79), (Kind.SPLIT, 9), (Kind.SLOW_LINK, 400)],
+)
+def test_a_fault_that_harms_nobody_ends_no_run(kind, seconds, process):
+    fault = Fault(kind, process, 5.0, seconds, slowness=2000.0)
+    assert fault.is_harmless
+    outcome, processes = run_with(Simulation(4, per_host=2), [fault])
+    assert not outcome.problems
+    assert all(x.has_finished for x in processes)
+
+
+def causes_of(simulation, *faults):
+    outcome, processes = run_with(simulation, faults)
+    assert not outcome.problems
+    return {outcomes.cause_of(x) for x in processes if x.exit_code in (1, 75)}
+
+
+def test_a_process_that_ends_because_process_0_was_silent_is_not_the_cause():
+    """It knows that process 0 was stopped, which processes of other hosts do not."""
+    stopped = Fault(Kind.STOP, 0, 5.0, 31.0, 1.0)
+    assert causes_of(Simulation(4, per_host=2), stopped) == {"0"}
+
+
+def test_a_dead_process_is_named_although_process_0_could_reach_nobody():
+    """When the network is back, all others have been silent, too."""
+    faults = Fault(Kind.SPLIT, 0, 5.0, 4.2, 1.0), Fault(Kind.CRASH, 2, 6.3, 0.0, 1.0)
+    assert causes_of(Simulation(4), *faults) == {"2"}
+
+
+def test_process_0_is_named_if_it_dies_while_jax_starts():
+    """JAX's own error names nobody."""
+    causes = set()
+    for tenths_ms in range(30, 46, 2):
+        dies = Fault(Kind.CRASH, 0, tenths_ms / 1e4, 0.0, 1.0)
+        causes |= causes_of(Simulation(8), dies)
+    assert causes == {"0"}
 
 
 def test_a_defect_of_the_judge_is_logged_once(monkeypatch):
@@ -151,13 +213,13 @@ def test_a_defect_of_the_judge_is_logged_once(monkeypatch):
         raise KeyError("defect")
 
     monkeypatch.setattr(process_judge.Judge, "judge", judge)
-    _, (first, second) = faults.run(0, 2, Kind.CLOCK_JUMP)
+    _, (first, second) = outcomes.run(0, 2, Kind.CLOCK_JUMP, 1)
     assert "".join(first.logged).count("cannot compare the reports") == 1
     assert "cannot compare" not in "".join(second.logged)
 
 
 def test_a_jump_of_a_clock_disturbs_no_process():
-    outcome, processes = faults.run(0, 8, Kind.CLOCK_JUMP)
-    assert outcome.fault.kind is Kind.CLOCK_JUMP
+    outcome, processes = outcomes.run(0, 8, Kind.CLOCK_JUMP, 1)
+    assert [x.kind for x in outcome.faults] == [Kind.CLOCK_JUMP]
     assert outcome.cause == ""
     assert all(x.has_finished for x in processes)

@@ -2,16 +2,18 @@
 
 import inspect
 import os
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import jax
 
+from tpudist.errors import StartupError
 from tpudist.options import MutualTLS
 from tpudist.processes import rendezvous
+from tpudist.processes.host import this_host
 from tpudist.xla import emulation
 
 
-class _TlsArguments(TypedDict, total=False):
+class TlsArguments(TypedDict, total=False):
     """Arguments of `jax.distributed.initialize` for mutual TLS; empty without it."""
 
     mtls_cert_file: str
@@ -57,14 +59,29 @@ def connect(
     # it. JAX's own start-up reports less about a missing process.
     if mutual_tls is None and not _tls_variables():
         rendezvous.join(coordinator_address, num_processes, process_id)
-    jax.distributed.initialize(
-        coordinator_address,
-        num_processes=num_processes,
-        process_id=process_id,
-        # JAX listens on every interface by default, without authentication.
-        coordinator_bind_address=coordinator_address,
-        **arguments,
-    )
+    initialize(coordinator_address, num_processes, process_id, **arguments)
+
+
+def initialize(
+    coordinator_address: str,
+    num_processes: int,
+    process_id: int,
+    **arguments: Unpack[TlsArguments],
+) -> None:
+    """Connects the processes through JAX, after the rendezvous.
+
+    Raises:
+        StartupError: If JAX cannot connect them, as when one has ended since the rendezvous.
+    """
+    try:
+        this_host().initialize_jax(coordinator_address, num_processes, process_id, **arguments)
+    except jax.errors.JaxRuntimeError as error:
+        # JAX's text names a process that did not arrive. If the service has gone, it names nobody.
+        raise StartupError(
+            f"Process {process_id} of {num_processes} could not connect to JAX's coordination "
+            f"service, in process 0 at {coordinator_address}: {error}. Read the output of the "
+            f"process that is named here: it may have ended since it was started."
+        ) from error
 
 
 def reject_late_tls(mutual_tls: MutualTLS | None) -> None:
@@ -88,7 +105,7 @@ def _tls_variables() -> list[str]:
     )
 
 
-def _tls_arguments(mutual_tls: MutualTLS | None) -> _TlsArguments:
+def _tls_arguments(mutual_tls: MutualTLS | None) -> TlsArguments:
     variables = _tls_variables()
     if mutual_tls is None and not variables:
         return {}

@@ -16,16 +16,13 @@ import threading
 from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar
 
-from tpudist.processes.host import this_host
-from tpudist.xla import internals
+from tpudist.processes.host import Thread, this_host
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _at_end: list[Callable[[], object]] = []
-_left_behind: list[threading.Thread] = []
-_program_thread: threading.Thread = threading.main_thread()
-_report_lost: Callable[[int, str], None] | None = None
+_left_behind: list[Thread] = []
 
 
 class GenerationEnded(BaseException):
@@ -65,14 +62,14 @@ def at_end(call: Callable[[], object]) -> None:
     _at_end.append(call)
 
 
-def program_thread() -> threading.Thread:
+def program_thread() -> Thread:
     """Returns the thread that runs the program: the main thread, unless there is a supervisor."""
-    return _program_thread
+    return this_host().memory.get(program_thread) or this_host().main_thread()
 
 
 def loss_reporter() -> Callable[[int, str], None] | None:
     """Returns what `run_program` received for this generation; None without a supervisor."""
-    return _report_lost
+    return this_host().memory.get(loss_reporter)
 
 
 def connect(address: str, num_processes: int, process_id: int) -> Callable[[], None]:
@@ -93,10 +90,10 @@ def connect(address: str, num_processes: int, process_id: int) -> Callable[[], N
     Raises:
         jax.errors.JaxRuntimeError: If no service listens at `address`.
     """
-    return internals.connect_coordination_service(address, num_processes, process_id)
+    return this_host().connect_coordination_service(address, num_processes, process_id)
 
 
-def run_program(thread: threading.Thread, report_lost: Callable[[int, str], None]) -> None:
+def run_program(thread: Thread, report_lost: Callable[[int, str], None]) -> None:
     """Starts the thread that runs the program in this generation, under a supervisor.
 
     Args:
@@ -104,12 +101,12 @@ def run_program(thread: threading.Thread, report_lost: Callable[[int, str], None
         report_lost: Called with the number of a process of this generation and a reason; the
             supervisor then ends that process.
     """
-    global _program_thread, _report_lost
-    _program_thread, _report_lost = thread, report_lost
+    memory = this_host().memory
+    memory[program_thread], memory[loss_reporter] = thread, report_lost
     thread.start()
 
 
-def leave(left_behind: Collection[threading.Thread]) -> None:
+def leave(left_behind: Collection[Thread]) -> None:
     """Ends the generation.
 
     Args:
@@ -122,10 +119,10 @@ def leave(left_behind: Collection[threading.Thread]) -> None:
         forget(thread)
     # A runtime in which a thread still waits must not be destroyed: its destructor would wait for
     # that thread, so for a process that is dead.
-    internals.leave_runtime(keep=bool(left_behind))
+    this_host().leave_runtime(keep=bool(left_behind))
 
 
-def forget(thread: threading.Thread) -> None:
+def forget(thread: Thread) -> None:
     """Gives up a thread that may wait in C++ forever."""
     _left_behind.append(thread)
 
@@ -136,7 +133,7 @@ def forget(thread: threading.Thread) -> None:
 # So each of them gets a signal whose handler is libc's `pause`, which never returns.
 @atexit.register
 def _park_threads() -> None:
-    waiting = [x for x in _left_behind if x.is_alive()]
+    waiting = [x for x in _left_behind if isinstance(x, threading.Thread) and x.is_alive()]
     if not waiting or sys.platform == "win32":  # without signals for single threads
         return
     # Python and libc give no meaning to a real-time signal. macOS has none; the program, which may
@@ -149,6 +146,6 @@ def _park_threads() -> None:
         signal.pthread_kill(thread.ident or 0, number)
 
 
-def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+def raise_in(thread: Thread, error: type[BaseException]) -> None:
     """Raises `error` in a thread at its next line of Python; a wait in C++ is not interrupted."""
     this_host().raise_in(thread, error)

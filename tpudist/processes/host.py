@@ -11,12 +11,14 @@ import contextvars
 import ctypes
 import faulthandler
 import os
+import queue
 import selectors
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -44,8 +46,40 @@ class Event(Protocol):
 class Thread(Protocol):
     """The methods of `threading.Thread` that this package calls."""
 
+    def start(self) -> None:
+        """Starts it."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether it has started and has not ended."""
+        ...
+
     def join(self, timeout: float | None = None) -> None:
         """Waits for its end."""
+        ...
+
+
+class Queue(Protocol):
+    """The methods of `queue.SimpleQueue` that this package calls."""
+
+    def put(self, item: Any) -> None:
+        """Adds an item."""
+        ...
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Waits for an item; raises `queue.Empty` after the timeout."""
+        ...
+
+
+class Condition(contextlib.AbstractContextManager[Any], Protocol):
+    """The methods of `threading.Condition` that this package calls."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for a notification; returns False after the timeout."""
+        ...
+
+    def notify_all(self) -> None:
+        """Wakes all that wait."""
         ...
 
 
@@ -54,9 +88,11 @@ class Host:
 
     Attributes:
         memory: Caches and counters of this process, by the object that uses them.
+        environ: Environment variables.
     """
 
     memory: ClassVar[dict[object, Any]] = {}
+    environ: MutableMapping[str, str] = os.environ
 
     # Time and threads.
 
@@ -76,11 +112,27 @@ class Host:
         """Returns a lock that nobody has."""
         return threading.Lock()
 
+    def condition(self) -> Condition:
+        """Returns a condition with a lock of its own."""
+        return threading.Condition()
+
+    def queue(self) -> Queue:
+        """Returns an empty queue."""
+        return queue.SimpleQueue()
+
+    def thread(self, run: Callable[..., None], *args: object, name: str) -> Thread:
+        """Returns a daemon thread that will call `run(*args)`."""
+        return threading.Thread(target=run, args=args, name=name, daemon=True)
+
     def start_thread(self, run: Callable[..., None], *args: object, name: str) -> Thread:
         """Starts a daemon thread that calls `run(*args)`."""
-        thread = threading.Thread(target=run, args=args, name=name, daemon=True)
+        thread = self.thread(run, *args, name=name)
         thread.start()
         return thread
+
+    def main_thread(self) -> Thread:
+        """Returns the thread in which Python has started."""
+        return threading.main_thread()
 
     def is_current(self, thread: Thread) -> bool:
         """Whether `thread` is the thread that calls this."""
@@ -113,6 +165,41 @@ class Host:
 
         return internals.coordinator_host()
 
+    def initialize_jax(
+        self, address: str, num_processes: int, process_id: int, **arguments: Any
+    ) -> None:
+        """Connects the processes of a run by `jax.distributed.initialize`."""
+        import jax
+
+        jax.distributed.initialize(
+            address,
+            num_processes=num_processes,
+            process_id=process_id,
+            # JAX listens on every interface by default, without authentication.
+            coordinator_bind_address=address,
+            **arguments,
+        )
+
+    def start_coordination_service(self, address: str, num_processes: int) -> object:
+        """Starts a coordination service, which ends with the returned object."""
+        from tpudist.xla import internals
+
+        return internals.start_coordination_service(address, num_processes)
+
+    def connect_coordination_service(
+        self, address: str, num_processes: int, process_id: int
+    ) -> Callable[[], None]:
+        """Connects to a service of a supervisor; see `internals`."""
+        from tpudist.xla import internals
+
+        return internals.connect_coordination_service(address, num_processes, process_id)
+
+    def leave_runtime(self, keep: bool) -> None:
+        """Leaves the group of processes; see `internals`."""
+        from tpudist.xla import internals
+
+        internals.leave_runtime(keep)
+
     # The network.
 
     def name(self) -> str:
@@ -134,6 +221,24 @@ class Host:
     def pid(self) -> int:
         """Returns the number that this host gave the process."""
         return os.getpid()
+
+    def state_of(self, pid: int) -> str:
+        """Returns the letter by which proc(5) describes the state of a process of this host.
+
+        Raises:
+            OSError: If there is no such process, or it cannot be inspected.
+        """
+        # "4711 (name) S 1 ...": the name may contain spaces and parentheses.
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+
+    def kill(self, pid: int) -> None:
+        """Kills a process of this host, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def set_signal_handler(self, number: int, handler: Any) -> Any:
+        """Sets the handler of a signal; returns the one before, as `signal.signal` does."""
+        return signal.signal(number, handler)
 
     def connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
         """Returns a connection over TCP."""
@@ -165,12 +270,14 @@ class Host:
         """Replaces that function."""
         sys.excepthook = hook
 
-    def stack_of(self, thread: threading.Thread) -> Any:
+    def stack_of(self, thread: Thread) -> Any:
         """Returns the innermost Python frame of a thread, or None."""
+        assert isinstance(thread, threading.Thread)
         return sys._current_frames().get(thread.ident or 0)
 
-    def raise_in(self, thread: threading.Thread, error: type[BaseException]) -> None:
+    def raise_in(self, thread: Thread, error: type[BaseException]) -> None:
         """Raises `error` in a thread at its next line of Python."""
+        assert isinstance(thread, threading.Thread)
         ident = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 

@@ -8,12 +8,12 @@ import hmac
 import json
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import numpy as np
 
+from tpudist.processes.host import this_host
 from tpudist.processes.peer_connections import enable_keepalive, is_ipv6
 
 _CONNECT_S = 10.0
@@ -32,7 +32,7 @@ class JsonConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._file: IO[bytes] = connection.makefile("rb")
-        self._lock = threading.Lock()  # lines of two threads must not mix
+        self._lock = this_host().lock()  # lines of two threads must not mix
 
     @classmethod
     def of_descriptor(cls, descriptor: int) -> "JsonConnection":
@@ -136,7 +136,7 @@ class Listener:
     ):
         self._secret, self._serve = secret, serve
         family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket = this_host().listen(host, port, family)
         self.port: int = self._socket.getsockname()[1]
         _start_thread(self._accept)
 
@@ -175,7 +175,7 @@ def connect(host: str, port: int, secret: str, timeout_s: float = _CONNECT_S) ->
     Raises:
         OSError: If it cannot be reached.
     """
-    connection = socket.create_connection((host, port), timeout=timeout_s)
+    connection = this_host().connect(host, port, timeout_s)
     connection.sendall(secret.encode())
     return JsonConnection(connection)
 
@@ -186,4 +186,4 @@ def make_secret() -> str:
 
 
 def _start_thread(run: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=run, args=args, name="tpudist connection", daemon=True).start()
+    this_host().start_thread(run, *args, name="tpudist connection")

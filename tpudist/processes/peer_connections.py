@@ -11,6 +11,7 @@ Messages, after a greeting with the index and the secret of the process that con
 |---|---|---|
 | `.` | process 0, twice a second | process 0 runs Python |
 | `E` | either side, last | this process exits in order: its end is not a loss |
+| `S` | another process, last | this process exits because process 0 was silent |
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from tpudist.processes.host import this_host
 DEAD_PEER_S = 15.0
 """Seconds without an answer of the other kernel after which a connection is given up."""
 _EXIT = b"E"
+_GIVES_UP = b"S"
 _BEAT = b"."
 _BEAT_S = 0.5
 _CONNECT_S = 10.0
@@ -36,10 +38,11 @@ class PeerConnections:
 
     Args:
         index: Index of this process.
-        lost: Called in a thread with the index of a process that was killed.
+        lost: Called in a thread with the index of a process that was killed, and with whether it
+            exited because process 0, which is this one, was silent.
     """
 
-    def __init__(self, index: int, lost: Callable[[int], None]):
+    def __init__(self, index: int, lost: Callable[[int, bool], None]):
         self._index, self._lost = index, lost
         self._sockets: list[socket.socket] = []
         self._listener: socket.socket | None = None
@@ -94,6 +97,15 @@ class PeerConnections:
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
+    def give_up(self) -> None:
+        """Announces to process 0, which is silent, that this process exits for that reason.
+
+        Process 0 reads it if it continues. Otherwise it would take this exit for a loss.
+        """
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.send(_GIVES_UP, socket.MSG_DONTWAIT)
+
     def _accept(self) -> None:
         assert self._listener is not None
         while not self._closing.is_set():
@@ -129,7 +141,7 @@ class PeerConnections:
             except OSError:
                 message = b""
         if message != _EXIT and not self._closing.is_set():
-            self._lost(index)
+            self._lost(index, message == _GIVES_UP)
 
     def _beat(self) -> None:
         while not self._closing.wait(_BEAT_S):

@@ -6,11 +6,8 @@ kernel can distinguish the two. The state of a process of another host is unknow
 
 import enum
 import sys
-from pathlib import Path
 
 from tpudist.processes.host import this_host
-
-_PROC = Path("/proc")
 
 
 class State(enum.Enum):
@@ -49,8 +46,7 @@ def find(place: str) -> State | None:
     if sys.platform != "linux" or pid is None:
         return None
     try:
-        # "4711 (name) S 1 ...": the name may contain spaces and parentheses.
-        letter = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+        letter = this_host().state_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return State.GONE
     except OSError:

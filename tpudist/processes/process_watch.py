@@ -56,6 +56,10 @@ _CONNECT_MS = 20_000  # for process 0 to listen
 _SLICE_S = 1.0
 _GONE_S = 0.5  # process 0 waits this much longer than `GRACE_S` for the others, which end then
 _EXIT_S = 0.2  # for processes to exit after they have announced it
+_KILLED = (
+    "Process {} ended without a message: it was killed (by SIGKILL, or out of memory), it called "
+    "os._exit, or its host or network failed."
+)
 _FOLDER = "tpudist/watch"
 _REPORTS, _VERDICT = f"{_FOLDER}/report", f"{_FOLDER}/verdict"
 
@@ -92,7 +96,7 @@ class Watch:
         self._client, self._index = client, this_host().process_index()
         self._count = this_host().process_count()
         self._orders: dict[str, tuple[RunOrder, Callable[[int], str]]] = {}
-        self._exit_code = 0  # of a verdict
+        self._exit_code, self._gives_up = 0, False  # of a verdict
         # Of the generation of this watch. A watch that was left behind must not report a loss with
         # the numbers of a later one.
         self._report_lost = generations.loss_reporter()
@@ -214,20 +218,21 @@ class Watch:
         except Exception as error:  # of the network or of the service, whose type varies
             _log.info("Process %d has no connection to the others: %s", self._index, error)
 
-    def _on_lost(self, index: int) -> None:
+    def _on_lost(self, index: int, gave_up: bool) -> None:
         """Reports another process that was killed, unless this one ends already.
+
+        If that process gave up this one, which was silent, this one is the cause.
 
         A process that exits after a verdict ends its connection without a farewell (`exit_now`),
         like one that was killed. By then this process has the verdict, too.
         """
         if self.message or self._closing.is_set() or self._has_left():
             return
-        verdict = Verdict(
-            f"Process {index} ended without a message: it was killed (by SIGKILL, or "
-            f"out of memory), it called os._exit, or its host or network failed. {START_AGAIN}",
-            EXIT_PEER_LOST,
-            failed=index,
-        )
+        text, failed = _KILLED.format(index), index
+        if gave_up:
+            silence = f"Process 0 ({process_state.describe(self._place)}) has not reported for long"
+            text, failed = f"{silence}, so process {index} ended.", 0
+        verdict = Verdict(f"{text} {START_AGAIN}", EXIT_PEER_LOST, failed=failed)
         if self._index:
             # It was process 0, and with it JAX's service: JAX aborts this process within 0.2 to
             # 1.5 s, so there is no time for an exception in the program.
@@ -301,7 +306,8 @@ class Watch:
         if verdict.failed != self._index or self._outcome.state != "failed":
             print_error(f"[tpudist p{self._index}] {verdict.message}")
         self._outcome.has_verdict = True
-        self._exit_code = verdict.exit_code  # first: `_at_exit` may end the process after a message
+        # First: `_at_exit` may end the process after a message.
+        self._exit_code, self._gives_up = verdict.exit_code, verdict.process_0_is_silent
         self.message = verdict.message
         goodput.flush()
         goodput.note("verdict", message=verdict.message)
@@ -313,9 +319,8 @@ class Watch:
             error = ProcessesDifferError if differ else ProcessFailedError
             raise_in_program(error, verdict.message)
         this_host().sleep(GRACE_S)  # a thread that waits in C++ does not notice the exception
-        if verdict.process_0_is_silent:  # it would have to read the farewell
-            exit_now(self._exit_code)
-        self._leave()
+        if not self._closing.is_set():  # else a supervisor has ended the generation meanwhile
+            self._leave()
 
     # The end of this process.
 
@@ -343,9 +348,11 @@ class Watch:
         wait = ReportedWait(5.0)
         # A failed process stays until its report has been judged (`HOLD_S`, and some intervals)
         # and the others have got the verdict; then it does not depend on them.
-        most_s = HOLD_S + 3 * self._interval_s + GRACE_S
+        most_s, since_s = HOLD_S + 3 * self._interval_s + GRACE_S, 0.0
         while not self._ended_together.wait(0.02):
-            is_late = wait.waited_s > most_s and not self._may_have_lost_process_0()
+            if self._may_have_lost_process_0():  # if it is reached again, it judges only then
+                since_s = wait.waited_s
+            is_late = wait.waited_s - since_s > most_s
             if self.message or (self._outcome.state == "failed" and is_late):
                 break
             wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")
@@ -371,6 +378,9 @@ class Watch:
 
     def _leave(self) -> NoReturn:
         """Ends this process; process 0 ends last."""
+        if self._gives_up:  # nobody would read a farewell
+            self._peers.give_up()
+            exit_now(self._exit_code)
         # Process 0 has the service, and JAX aborts the processes that lose it. So the others
         # announce that they exit, and process 0 waits for them: a little longer than their grace
         # time, because a dead process announces nothing, and then a moment for their exit.

@@ -13,22 +13,21 @@ process is the number with which it was started, and never changes. Messages, as
 | `stop_at=c` | to members | continue up to commit c, and stop there |
 | `stopped=g`, `finished=g` | from a member | the program has stopped, or has returned |
 | `leaving` | from a member | it received a request to end |
+| `asks`, `no_loss` | from, to | a step failed; the answer follows an order to stop, if any |
+| `raised` | from a member | its program raised this error, so all end |
 | `lost=rank, generation=g, why` | from a member | its watch: this process does not continue |
 | `leave`, `done` | to members | end: without the others, or because the program has returned |
 """
 
-import contextlib
 import enum
 import math
-import os
-import signal
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
 from tpudist.options.member_names import format_members
 from tpudist.processes import process_state
+from tpudist.processes.host import this_host
 from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.reported_wait import ReportedWait
@@ -75,6 +74,7 @@ class GenerationControl:
         is_done: Whether the program has returned in all processes.
         ends_all: Whether all processes end at the next commit.
         gave_up: Reason why there is no other generation, or "". The launcher then ends the run.
+        failed: Error of the program that ends the run, or "". The processes end by themselves.
 
     Raises:
         ValueError: If the variable of the hang timeout is not a positive number.
@@ -86,7 +86,7 @@ class GenerationControl:
         self.members: list[Member] = []
         self.phase = Phase.GATHERING
         self.is_done = self.ends_all = False
-        self.gave_up = ""
+        self.gave_up = self.failed = ""
         self._generation = 0
         # Coordination services with the members that may be connected to them. JAX aborts a process
         # that loses its service, so a service lives as long as any of its members is connected,
@@ -121,7 +121,7 @@ class GenerationControl:
         self.connected.remove(member)
         member.connection.close()
         if not self.is_done and member in self.members:
-            self._changed_s = time.monotonic()
+            self._changed_s = this_host().monotonic()
             self._begin_generation(f"process {member.index} was lost")
         self._drop_services()
 
@@ -158,6 +158,14 @@ class GenerationControl:
             )
             member.is_leaving = True
             self._change_when_possible()
+        elif "asks" in message:
+            member.send(no_loss=True)
+        elif "raised" in message and not self.failed and not self.is_done:
+            # The others would raise the same error, or have no process to continue with.
+            self.failed = f"process {member.index} raised {message['raised']}"
+            self._report(f"{self.failed}. All processes end.")
+            for spare in set(self.connected).difference(self.members):  # has no watch that ends it
+                spare.send(done=True)
         elif "lost" in message and message.get("generation") == self._generation:
             # A rank, not the index of a member. In the next generation it is another process, and
             # the watch repeats its report until the sender has left this one.
@@ -176,6 +184,8 @@ class GenerationControl:
 
     def check_progress(self) -> None:
         """Names processes for which the others wait, and ends the wait after the hang timeout."""
+        if self.failed:
+            return
         self._begin_if_all_came()
         late = self._find_late()
         if self.phase is Phase.GATHERING:
@@ -222,9 +232,9 @@ class GenerationControl:
         """Begins the first generation with the first processes, or with spares for late ones."""
         if self.phase is not Phase.GATHERING or len(self.connected) < self._count:
             return
-        self._enough_since_s = min(self._enough_since_s, time.monotonic())
+        self._enough_since_s = min(self._enough_since_s, this_host().monotonic())
         are_first = {x.index for x in self.connected}.issuperset(range(self._count))
-        if are_first or time.monotonic() - self._enough_since_s > LATE_S:
+        if are_first or this_host().monotonic() - self._enough_since_s > LATE_S:
             self._begin_generation("")
 
     def _drop_services(self) -> None:
@@ -237,8 +247,7 @@ class GenerationControl:
         self._report(f"ending process {member.index}. {why}")
         pid = process_state.pid_here(member.place)
         if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            this_host().kill(pid)
         # The thread that reads from the connection then calls `remove`, as after any other loss. So
         # a process on another host is removed even if nobody can end it.
         member.connection.close()
@@ -274,13 +283,15 @@ class GenerationControl:
 
     def _begin_if_stopped(self) -> None:
         if self.phase is Phase.STOPPING and all(x.has_stopped for x in self.members):
-            self._changed_s = time.monotonic()
+            self._changed_s = this_host().monotonic()
             self._begin_generation("processes joined, or received a request to end")
 
     # Generations.
 
     def _begin_generation(self, why: str) -> None:
         """Begins a generation; `why` is the reason that the processes record; "" at the start."""
+        if self.failed:
+            return
         # Processes that leave are removed before the choice. A spare that waits is connected, but
         # not a member, and gets no message until it is chosen.
         for member in [x for x in self.connected if x.is_leaving]:
@@ -308,12 +319,9 @@ class GenerationControl:
         self._check_commits(newest)
         if self.gave_up:
             return
-        # Here, because most runs do not survive losses, and their supervisor needs no JAX.
-        from tpudist.xla import internals
-
         self.phase = Phase.JOINING
         address = f"{self._host}:{_free_port(self._host)}"
-        service = internals.start_coordination_service(address, len(self.members))
+        service = this_host().start_coordination_service(address, len(self.members))
         self._services.append((service, list(self.members)))
         # All processes that have the newest state send it, so that the load is shared.
         donors = [x.address for x in self.members if x.commit == newest >= 0]
@@ -349,7 +357,7 @@ class GenerationControl:
         if self._generation > 1 or len(self.members) != self._count:
             after = ""
             if self._changed_s is not None:
-                after = f" after {time.monotonic() - self._changed_s:.2f} s"
+                after = f" after {this_host().monotonic() - self._changed_s:.2f} s"
             processes = format_members("process", (x.index for x in self.members))
             commit = max(x.commit for x in self.members)
             event = (
@@ -369,5 +377,5 @@ class GenerationControl:
 
 def _free_port(host: str) -> int:
     family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
+    with this_host().listen(host, 0, family) as server:
         return server.getsockname()[1]

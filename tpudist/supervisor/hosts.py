@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 
+from tpudist.processes.host import this_host
 from tpudist.processes.peer_connections import is_ipv6
 
 SECRET = "TPUDIST_SECRET"
@@ -89,7 +90,7 @@ def _free_ports(host: str, count: int) -> list[int]:
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):
-            sockets.append(socket.create_server((host, 0), family=_family(host)))
+            sockets.append(this_host().listen(host, 0, _family(host)))
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:

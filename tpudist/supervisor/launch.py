@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tpudist.options.member_names import format_members
@@ -22,12 +21,14 @@ from tpudist.processes.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_PEER_LOST,
     EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
 )
+from tpudist.processes.host import this_host
 from tpudist.supervisor.hosts import Hosts
 from tpudist.supervisor.membership import Membership
 from tpudist.supervisor.remote_membership import RemoteMembership
 from tpudist.supervisor.wakeups import Wakeups, receive_wakeups
-from tpudist.supervisor.worker_process import WorkerProcess
+from tpudist.supervisor.worker_process import Worker, WorkerProcess
 from tpudist.xla import emulation
 
 END_S = 15.0
@@ -55,6 +56,7 @@ class Launch:
             for this process.
         spares: Number of additional processes on each host, which wait until one is lost.
         hosts: Hosts of the run.
+        start: Called to start a process, as `WorkerProcess`.
     """
 
     command: Sequence[str]
@@ -64,21 +66,26 @@ class Launch:
     write: Callable[[int | None, str], None]
     spares: int = 0
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
+    start: Callable[..., Worker] = WorkerProcess
 
     def run(self) -> int:
         """Runs the program to its end, with restarts; returns the exit code for this process."""
-        left = self.restarts
         with receive_wakeups() as wakeups, tempfile.TemporaryDirectory(prefix="tpudist-") as cache:
-            # Ends, because each turn returns or uses one of the restarts.
-            while True:
-                attempt = _Attempt(self, left, cache)
-                codes = attempt.run(wakeups)
-                if signals := wakeups.signals:  # first: the codes that they cause look like losses
-                    return EXIT_INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
-                exit_code = self._conclude(attempt, codes)
-                if exit_code is not None:
-                    return exit_code
-                left = attempt.restarts_left - 1
+            return self.run_attempts(wakeups, cache)
+
+    def run_attempts(self, wakeups: Wakeups, cache: str) -> int:
+        """Same as `run`, with these wakeups and this folder for compiled programs."""
+        left = self.restarts
+        # Ends, because each turn returns or uses one of the restarts.
+        while True:
+            attempt = _Attempt(self, left, cache)
+            codes = attempt.run(wakeups)
+            if signals := wakeups.signals:  # first: the codes that they cause look like losses
+                return EXIT_INTERRUPTED if signals[0] == signal.SIGINT else EXIT_PREEMPTED
+            exit_code = self._conclude(attempt, codes)
+            if exit_code is not None:
+                return exit_code
+            left = attempt.restarts_left - 1
 
     def _conclude(self, attempt: "_Attempt", codes: Mapping[int, int]) -> int | None:
         """Reports the end of an attempt; returns the exit code, or None for another attempt."""
@@ -91,6 +98,9 @@ class Launch:
         # ended after it.
         first, code = next((i, x) for i, x in codes.items() if x)
         end, left = f"process {first} {_describe(code)}", attempt.restarts_left
+        if attempt.failed and may_restart(code):
+            self.write(None, f"{end}, because {attempt.failed}.")
+            return EXIT_USER_ERROR
         if attempt.is_done:
             self.write(None, f"{end}, after tpudist.experimental.survive.")
             return _shell_code(code)
@@ -120,12 +130,13 @@ class _Attempt:
     Attributes:
         restarts_left: Number of restarts that are left.
         gave_up: Reason why the remaining processes cannot continue, or "".
+        failed: Error of the program that ends the run, or "".
     """
 
     def __init__(self, launch: Launch, restarts_left: int, cache: str):
-        self.restarts_left, self.gave_up = restarts_left, ""
+        self.restarts_left, self.gave_up, self.failed = restarts_left, "", ""
         self._launch, self._cache = launch, cache
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Worker] = []
         # Numbers of processes whose end was handled, and the exit codes of those that count.
         self._ended: set[int] = set()
         self._codes: dict[int, int] = {}
@@ -133,6 +144,7 @@ class _Attempt:
         self._waits_since_s = math.inf
         self._numbers = launch.hosts.numbers(launch.num_processes)
         self._stopped_since_s: dict[int, float] = {}
+        self._serves_others = False
         self._membership = self._create_membership()
         self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
 
@@ -170,6 +182,7 @@ class _Attempt:
 
     def _start(self) -> None:
         index = next(self._numbers)
+        self._membership.follow(index)
         task = {"cluster": self._cluster, "task": {"type": "worker", "index": index}}
         env = {
             # A spare's index is outside of this cluster. `survive` sets TF_CONFIG again for each
@@ -181,14 +194,16 @@ class _Attempt:
         }
         if devices := self._launch.devices_per_process:
             env |= emulation.environment_of(devices)
-        self._workers.append(WorkerProcess(index, self._launch.command, env, self._launch.write))
+        self._workers.append(
+            self._launch.start(index, self._launch.command, env, self._launch.write)
+        )
 
     def _wait(self, wakeups: Wakeups) -> None:
         # Ends when every process has ended. The deadline bounds that: it is set when a process
         # fails for good, when the program is done, or by a signal. A second signal kills all at
         # once.
         is_forwarded, signals = False, wakeups.signals
-        while len(self._ended) < len(self._workers) and not self.gave_up:
+        while self._must_wait(signals):
             self._collect_ended(signals)
             if self._membership.is_done:
                 self._end_within(END_S)
@@ -198,11 +213,24 @@ class _Attempt:
                 is_forwarded = True
                 self._end_within(GRACE_S)
                 self._forward(signal.Signals(signals[0]))
-            if time.monotonic() > self._deadline or len(signals) > 1:
+            if this_host().monotonic() > self._deadline or len(signals) > 1:
                 self._kill_late()
-            if len(self._ended) < len(self._workers) and wakeups.wait(_CHECK_S):
+            if self._must_wait(signals) and wakeups.wait(_CHECK_S):
                 # A process that lost another one may be reported before it.
-                time.sleep(_SETTLE_S)
+                this_host().sleep(_SETTLE_S)
+
+    def _must_wait(self, signals: list[int]) -> bool:
+        """Whether processes run here, or the first host still serves those of other hosts."""
+        if self.gave_up or len(self._ended) < len(self._workers):
+            return not self.gave_up
+        is_over = self._membership.is_done or self.failed or len(signals) > 1
+        if not self._serves_others or is_over or this_host().monotonic() > self._deadline:
+            return False
+        if self._membership.has_members:
+            return True
+        if not signals:
+            self.gave_up = "giving up: no process of this run is left."
+        return False
 
     def _collect_ended(self, signals: list[int]) -> None:
         """Handles the processes that have ended since the last call."""
@@ -223,7 +251,7 @@ class _Attempt:
                 self._end_within(END_S)
 
     def _end_within(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+        self._deadline = min(self._deadline, this_host().monotonic() + seconds)
 
     def _forward(self, number: signal.Signals) -> None:
         """Asks all processes to end."""
@@ -248,7 +276,7 @@ class _Attempt:
         # joined.
         membership = self._membership
         survives = membership.is_used or self._is_additional(index)
-        if code == 0 or not survives:
+        if code == 0 or not survives or self.failed:
             return False
         if membership.is_done:  # a replacement may have started when the program returned
             return not membership.has_finished(index)
@@ -258,10 +286,14 @@ class _Attempt:
                 return False
             self._launch.write(None, f"{end} before it joined the others, which continue.")
             return True
-        # A host without processes only helps if other hosts have some, and it may start one.
-        can_rejoin = len(self._launch.hosts.names) > 1 and self.restarts_left > 0
-        if all(x.exit_code is not None for x in self._workers) and not can_rejoin:
-            return False
+        # A host without processes only helps if other hosts have some, and it may start one, or it
+        # is the first one, with the membership and the coordination service of the others.
+        hosts = self._launch.hosts
+        if all(x.exit_code is not None for x in self._workers):
+            self._serves_others = hosts.is_first and len(hosts.names) > 1
+            can_rejoin = len(hosts.names) > 1 and self.restarts_left > 0
+            if not can_rejoin and not self._serves_others:
+                return False
         if self.restarts_left:
             self._start()
             self._launch.write(
@@ -280,7 +312,7 @@ class _Attempt:
 
     def _kill_stopped(self) -> None:
         """Kills stopped processes if the program survives losses: the others do not wait."""
-        now = time.monotonic()
+        now = this_host().monotonic()
         for worker in self._workers if self._membership.is_used else ():
             if not worker.is_stopped or not self._membership.is_member(worker.index):
                 self._stopped_since_s.pop(worker.index, None)
@@ -296,6 +328,11 @@ class _Attempt:
         """Gives up if the remaining processes are too few and no other can join them."""
         membership = self._membership
         self.gave_up = membership.gave_up
+        if membership.failed and not self.failed:
+            self.failed = membership.failed
+            self._end_within(END_S)  # each ends by itself, with a verdict of its watch
+            if not self._launch.hosts.is_first:  # which has reported it
+                self._launch.write(None, f"{self.failed}. All processes end.")
         count = membership.waits_for_others()
         is_starting = any(
             worker.exit_code is None and not membership.is_member(worker.index)
@@ -304,8 +341,8 @@ class _Attempt:
         if not count or is_starting or membership.ends_all:
             self._waits_since_s = math.inf
             return
-        self._waits_since_s = min(self._waits_since_s, time.monotonic())
-        if time.monotonic() - self._waits_since_s > _PATIENCE_S:
+        self._waits_since_s = min(self._waits_since_s, this_host().monotonic())
+        if this_host().monotonic() - self._waits_since_s > _PATIENCE_S:
             self.gave_up = (
                 f"{count} process(es) are left, but the program cannot continue with this number "
                 f"(survive(processes=...)), and no restart is left: giving up."

@@ -7,11 +7,10 @@ and the lock.
 
 import contextlib
 import importlib
-import threading
-import time
 from collections.abc import Callable
 
 from tpudist.processes import json_lines
+from tpudist.processes.host import this_host
 from tpudist.processes.json_lines import JsonConnection, Listener
 from tpudist.supervisor.generation_control import GenerationControl, Phase
 from tpudist.supervisor.member import Member
@@ -53,18 +52,18 @@ class Membership:
         # One lock for everything: each connection has a thread, and a message may change the state
         # of all members. Sending under the lock is safe, because messages are short and fit into
         # the buffers of the connections.
-        self._lock = threading.RLock()
+        self._lock = this_host().lock()
         self._control = GenerationControl(host, count, report)
-        self._num_supervisors = 0
-        self._arrived: set[int] = set()
         self.is_used = False
-        self._closing = threading.Event()
+        # Connections of supervisors of other hosts, with the processes that they have started.
+        self._supervisors: dict[JsonConnection, set[int]] = {}
+        self._announced = self._result()
+        self._arrived: set[int] = set()
+        self._closing = this_host().event()
         secret = secret or json_lines.make_secret()
         self._listener = Listener(host, secret, self._serve, port=port)
         self.address = f"{host} {self._listener.port} {secret}"
-        threading.Thread(
-            target=self._check_repeatedly, name="tpudist membership", daemon=True
-        ).start()
+        this_host().start_thread(self._check_repeatedly, name="tpudist membership")
 
     # Single attributes, which need no lock.
 
@@ -83,11 +82,21 @@ class Membership:
         """Reason why there is no other generation, or ""."""
         return self._control.gave_up
 
+    @property
+    def failed(self) -> str:
+        """Error of the program that ends the run, or ""."""
+        return self._control.failed
+
+    @property
+    def has_members(self) -> bool:
+        """Whether any process of the run is connected."""
+        return bool(self._control.connected)
+
     def close(self) -> None:
         """Ends all connections, after supervisors of other hosts have read the result."""
-        deadline = time.monotonic() + SUPERVISORS_S
-        while self.is_used and self._num_supervisors and time.monotonic() < deadline:
-            time.sleep(0.02)
+        deadline = this_host().monotonic() + SUPERVISORS_S
+        while self.is_used and self._supervisors and this_host().monotonic() < deadline:
+            this_host().sleep(0.02)
         self._closing.set()
         self._listener.close()
         with self._lock:
@@ -109,6 +118,9 @@ class Membership:
         with self._lock:
             is_waiting = self._control.phase is Phase.WAITING
             return len(self._control.connected) if is_waiting else None
+
+    def follow(self, index: int) -> None:
+        """Does nothing: this object knows all processes."""
 
     def end_all(self) -> None:
         """Ends all processes at the next commit, where they save their state."""
@@ -135,6 +147,7 @@ class Membership:
                 self._control.restart_clock()  # nobody has waited so far
             self.is_used = True
             self._arrived.add(member.index)
+            self._notify_supervisors(member.index)
         # `GenerationControl` needs JAX for a program that survives losses, and must not import it
         # under the lock, which takes half a second.
         importlib.import_module("tpudist.xla.internals")
@@ -145,30 +158,56 @@ class Membership:
         for message in connection:
             with self._lock:
                 self._control.receive(member, message)
+                self._notify_supervisors()
         with self._lock:
             self._control.remove(member)
+            self._notify_supervisors()
+
+    # Supervisors of other hosts. Each gets a message when something changes for it. If all
+    # asked repeatedly, thousands of hosts would keep this one busy.
 
     def _serve_supervisor(self, connection: JsonConnection) -> None:
-        """Answers each request of the supervisor of another host (`RemoteMembership`)."""
+        """Serves the supervisor of another host (`RemoteMembership`), until it disconnects."""
+        indices: set[int] = set()
+        for request in connection:
+            if request["end_all"] and not self.ends_all:
+                self.end_all()
+            with self._lock:
+                indices.update(request["indices"])
+                self._supervisors[connection] = indices
+                self._notify(connection)
         with self._lock:
-            self._num_supervisors += 1
-        with contextlib.suppress(OSError):
-            for request in connection:
-                if request["end_all"] and not self.ends_all:
-                    self.end_all()
-                with self._lock:
-                    connection.send(
-                        version=versions.version_of("tpudist"),
-                        is_used=self.is_used,
-                        is_done=self.is_done,
-                        gave_up=self.gave_up,
-                        arrived=sorted(self._arrived),
-                        finished=[x.index for x in self._control.members if x.has_finished],
-                    )
-        with self._lock:
-            self._num_supervisors -= 1
+            self._supervisors.pop(connection, None)
+
+    def _result(self) -> tuple[bool, bool, str, str]:
+        """Returns what concerns all hosts."""
+        return self.is_used, self.is_done, self.gave_up, self.failed
+
+    def _notify_supervisors(self, arrived: int | None = None) -> None:
+        """Notifies other hosts of what has changed, under the lock."""
+        announced, self._announced = self._announced, self._result()
+        if announced == self._announced and arrived is None:  # as after most messages
+            return
+        for connection, indices in list(self._supervisors.items()):
+            if announced != self._announced or arrived in indices:
+                self._notify(connection)
+
+    def _notify(self, connection: JsonConnection) -> None:
+        indices = self._supervisors[connection]
+        members = self._control.members if self.is_done else ()
+        with contextlib.suppress(OSError):  # `_serve_supervisor` notices the end
+            connection.send(
+                version=versions.version_of("tpudist"),
+                is_used=self.is_used,
+                is_done=self.is_done,
+                gave_up=self.gave_up,
+                failed=self.failed,
+                arrived=sorted(self._arrived.intersection(indices)),
+                finished=[x.index for x in members if x.has_finished and x.index in indices],
+            )
 
     def _check_repeatedly(self) -> None:
         while not self._closing.wait(_CHECK_S):
             with self._lock:
                 self._control.check_progress()
+                self._notify_supervisors()

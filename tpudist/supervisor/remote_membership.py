@@ -1,24 +1,22 @@
 """RemoteMembership: the membership as the supervisors of hosts other than the first one see it."""
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from tpudist.processes import json_lines
+from tpudist.processes.host import this_host
 from tpudist.processes.reported_wait import ReportedWait
 from tpudist.supervisor.hosts import SECRET
 from tpudist.xla import versions
 
 CONNECT_S = 300.0
-_POLL_S = 0.1
 _RETRY_S = 0.2
 _REPORT_S = 5.0
 
 
 class RemoteMembership:
-    """A copy of the first host's `Membership`, at most about 0.1 s old.
+    """A copy of the first host's `Membership`, which sends each change.
 
     Waits until the supervisor of the first host listens.
 
@@ -40,8 +38,9 @@ class RemoteMembership:
     def __init__(self, host: str, port: int, secret: str, report: Callable[[str], None]):
         self.address = f"{host} {port} {secret}"
         self.ends_all = False
+        self._indices: set[int] = set()
         self._lost = ""
-        self._closing = threading.Event()
+        self._closing = this_host().event()
         self._connection = _connect(host, port, secret, report)
         self._state: dict[str, Any] = {}
         try:
@@ -49,8 +48,7 @@ class RemoteMembership:
         except ConnectionError:
             self._connection.close()
             raise
-        self._thread = threading.Thread(target=self._update_repeatedly, args=(host,), daemon=True)
-        self._thread.start()
+        self._thread = this_host().start_thread(self._listen, host, name="tpudist membership")
 
     @property
     def is_used(self) -> bool:
@@ -67,6 +65,16 @@ class RemoteMembership:
         """Reason why there is no other generation, or ""."""
         return self._state["gave_up"] or self._lost
 
+    @property
+    def failed(self) -> str:
+        """Error of the program that ends the run, or ""."""
+        return self._state["failed"]
+
+    @property
+    def has_members(self) -> bool:
+        """False: the first host serves the processes of all hosts."""
+        return False
+
     def is_member(self, index: int) -> bool:
         """Whether the process that was started as number `index` has ever connected."""
         return index in self._state["arrived"]
@@ -79,27 +87,38 @@ class RemoteMembership:
         """Returns None: the first host ends the run if its processes cannot continue."""
         return None
 
+    def follow(self, index: int) -> None:
+        """Announces a process that this host starts, about which it will ask."""
+        self._indices.add(index)
+        self._send()
+
     def end_all(self) -> None:
         """Ends all processes at the next commit, where they save their state."""
         self.ends_all = True
+        self._send()
 
     def close(self) -> None:
         """Stops the updates."""
         self._closing.set()
-        self._thread.join(2.0)
         self._connection.close()
+        self._thread.join(2.0)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # `_listen` notices the end
+            self._connection.send(end_all=self.ends_all, indices=sorted(self._indices))
 
     def _greet(self, host: str, port: int) -> None:
         # A supervisor drops a connection that begins with another secret.
-        is_accepted = False
         with contextlib.suppress(OSError):
             self._connection.send(supervisor=True)
-            is_accepted = self._update()
-        if not is_accepted:
+        self._send()
+        state = self._connection.read()
+        if state is None:
             raise ConnectionError(
                 f"The supervisor at {host}:{port} does not accept this host. Set {SECRET} to the "
                 f"same text on all hosts, and start the same command on each."
             )
+        self._state = state
         ours, theirs = versions.version_of("tpudist"), self._state.get("version")
         if theirs != ours:  # the messages of two versions may differ
             raise ConnectionError(
@@ -107,31 +126,17 @@ class RemoteMembership:
                 f"but this host has {ours}. Install the same version on all hosts."
             )
 
-    def _update(self) -> bool:
-        """Sends the request of this host and reads the state; returns whether it was answered."""
-        self._connection.send(end_all=self.ends_all)
-        state = self._connection.read()
-        if state is None:
-            return False
-        # One assignment of a new dict: the thread of the launcher sees the old state or the new
-        # one.
-        self._state = state
-        return True
-
-    def _update_repeatedly(self, host: str) -> None:
-        while not self._closing.wait(_POLL_S):
-            try:
-                is_connected = self._update()
-            except OSError:
-                is_connected = False
-            if not is_connected:
-                # After the end of the run the first host closes the connection, as expected.
-                if self.is_used and not self.is_done:
-                    self._lost = (
-                        f"Cannot reach the supervisor on {host}, which coordinates this run: "
-                        f"giving up. Start again from the last checkpoint."
-                    )
-                return
+    def _listen(self, host: str) -> None:
+        for state in self._connection:
+            # One assignment of a new dict: the thread of the launcher sees the old state or the new
+            # one.
+            self._state = state
+        # After the end of the run the first host closes the connection, as expected.
+        if self.is_used and not self.is_done and not self._closing.is_set():
+            self._lost = (
+                f"Cannot reach the supervisor on {host}, which coordinates this run: giving up. "
+                f"Start again from the last checkpoint."
+            )
 
 
 def _connect(
@@ -149,4 +154,4 @@ def _connect(
                     f"host can reach its port."
                 ) from error
             wait.report(lambda: f"waiting for the first host, {host}:{port}")
-            time.sleep(_RETRY_S)
+            this_host().sleep(_RETRY_S)

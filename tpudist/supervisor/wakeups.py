@@ -9,24 +9,35 @@ import select
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Protocol
 
 
-class Wakeups:
+class Wakeups(Protocol):
     """Ends a wait when a signal arrives.
 
     Attributes:
         signals: SIGTERM and SIGINT, in the order in which they arrived.
     """
 
-    def __init__(self, receiver: socket.socket):
-        self.signals: list[int] = []
-        self._receiver = receiver
+    signals: list[int]
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for a signal or the end of a child process; returns whether one has arrived.
 
         Returns at once if it has arrived since the last wait, and at the latest after `timeout_s`.
         """
+        ...
+
+
+class SystemWakeups(Wakeups):
+    """The wakeups of the operating system."""
+
+    def __init__(self, receiver: socket.socket):
+        self.signals = []
+        self._receiver = receiver
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits; see `Wakeups`."""
         # One byte for each signal; see `signal.set_wakeup_fd`. A full buffer drops some, which is
         # harmless: the caller looks at all processes after any of them.
         has_arrived = bool(select.select([self._receiver], [], [], timeout_s)[0])
@@ -41,7 +52,7 @@ def receive_wakeups() -> Iterator[Wakeups]:
     receiver, sender = socket.socketpair()
     with receiver, sender:
         sender.setblocking(False)
-        wakeups = Wakeups(receiver)
+        wakeups = SystemWakeups(receiver)
         fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         handlers_before = {
             # Python writes to the socket only for signals that have a handler.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 from tpudist.processes import process_state
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
@@ -22,6 +22,33 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit({EXIT_PEER_LOST})  # the parent died before prctl
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+
+
+class Worker(Protocol):
+    """A child process of a supervisor."""
+
+    @property
+    def index(self) -> int:
+        """Number of the process in the run."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, or the negative number of the signal that ended it; None while it runs."""
+        ...
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped, by SIGSTOP or Ctrl-Z."""
+        ...
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process if it is running."""
+        ...
+
+    def kill(self) -> None:
+        """Kills the process and all processes that it started."""
+        ...
 
 
 class WorkerProcess:

@@ -1,5 +1,6 @@
 """A generation that ends between two steps: no process waits for a step of another one."""
 
+import dataclasses
 import threading
 from unittest.mock import MagicMock
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 import tpudist
-from tpudist.preemption.survival import supervised_process
+from tpudist.preemption.survival import held_error, supervised_process
 from tpudist.preemption.survival.program_generation import ProgramGeneration
 from tpudist.preemption.survival.supervised_process import SupervisedProcess
-from tpudist.preemption.survival.survivor import Copies
+from tpudist.preemption.survival.survivor import Copies, Link, Survivor
 from tpudist.processes import host_copies, json_lines
 
 
@@ -83,9 +84,25 @@ def test_a_copy_that_fails_does_not_end_the_copies(monkeypatch):
         assert copies.end(20).commit == 2
 
 
+def test_a_program_may_change_a_restored_array_in_place():
+    """Else the copy would change, with which another process, or the next generation, begins."""
+    copies = Copies(None)
+    state = tpudist.TrainState(w=np.ones(2))
+    copies.begin(1, state)
+    newest = copies.end(20)
+    fetched = dataclasses.replace(newest, arrays={k: v.copy() for k, v in newest.arrays.items()})
+    fetched.arrays["w"].flags.writeable = False  # as another process has sent it
+    for copy in (newest, fetched):
+        copies = Copies(copy)
+        assert Survivor(1, copies, 1, Link()).restore(state)
+        state.w += 1.0
+        np.testing.assert_array_equal(copy.arrays["w"], [1.0, 1.0])
+        copies.end(20)
+
+
 def test_other_events_are_handled_while_an_error_is_held_back(monkeypatch):
     """A process that is asked to end exits with 143, although its program has failed, too."""
-    monkeypatch.setattr(supervised_process, "_HOLD_S", 0.2)
+    monkeypatch.setattr(held_error, "_HOLD_S", 0.2)
     monkeypatch.setattr(json_lines, "connect", MagicMock())
     monkeypatch.setattr(supervised_process, "Listener", MagicMock())
     process = SupervisedProcess(lambda survivor: None, 1, None, None, "host 1 secret 0")
@@ -103,10 +120,10 @@ def test_errors_that_cause_each_other_are_searched_once(last):
     first = ValueError("first")
     first.__cause__, last.__cause__ = last, first
     is_collective = isinstance(last, jax.errors.JaxRuntimeError)
-    assert supervised_process._may_come_from_collective(first) == is_collective
+    assert held_error._may_come_from_collective(first) == is_collective
     alone = ValueError("alone")
     alone.__cause__ = alone
-    assert not supervised_process._may_come_from_collective(alone)
+    assert not held_error._may_come_from_collective(alone)
 
 
 @pytest.mark.parametrize(

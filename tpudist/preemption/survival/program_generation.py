@@ -1,10 +1,10 @@
 """ProgramGeneration: one generation of a run, as a process that belongs to it sees it."""
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpudist.preemption.survival.survivor import Copies, Link
+from tpudist.processes.host import Thread, this_host
 
 
 class ProgramGeneration(Link):
@@ -35,7 +35,7 @@ class ProgramGeneration(Link):
     ):
         self.number = number
         self.copies = copies
-        self.thread: threading.Thread | None = None
+        self.thread: Thread | None = None
         self.has_unwound = False
         self._send = send
         # The newest commit that the program has passed, or with whose state it began. It may be in
@@ -45,7 +45,7 @@ class ProgramGeneration(Link):
         self._last: int | None = None
         # Guards these three, `is_over` and `ends_all`. `Survivor` reads the two without it: a value
         # that is out of date costs one more step, which is discarded.
-        self._changed = threading.Condition()
+        self._changed = this_host().condition()
 
     def is_last(self, commit: int) -> bool:
         """Whether the generation ends with a commit; waits while that is being agreed on."""

@@ -16,19 +16,15 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
-import os
 import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import jax
-
 from tpudist.goodput import goodput
 from tpudist.preemption.survival import restart_in_place, state_transfer
+from tpudist.preemption.survival.held_error import HeldError
 from tpudist.preemption.survival.program_generation import ProgramGeneration
 from tpudist.preemption.survival.survivor import Copies, StateCopy, Survivor
 from tpudist.processes import (
@@ -39,16 +35,15 @@ from tpudist.processes import (
 )
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from tpudist.processes.generations import GenerationEnded
+from tpudist.processes.host import Queue, Thread, this_host
 from tpudist.processes.json_lines import JsonConnection, Listener
+from tpudist.processes.process_exit import exit_now, print_error
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
 
 CONNECT_S = 60.0
-# Seconds for which an error is not raised: a lost process may be its cause, and then the supervisor
-# orders a new generation. It notices a death within 0.1 s, but a host that does not answer later.
-_HOLD_S = 1.0
-_HOLD_COLLECTIVE_S = 5.0
+_HOLD_JOIN_S = 5.0  # for an error of a process that joins; see `held_error`
 # For the program to reach a line of Python, which ends it. Otherwise its thread is left behind.
 # Usually that thread waits for the lost process, so most losses of a process cost this time.
 _UNWIND_S = 0.1
@@ -125,7 +120,7 @@ class SupervisedProcess:
         self._commits_per_copy = commits_per_copy
         self._allowed = allowed
         host, port, self._secret, self._index = supervisor.split()
-        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._events: Queue = this_host().queue()
         previous = restart_in_place.take_previous()
         self._is_restarted = previous is not None
         self._connection: JsonConnection = (
@@ -141,10 +136,7 @@ class SupervisedProcess:
         self._offer: tuple[int, StateCopy | None] = (-1, None)
         self._result, self._has_result = None, False  # a result may be None
         self._ordered_generation = -1  # the newest one
-        # An error of the program, and when it is raised. It may follow from the loss of another
-        # process. Then an order to stop arrives soon, and the error is forgotten.
-        self._error: BaseException | None = None
-        self._raise_at_s = math.inf
+        self._held: HeldError | None = None
 
     def run(self) -> Any:
         """Runs the program through all generations; returns its result.
@@ -153,7 +145,9 @@ class SupervisedProcess:
             SystemExit: If this process is not needed any more, or received a request to end.
         """
         _use_compile_cache()
-        before = signal.signal(signal.SIGTERM, lambda *_: self._events.put(_TerminationRequested()))
+        before = this_host().set_signal_handler(
+            signal.SIGTERM, lambda *_: self._events.put(_TerminationRequested())
+        )
         self._send(
             hello=int(self._index),
             again=self._is_restarted,
@@ -162,7 +156,7 @@ class SupervisedProcess:
             port=self._server.port,
             allowed=self._allowed,
         )
-        threading.Thread(target=self._listen, name="tpudist supervisor", daemon=True).start()
+        this_host().start_thread(self._listen, name="tpudist supervisor")
         try:
             while True:
                 match self._next_event():
@@ -170,6 +164,9 @@ class SupervisedProcess:
                         if not self._has_result:
                             raise SystemExit(0)  # a spare that was not needed
                         return self._result
+                    case _Received({"no_loss": _}):
+                        if self._held is not None:
+                            self._held.waits_for_answer = False
                     case _Received(message):
                         self._obey(message)
                     case _Joined() as joined:
@@ -181,24 +178,30 @@ class SupervisedProcess:
                     case _TerminationRequested():
                         self._send(leaving=True)
                     case _SupervisorLost():
-                        if self._error is not None:  # says more than the loss
-                            raise self._error
+                        if self._held is not None:  # says more than the loss
+                            raise self._held.error
                         self._end_alone()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            this_host().set_signal_handler(signal.SIGTERM, before)
             # Nobody fetches a state now: "done" means that all processes have finished, and a
             # process that ends for another reason is lost to the others anyway.
             self._server.close()
 
     def _next_event(self) -> object:
         """Waits for an event; raises the error of the program if its time has come."""
-        if self._error is None:
+        held = self._held
+        if held is None or held.waits_for_answer:
             return self._events.get()
-        left_s = self._raise_at_s - time.monotonic()
-        if left_s > 0:
+        if held.left_s > 0:
             with contextlib.suppress(queue.Empty):
-                return self._events.get(timeout=left_s)
-        raise self._error
+                return self._events.get(timeout=held.left_s)
+        if held.must_ask:
+            held.must_ask, held.waits_for_answer = False, True
+            self._send(asks=True)
+            return self._events.get()
+        if not isinstance(held.error, SystemExit):
+            self._send(raised=f"{type(held.error).__name__}: {held.error}"[:500])
+        raise held.error
 
     # The supervisor.
 
@@ -226,13 +229,11 @@ class SupervisedProcess:
         self._events.put(_SupervisorLost())
 
     def _end_alone(self) -> None:
-        print(
+        print_error(
             "tpudist: the supervisor of this run ended or is unreachable, so this process ends. "
-            "Restart all processes from the last checkpoint.",
-            flush=True,
+            "Restart all processes from the last checkpoint."
         )
-        goodput.flush()
-        os._exit(EXIT_PEER_LOST)
+        exit_now(EXIT_PEER_LOST)
 
     def _obey(self, order: Message) -> None:
         if "leave" in order:
@@ -248,7 +249,7 @@ class SupervisedProcess:
             commit = self._state.commit if self._state else -1  # the supervisor's "none"
             self._send(ready=self._ordered_generation, commit=commit)
         elif "go" in order and order["go"] == self._ordered_generation:
-            joining = threading.Thread(target=self._join, args=(order,), daemon=True)
+            joining = this_host().thread(self._join, order, name="tpudist joining")
             generations.forget(joining)  # it may never return
             joining.start()
 
@@ -263,11 +264,11 @@ class SupervisedProcess:
 
     def _end_generation(self, why: str) -> None:
         generation, self._generation = self._generation, None
-        self._result, self._has_result, self._error = None, False, None
+        self._result, self._has_result, self._held = None, False, None
         if generation is not None:
             generations.leave(self._end_program(generation, why))
 
-    def _end_program(self, generation: ProgramGeneration, why: str) -> list[threading.Thread]:
+    def _end_program(self, generation: ProgramGeneration, why: str) -> list[Thread]:
         """Stores the program's newest state; returns the threads that are left behind."""
         began = time.time()
         generation.end()
@@ -301,7 +302,7 @@ class SupervisedProcess:
         except Exception as error:  # of the network, or of jaxlib, whose type varies
             # As for an error of the program: if a member was lost meanwhile, a newer order arrives,
             # and this failure does not matter.
-            time.sleep(_HOLD_COLLECTIVE_S)
+            this_host().sleep(_HOLD_JOIN_S)
             if self._ordered_generation == order["go"]:
                 _log.warning("This process cannot join the others: %s", error)
                 self._send(failed=order["go"], why=str(error)[:500])
@@ -315,7 +316,7 @@ class SupervisedProcess:
             return
         joined.belong()
         task = {"type": "worker", "index": order["rank"]}
-        os.environ["TF_CONFIG"] = json.dumps(
+        this_host().environ["TF_CONFIG"] = json.dumps(
             {"cluster": {"worker": order["cluster"]}, "task": task}
         )
         self._state = joined.state
@@ -327,11 +328,8 @@ class SupervisedProcess:
             Copies(joined.state),
         )
         survivor = Survivor(number, generation.copies, self._commits_per_copy, generation)
-        generation.thread = threading.Thread(
-            target=self._run_thread,
-            args=(generation, survivor),
-            name=f"tpudist program {number}",
-            daemon=True,
+        generation.thread = this_host().thread(
+            self._run_thread, generation, survivor, name=f"tpudist program {number}"
         )
         self._generation = generation
         self._send(began=number)
@@ -369,9 +367,7 @@ class SupervisedProcess:
             self._result, self._has_result = ended.result, True
             self._send(finished=ended.generation.number, commit=ended.commit)
             return
-        is_collective = _may_come_from_collective(ended.error)
-        self._error = ended.error
-        self._raise_at_s = time.monotonic() + (_HOLD_COLLECTIVE_S if is_collective else _HOLD_S)
+        self._held = HeldError(ended.error)
 
     def _serve_state(self, connection: JsonConnection) -> None:
         """Sends the state to another member of the same generation."""
@@ -385,20 +381,9 @@ class SupervisedProcess:
         connection.close()
 
 
-def _may_come_from_collective(error: BaseException | None) -> bool:
-    """Whether an error or its cause has the type of JAX's errors for failed collectives."""
-    seen: set[int] = set()  # `raise error from error` makes an error its own cause
-    while error is not None and id(error) not in seen:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def _use_compile_cache() -> None:
     """Shares compiled programs between generations with equally many processes."""
-    folder = os.environ.get(supervisor_variables.COMPILE_CACHE_VARIABLE)
+    folder = this_host().environ.get(supervisor_variables.COMPILE_CACHE_VARIABLE)
     if folder and not Setting.COMPILATION_CACHE_DIR.read():
         Setting.COMPILATION_CACHE_DIR.set(folder)
         Setting.MIN_CACHED_COMPILE_TIME.set(0)

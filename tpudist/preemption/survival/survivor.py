@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import queue
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from tpudist.checkpoint.entries import ARRAY, KEY, STATE, VALUE, Entry, find_ent
 from tpudist.goodput import goodput
 from tpudist.processes import host_copies
 from tpudist.processes.generations import GenerationEnded
+from tpudist.processes.host import Queue, this_host
 
 _log = logging.getLogger("tpudist")
 
@@ -58,9 +58,8 @@ class Copies:
 
     def __init__(self, newest: StateCopy | None):
         self.newest = newest
-        self._waiting: queue.SimpleQueue[StateCopy | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._finish, name="tpudist copies", daemon=True)
-        self.thread.start()
+        self._waiting: Queue = this_host().queue()
+        self.thread = this_host().start_thread(self._finish, name="tpudist copies")
 
     def begin(self, commit: int, state: Checkpoint) -> None:
         """Starts to copy a state; the arrays may be overwritten after this has returned."""
@@ -94,7 +93,7 @@ class Copies:
         # has at most one: this thread alone adds states. Without a lock, which an exception of
         # `generations.raise_in` could leave locked.
         with contextlib.suppress(queue.Empty):
-            if self._waiting.get_nowait() is None:  # `end` was called meanwhile
+            if self._waiting.get(block=False) is None:  # `end` was called meanwhile
                 self._waiting.put(None)
                 return
         self._waiting.put(state)
@@ -169,7 +168,10 @@ class Survivor:
                 entry.write(newest.leaves[name]["value"])
                 continue
             value = _place(entry, newest.arrays[name])
-            entry.write(entry_values.place(entry, value, is_shared=name in used))
+            # The program may change an array of the host in place, but the copy must stay as it is:
+            # other processes fetch it, and the next generation may begin with it.
+            is_shared = entry.on_host or name in used
+            entry.write(entry_values.place(entry, value, is_shared=is_shared))
             used.add(name)
         found.finish()
         return True

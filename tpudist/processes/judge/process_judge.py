@@ -128,13 +128,14 @@ class Judge:
         why = details["why"]
         if _COLLECTIVE_ERROR in why:
             self._failed_since_s = min(self._failed_since_s, this_host().monotonic())
+            # Long enough for a process that went silent just before to be silent for `HOLD_S`, and
+            # for the others to be heard again if process 0 could not reach any of them.
+            if this_host().monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
+                return None
             if silences:
                 silent, waited_s = silences[0]
                 silence = describe_silence(silent, waited_s, reports[silent].details["place"])
                 return _peer_lost(silent, f"{silence.text} {START_AGAIN}")
-            # Long enough for a process that went silent just before to be silent for `HOLD_S`.
-            if this_host().monotonic() - self._failed_since_s < HOLD_S + 2 * self._interval_s:
-                return None
         message = f"Process {index} failed, so this process cannot continue:\n{why}"
         return Verdict(message, details["exit_code"], failed=index)
 

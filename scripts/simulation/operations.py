@@ -1,0 +1,16 @@
+"""All operations whose growth is measured, by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from simulation import generation_growth, growth
+from simulation.growth import Cost
+
+LOSS = "loss of a process, until the others take a step"
+MEASURES: dict[str, Callable[..., Cost]] = {
+    **{x.name: functools.partial(growth.measure, x) for x in growth.OPERATIONS},
+    LOSS: generation_growth.measure_loss,
+}
+"""Name of an operation -> its measurement, which is called with the number of processes."""
